@@ -1,0 +1,28 @@
+"""l2l_compile: `torch.compile(model, backend="l2l")` trains models that do not fit on the accelerator.
+
+`explain` shows what would be compiled, `programs` what was, `stats` what the last step moved and held.
+"""
+from .errors import DeviceError, L2LError, LoweringError, OptionError, VerifyError
+from .inspection import programs, stats
+from .ir.program import Block, Program, Segment
+from .options import Options
+from .report import Report, explain
+from .runtime.segment_run import Stats
+
+__all__ = [
+    "Block",
+    "DeviceError",
+    "L2LError",
+    "LoweringError",
+    "OptionError",
+    "Options",
+    "Program",
+    "Report",
+    "Segment",
+    "Stats",
+    "VerifyError",
+    "explain",
+    "programs",
+    "stats",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,75 @@
+"""The backend that `torch.compile(model, backend="l2l")` calls with every captured graph."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from . import dynamo
+from .capture import Captured, capture
+from .errors import OptionError
+from .ir.program import Program
+from .lower import Lowering
+from .options import Options
+from .passes.compilation import Compilation
+from .passes.line import Line
+from .passes.pipeline import SEGMENTATION, STREAMING, run
+from .runtime.runner import Runner
+from .session import Session, session_for
+
+
+def l2l(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Callable:
+    """Compile a graph of Dynamo into a layer-streamed program (L2L, arXiv 2002.05645, Algorithm 2).
+
+    `options` are those of `l2l_compile.Options`. Raises `OptionError` (a `ValueError`) for a bad option or any
+    `mode`, `DeviceError` for a model that is not on the host, and `LoweringError` for a block that cannot be traced.
+    """
+    if mode is not None:
+        raise OptionError(f"backend 'l2l' has no modes (got mode={mode!r}); use options={{...}} instead")
+    session = session_for(dynamo.current_owner(), Options.build(options))
+    return make_runner(gm, session)
+
+
+def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
+    """Compile a captured graph for a session and register its program there."""
+    program, compilation = compile_program(capture(gm), session.options, session.lowering)
+    runner = Runner(
+        program, session.options, session.device, session.lowering,
+        given=compilation.given, differentiable=compilation.gradients.differentiable,
+        rebuild=lambda given: _rebuild_backward(compilation, given), started=session.started,
+    )
+    session.runners.append(runner)
+    return runner
+
+
+def compile_program(captured: Captured, options: Options, lowering: Lowering) -> tuple[Program, Compilation]:
+    """Run the passes over a captured graph."""
+    compilation = Compilation(captured, options, Line(captured))
+    run(compilation)
+    backward = compilation.backward
+    program = Program(
+        captured,
+        tuple(compilation.segments),
+        tuple(compilation.blocks),
+        fx.GraphModule({}, compilation.forward),
+        fx.GraphModule({}, backward) if backward is not None else None,
+        captured.hints,
+    )
+    for block in compilation.blocks:
+        block.lowering, block.sizes_now = lowering, lambda: program.bindings
+    return program, compilation
+
+
+def _rebuild_backward(compilation: Compilation, given: tuple[bool, ...]) -> fx.GraphModule:
+    """The backward graph for other gradients than were foreseen."""
+    fresh = replace(compilation, given=given, forward=None, backward=None)
+    facts = frozenset().union(*(step.provides for step in SEGMENTATION))
+    run(fresh, STREAMING, facts)
+    return fx.GraphModule({}, fresh.backward)
+
+
+dynamo.mark_batches(lambda backend: getattr(backend, "compiler_fn", backend) is l2l)

@@ -1,0 +1,197 @@
+"""From Dynamo's graph to a `Captured` graph: inputs sorted by kind, one batch symbol, every value described."""
+from __future__ import annotations
+
+import operator
+import re
+import types
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import sympy
+import torch
+from torch import fx
+
+from . import dynamo
+from .errors import DeviceError
+from .inline import inline_subgraphs
+from .ir.values import Bindings, TensorSpec, dim_of
+
+_SILENT = {torch._C._log_api_usage_once}  # calls that only count uses of an API
+
+
+@dataclass(frozen=True)
+class Input:
+    """A placeholder of the captured graph. `kind` is "parameter", "buffer", "value" or "symbol"."""
+
+    index: int
+    node: fx.Node
+    name: str
+    kind: str
+
+    @property
+    def is_weight(self) -> bool:
+        return self.kind in ("parameter", "buffer")
+
+
+@dataclass
+class Captured:
+    """Dynamo's graph, ready for the passes.
+
+    inputs       the placeholders, in the order in which the compiled function is called
+    specs        a `TensorSpec` per node that holds a tensor
+    batch        the symbol of the batch size; None where the graph is not polymorphic in it, and then `why_static`
+    hints        the sizes that the symbols had at capture
+    symbol_at    where to read each symbol at a call: (input index, dimension), or (input index, None) for an int input
+    break_reason why Dynamo ended the graph early, if it did
+    """
+
+    graph: fx.Graph
+    module: torch.nn.Module
+    inputs: tuple[Input, ...]
+    specs: dict[fx.Node, TensorSpec]
+    batch: sympy.Symbol | None
+    why_static: str | None
+    hints: Bindings
+    symbol_at: dict[sympy.Symbol, tuple[int, int | None]]
+    grad_enabled: bool
+    break_reason: str | None = None
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> tuple:
+        """What the graph returns: nodes, and plain constants."""
+        return tuple(self.graph.output_node().args[0])
+
+    def bindings(self, arguments) -> dict[sympy.Symbol, int]:
+        """The symbols' values at a call with these arguments (tensors and ints)."""
+        return {
+            symbol: int(arguments[index] if dim is None else arguments[index].shape[dim])
+            for symbol, (index, dim) in self.symbol_at.items()
+        }
+
+
+def capture(gm: fx.GraphModule) -> Captured:
+    """Describe Dynamo's graph module. Raises `DeviceError` when a tensor is not on the host."""
+    inline_subgraphs(gm)
+    _drop_dead(gm.graph)
+    _check_on_host(gm)
+    inputs = tuple(_describe(i, n) for i, n in enumerate(gm.graph.find_nodes(op="placeholder")))
+    batch, why_static = _batch_symbol(inputs)
+    inputs = tuple(_functional_weight(i, batch) for i in inputs)
+    specs = {
+        node: TensorSpec.of(node.meta["example_value"], batch)
+        for node in gm.graph.nodes
+        if isinstance(node.meta.get("example_value"), torch.Tensor)
+    }
+    symbol_at, hints = _symbols(inputs)
+    captured = Captured(
+        gm.graph, gm, inputs, specs, batch, why_static, hints, symbol_at,
+        grad_enabled=torch.is_grad_enabled(), break_reason=dynamo.graph_break(gm),
+    )
+    _lift_constants(captured)
+    return captured
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    """Erase operations whose result nobody reads and that change nothing; in doubt, they stay."""
+    for node in reversed(list(graph.nodes)):
+        if node.op.startswith("call_") and not node.users and (node.target in _SILENT or _is_pure(node)):
+            graph.erase_node(node)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    if not isinstance(node.meta.get("example_value"), (torch.Tensor, torch.SymInt, int)):
+        return False
+    if any(a is True for a in node.args) or "inplace" in node.kwargs or "out" in node.kwargs:
+        return False  # functional.relu(x, True) writes into x
+    if node.op == "call_method":
+        return not node.target.endswith("_")
+    name = getattr(node.target, "__name__", "")
+    if getattr(operator, name, None) is node.target:
+        return name != "setitem" and not (name.startswith("i") and hasattr(operator, name[1:]))
+    return isinstance(node.target, types.BuiltinFunctionType) and not name.endswith("_")
+
+
+def _describe(index: int, node: fx.Node) -> Input:
+    example = node.meta.get("example_value")
+    name = _readable(dynamo.source_name(node))
+    if not isinstance(example, torch.Tensor):
+        return Input(index, node, name, "symbol")
+    if isinstance(example, torch.nn.Parameter):
+        return Input(index, node, name, "parameter")
+    if dynamo.is_module_attribute(node):
+        return Input(index, node, name, "buffer")
+    return Input(index, node, name, "value")
+
+
+def _functional_weight(found: Input, batch: sympy.Symbol | None) -> Input:
+    """A leaf that wants a gradient and has no batch dimension is a weight of a model written as plain functions."""
+    example = found.node.meta.get("example_value")
+    if found.kind != "value" or not example.requires_grad or not example.is_leaf:
+        return found
+    batched = batch is not None and any(dim_of(s) == batch for s in example.shape)
+    return found if batched else replace(found, kind="parameter")
+
+
+def _readable(source: str) -> str:
+    """`L['self']._modules['h']._modules['0']._parameters['w']` -> `h.0.w`."""
+    name = re.sub(r"\._(modules|parameters|buffers)\['([^']*)'\]", r".\2", source)
+    name = re.sub(r"^L\['self'\]\.?", "", name)
+    name = re.sub(r"\['([^']*)'\]", r".\1", name)
+    return re.sub(r"^L\.(kwargs\.|args\.)?", "", name) or source
+
+
+def _check_on_host(gm: fx.GraphModule) -> None:
+    for node in gm.graph.find_nodes(op="placeholder"):
+        example = node.meta.get("example_value")
+        if isinstance(example, torch.Tensor) and example.device.type != "cpu":
+            what = "parameter" if isinstance(example, torch.nn.Parameter) else "input"
+            raise DeviceError(
+                f"{what} '{_readable(dynamo.source_name(node))}' is on {example.device}. Backend 'l2l' streams layers "
+                "from the host: leave the model and its inputs on the host (do not call .to('cuda')), and name the "
+                "accelerator with the option 'device'"
+            )
+
+
+def _batch_symbol(inputs: tuple[Input, ...]) -> tuple[sympy.Symbol | None, str | None]:
+    """The symbol of dimension 0 that most inputs share; inputs of the same size are taken to share the batch."""
+    values = [i.node.meta["example_value"] for i in inputs if i.kind == "value" and i.node.meta["example_value"].dim()]
+    data = [v for v in values if not v.requires_grad] or values
+    candidates = [v.shape[0] for v in data]
+    symbolic = [s for s in candidates if isinstance(dim_of(s), sympy.Symbol)]
+    if not symbolic:
+        if not candidates:
+            return None, "no input of this graph is a batched tensor"
+        if any(s == 1 for s in candidates):
+            return None, "a batch of one row cannot be split"
+        return None, "Dynamo specialised the size of the batch to a number"
+    size = Counter(s.node.hint for s in symbolic).most_common(1)[0][0]
+    same = [s for s in symbolic if s.node.hint == size]
+    for other in same[1:]:
+        bool(same[0] == other)  # a guard: the inputs' batch sizes stay equal, or Dynamo captures anew
+    batch = dim_of(same[0])
+    return (batch, None) if isinstance(batch, sympy.Symbol) else (None, "Dynamo specialised the size of the batch")
+
+
+def _symbols(inputs: tuple[Input, ...]) -> tuple[dict, dict]:
+    where: dict[sympy.Symbol, tuple[int, int | None]] = {}
+    hints: dict[sympy.Symbol, int] = {}
+    for i in inputs:
+        example = i.node.meta.get("example_value")
+        sizes = enumerate(example.shape) if isinstance(example, torch.Tensor) else [(None, example)]
+        for dim, size in sizes:
+            if isinstance(size, torch.SymInt) and isinstance(dim_of(size), sympy.Symbol):
+                where.setdefault(dim_of(size), (i.index, dim))
+                hints.setdefault(dim_of(size), int(size.node.hint))
+    return where, hints
+
+
+def _lift_constants(captured: Captured) -> None:
+    """Tensor constants of the graph become buffers of the segments that read them."""
+    for node in captured.graph.find_nodes(op="get_attr"):
+        value = captured.module
+        for part in node.target.split("."):
+            value = getattr(value, part)
+        if isinstance(value, torch.Tensor):
+            captured.constants[node.target] = value
+            captured.specs[node] = TensorSpec.of(value, None)

@@ -1,0 +1,105 @@
+"""The one adapter to the private side of TorchDynamo and autograd. ARCHITECTURE.md lists every private name used here, and why.
+
+Two things are not to be had through public names:
+
+* A dimension is symbolic only if it is marked before Dynamo looks at the tensor, and a backend is called after that.
+  `mark_batches` therefore marks dimension 0 of every user input at the moment Dynamo wraps it, for frames that are
+  being compiled by this backend alone, and takes the mark off again.
+* A backend is not told which `torch.compile` call it serves. `current_owner` and `owner_of` both find the object
+  that `torch.compile` made for that call, so that programs can be looked up by the compiled model.
+"""
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import builder
+
+_MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
+_ANY_MARK = (*_MARKS, "_dynamo_dynamic_indices", "_dynamo_static_indices", "_dynamo_unbacked_indices")
+
+
+def mark_batches(is_ours: Callable[[Any], bool]) -> None:
+    """From now on, frames whose backend `is_ours` see dimension 0 of their tensor inputs as symbolic.
+
+    Parameters, buffers and other tensors of modules stay static, and so does a tensor that the user marked.
+    """
+    original = builder._automatic_dynamic
+    if getattr(original, "_l2l", False):
+        return
+
+    @functools.wraps(original)
+    def automatic_dynamic(e, tx, source, static_shapes, *args, **kwargs):
+        marks = (
+            not static_shapes
+            and isinstance(e, torch.Tensor)
+            and e.dim() > 0
+            and not isinstance(e, torch.nn.Parameter)
+            and not any(hasattr(e, mark) for mark in _ANY_MARK)
+            and is_ours(innermost_backend(tx.output.compiler_fn))
+        )
+        if not marks:
+            return original(e, tx, source, static_shapes, *args, **kwargs)
+        torch._dynamo.maybe_mark_dynamic(e, 0)
+        try:
+            return original(e, tx, source, static_shapes, *args, **kwargs)
+        finally:
+            for mark in _MARKS:
+                if hasattr(e, mark):
+                    delattr(e, mark)
+
+    automatic_dynamic._l2l = True
+    builder._automatic_dynamic = automatic_dynamic
+
+
+def current_owner() -> Any:
+    """The backend object that `torch.compile` made for the call being compiled now; None outside of a compilation."""
+    try:
+        tx = InstructionTranslator.current_tx()
+    except AttributeError:  # no translator is at work: the backend was called by hand
+        return None
+    return innermost_backend(tx.output.compiler_fn)
+
+
+def owner_of(compiled: Any) -> Any:
+    """The backend object behind a compiled module or function; None if `torch.compile` did not make it."""
+    if isinstance(compiled, torch._dynamo.OptimizedModule):
+        return innermost_backend(compiled.dynamo_ctx.callback)
+    function = getattr(compiled, "__func__", compiled)
+    if not callable(function) or not hasattr(function, "_torchdynamo_orig_callable"):
+        return None
+    context = inspect.getclosurevars(function).nonlocals.get("self")
+    return innermost_backend(context.callback) if context is not None else None
+
+
+def graph_break(gm: torch.fx.GraphModule) -> str | None:
+    """Why Dynamo ended this graph before the end of its function; None if it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    where = f" at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}" if reason.user_stack else ""
+    return str(reason.reason).strip().split("\n")[0] + where
+
+
+def source_name(placeholder: torch.fx.Node) -> str:
+    """Dynamo's expression for a graph input, such as `L['self']._modules['head']._parameters['weight']`."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    return source.name if source is not None else placeholder.name
+
+
+def is_module_attribute(placeholder: torch.fx.Node) -> bool:
+    """Whether a graph input is reached through a module: a parameter, a buffer or a plain tensor attribute."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    return source is not None and (
+        source.guard_source.is_unspecialized_nn_module() or source.guard_source.is_specialized_nn_module()
+    )
+
+
+def graph_is_kept() -> bool:
+    """Inside of an autograd Function's backward: whether the user asked for `retain_graph=True`."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()

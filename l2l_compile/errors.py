@@ -1,0 +1,35 @@
+"""Errors of the compiler: each names who failed, which rule, and what to do."""
+from __future__ import annotations
+
+from torch._dynamo.exc import ShortenTraceback
+
+
+class L2LError(ShortenTraceback):
+    """The model, its inputs or the program cannot be compiled or run as asked.
+
+    Deriving from Dynamo's `ShortenTraceback` lets the error reach the caller of the compiled model as itself,
+    not wrapped into `BackendCompilerFailed`.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(message, first_useful_frame=None)
+
+
+class OptionError(L2LError, ValueError):
+    """An option is unknown or has a value that it cannot have."""
+
+
+class DeviceError(L2LError):
+    """A parameter or an input is not where the backend needs it."""
+
+
+class LoweringError(L2LError):
+    """A segment could not be traced or compiled for the device."""
+
+
+class VerifyError(L2LError):
+    """A program breaks a rule of its vocabulary. `rule` is the rule's name, `node` the offending node's name."""
+
+    def __init__(self, rule: str, node: str, message: str):
+        super().__init__(f"{rule}: node '{node}' {message}")
+        self.rule, self.node = rule, node

@@ -1,0 +1,24 @@
+"""What a user can look at after compilation: programs and figures."""
+from __future__ import annotations
+
+from typing import Any
+
+from .ir.program import Program
+from .runtime.segment_run import Stats
+from .session import session_of
+
+
+def programs(compiled: Any) -> tuple[Program, ...]:
+    """The programs compiled so far for a module or function that `torch.compile(..., backend="l2l")` returned.
+
+    One per captured graph: a graph break makes several, and so do training and evaluation. Empty before the first
+    call. Raises `TypeError` for anything else.
+    """
+    session = session_of(compiled)
+    return tuple(r.program for r in session.runners) if session is not None else ()
+
+
+def stats(compiled: Any) -> Stats:
+    """Bytes moved and held, and seconds, of the last step (forward, and backward if it ran) of a compiled model."""
+    session = session_of(compiled)
+    return session.stats if session is not None else Stats()

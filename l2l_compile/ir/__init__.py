@@ -1,0 +1,1 @@
+"""The vocabulary of layer-streamed programs."""

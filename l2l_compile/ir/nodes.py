@@ -1,0 +1,120 @@
+"""The node vocabulary of a program. A node is an `fx` call of one of these functions; running it is the executor's.
+
+A value is *whole* (one tensor) or *split* (one tensor per micro-batch). A segment is named by its index in
+`Program.segments`; the text form shows its name.
+"""
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+COMPUTE, H2D, D2H, NONE = "compute", "h2d", "d2h", "none"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A word of the vocabulary: the lane that it runs on and one line on what it does."""
+
+    name: str
+    lane: str
+    does: str
+
+
+VOCABULARY: dict[Callable, Operation] = {}
+
+
+def _operation(lane: str):
+    def register(function: Callable) -> Callable:
+        VOCABULARY[function] = Operation(function.__name__, lane, function.__doc__)
+        return function
+
+    return register
+
+
+def _not_run(name: str):
+    raise NotImplementedError(f"'{name}' is a node of a program; the executor runs it")
+
+
+@_operation(COMPUTE)
+def split(x):
+    """Cut a whole batched value into micro-batches (views)."""
+    _not_run("split")
+
+
+@_operation(COMPUTE)
+def merge(x):
+    """Join the micro-batches of a split value into one whole value."""
+    _not_run("merge")
+
+
+@_operation(H2D)
+def fetch_weights(segment):
+    """Copy a segment's parameters and buffers into a weight slab of the device; asynchronous."""
+    _not_run("fetch_weights")
+
+
+@_operation(COMPUTE)
+def forward(segment, weights, values):
+    """Run the segment on every micro-batch; the outputs, as a tuple of values."""
+    _not_run("forward")
+
+
+@_operation(D2H)
+def offload(x):
+    """Copy a value to the host, asynchronous; the device copy stays until it is released."""
+    _not_run("offload")
+
+
+@_operation(H2D)
+def restore(x):
+    """Bring a value of the host (an offloaded one, or an input of the program) to the device; asynchronous."""
+    _not_run("restore")
+
+
+@_operation(NONE)
+def stash(x):
+    """Keep a value on the device for backward."""
+    _not_run("stash")
+
+
+@_operation(COMPUTE)
+def backward(segment, weights, values, gradients):
+    """Recompute the segment and differentiate it on every micro-batch.
+
+    Gives a tuple: the gradient of each value operand (None where it wants none), then one bundle with the gradients
+    of the weights, accumulated over the micro-batches.
+    """
+    _not_run("backward")
+
+
+@_operation(COMPUTE)
+def accumulate(a, b):
+    """The sum of two gradients of one value, in the form of the first."""
+    _not_run("accumulate")
+
+
+@_operation(D2H)
+def push_gradients(segment, gradients):
+    """Copy a segment's weight gradients to the host, where gradients of shared weights add up; asynchronous."""
+    _not_run("push_gradients")
+
+
+@_operation(D2H)
+def write_back(segment, contents):
+    """Write the new contents of a segment's buffers to the host."""
+    _not_run("write_back")
+
+
+@_operation(NONE)
+def release(x):
+    """Free a weight slab or the device copy of a value."""
+    _not_run("release")
+
+
+VOCABULARY[operator.getitem] = Operation("getitem", NONE, "Pick one of the results of forward or backward.")
+
+
+def lane_of(node) -> str:
+    """The lane that a program node runs on."""
+    return VOCABULARY[node.target].lane if node.op == "call_function" else NONE

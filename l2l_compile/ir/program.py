@@ -1,0 +1,132 @@
+"""Blocks, segments and programs: what the passes make and the executor runs."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import sympy
+from torch import fx
+
+from .text import print_program
+from .values import Bindings, TensorSpec
+
+if TYPE_CHECKING:
+    from ..capture import Captured, Input
+    from ..lower import Lowering
+
+
+def symbolic_size(expression: str) -> int:
+    """Stands in a block's graph for a size that depends on symbols (`Block.sizes`); lowering puts the number in."""
+    raise NotImplementedError(expression)
+
+
+@dataclass(eq=False)
+class Block:
+    """A piece of the captured graph that one or more segments are instances of; lowered once per size.
+
+    graph          the torch-level operations, as a graph module of its operands: first the weights, then the values
+    sizes          the sympy expression behind each `symbolic_size` in the graph
+    weights        spec of each weight operand (parameters and buffers)
+    values         spec of each value operand
+    outputs        spec of each output; the last `len(mutated)` are the new contents of operands that it writes into
+    mutated        indices (into weights + values) of operands that the block writes into
+    inner_looped   whether it runs micro-batch by micro-batch; otherwise `reason` says why not
+    repeats        number of segments that are instances of it
+    """
+
+    name: str
+    graph: fx.GraphModule
+    sizes: dict[str, sympy.Expr]
+    weights: tuple[TensorSpec, ...]
+    values: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    mutated: tuple[int, ...] = ()
+    inner_looped: bool = False
+    reason: str | None = None
+    repeats: int = 0
+    lowering: Lowering | None = field(default=None, repr=False)
+    sizes_now: Callable[[], Bindings] | None = field(default=None, repr=False)
+
+    @property
+    def operands(self) -> tuple[TensorSpec, ...]:
+        return self.weights + self.values
+
+    @property
+    def forward(self) -> fx.GraphModule:
+        """The ATen graph of one micro-batch forward, at the sizes of the last step (of capture, before the first)."""
+        return self.lowering.forward(self, self._bindings()).graph
+
+    @property
+    def backward(self) -> fx.GraphModule:
+        """The ATen graph of recompute and gradients for one micro-batch, for all differentiable outputs."""
+        given = tuple(spec.differentiable for spec in self.outputs)
+        return self.lowering.backward(self, self._bindings(), given).graph
+
+
+    def _bindings(self) -> Bindings:
+        return self.sizes_now()
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the captured graph; `version` counts the segments that wrote into it so far."""
+
+    node: fx.Node
+    version: int = 0
+
+    def __str__(self) -> str:
+        return self.node.name + (f".{self.version}" if self.version else "")
+
+
+@dataclass(eq=False)
+class Segment:
+    """An instance of a block in a program: a layer, or a unique piece such as embeddings or head.
+
+    weights   the graph inputs that it fetches, in the block's order
+    values    the values that it reads, in the block's order
+    outputs   the values that it makes, in the block's order; where the block writes into a weight operand, the new
+              contents of that weight
+    """
+
+    index: int
+    name: str
+    block: Block
+    weights: tuple[Input, ...]
+    values: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    micro_batches: int = 1
+    parameter_bytes: int = 0
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        return tuple(w.name for w in self.weights if w.kind == "parameter")
+
+
+@dataclass(eq=False)
+class Program:
+    """The layer-streamed forward and backward graphs of one captured graph; `print(program)` shows them.
+
+    `forward` and `backward` are `torch.fx.GraphModule`s of the vocabulary in `l2l_compile.ir.nodes`; `backward` is
+    the one of the last backward call, or the predicted one before that, and None where nothing wants a gradient.
+    """
+
+    captured: Captured = field(repr=False)
+    segments: tuple[Segment, ...]
+    blocks: tuple[Block, ...]
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    bindings: Bindings
+
+    @property
+    def break_reason(self) -> str | None:
+        """Why the program ends before the end of the user's function (a graph break); None if it does not."""
+        return self.captured.break_reason
+
+    @property
+    def whole_batch(self) -> tuple[Segment, ...]:
+        """The segments that see the whole batch at once; their `block.reason` says why."""
+        return tuple(s for s in self.segments if not s.block.inner_looped)
+
+    def __str__(self) -> str:
+        return print_program(self)

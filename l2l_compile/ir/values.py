@@ -1,0 +1,82 @@
+"""What the compiler knows of a value before it exists: shape with symbols, dtype, where its rows stand."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import sympy
+import torch
+
+from .batch import Batch
+
+Dim = int | sympy.Expr
+Bindings = Mapping[sympy.Symbol, int]
+
+
+def evaluate(dim: Dim, bindings: Bindings) -> int:
+    """The number that a size stands for once every symbol has a value."""
+    return dim if isinstance(dim, int) else int(dim.xreplace({s: sympy.Integer(v) for s, v in bindings.items()}))
+
+
+def dim_of(size: int | torch.SymInt) -> Dim:
+    """A size of a fake tensor as an int or a sympy expression."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression) if expression.is_number else expression
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape (ints and sympy expressions), dtype and gradient flag of a value; `batch` where its rows stand.
+
+    `mixed` marks a value in which the batch symbol stands in a way that no slice along one dimension gives its rows
+    (a [B, B] matrix, B + 1 entries): it can only be handled for the whole batch.
+    """
+
+    shape: tuple[Dim, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+    batch: Batch | None = None
+    mixed: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, batch_symbol: sympy.Symbol | None) -> TensorSpec:
+        shape = tuple(dim_of(s) for s in tensor.shape)
+        batch, mixed = find_batch(shape, batch_symbol)
+        return cls(shape, tensor.dtype, tensor.requires_grad, batch, mixed)
+
+    @property
+    def differentiable(self) -> bool:
+        return self.requires_grad and (self.dtype.is_floating_point or self.dtype.is_complex)
+
+    def sizes(self, bindings: Bindings) -> tuple[int, ...]:
+        return tuple(evaluate(d, bindings) for d in self.shape)
+
+    def bytes(self, bindings: Bindings) -> int:
+        count = 1
+        for size in self.sizes(bindings):
+            count *= size
+        return count * self.dtype.itemsize
+
+    def detached(self) -> TensorSpec:
+        return replace(self, requires_grad=False)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+def find_batch(shape: tuple[Dim, ...], symbol: sympy.Symbol | None) -> tuple[Batch | None, bool]:
+    """Where the batch symbol stands in a shape, and whether it stands there in a way that cannot be sliced."""
+    if symbol is None:
+        return None, False
+    found = [(i, d) for i, d in enumerate(shape) if not isinstance(d, int) and symbol in d.free_symbols]
+    if not found:
+        return None, False
+    if len(found) > 1:
+        return None, True
+    index, expression = found[0]
+    multiple = sympy.simplify(expression / symbol)
+    if multiple.is_Integer and multiple > 0:
+        return Batch(index, int(multiple)), False
+    return None, True

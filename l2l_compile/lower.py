@@ -1,0 +1,85 @@
+"""Lower blocks to callables: trace once per block and size, make randomness an operand, compile.
+
+A lowered block is called with a flat list: weights, values, (for backward) gradients of outputs, random draws.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from .errors import LoweringError
+from .inductor import compile_graph
+from .ir.program import Block
+from .ir.values import Bindings
+from .randomness import Draw, hoist_draws
+from .trace import example_operands, trace_backward, trace_forward
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A block at one size. `graph` is its ATen graph, `run` what executes it; both take and give flat sequences.
+
+    draws    random draws to append to the operands, in the order of forward's operations
+    seeded   whether operations remain that draw from the device's default generator themselves
+    present  backward only: which operands have a gradient; `run` returns just those
+    """
+
+    graph: fx.GraphModule
+    run: Callable[..., Sequence[torch.Tensor]]
+    draws: tuple[Draw, ...]
+    seeded: bool
+    present: tuple[bool, ...] = ()
+
+    @property
+    def random(self) -> bool:
+        return self.seeded or bool(self.draws)
+
+
+class Lowering:
+    """Lowers blocks for a device, and remembers what it has lowered: by block, sizes and given gradients."""
+
+    def __init__(self, device: torch.device, block_compiler: str):
+        self.device, self.block_compiler = device, block_compiler
+        self._done: dict[tuple, Lowered] = {}
+
+    def forward(self, block: Block, bindings: Bindings) -> Lowered:
+        """The block's forward at these sizes. Raises `LoweringError`."""
+        key = (block, None, *_sizes(block, bindings))
+        if key not in self._done:
+            graph = trace_forward(block, bindings, self.device)
+            self._done[key] = self._compile(block, graph, block.operands, bindings)
+        return self._done[key]
+
+    def backward(self, block: Block, bindings: Bindings, given: tuple[bool, ...]) -> Lowered:
+        """The block's recompute and gradients, for the outputs in `given`, at these sizes. Raises `LoweringError`."""
+        key = (block, given, *_sizes(block, bindings))
+        if key not in self._done:
+            graph, present = trace_backward(block, bindings, self.device, given)
+            gradients = tuple(spec for spec, wanted in zip(block.outputs, given, strict=True) if wanted)
+            self._done[key] = self._compile(block, graph, block.operands + gradients, bindings, present)
+        return self._done[key]
+
+    def _compile(self, block: Block, graph: fx.GraphModule, specs, bindings: Bindings, present=()) -> Lowered:
+        draws, seeded = hoist_draws(graph)
+        if self.block_compiler == "eager" or not any(n.op == "call_function" for n in graph.graph.nodes):
+            return Lowered(graph, graph, draws, seeded, present)
+        examples = example_operands(specs, bindings, self.device)
+        examples += [draw.make(torch.Generator(self.device)) for draw in draws]
+        try:
+            run = compile_graph(graph, examples, self.device)
+        except Exception as error:
+            raise LoweringError(
+                f"{block.name} cannot be compiled by Inductor: {type(error).__name__}: {error}. "
+                "The option block_compiler='eager' runs it uncompiled"
+            ) from error
+        return Lowered(graph, run, draws, seeded, present)
+
+
+def _sizes(block: Block, bindings: Bindings) -> tuple:
+    """The bindings that a block depends on, as a key."""
+    symbols = {s for spec in (*block.operands, *block.outputs) for d in spec.shape if not isinstance(d, int) for s in d.free_symbols}
+    symbols |= {s for expression in block.sizes.values() for s in expression.free_symbols}
+    return tuple(sorted((str(s), bindings[s]) for s in symbols))

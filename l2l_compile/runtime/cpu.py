@@ -1,0 +1,62 @@
+"""The host as its own device: work is done at once, fetches and offloads alias, a ledger counts bytes."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .device import LANES, Device, Lane
+from .ledger import Ledger
+
+
+class _Inline(Lane):
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def record(self) -> Any:
+        return None
+
+    def wait(self, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class CpuDevice(Device):
+    """Runs a program on the host, where weights and stashes are already: nothing is copied.
+
+    `peak_bytes` is what a device would hold: weights from fetch to release, activations and gradients while program
+    values hold them.
+    """
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.lanes = dict.fromkeys(LANES, _Inline())
+        self.ledger = Ledger()
+
+    def reserve_slabs(self, count: int, size: int) -> None:
+        if count == 0:
+            self.ledger.clear()
+
+    def load_weights(self, slab: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [w.detach().contiguous() for w in weights]
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().contiguous()
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.ledger.hold(tensors)
+
+    def free(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.ledger.drop(tensors)
+
+    def start_peak(self) -> None:
+        self.ledger.start_peak()
+
+    def peak_bytes(self) -> int:
+        return self.ledger.peak

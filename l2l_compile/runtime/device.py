@@ -1,0 +1,86 @@
+"""The interface between the executor and a device: three lanes with events, copies, and weight slabs.
+
+A *lane* runs what it is given in order; different lanes run at the same time and meet only at events. The executor
+says which lane does what and which events it waits for; a device says how. Memory of values is taken and given back
+in the order of the compute lane alone, so an allocator that knows one stream is enough.
+"""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+LANES = ("compute", "h2d", "d2h")
+
+
+class Lane(ABC):
+    """A queue of work of one device."""
+
+    @abstractmethod
+    def run(self, work: Callable[[], None]) -> None:
+        """Do `work` after everything that was given to this lane before."""
+
+    @abstractmethod
+    def record(self) -> Any:
+        """An event that happens when everything given so far is done; None if it has happened already."""
+
+    @abstractmethod
+    def wait(self, event: Any) -> None:
+        """What is given from now on starts after `event`."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the caller until the lane is idle. Raises what the lane's work raised."""
+
+
+class Device(ABC):
+    """Lanes, copies and slabs. Copies are called inside of `Lane.run` on the lane that the vocabulary names."""
+
+    torch_device: torch.device
+    lanes: dict[str, Lane]
+
+    @abstractmethod
+    def reserve_slabs(self, count: int, size: int) -> None:
+        """Have `count` weight slabs of `size` bytes; called before every step, and does nothing if they are there."""
+
+    @abstractmethod
+    def load_weights(self, slab: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy host tensors into a slab (h2d lane); the contiguous device tensors, which may alias the host's."""
+
+    @abstractmethod
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous device copy of a host tensor (h2d lane); it may alias it."""
+
+    @abstractmethod
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host copy of a device tensor (d2h lane); it may alias it."""
+
+    def free(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The last reader of these tensors is done (compute lane)."""
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        """These tensors have just been made by a program value."""
+
+    @abstractmethod
+    def start_peak(self) -> None:
+        """Start measuring the peak of device memory."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Peak of device memory in bytes since `start_peak`."""
+
+    def recover(self) -> None:
+        """After a failure: wait until no lane works any more, forget what failed, free all slabs."""
+        for lane in self.lanes.values():
+            try:
+                lane.synchronize()
+            except Exception:  # noqa: BLE001 - the first error is on its way to the user already
+                pass
+        self.reserve_slabs(0, 0)
+
+    def synchronize(self) -> None:
+        """Wait for all lanes. Raises what work of a lane raised."""
+        for lane in self.lanes.values():
+            lane.synchronize()

@@ -1,0 +1,247 @@
+"""Run a program graph on a device: one interpreter over the nodes of the vocabulary.
+
+Each node is given to its lane. A value lives in a `Box`, which the lane fills; a lane that reads a box filled by
+another lane waits for that box's event, and memory is freed on the compute lane after every lane that read it.
+"""
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ir import nodes
+from ..ir.program import Segment
+from .device import Device
+from .segment_run import Step, run_backward, run_forward
+
+
+class Box:
+    """The tensors of a value: one if it is whole, one per micro-batch if it is split.
+
+    lane, event  who fills it and when it is filled; event None means at once
+    readers      the last event of each other lane that reads it
+    absent       a gradient that does not exist
+    results      for a node with several results, a box each
+    """
+
+    __slots__ = ("tensors", "lane", "event", "readers", "absent", "results", "slab")
+
+    def __init__(self, tensors: list[torch.Tensor] | None = None, absent: bool = False):
+        self.tensors, self.absent = tensors, absent
+        self.lane: str | None = None
+        self.event: Any = None
+        self.readers: dict[str, Any] = {}
+        self.results: list[Box] = []
+        self.slab: int | None = None
+
+    def copy(self) -> Box:
+        """Another box with the same, complete, tensors."""
+        box = Box(self.tensors, self.absent)
+        box.lane = self.lane
+        return box
+
+
+class Executor:
+    """Runs the nodes of one graph for one step. `inputs` fill the placeholders, in order; see `run`."""
+
+    def __init__(self, device: Device, step: Step, segments: Sequence[Segment], slabs: int):
+        self.device, self.step, self.segments = device, step, segments
+        self.slab_free: list[Any] = [None] * slabs
+        self.next_slab = 0
+
+    def run(self, graph: fx.Graph, inputs: Sequence[Box]) -> Any:
+        """Give every node to its lane; the boxes of the graph's output, in its structure. Does not wait for lanes."""
+        env: dict[fx.Node, Box] = {}
+        arrived = iter(inputs)
+        for node in graph.nodes:
+            if node.op == "call_function":
+                env[node] = _HANDLERS[node.target](self, node, env)
+            elif node.op == "placeholder":
+                env[node] = next(arrived)
+            else:
+                return fx.node.map_arg(node.args[0], lambda n: env[n])
+        raise AssertionError("a program graph ends with its output")
+
+    def submit(self, lane: str, reads: Sequence[Box], fills: Sequence[Box], work) -> None:
+        """Queue work on a lane after the events of what it reads; it fills boxes."""
+        queue = self.device.lanes[lane]
+        for box in reads:
+            if box.lane is not lane and box.event is not None:
+                queue.wait(box.event)
+        queue.run(work)
+        event = queue.record()
+        for box in reads:
+            if event is not None:
+                box.readers[lane] = event
+        for box in fills:
+            box.lane, box.event = lane, event
+
+    def _fetch_weights(self, node: fx.Node, env: dict) -> Box:
+        segment, slab = self.segments[node.args[0]], self.next_slab
+        self.next_slab = (slab + 1) % len(self.slab_free)
+        box = Box()
+        box.slab = slab
+        weights = [self.step.arguments[w.index] if w.index >= 0 else self.step.constants[w.name] for w in segment.weights]
+        self.step.stats.fetched_bytes += sum(w.numel() * w.element_size() for w in weights)
+        if self.slab_free[slab] is not None:
+            self.device.lanes["h2d"].wait(self.slab_free[slab])
+
+        def work() -> None:
+            box.tensors = self.device.load_weights(slab, weights)
+            self.device.adopt(box.tensors)
+
+        self.submit("h2d", (), (box,), work)
+        return box
+
+    def _restore(self, node: fx.Node, env: dict) -> Box:
+        source, box = env[node.args[0]], Box()
+        if source.absent:
+            return Box(absent=True)
+
+        def work() -> None:
+            box.tensors = [self.device.upload(t) for t in source.tensors]
+            self.device.adopt(box.tensors)
+            self.step.stats.restored_bytes += _bytes(box.tensors)
+
+        self.submit("h2d", (source,), (box,), work)
+        return box
+
+    def _offload(self, node: fx.Node, env: dict) -> Box:
+        source, box = env[node.args[0]], Box()
+        if source.absent:
+            return Box(absent=True)
+
+        def work() -> None:
+            box.tensors = [self.device.download(t) for t in source.tensors]
+            self.step.stats.offloaded_bytes += _bytes(box.tensors)
+
+        self.submit("d2h", (source,), (box,), work)
+        return box
+
+    def _stash(self, node: fx.Node, env: dict) -> Box:
+        return env[node.args[0]]
+
+    def _split(self, node: fx.Node, env: dict) -> Box:
+        return self._reform(node, env, lambda tensors: self.step.split(tensors[0], node.meta["spec"]))
+
+    def _merge(self, node: fx.Node, env: dict) -> Box:
+        dim = node.meta["spec"].batch.dim
+        return self._reform(node, env, lambda tensors: [torch.cat(tensors, dim) if len(tensors) > 1 else tensors[0]])
+
+    def _reform(self, node: fx.Node, env: dict, change) -> Box:
+        source, box = env[node.args[0]], Box()
+        if source.absent:
+            return Box(absent=True)
+
+        def work() -> None:
+            box.tensors = change(source.tensors)
+            self.device.adopt(box.tensors)
+
+        self.submit("compute", (source,), (box,), work)
+        return box
+
+    def _forward(self, node: fx.Node, env: dict) -> Box:
+        segment = self.segments[node.args[0]]
+        weights = env[node.args[1]] if node.args[1] is not None else Box([])
+        operands = [env[n] for n in node.args[2]]
+        box = Box()
+        box.results = [Box() for _ in segment.block.outputs]
+        work = run_forward(self.step, self.device, segment, weights, operands, box.results)
+        self.submit("compute", (weights, *operands), box.results, work)
+        return box
+
+    def _backward(self, node: fx.Node, env: dict) -> Box:
+        segment = self.segments[node.args[0]]
+        weights = env[node.args[1]] if node.args[1] is not None else Box([])
+        operands = [env[n] for n in node.args[2]]
+        gradients = [env[n] if n is not None else Box(absent=True) for n in node.args[3]]
+        box = Box()
+        box.results = [Box(absent=True) for _ in range(len(segment.values) + 1)]
+        if all(g.absent for g in gradients):
+            return box
+        work = run_backward(self.step, self.device, segment, weights, operands, gradients, box.results)
+        self.submit("compute", (weights, *operands, *gradients), box.results, work)
+        return box
+
+    def _getitem(self, node: fx.Node, env: dict) -> Box:
+        return env[node.args[0]].results[node.args[1]]
+
+    def _accumulate(self, node: fx.Node, env: dict) -> Box:
+        a, b, box = env[node.args[0]], env[node.args[1]], Box()
+        if a.absent and b.absent:
+            return Box(absent=True)
+        both = [x for x in (a, b) if not x.absent]
+
+        def work() -> None:
+            box.tensors = [torch.add(x, y) for x, y in zip(a.tensors, b.tensors, strict=True)] if len(both) == 2 else both[0].tensors
+            self.device.adopt(box.tensors)
+
+        self.submit("compute", both, (box,), work)
+        return box
+
+    def _push_gradients(self, node: fx.Node, env: dict) -> Box:
+        segment, bundle = self.segments[node.args[0]], env[node.args[1]]
+        if bundle.absent:
+            return Box(absent=True)
+
+        def work() -> None:
+            for weight, gradient in zip(segment.weights, bundle.tensors, strict=True):
+                if gradient is not None:
+                    host = self.device.download(gradient)
+                    self.step.stats.pushed_bytes += host.numel() * host.element_size()
+                    self.step.gradients.setdefault(weight.index, []).append(host)
+
+        self.submit("d2h", (bundle,), (), work)
+        return Box(absent=True)
+
+    def _write_back(self, node: fx.Node, env: dict) -> Box:
+        source = env[node.args[1]]
+
+        def work() -> None:
+            self.step.writes[node.args[0]] = self.device.download(source.tensors[0])
+
+        self.submit("d2h", (source,), (), work)
+        return Box(absent=True)
+
+    def _release(self, node: fx.Node, env: dict) -> Box:
+        box, compute = env[node.args[0]], self.device.lanes["compute"]
+        if box.absent:
+            return box
+        if box.lane != "compute" and box.event is not None:
+            compute.wait(box.event)
+        for lane, event in box.readers.items():
+            if lane != "compute":
+                compute.wait(event)
+
+        def work() -> None:
+            self.device.free([t for t in box.tensors if t is not None])
+            box.tensors = None
+
+        compute.run(work)
+        if box.slab is not None:
+            self.slab_free[box.slab] = compute.record()
+        return box
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+_HANDLERS = {
+    nodes.fetch_weights: Executor._fetch_weights,
+    nodes.restore: Executor._restore,
+    nodes.offload: Executor._offload,
+    nodes.stash: Executor._stash,
+    nodes.split: Executor._split,
+    nodes.merge: Executor._merge,
+    nodes.forward: Executor._forward,
+    nodes.backward: Executor._backward,
+    operator.getitem: Executor._getitem,
+    nodes.accumulate: Executor._accumulate,
+    nodes.push_gradients: Executor._push_gradients,
+    nodes.write_back: Executor._write_back,
+    nodes.release: Executor._release,
+}

@@ -1,0 +1,192 @@
+"""Run a compiled program as PyTorch calls it: arguments in, outputs out, gradients through autograd."""
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..capture import Captured
+from ..dynamo import graph_is_kept
+from ..errors import DeviceError
+from ..ir.program import Program
+from ..ir.values import dim_of, evaluate
+from ..lower import Lowering
+from ..options import Options
+from .cuda import aligned
+from .device import Device
+from .executor import Box, Executor
+from .segment_run import Stats, Step
+
+
+class Stashes:
+    """What forward keeps for backward: boxes, on the device or on the host, freed with this object at the latest."""
+
+    def __init__(self, device: Device, boxes: Sequence[Box]):
+        self.device, self.boxes = device, list(boxes)
+
+    def take(self, keep: bool) -> list[Box]:
+        """The boxes for one backward, which releases them; copies of them if they must serve again."""
+        if keep:
+            held = [box for box in self.boxes if _on_device(box)]
+            for box in held:
+                self.device.adopt(box.tensors)
+            return [box.copy() for box in self.boxes]
+        boxes, self.boxes = self.boxes, []
+        return boxes
+
+    def __del__(self) -> None:
+        for box in self.boxes:
+            if _on_device(box) and box.tensors is not None:
+                self.device.free(box.tensors)
+
+
+def _on_device(box: Box) -> bool:
+    return box.lane == "compute"
+
+
+class Runner:
+    """The callable that Dynamo gets for a graph. One step at a time.
+
+    given            which outputs have a gradient in `program.backward`
+    differentiable   which outputs can have one
+    rebuild          makes the backward graph for other gradients: given -> graph module
+    started          called with the runner before every forward
+    """
+
+    def __init__(
+        self, program: Program, options: Options, device: Device, lowering: Lowering, *,
+        given: tuple[bool, ...], differentiable: tuple[bool, ...],
+        rebuild: Callable[[tuple[bool, ...]], fx.GraphModule], started: Callable[[Runner], None],
+    ):
+        self.program, self.options, self.device, self.lowering = program, options, device, lowering
+        self.captured: Captured = program.captured
+        self.stats = Stats()
+        self._backwards = {given: program.backward}
+        self._rebuild, self._started = rebuild, started
+        hints = self.captured.hints
+        self._slab_bytes = max((sum(aligned(w.bytes(hints)) for w in s.block.weights) for s in program.segments), default=0)
+        self._argument_of = {i.node: i.index for i in self.captured.inputs}
+        made = program.forward.graph.output_node().args[0][0]
+        first = {node: position for position, node in reversed(list(enumerate(made))) if node is not None}
+        self._made = sorted(first.values())  # positions among the outputs, each value once
+        self._source = [None if node is None else self._made.index(first[node]) for node in made]
+        self.differentiable = [differentiable[position] for position in self._made]
+
+    def __call__(self, *arguments: Any) -> list:
+        """One forward pass; outputs on the host, joined to autograd where they take a gradient."""
+        self._check(arguments)
+        if any(self.differentiable) and torch.is_grad_enabled():
+            made = _Streamed.apply(self, *arguments)
+        else:
+            made, _, _ = self.forward(arguments)
+        return [
+            self._plain(node, arguments) if source is None else made[source]
+            for node, source in zip(self.captured.outputs, self._source, strict=True)
+        ]
+
+    def _plain(self, node: Any, arguments: Sequence) -> Any:
+        """An output that no segment makes: an argument as it came, a size, a constant."""
+        if not isinstance(node, fx.Node):
+            return node
+        if node in self._argument_of:
+            return arguments[self._argument_of[node]]
+        if node.target in self.captured.constants:
+            return self.captured.constants[node.target]
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.SymInt):
+            return evaluate(dim_of(value), self.captured.bindings(arguments))
+        return value
+
+    def _check(self, arguments: Sequence) -> None:
+        for argument, i in zip(arguments, self.captured.inputs, strict=True):
+            if isinstance(argument, torch.Tensor) and argument.device.type != "cpu":
+                raise DeviceError(f"input '{i.name}' is on {argument.device}; leave the model and its inputs on the host")
+
+    def forward(self, arguments: Sequence) -> tuple[list[torch.Tensor], Step, Stashes]:
+        """Run the forward graph: the outputs that it makes, on the host, and what backward needs."""
+        start = time.perf_counter()
+        self._started(self)
+        self.stats = Stats()
+        self.device.start_peak()
+        captured = self.captured
+        step = Step(
+            arguments, captured.constants, captured.bindings(arguments), captured.batch, self.options.micro_batches,
+            self.lowering, self.stats,
+        )
+        self.program.bindings = step.bindings
+        inputs = [Box([arguments[i.index]]) for i in captured.inputs if not i.is_weight and i.node in captured.specs]
+        outputs, kept, _ = self._run(self.program.forward.graph, step, inputs)
+        with torch.no_grad():
+            for index, contents in step.writes.items():
+                arguments[index].copy_(contents)
+        stashes = Stashes(self.device, kept)
+        made = [outputs[position].tensors[0] for position in self._made]
+        kept_memory = {t.untyped_storage().data_ptr() for box in kept for t in box.tensors}
+        made = [t.clone() if t.untyped_storage().data_ptr() in kept_memory else t for t in made]
+        self.stats.forward_seconds = time.perf_counter() - start
+        self.stats.peak_device_bytes = self.device.peak_bytes()
+        return made, step, stashes
+
+    def backward(
+        self, step: Step, stashes: list[Box], gradients: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor]:
+        """Run the backward graph for gradients of the outputs that forward made; gradients by index of the argument."""
+        start = time.perf_counter()
+        given = [False] * len(self.captured.outputs)
+        for position, gradient in zip(self._made, gradients, strict=True):
+            given[position] = gradient is not None
+        module = self._backward_for(tuple(given))
+        step.gradients = {}
+        returned = self._run(module.graph, step, [*stashes, *(Box([g]) for g in gradients if g is not None)])
+        values = [i.index for i in self.captured.inputs if i.kind == "value"]
+        found = {i: box.tensors[0] for i, box in zip(values, returned, strict=True) if box is not None and not box.absent}
+        for index, parts in step.gradients.items():
+            found[index] = functools.reduce(torch.add, parts)
+        self.stats.backward_seconds += time.perf_counter() - start
+        self.stats.peak_device_bytes = max(self.stats.peak_device_bytes, self.device.peak_bytes())
+        return found
+
+    def _backward_for(self, given: tuple[bool, ...]) -> fx.GraphModule:
+        if given not in self._backwards:
+            self._backwards[given] = self._rebuild(given)
+        self.program.backward = self._backwards[given]
+        return self.program.backward
+
+    def _run(self, graph: fx.Graph, step: Step, inputs: Sequence[Box]) -> Any:
+        slabs = self.options.prefetch + 1
+        try:
+            self.device.reserve_slabs(slabs, self._slab_bytes)
+            with torch.no_grad():
+                result = Executor(self.device, step, self.program.segments, slabs).run(graph, inputs)
+                self.device.synchronize()
+            return result
+        except BaseException:
+            self.device.recover()
+            raise
+
+
+class _Streamed(torch.autograd.Function):
+    """Joins a program to autograd: forward streams, backward streams in reverse."""
+
+    @staticmethod
+    def forward(ctx, runner: Runner, *arguments):
+        outputs, step, stashes = runner.forward(arguments)
+        ctx.runner, ctx.step, ctx.stashes = runner, step, stashes
+        ctx.set_materialize_grads(False)
+        tensors = [a for i, a in enumerate(arguments) if isinstance(a, torch.Tensor) and i not in step.writes]
+        ctx.save_for_backward(*tensors)  # so that a write into one before backward is an error, as in eager
+        ctx.mark_non_differentiable(*[o for o, d in zip(outputs, runner.differentiable, strict=True) if not d])
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients):
+        ctx.saved_tensors  # noqa: B018 - raises when a saved tensor was written into, or when backward has run before
+        if all(g is None for g in gradients):
+            return (None,) * (1 + len(ctx.step.arguments))
+        found = ctx.runner.backward(ctx.step, ctx.stashes.take(keep=graph_is_kept()), gradients)
+        return None, *(found.get(index) for index in range(len(ctx.step.arguments)))

@@ -1,0 +1,193 @@
+"""The inner loop: every micro-batch of the batch through one segment, forward or backward."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+import sympy
+import torch
+
+from ..ir.program import Block, Segment
+from ..ir.values import Bindings, TensorSpec
+from ..lower import Lowered, Lowering
+from .device import Device
+
+if TYPE_CHECKING:
+    from .executor import Box
+
+_PRIME = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads consecutive numbers over all seeds
+
+
+@dataclass
+class Stats:
+    """Figures of the last step of a compiled model; bytes and seconds."""
+
+    peak_device_bytes: int = 0
+    fetched_bytes: int = 0
+    pushed_bytes: int = 0
+    offloaded_bytes: int = 0
+    restored_bytes: int = 0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+
+    def __add__(self, other: Stats) -> Stats:
+        """Two programs of one step: amounts add up, the larger peak counts."""
+        total = Stats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Stats)))
+        total.peak_device_bytes = max(self.peak_device_bytes, other.peak_device_bytes)
+        return total
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in forward and backward programs, transfers of outputs and gradients included."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(eq=False)
+class Step:
+    """What one forward and its backward share: arguments, sizes, seeds, and what comes back to the host."""
+
+    arguments: Sequence
+    constants: dict[str, torch.Tensor]
+    bindings: Bindings
+    batch: sympy.Symbol | None
+    micro_batches: int
+    lowering: Lowering
+    stats: Stats
+    gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    writes: dict[int, torch.Tensor] = field(default_factory=dict)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        rows = self.bindings[self.batch] if self.batch is not None else 1
+        count = min(self.micro_batches, rows)
+        self.sizes = [rows // count + (i < rows % count) for i in range(count)]
+        self.inner = {size: {**self.bindings, self.batch: size} for size in self.sizes} if self.batch is not None else {}
+
+    def split(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
+        """Slices of a whole value, contiguous; views where the batch is the first dimension."""
+        dim, multiple = spec.batch.dim, spec.batch.multiple
+        parts = tensor.split([size * multiple for size in self.sizes], dim)
+        return [part.contiguous() for part in parts]
+
+    def bindings_of(self, block: Block) -> list[Bindings]:
+        """The sizes of each run of a block: one per micro-batch, or the whole batch once."""
+        return [self.inner[size] for size in self.sizes] if block.inner_looped else [self.bindings]
+
+    def base_seed(self) -> int:
+        """One number from the default generator a step, drawn only if something in the step is random."""
+        if self.seed is None:
+            self.seed = int(torch.randint(2**62, ()))
+        return self.seed
+
+
+def run_forward(
+    step: Step, device: Device, segment: Segment, weights: Box, operands: Sequence[Box], results: Sequence[Box]
+) -> Callable[[], None]:
+    """Work for the compute lane that runs a segment forward and fills `results`. Lowers now, on the caller's thread."""
+    block = segment.block
+    lowered = [_lower(segment, "forward", step.lowering.forward, block, b) for b in step.bindings_of(block)]
+    seeds = _seeds(step, segment, lowered)
+
+    def work() -> None:
+        made = []
+        for turn, run in enumerate(lowered):
+            arguments = [*weights.tensors, *(_turn(o, turn) for o in operands)]
+            made.append(_call(segment, "forward", turn, run, arguments, seeds, device))
+        for index, (result, spec) in enumerate(zip(results, block.outputs, strict=True)):
+            result.tensors = [m[index] for m in made] if _split(block, spec) else [made[0][index]]
+            device.adopt(result.tensors)
+
+    return work
+
+
+def run_backward(
+    step: Step, device: Device, segment: Segment, weights: Box, operands: Sequence[Box], gradients: Sequence[Box],
+    results: Sequence[Box],
+) -> Callable[[], None]:
+    """Work that recomputes and differentiates a segment. Marks at once which results exist; fills them when run."""
+    block = segment.block
+    given = tuple(not g.absent for g in gradients)
+    lowered = [_lower(segment, "backward", step.lowering.backward, block, b, given) for b in step.bindings_of(block)]
+    seeds = _seeds(step, segment, lowered)
+    present, count = lowered[0].present, len(block.weights)
+    for result, exists in zip(results, present[count:], strict=False):
+        result.absent = not exists
+    results[-1].absent = not any(present[:count])
+    arriving = [(g, spec) for g, spec in zip(gradients, block.outputs, strict=True) if not g.absent]
+
+    def work() -> None:
+        totals: list = [None] * len(block.operands)
+        for turn, run in enumerate(lowered):
+            arguments = [*weights.tensors, *(_turn(o, turn) for o in operands)]
+            arguments += [_gradient(g, turn, _split(block, spec)) for g, spec in arriving]
+            made = iter(_call(segment, "backward", turn, run, arguments, seeds, device))
+            for index, spec in enumerate(block.operands):
+                if present[index]:
+                    totals[index] = _collect(totals[index], next(made), _split(block, spec))
+        for result, total in zip(results, totals[count:], strict=False):
+            if not result.absent:
+                result.tensors = total if isinstance(total, list) else [total]
+                device.adopt(result.tensors)
+        if not results[-1].absent:
+            results[-1].tensors = totals[:count]
+            device.adopt([t for t in totals[:count] if t is not None])
+
+    return work
+
+
+def _split(block: Block, spec: TensorSpec) -> bool:
+    return block.inner_looped and spec.batch is not None
+
+
+def _turn(operand: Box, turn: int) -> torch.Tensor:
+    return operand.tensors[turn] if len(operand.tensors) > 1 else operand.tensors[0]
+
+
+def _gradient(box: Box, turn: int, split: bool) -> torch.Tensor:
+    """A gradient for one micro-batch. That of a value which all micro-batches share counts once."""
+    if split or turn == 0:
+        return box.tensors[turn]
+    return torch.zeros_like(box.tensors[0])
+
+
+def _collect(total, gradient: torch.Tensor, split: bool):
+    if split:
+        return [*(total or ()), gradient]
+    return gradient if total is None else total.add_(gradient)
+
+
+def _lower(segment: Segment, which: str, lower, *arguments) -> Lowered:
+    try:
+        return lower(*arguments)
+    except Exception as error:
+        error.add_note(f"while lowering {which} of segment '{segment.name}'")
+        raise
+
+
+def _seeds(step: Step, segment: Segment, lowered: Sequence[Lowered]) -> list[int]:
+    if not any(run.random for run in lowered):
+        return []
+    base = step.base_seed()
+    return [(base + (segment.index * 65537 + turn) * _PRIME) % 2**63 for turn in range(len(lowered))]
+
+
+def _call(
+    segment: Segment, which: str, turn: int, run: Lowered, arguments: list, seeds: Sequence[int], device: Device
+) -> Sequence[torch.Tensor]:
+    try:
+        if not run.random:
+            return run.run(*arguments)
+        arguments += [d.make(_generator(device.torch_device, seeds[turn] + d.number * _PRIME)) for d in run.draws]
+        if not run.seeded:
+            return run.run(*arguments)
+        with torch.random.fork_rng([device.torch_device] if device.torch_device.type == "cuda" else []):
+            torch.manual_seed(seeds[turn])
+            return run.run(*arguments)
+    except Exception as error:
+        error.add_note(f"in segment '{segment.name}', {which} of micro-batch {turn + 1}")
+        raise
+
+
+def _generator(device: torch.device, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed % 2**63)

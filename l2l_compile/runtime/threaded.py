@@ -1,0 +1,112 @@
+"""A stand-in for a GPU: every lane is a thread, device memory is apart from the host's, freed memory becomes NaN.
+
+A program whose waits are right gives the same numbers here as on the host, whatever the delays; one that reads a
+value before it is there finds an empty box, and one that reads it after its release finds NaN. Used by the tests.
+"""
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .cuda import aligned
+from .device import LANES, Device, Lane
+from .ledger import Ledger
+
+
+class _Thread(Lane):
+    def __init__(self, name: str, delay: float, seed: int):
+        self._work: queue.SimpleQueue = queue.SimpleQueue()
+        self._failed: BaseException | None = None
+        self._delay, self._random = delay, random.Random(seed)
+        threading.Thread(target=self._loop, name=f"l2l-{name}", daemon=True).start()
+
+    def run(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def record(self) -> threading.Event:
+        event = threading.Event()
+        self._work.put(event)
+        return event
+
+    def wait(self, event: threading.Event) -> None:
+        self._work.put(event.wait)
+
+    def synchronize(self) -> None:
+        self.record().wait()
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def _loop(self) -> None:
+        while True:
+            work = self._work.get()
+            if isinstance(work, threading.Event):
+                work.set()
+                continue
+            try:
+                if self._failed is None:
+                    time.sleep(self._random.random() * self._delay)
+                    with torch.no_grad():
+                        work()
+            except BaseException as error:  # noqa: BLE001 - handed to the caller by synchronize
+                self._failed = error
+
+
+class ThreadedDevice(Device):
+    """`delay` is the longest pause in seconds before each piece of work; `seed` fixes the pauses' lengths."""
+
+    def __init__(self, delay: float = 0.001, seed: int = 0):
+        self.torch_device = torch.device("cpu")
+        self.lanes = {name: _Thread(name, delay, seed + i) for i, name in enumerate(LANES)}
+        self.ledger = Ledger()
+        self._slabs: list[torch.Tensor] = []
+
+    def reserve_slabs(self, count: int, size: int) -> None:
+        if count == 0:
+            self.ledger.clear()
+        if len(self._slabs) != count or (count and self._slabs[0].numel() < size):
+            self._slabs = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
+
+    def load_weights(self, slab: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        loaded, offset = [], 0
+        for weight in weights:
+            size = weight.numel() * weight.element_size()
+            part = self._slabs[slab][offset : offset + size].view(weight.dtype).view(weight.shape)
+            loaded.append(part.copy_(weight.detach()))
+            offset += aligned(size)
+        return loaded
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.ledger.hold(tensors)
+
+    def free(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in self.ledger.drop(tensors):
+            _poison(tensor)
+
+    def start_peak(self) -> None:
+        self.ledger.start_peak()
+
+    def peak_bytes(self) -> int:
+        return self.ledger.peak
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    """Fill freed memory: NaN in floating point, a number far out of range in integers."""
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        whole.fill_(float("nan"))
+    elif tensor.dtype is torch.bool:
+        whole.logical_not_()
+    else:
+        whole.fill_(torch.iinfo(tensor.dtype).max // 2)

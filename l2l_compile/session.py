@@ -1,0 +1,72 @@
+"""What belongs to one `torch.compile` call: its device, its lowered blocks, its programs, its last step."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import dynamo
+from .lower import Lowering
+from .options import Options
+from .runtime.cpu import CpuDevice
+from .runtime.cuda import CudaDevice
+from .runtime.device import Device
+from .runtime.runner import Runner
+from .runtime.segment_run import Stats
+
+
+def open_device(device: torch.device) -> Device:
+    """The device that runs programs on `device`."""
+    return CudaDevice(device) if device.type == "cuda" else CpuDevice()
+
+
+class Session:
+    """Programs of one compiled model, with the device and the lowered blocks that they share."""
+
+    def __init__(self, options: Options, device: Device | None = None):
+        self.options = options
+        self.device = device or open_device(options.device)
+        self.lowering = Lowering(self.device.torch_device, options.block_compiler)
+        self.runners: list[Runner] = []
+        self._step: list[Runner] = []
+
+    def started(self, runner: Runner) -> None:
+        """A forward begins: of a new step, unless this is another program of the same pass through the model."""
+        if runner in self._step or any(r.stats.backward_seconds for r in self._step):
+            self._step = []
+        self._step.append(runner)
+
+    @property
+    def stats(self) -> Stats:
+        """Figures of the last step: sums over its programs, and the largest peak."""
+        total = Stats()
+        for runner in self._step:
+            total = total + runner.stats
+        return total
+
+
+_SESSION = "_l2l_session"
+
+
+def session_for(owner: Any, options: Options) -> Session:
+    """The session of the `torch.compile` call behind `owner`; a new one where the backend was called by hand."""
+    session = getattr(owner, _SESSION, None)
+    if session is None:
+        session = Session(options)
+        if owner is not None:
+            setattr(owner, _SESSION, session)
+    return session
+
+
+def session_of(compiled: Any) -> Session | None:
+    """The session of a compiled module or function; None if it has not run yet. Raises `TypeError` for other things."""
+    owner = dynamo.owner_of(compiled)
+    if owner is None:
+        raise TypeError(f"expected a module or function from torch.compile(..., backend='l2l'), got {type(compiled).__name__}")
+    return getattr(owner, _SESSION, None)
+
+
+def forget_programs(owner: Any) -> None:
+    """Drop the programs of an owner: Dynamo has forgotten the graphs that they were made from."""
+    if hasattr(owner, _SESSION):
+        delattr(owner, _SESSION)

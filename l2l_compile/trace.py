@@ -1,0 +1,180 @@
+"""Trace a block at given sizes into two ATen graphs: `forward`, and `backward` = recompute + gradients.
+
+Both are pure functions of their operands: operands that the block writes into are copied first, their new contents
+are further outputs, and no output shares memory with an operand or with another output. Every output is contiguous.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .errors import LoweringError
+from .ir.program import Block, symbolic_size
+from .ir.values import Bindings, TensorSpec, evaluate
+
+
+_HOST = torch.device("cpu")
+
+
+class _BlockInterpreter(fx.Interpreter):
+    """Runs a block's torch-level graph with numbers for symbolic sizes, and the device for every mention of the host."""
+
+    def __init__(self, block: Block, bindings: Bindings, device: torch.device):
+        super().__init__(block.graph, garbage_collect_values=False)
+        self.sizes, self.bindings, self.device = block.sizes, bindings, device
+
+    def call_function(self, target, args, kwargs):
+        if target is symbolic_size:
+            return evaluate(self.sizes[args[0]], self.bindings)
+        return super().call_function(target, self._move(args), self._move(kwargs))
+
+    def call_method(self, target, args, kwargs):
+        if target == "cpu":
+            return args[0].to(self.device)
+        if target == "to":
+            args = tuple(self.device if a == "cpu" and isinstance(a, str) else a for a in args)
+        return super().call_method(target, self._move(args), self._move(kwargs))
+
+    def _move(self, arguments):
+        if self.device.type == "cpu":
+            return arguments
+        swap = lambda a: self.device if isinstance(a, torch.device) and a.type == "cpu" else a  # noqa: E731
+        return torch.utils._pytree.tree_map(swap, arguments)
+
+
+def example_operands(specs: Sequence[TensorSpec], bindings: Bindings, device: torch.device) -> list[torch.Tensor]:
+    """Empty contiguous tensors of the specs' sizes (fake ones inside of a FakeTensorMode)."""
+    return [torch.empty(spec.sizes(bindings), dtype=spec.dtype, device=device) for spec in specs]
+
+
+def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """The forward graph at these sizes, for analysis only, and the indices of the operands that it writes into.
+
+    The graph's outputs are those of the block, then the new contents of the operands that it writes into.
+    """
+    mutated: list[int] = []
+
+    def forward(*operands):
+        with torch.no_grad():
+            own = [o.clone() for o in operands]
+            versions = [o._version for o in own]
+            outputs = list(_BlockInterpreter(block, bindings, _HOST).run(*own))
+            mutated[:] = [i for i, (o, v) in enumerate(zip(own, versions, strict=True)) if o._version != v]
+            return tuple(outputs + [own[i] for i in mutated])
+
+    module = _trace(block, forward, lambda: example_operands(block.operands, bindings, _HOST), "forward")
+    return module, tuple(mutated)
+
+
+def trace_forward(block: Block, bindings: Bindings, device: torch.device) -> fx.GraphModule:
+    """ATen graph: operands -> (outputs..., new contents of mutated operands...)."""
+
+    grad = any(spec.differentiable for spec in block.outputs)
+
+    def forward(*operands):
+        # with gradients as in backward: kernels that are chosen by them (attention) must be the same in recompute
+        with torch.set_grad_enabled(grad):
+            leaves = _leaves(block, operands) if grad else operands
+            return tuple(_own([r.detach() for r in _run(block, bindings, device, leaves)], operands))
+
+    return _trace(block, forward, lambda: example_operands(block.operands, bindings, device), "forward")
+
+
+def trace_backward(
+    block: Block, bindings: Bindings, device: torch.device, given: tuple[bool, ...]
+) -> tuple[fx.GraphModule, tuple[bool, ...]]:
+    """ATen graph: (operands, gradients of the outputs in `given`) -> the gradients that exist.
+
+    Also says, per operand, whether it has a gradient; the graph returns only those, in the order of the operands.
+    """
+    count = len(block.operands)
+    present: list[bool] = [False] * count
+
+    def backward(*arguments):
+        with torch.enable_grad():
+            leaves = _leaves(block, arguments[:count])
+            outputs = _run(block, bindings, device, leaves)
+            roots = [
+                (o, g)
+                for o, g in zip([o for o, wanted in zip(outputs, given, strict=True) if wanted], arguments[count:], strict=True)
+                if o.requires_grad
+            ]
+            wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+            gradients = []
+            if roots and wanted:
+                gradients = torch.autograd.grad(
+                    [o for o, _ in roots], [leaves[i] for i in wanted], [g for _, g in roots], allow_unused=True
+                )
+        found = {i: g for i, g in zip(wanted, gradients, strict=False) if g is not None}
+        present[:] = [i in found for i in range(count)]
+        return tuple(_own([found[i] for i in sorted(found)], arguments))
+
+    def examples():
+        gradients = [spec for spec, wanted in zip(block.outputs, given, strict=True) if wanted]
+        return example_operands((*block.operands, *gradients), bindings, device)
+
+    return _trace(block, backward, examples, "backward"), tuple(present)
+
+
+def _leaves(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [
+        o.detach().requires_grad_(spec.differentiable) for o, spec in zip(operands, block.operands, strict=True)
+    ]
+
+
+def _run(block: Block, bindings: Bindings, device: torch.device, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs and new contents of mutated operands. `operands` themselves stay as they were."""
+    own = [o.clone() if i in block.mutated else o for i, o in enumerate(operands)]
+    outputs = list(_BlockInterpreter(block, bindings, device).run(*own))
+    results = outputs + [own[i] for i in block.mutated]
+    for result, spec in zip(results, block.outputs, strict=True):
+        if tuple(result.shape) != spec.sizes(bindings):
+            raise LoweringError(
+                f"{block.name} gives a value of shape {tuple(result.shape)} where {spec} was captured, at {dict(bindings)}: "
+                "the model's operations depend on the size of the micro-batch"
+            )
+    return results
+
+
+def _own(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results contiguous, each in memory of its own."""
+    taken = {o.untyped_storage()._cdata for o in operands}
+    owned = []
+    for result in results:
+        result = result.contiguous()
+        if result.untyped_storage()._cdata in taken:
+            result = result.clone()
+        taken.add(result.untyped_storage()._cdata)
+        owned.append(result)
+    return owned
+
+
+def _trace(block: Block, function, examples, which: str) -> fx.GraphModule:
+    grad = torch.is_grad_enabled()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            module = make_fx(function)(*examples())
+    except LoweringError:
+        raise
+    except Exception as error:
+        raise LoweringError(
+            f"{which} of {block.name} cannot be traced: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        torch.set_grad_enabled(grad)
+    _check_constants(block, module)
+    return module
+
+
+def _check_constants(block: Block, module: fx.GraphModule) -> None:
+    """Tensors that tracing made a constant must be real, or the graph could not run."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = getattr(module, node.target, None)
+        if isinstance(value, FakeTensor):
+            if value.constant is None:
+                raise LoweringError(f"{block.name} holds a constant without a value ({node.target})")
+            setattr(module, node.target, value.constant)

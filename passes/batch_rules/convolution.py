@@ -1,0 +1,69 @@
+"""Convolution, pooling and resampling: images are rows, pixels are not."""
+from __future__ import annotations
+
+from .rules import rule
+from .values import Batch, Call, Refused, State
+
+
+def _outermost(call: Call, name: str) -> Batch:
+    _, place = call.batched(name)
+    if place.dim != 0:
+        raise Refused("needs the batch in its first dimension")
+    return place
+
+
+@rule("convolution.default", "_convolution.default")
+def convolution(call: Call) -> Batch:
+    """Input [N, C, ...]; the weight and its groups are the same for every row."""
+    call.invariant("weight", "bias")
+    if call["input"].ndim != call["weight"].ndim:
+        raise Refused("needs the batch in its first dimension")
+    return _outermost(call, "input")
+
+
+def _spatial(*names: str, spatial: int) -> None:
+    """Registers ops that work on each plane of the last `spatial` dimensions alone, and keep those before."""
+
+    @rule(*names)
+    def planes(call: Call) -> State | tuple[State, ...]:
+        tensor, place = call.batched()
+        if place.dim >= tensor.ndim - spatial:
+            raise Refused("works along the batch dimension")
+        return (place,) * len(call.small_out) if isinstance(call.small_out, (list, tuple)) else place
+
+
+_spatial("max_pool2d_with_indices.default", "avg_pool2d.default", "_adaptive_avg_pool2d.default",
+         "adaptive_max_pool2d.default", spatial=2)
+_spatial("max_pool3d_with_indices.default", "avg_pool3d.default", "_adaptive_avg_pool3d.default",
+         "adaptive_max_pool3d.default", spatial=3)
+_spatial("upsample_nearest1d.default", "_upsample_nearest_exact1d.default", "upsample_linear1d.default", spatial=1)
+_spatial("upsample_nearest2d.default", "_upsample_nearest_exact2d.default", "upsample_bilinear2d.default",
+         "upsample_bicubic2d.default", "_upsample_bilinear2d_aa.default", "_upsample_bicubic2d_aa.default", spatial=2)
+_spatial("upsample_nearest3d.default", "_upsample_nearest_exact3d.default", "upsample_trilinear3d.default", spatial=3)
+_spatial("pixel_shuffle.default", "pixel_unshuffle.default", spatial=3)
+
+
+@rule("channel_shuffle.default")
+def channel_shuffle(call: Call) -> Batch:
+    return _outermost(call, "self")
+
+
+@rule("im2col.default", "col2im.default")
+def unfold_images(call: Call) -> Batch:
+    """[N, C, H, W] to [N, C * kernel, windows] and back; without N the batch would be the channels."""
+    if call["self"].ndim != (4 if "im2col" in str(call.op) else 3):
+        raise Refused("needs the batch in its first dimension")
+    return _outermost(call, "self")
+
+
+@rule("grid_sampler_2d.default", "grid_sampler_3d.default")
+def grid_sampler(call: Call) -> Batch:
+    """Each image is read at its own row of the grid."""
+    if call.rows("grid") != call.rows("input"):
+        raise Refused("combines rows that stand in different dimensions")
+    return _outermost(call, "input")
+
+
+@rule("affine_grid_generator.default", sizes=("size",))
+def affine_grid(call: Call) -> Batch:
+    return _outermost(call, "theta")

@@ -1,0 +1,31 @@
+"""Values made from nothing but a shape."""
+from __future__ import annotations
+
+import torch
+
+from .rules import rule
+from .values import Batch, Call, Refused, RowIds, State, Varying
+
+
+@rule("zeros.default", "ones.default", "full.default", "empty.memory_format", "rand.default", "randn.default",
+      "randint.default", "randint.low", "new_zeros.default", "new_ones.default", "new_full.default", "new_empty.default",
+      "empty_strided.default", "new_empty_strided.default", sizes=("size", "stride"))
+def filled(call: Call) -> State:
+    """Every entry alike, or drawn on its own: rows are where the size says."""
+    return call.batch_in_result()
+
+
+@rule("arange.default", "arange.start", "arange.start_step", sizes=("end",))
+def arange(call: Call) -> RowIds:
+    """`arange(B)` numbers the rows."""
+    end, start, step = call["end"], call["start"], call["step"]
+    whole = isinstance(end, Varying) and (end.small, end.large) == (call.small_batch, call.large_batch)
+    if start not in (None, 0) or step not in (None, 1) or not whole or call.small_out.dtype not in (
+            torch.int64, torch.int32):
+        raise Refused("counts something other than the rows of the batch")
+    return RowIds(0)
+
+
+@rule("scalar_tensor.default", "eye.default", "eye.m", "linspace.default")
+def number(call: Call) -> Batch:
+    raise Refused("uses the size of the batch as a number")

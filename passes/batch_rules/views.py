@@ -1,0 +1,148 @@
+"""Other views of the same entries: reshapes, permutations and cuts."""
+from __future__ import annotations
+
+import math
+import sys
+
+from .rules import rule
+from .values import Batch, Call, Refused, State, Varying, aligned, dims
+
+CUTS = "takes some rows of the batch"
+
+
+@rule("alias.default", "detach.default", "_conj.default", "_neg_view.default",
+      "view_as_real.default", "view_as_complex.default", keeps_row_ids=True)
+def same_dims(call: Call) -> Batch:
+    """Leading dimensions stay where they are."""
+    return call.batched()[1]
+
+
+@rule("view.default", "_unsafe_view.default", "_reshape_alias.default", sizes=("size", "stride"), keeps_row_ids=True)
+def reshape(call: Call) -> Batch:
+    """Rows stay outermost in their dimension when as many entries come before it as did."""
+    value, place = call.batched()
+    result = call.batch_in_result()
+    if result is None:
+        raise Refused("does not keep the rows of the batch in one dimension")
+    before = math.prod(size for size, _ in value.sizes[:place.dim])
+    if before != math.prod(size for size, _ in call.out_sizes[:result.dim]):
+        raise Refused("folds the batch behind another dimension")
+    return result
+
+
+@rule("view.dtype")
+def reinterpret(call: Call) -> Batch:
+    """Bytes of the last dimension read as another dtype."""
+    value, place = call.batched()
+    if place.dim == value.ndim - 1:
+        raise Refused("reads several rows as one entry")
+    return place
+
+
+@rule("expand.default", sizes=("size",), keeps_row_ids=True)
+def expand(call: Call) -> State:
+    """Repeats entries; a value that every row shares gets the rows of the dimension it is expanded to."""
+    place = aligned(call["self"], len(call.out_sizes))
+    return call.batch_in_result() if place is None else place
+
+
+@rule("unsqueeze.default", keeps_row_ids=True)
+def unsqueeze(call: Call) -> Batch:
+    value, place = call.batched()
+    added = call["dim"] % (value.ndim + 1)
+    return Batch(place.dim + (added <= place.dim), place.multiple)
+
+
+@rule("squeeze.dim", "squeeze.dims", keeps_row_ids=True)
+def squeeze(call: Call) -> Batch:
+    value, place = call.batched()
+    asked = dims(call["dim"], value.ndim) if call["dim"] != [] else []
+    if place.dim in asked:
+        raise Refused("drops the batch dimension of a micro-batch of one row")
+    return Batch(place.dim - sum(value.shape[dim] == 1 for dim in asked if dim < place.dim), place.multiple)
+
+
+@rule("squeeze.default")
+def squeeze_all(call: Call) -> State:
+    raise Refused("drops the batch dimension of a micro-batch of one row")
+
+
+@rule("permute.default", keeps_row_ids=True)
+def permute(call: Call) -> Batch:
+    value, place = call.batched()
+    order = [dim % value.ndim for dim in call["dims"]]
+    return Batch(order.index(place.dim), place.multiple)
+
+
+@rule("transpose.int", "t.default", keeps_row_ids=True)
+def transpose(call: Call) -> Batch:
+    value, place = call.batched()
+    one, other = (0, value.ndim - 1) if call["dim0"] is None else (call["dim0"] % value.ndim, call["dim1"] % value.ndim)
+    return Batch({one: other, other: one}.get(place.dim, place.dim), place.multiple)
+
+
+@rule("select.int", "unbind.int", keeps_row_ids=True)
+def take_out(call: Call) -> State | tuple[State, ...]:
+    """Drops one dimension, at one position or at each."""
+    value, place = call.batched()
+    dim = call["dim"] % value.ndim
+    if dim == place.dim:
+        raise Refused(CUTS)
+    state = Batch(place.dim - (dim < place.dim), place.multiple)
+    return (state,) * len(call.small_out) if isinstance(call.small_out, (list, tuple)) else state
+
+
+@rule("slice.Tensor", sizes=("end",), keeps_row_ids=True)
+def slice_along(call: Call) -> Batch:
+    """A slice of another dimension, or all of the batch: `x[:]` and `x[:B]`, not `x[:100]`, which holds up to 100 rows."""
+    value, place = call.batched()
+    start, end, step = call["start"], call["end"], call["step"]
+    if call["dim"] % value.ndim != place.dim:
+        if isinstance(end, Varying):
+            raise Refused("uses the size of the batch as a number")
+        return place
+    whole = end is None or end == sys.maxsize or (
+        isinstance(end, Varying) and (end.small, end.large) == value.sizes[place.dim])
+    if start not in (None, 0) or step != 1 or not whole:
+        raise Refused(CUTS)
+    return place
+
+
+@rule("split.Tensor", "split_with_sizes.default", keeps_row_ids=True)
+def split(call: Call) -> tuple[State, ...]:
+    value, place = call.batched()
+    if call["dim"] % value.ndim == place.dim:
+        raise Refused(CUTS)
+    return (place,) * len(call.small_out)
+
+
+@rule("unfold.default")
+def unfold(call: Call) -> Batch:
+    """Windows over another dimension; the window becomes the last."""
+    value, place = call.batched()
+    if call["dimension"] % value.ndim == place.dim:
+        raise Refused("slides a window over the batch")
+    return place
+
+
+@rule("diagonal.default")
+def diagonal(call: Call) -> Batch:
+    value, place = call.batched()
+    taken = dims([call["dim1"], call["dim2"]], value.ndim)
+    if place.dim in taken:
+        raise Refused("takes a diagonal across the batch")
+    return Batch(place.dim - sum(dim < place.dim for dim in taken), place.multiple)
+
+
+@rule("slice_scatter.default", "select_scatter.default")
+def write_back(call: Call) -> Batch:
+    """A copy with one slice of another dimension replaced."""
+    value, place = call.batched()
+    dim = call["dim"] % value.ndim
+    if dim == place.dim:
+        raise Refused("writes some rows of the batch")
+    source = call.rows("src")
+    dropped = dim < place.dim and call["src"].ndim < value.ndim
+    if source != Batch(place.dim - dropped, place.multiple):
+        raise Refused("combines rows that stand in different dimensions")
+    return place

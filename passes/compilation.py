@@ -1,0 +1,69 @@
+"""What travels through the passes, and the shape that every pass has."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import fx
+
+from ..capture import Captured
+from ..ir.program import Block, Segment, Value
+from ..options import Options
+from .line import Line
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Which outputs of the graph can have a gradient, and the values that forward keeps for backward."""
+
+    differentiable: tuple[bool, ...]
+    kept: tuple[Value, ...]
+
+
+@dataclass(eq=False)
+class Compilation:
+    """One captured graph on its way to a program. Each pass fills in what it provides.
+
+    line         the operations in order, with the cost of a cut before each        (given)
+    given        which outputs have a gradient in `backward`; () asks for a guess    (given)
+    layers       ranges of the line that are one layer each                          find_blocks
+    forced_cuts  cuts between layers that module names ask for                       find_blocks
+    segments     instances of blocks, in program order                               cut_segments
+    blocks       what they are instances of; batched or not                          cut_segments, trace_batch
+    gradients    what backward needs                                                 differentiate
+    forward      program graph                                                       stream and after
+    backward     program graph for the outputs in `given`; None without gradients    stream and after
+    """
+
+    captured: Captured
+    options: Options
+    line: Line
+    given: tuple[bool, ...] = ()
+    layers: list[range] = field(default_factory=list)
+    forced_cuts: set[int] = field(default_factory=set)
+    segments: list[Segment] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    gradients: Gradients | None = None
+    forward: fx.Graph | None = None
+    backward: fx.Graph | None = None
+
+    @property
+    def outputs(self) -> tuple[Value | None, ...]:
+        """The newest version of each output of the captured graph; None in the place of a number."""
+        newest: dict[fx.Node, Value] = {}
+        for segment in self.segments:
+            for value in segment.outputs:
+                newest[value.node] = value
+        return tuple(
+            newest.get(node, Value(node)) if node in self.captured.specs else None for node in self.captured.outputs
+        )
+
+
+class Pass(Protocol):
+    """A frozen dataclass with a name, what it needs and what it makes (names of facts), and one `apply`."""
+
+    name: str
+    requires: frozenset[str]
+    provides: frozenset[str]
+
+    def apply(self, compilation: Compilation) -> None: ...

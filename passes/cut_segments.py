@@ -1,0 +1,141 @@
+"""Cut the line into segments: the layers that were found, and what lies between them at its narrowest places.
+
+A stretch between layers (embeddings, a different first layer, a head, or a whole model without repeats) is cut so
+that no piece holds more parameter bytes than the largest layer or the largest single use, and so that the values
+crossing the cuts are as small as can be (dynamic programming over the candidate cuts between parameter uses).
+
+Segments whose canonical forms are equal are instances of one block; see `canonical`.
+"""
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from ..ir.program import Block, Segment, Value
+from .canonical import Piece, build_block
+from .compilation import Compilation
+from .line import Line
+
+
+@dataclass(frozen=True)
+class CutSegments:
+    """Provides `segments` and `blocks`."""
+
+    name: str = "cut_segments"
+    requires: frozenset[str] = frozenset({"layers"})
+    provides: frozenset[str] = frozenset({"segments", "blocks"})
+
+    def apply(self, compilation: Compilation) -> None:
+        line = compilation.line
+        ranges = list(compilation.layers)
+        limit = max((_weight_bytes(line, r) for r in ranges), default=0)
+        for gap in _gaps(ranges, len(line)):
+            inside = sorted(c for c in compilation.forced_cuts if gap.start < c < gap.stop)
+            edges = [gap.start, *inside, gap.stop]
+            for a, b in zip(edges, edges[1:], strict=False):
+                ranges += _narrow(line, range(a, b), limit)
+        ranges.sort(key=lambda r: r.start)
+        pieces = [Piece.of(line, r) for r in _without_empty(line, ranges)]
+        _name(pieces)
+        blocks: dict[tuple, Block] = {}
+        for index, piece in enumerate(pieces):
+            block = blocks.get(piece.form)
+            if block is None:
+                block = blocks[piece.form] = build_block(line, piece, f"block_{len(blocks)}")
+            block.repeats += 1
+            compilation.segments.append(
+                Segment(
+                    index, piece.name, block, piece.weights,
+                    tuple(map(Value, piece.values)), tuple(map(Value, piece.outputs)),
+                    parameter_bytes=sum(line.weight_bytes(w) for w in piece.weights if w.kind == "parameter"),
+                )
+            )
+        compilation.blocks = list(blocks.values())
+
+
+def _gaps(layers: list[range], length: int) -> list[range]:
+    gaps, end = [], 0
+    for layer in sorted(layers, key=lambda r: r.start):
+        if layer.start > end:
+            gaps.append(range(end, layer.start))
+        end = layer.stop
+    if end < length:
+        gaps.append(range(end, length))
+    return gaps
+
+
+def _weight_bytes(line: Line, piece: range) -> int:
+    return sum(line.weight_bytes(w) for w in _weights(line, piece))
+
+
+def _weights(line: Line, piece: range) -> set:
+    first = bisect.bisect_left(line.uses, piece.start, key=lambda u: u.position)
+    last = bisect.bisect_left(line.uses, piece.stop, key=lambda u: u.position)
+    return {u.weight for u in line.uses[first:last]}
+
+
+def _narrow(line: Line, gap: range, limit: int) -> list[range]:
+    """Cut a stretch into pieces of at most `limit` parameter bytes (or one use), at the least crossing bytes."""
+    cuts = _candidates(line, gap)
+    atoms = [_weights(line, range(a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    limit = max([limit, *(sum(map(line.weight_bytes, atom)) for atom in atoms)])
+    best = [0.0] + [math.inf] * len(atoms)
+    came = [0] * (len(atoms) + 1)
+    for end in range(1, len(cuts)):
+        held: set = set()
+        toll = line.crossing[cuts[end]] if end < len(atoms) else 0.0
+        for begin in range(end - 1, -1, -1):
+            held |= atoms[begin]
+            if sum(map(line.weight_bytes, held)) > limit:
+                break
+            if best[begin] + toll < best[end]:
+                best[end], came[end] = best[begin] + toll, begin
+    pieces, end = [], len(atoms)
+    while end > 0:
+        pieces.append(range(cuts[came[end]], cuts[end]))
+        end = came[end]
+    return pieces[::-1]
+
+
+def _candidates(line: Line, gap: range) -> list[int]:
+    """The cheapest cut between each two parameter uses of a stretch, with its ends."""
+    uses = [u.position for u in line.uses if gap.start <= u.position < gap.stop]
+    cuts = [gap.start]
+    for before, after in zip(uses, uses[1:], strict=False):
+        choices = range(before + 1, after + 1)
+        if choices:
+            cut = min(choices, key=lambda c: (line.crossing[c], -c))
+            if math.isfinite(line.crossing[cut]):
+                cuts.append(cut)
+    return [*cuts, gap.stop]
+
+
+def _without_empty(line: Line, ranges: list[range]) -> list[range]:
+    """Join stretches that make nothing for others (a leftover mode switch) to their successor."""
+    kept: list[range] = []
+    start = None
+    for r in ranges:
+        span = range(r.start if start is None else start, r.stop)
+        if r is ranges[-1] or any(_makes_value(line, i, span.stop) for i in span):
+            kept.append(span)
+            start = None
+        else:
+            start = span.start
+    return kept
+
+
+def _makes_value(line: Line, position: int, stop: int) -> bool:
+    node = line.nodes[position]
+    return node in line.captured.specs and any(line.position.get(u, len(line)) >= stop for u in node.users)
+
+
+def _name(pieces: list[Piece]) -> None:
+    """Each piece takes the module path that most of its weighted operations share; equal names get a number."""
+    counts = Counter(p.name for p in pieces)
+    seen: Counter[str] = Counter()
+    for piece in pieces:
+        if counts[piece.name] > 1:
+            seen[piece.name] += 1
+            piece.name = f"{piece.name}#{seen[piece.name]}"

@@ -1,0 +1,147 @@
+"""The captured graph as a line of operations: where it may be cut, what a cut costs, where weights are used.
+
+Dynamo's graph is in execution order, so a segment is a range of the line. A *cut* before operation `c` costs the
+bytes of the values that are made before `c` and read at or after it; an infinite cost forbids it.
+"""
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ..capture import Captured, Input
+from ..ir.values import dim_of
+
+# Regions that a cut may not enter: what runs inside depends on interpreter state that is not re-made after a cut.
+_OPEN = re.compile(r"^_?(vmap_increment_nesting|grad_increment_nesting|jvp_increment_nesting|enter_\w+|saved_tensors_hooks_disable|functorch_\w*enter\w*)$")
+_CLOSE = re.compile(r"^_?(vmap_decrement_nesting|grad_decrement_nesting|jvp_decrement_nesting|exit_\w+|saved_tensors_hooks_enable|functorch_\w*exit\w*)$")
+
+ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+SET_GRAD = torch._C._set_grad_enabled
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Interpreter state at a point of the line that a segment must start with: gradient mode and open autocasts."""
+
+    grad: bool
+    autocasts: tuple[fx.Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Use:
+    """One read of a parameter: where, which, and a label that is the same for the same use in another layer."""
+
+    position: int
+    weight: Input
+    label: int
+
+
+class Line:
+    """The operations of a captured graph in order; see the module's docstring."""
+
+    def __init__(self, captured: Captured):
+        self.captured = captured
+        self.weights = {i.node: i for i in captured.inputs if i.is_weight}
+        self.weights |= {
+            node: Input(-1, node, node.target, "buffer")
+            for node in captured.specs
+            if node.op == "get_attr"
+        }
+        self.nodes = [n for n in captured.graph.nodes if n.op.startswith("call_")]
+        self.position = {n: i for i, n in enumerate(self.nodes)}
+        self.paths = [_module_path(n) for n in self.nodes]
+        self.modes, forbidden = self._scan_modes()
+        self.crossing = self._crossing(forbidden)
+        self.uses = self._parameter_uses()
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def weight_bytes(self, weight: Input) -> int:
+        """Bytes of a parameter or buffer."""
+        return self.captured.specs[weight.node].bytes(self.captured.hints)
+
+    def _scan_modes(self) -> tuple[list[Mode], list[int]]:
+        """The mode before each operation (and at the end), and the positions where a cut may not be."""
+        mode, depth, modes, forbidden = Mode(self.captured.grad_enabled), 0, [], []
+        for position, node in enumerate(self.nodes):
+            modes.append(mode)
+            if depth:
+                forbidden.append(position)
+            name = getattr(node.target, "__name__", str(node.target))
+            if node.target is SET_GRAD:
+                mode = Mode(node.args[0], mode.autocasts)
+            elif node.target is ENTER_AUTOCAST:
+                mode = Mode(mode.grad, (*mode.autocasts, node))
+            elif node.target is EXIT_AUTOCAST:
+                mode = Mode(mode.grad, tuple(a for a in mode.autocasts if a is not node.args[0]))
+            elif _OPEN.match(name):
+                depth += 1
+            elif _CLOSE.match(name):
+                depth -= 1
+        return [*modes, mode], forbidden
+
+    def _crossing(self, forbidden: list[int]) -> list[float]:
+        """Per cut: bytes of the values that cross it; infinite where it may not be."""
+        change = [0] * (len(self.nodes) + 1)
+        blocked = [0] * (len(self.nodes) + 1)
+        for start, node in enumerate(self.nodes):
+            last = max((self.position.get(u, len(self.nodes) - 1) for u in node.users), default=start)
+            if last <= start or node.target in (ENTER_AUTOCAST, SET_GRAD):
+                continue
+            if node in self.captured.specs:
+                size = self.captured.specs[node].bytes(self.captured.hints)
+                change[start + 1] += size
+                change[min(last + 1, len(self.nodes))] -= size
+            elif not _is_number(node):
+                blocked[start + 1] += 1
+                blocked[min(last + 1, len(self.nodes))] -= 1
+        for position in forbidden:
+            blocked[position] += 1
+            blocked[position + 1] -= 1
+        return [
+            math.inf if stop else float(size)
+            for size, stop in zip(itertools.accumulate(change), itertools.accumulate(blocked), strict=True)
+        ]
+
+    def _parameter_uses(self) -> list[Use]:
+        labels: dict[tuple, int] = {}
+        uses = []
+        for position, node in enumerate(self.nodes):
+            for slot, argument in enumerate(node.all_input_nodes):
+                weight = self.weights.get(argument)
+                if weight is None or weight.kind != "parameter":
+                    continue
+                spec = self.captured.specs[argument]
+                key = (str(node.target), slot, spec.shape, spec.dtype)
+                uses.append(Use(position, weight, labels.setdefault(key, len(labels))))
+        return uses
+
+
+def size_expression(node: fx.Node):
+    """The int or sympy expression that a node holds, if it holds a size; None for other nodes."""
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.SymInt):
+        return dim_of(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _is_number(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return value is None or isinstance(value, (int, float, bool, torch.SymInt))
+
+
+def _module_path(node: fx.Node) -> tuple[str, ...]:
+    """Names of the modules around an operation, outermost first: ("model", "layers", "0", "mlp"); () if unknown."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ()
+    path = list(stack.values())[-1][0]
+    path = re.sub(r"^L\['self'\]\.?", "", path)
+    path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
+    return tuple(part for part in path.split(".") if part)

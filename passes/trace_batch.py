@@ -1,0 +1,126 @@
+"""Decide which blocks run micro-batch by micro-batch, by proof.
+
+Each block is traced to ATen at two batch sizes, primes that divide no size of the model, and `batch_rules` follows
+the rows of the batch through the two graphs. A block is inner-looped only if every output is proven to be row-wise
+(or the same for every micro-batch); otherwise it sees the whole batch, and `Block.reason` names the operation that
+decided. The same traces show which operands a block writes into; those become new versions of the value.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import L2LError, LoweringError
+from ..ir.batch import Batch
+from ..ir.program import Block, Segment, Value
+from ..ir.values import Bindings, evaluate
+from ..trace import probe
+from .batch_rules import Mixing, analyse
+from .compilation import Compilation
+
+_PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109)
+
+
+@dataclass(frozen=True)
+class TraceBatch:
+    """Provides `batching`: `Block.inner_looped`, `Block.reason`, `Block.mutated` and versions of values."""
+
+    name: str = "trace_batch"
+    requires: frozenset[str] = frozenset({"segments", "blocks"})
+    provides: frozenset[str] = frozenset({"batching"})
+
+    def apply(self, compilation: Compilation) -> None:
+        captured = compilation.captured
+        for block in compilation.blocks:
+            self._decide(compilation, block)
+        rows = captured.hints.get(captured.batch, 1)
+        for segment in compilation.segments:
+            if segment.block.inner_looped:
+                segment.micro_batches = min(compilation.options.micro_batches, rows)
+        _version_values(compilation.segments)
+
+    def _decide(self, compilation: Compilation, block: Block) -> None:
+        captured = compilation.captured
+        batched = captured.batch is not None and any(v.batch for v in block.values)
+        if compilation.options.micro_batches == 1 or not batched:
+            _, block.mutated = probe(block, captured.hints)
+            _extend_outputs(block)
+            block.reason = _why_not_tried(compilation, block)
+            return
+        primes = _suitable_primes(block, captured.hints, captured.batch)
+        try:
+            small, mutated = probe(block, {**captured.hints, captured.batch: primes[0]})
+            large, _ = probe(block, {**captured.hints, captured.batch: primes[1]})
+        except LoweringError as error:
+            _, block.mutated = probe(block, captured.hints)
+            _extend_outputs(block)
+            block.reason = f"cannot be traced at another batch size: {str(error).splitlines()[0]}"
+            return
+        block.mutated = mutated
+        _extend_outputs(block)
+        block.reason = _refusal(block, analyse(
+            small.graph, large.graph, primes[0], primes[1], [None] * len(block.weights) + [v.batch for v in block.values]
+        ))
+        block.inner_looped = block.reason is None
+
+
+def _why_not_tried(compilation: Compilation, block: Block) -> str:
+    captured = compilation.captured
+    if compilation.options.micro_batches == 1:
+        return "micro_batches is 1"
+    if captured.batch is None:
+        return captured.why_static
+    if any(v.mixed for v in block.values):
+        return "a value that it reads has no dimension that holds the rows of the batch in order"
+    return "it reads no batched value"
+
+
+def _extend_outputs(block: Block) -> None:
+    block.outputs = block.outputs + tuple(block.operands[i] for i in block.mutated)
+
+
+def _suitable_primes(block: Block, hints: Bindings, batch) -> list[int]:
+    """Primes that divide no size in the block, so that a multiple of one can only come from the batch."""
+    sizes = {evaluate(d, {**hints, batch: 1}) for spec in (*block.operands, *block.outputs) for d in spec.shape}
+    suitable = [p for p in _PRIMES if not any(size and size % p == 0 for size in sizes)]
+    return suitable if len(suitable) >= 2 else [10007, 10009]
+
+
+def _refusal(block: Block, states: list[Batch | Mixing | None]) -> str | None:
+    """Why the block cannot be inner-looped; None if every output is proven."""
+    for state, spec in zip(states, block.outputs, strict=True):
+        if isinstance(state, Mixing):
+            return f"{state.op} {state.reason}"
+        if spec.mixed or state != spec.batch:
+            return f"an output {spec} does not hold the rows of the batch in order"
+    if not any(spec.batch for spec in block.outputs):
+        return "it makes no batched value"
+    if any(v.mixed for v in block.values):
+        return "a value that it reads has no dimension that holds the rows of the batch in order"
+    return None
+
+
+def _version_values(segments: list[Segment]) -> None:
+    """A segment that writes into a value makes a new version of it, which later segments read."""
+    current: dict[Value, Value] = {}
+    readers: dict[object, int] = {}
+    for segment in segments:
+        for weight in segment.weights:
+            readers[weight.node] = readers.get(weight.node, 0) + 1
+    for segment in segments:
+        segment.values = tuple(current.get(v, v) for v in segment.values)
+        made = []
+        for index in segment.block.mutated:
+            if index < len(segment.weights):
+                weight = segment.weights[index]
+                if readers[weight.node] > 1:
+                    raise L2LError(
+                        f"segment '{segment.name}' writes into '{weight.name}', which other segments read as well; "
+                        "the order of such writes cannot be kept. Give every layer a buffer of its own"
+                    )
+                made.append(Value(weight.node, 1))
+            else:
+                old = segment.values[index - len(segment.weights)]
+                new = Value(old.node, old.version + 1)
+                current[Value(old.node)] = new
+                made.append(new)
+        segment.outputs = (*segment.outputs, *made)

@@ -1,0 +1,292 @@
+"""Batch rules: what they accept is checked in numbers, what they refuse by its reason."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from batch_rule_cases import CASES, Case, I, Input, M, X
+from l2l_compile.ir.batch import Batch
+from l2l_compile.passes.batch_rules import Mixing, analyse, rules
+
+SMALL, LARGE = 7, 11
+CUTS = ([2, 2, 2], [2, 4], [1, 5])  # micro-batches of a batch of six rows
+
+
+# ---- the checker -----------------------------------------------------------------------------------------------------
+
+
+def place(spec: Input) -> Batch | None:
+    for dim, size in enumerate(spec.sizes):
+        if isinstance(size, str):
+            return Batch(dim, int(size[:-1] or 1))
+    return None
+
+
+def tensor(spec: Input, batch: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    sizes = [batch * int(s[:-1] or 1) if isinstance(s, str) else s for s in spec.sizes]
+    if spec.kind == "int":
+        return torch.randint(3, sizes, device=spec.device, generator=generator)
+    if spec.kind == "bool":
+        return torch.randint(2, sizes, device=spec.device, generator=generator) > 0
+    dtype = {"complex": torch.complex128}.get(spec.kind, torch.float32 if spec.device == "cuda" else torch.float64)
+    drawn = torch.randn(sizes, dtype=dtype, device=spec.device, generator=generator)
+    return drawn.abs().clamp(0.1, 0.9) if spec.kind == "positive" else drawn
+
+
+def trace(function: Callable, specs: tuple[Input, ...], batch: int, pre_dispatch: bool = False) -> torch.fx.Graph:
+    def flat(*tensors):
+        return pytree.tree_leaves(function(*tensors))
+
+    with FakeTensorMode():
+        return make_fx(flat, pre_dispatch=pre_dispatch)(*(tensor(spec, batch) for spec in specs)).graph
+
+
+def states_of(function: Callable, specs: tuple[Input, ...], calls: Callable | None = None) -> list[Batch | Mixing | None]:
+    """What `analyse` says of a function; `calls` is an op that its graph has to hold."""
+    keep_whole = calls is not None and composite(calls)
+    small, large = (trace(function, specs, batch, keep_whole) for batch in (SMALL, LARGE))
+    targets = {node.target for node in small.nodes}
+    assert calls is None or calls in targets, f"the case does not call {calls}:\n{small}"
+    return analyse(small, large, SMALL, LARGE, [place(spec) for spec in specs])
+
+
+def rows(value: torch.Tensor, where: Batch, first: int, last: int) -> torch.Tensor:
+    return value.narrow(where.dim, first * where.multiple, (last - first) * where.multiple)
+
+
+def check_numbers(function: Callable, specs: tuple[Input, ...], states: list[Batch | Mixing | None]) -> None:
+    """Fails where the states promise rows that the numbers do not show."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [tensor(spec, 6, generator) for spec in specs]
+
+    def run(first: int, last: int) -> list:
+        piece = [t if place(s) is None else rows(t, place(s), first, last) for t, s in zip(whole, specs, strict=True)]
+        return pytree.tree_leaves(function(*(t.clone() for t in piece)))
+
+    expected = run(0, 6)
+    for sizes in CUTS:
+        ends = torch.tensor(sizes).cumsum(0).tolist()
+        pieces = [run(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        for i, state in enumerate(states):
+            if isinstance(state, Batch):
+                assert_same(torch.cat([piece[i] for piece in pieces], state.dim), expected[i])
+            elif state is None:
+                for piece in pieces:
+                    assert_same(piece[i], expected[i])
+
+
+def assert_same(actual: object, expected: object) -> None:
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    else:
+        assert actual == expected
+
+
+def proven(function: Callable, *specs: Input) -> list[Batch | Mixing | None]:
+    """The states of a function's outputs, once the numbers bear them out."""
+    states = states_of(function, specs)
+    check_numbers(function, specs, states)
+    return states
+
+
+# ---- every rule ------------------------------------------------------------------------------------------------------
+
+
+def overload(name: str) -> torch._ops.OpOverload | None:
+    return rules.overload(name)
+
+
+def composite(op: torch._ops.OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rule(case: Case) -> None:
+    op = overload(case.op)
+    if op is None:
+        pytest.skip(f"this torch has no aten.{case.op}")
+    states = states_of(case.function, case.inputs, op)
+    if case.refused:
+        reasons = [state.reason for state in states if isinstance(state, Mixing)]
+        assert reasons and case.refused in reasons[0], states
+    else:
+        assert not isinstance(states[0], Mixing) and any(isinstance(state, Batch) for state in states), states
+        if case.numbers:
+            check_numbers(case.function, case.inputs, states)
+
+
+def test_every_rule_is_in_the_table() -> None:
+    accepted = {overload(case.op) for case in CASES if not case.refused}
+    refused = {rules.RULES[overload(case.op)].apply for case in CASES if case.refused and overload(case.op) in rules.RULES}
+    never_accepts = {"reduce_all", "number", "squeeze_all"}
+    never_refuses = {"same_dims", "unsqueeze", "permute"}  # rows stand somewhere afterwards
+    never_refuses |= {"affine_grid"}  # its input has no other dimension for the batch
+    missing = [op for op, rule in rules.RULES.items() if op not in accepted and rule.apply.__name__ not in never_accepts]
+    assert not missing, f"no accepted case for {missing}"
+    missing = {rule.apply.__name__ for rule in rules.RULES.values() if rule.apply not in refused} - never_refuses
+    assert not missing, f"no refused case for {missing}"
+
+
+# ---- whole graphs ----------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_that_depends_on_the_batch_is_not_proven() -> None:
+    def unrolled(x):
+        for row in range(x.shape[0] - 5):
+            x = x + row
+        return x, None
+
+    assert states_of(lambda x, w: (unrolled(x), w), (X("B", 4), X(4))) == [
+        Mixing("graph", "the graph depends on the batch size"), None, None]
+
+
+def test_a_mixing_value_carries_its_first_cause() -> None:
+    states = states_of(lambda x: ((x.sum(0) * x).cumsum(0), x + 1, torch.ones(3)), (X("B", 4),))
+    assert states == [Mixing("aten.sum.dim_IntList", "reduces the batch dimension"), Batch(0), None]
+
+
+def test_a_constant_computed_from_the_batch_is_seen() -> None:
+    assert states_of(lambda x: x * torch.tensor([x.shape[0]]), (X("B"),)) == [
+        Mixing("constant", "uses the size of the batch as a number")]
+    assert proven(lambda x: x * torch.tensor([1.0, 2.0]).double(), X("B", 2)) == [Batch(0)]
+
+
+def test_states_that_do_not_fit_the_sizes_are_an_error() -> None:
+    graphs = [trace(torch.neg, (X("B", 4),), batch) for batch in (SMALL, LARGE)]
+    with pytest.raises(ValueError, match="said to be invariant, but its sizes"):
+        analyse(*graphs, SMALL, LARGE, [None])
+    with pytest.raises(ValueError, match="said to be batch in dim 1"):
+        analyse(*graphs, SMALL, LARGE, [Batch(1)])
+
+
+def test_a_write_into_memory_is_seen_through_every_view_of_it() -> None:
+    def function(x, y):
+        base = torch.zeros(x.shape[0], 4, dtype=x.dtype)
+        before = base + 1
+        view = base.view(-1)
+        base[:, 1] = y.sum(0)[1]
+        still = base * 2
+        base.copy_(x.roll(1, 0))
+        return before, still, view, base, base.t() + 0
+
+    states = states_of(function, (X("B", 4), X(3, 4)))
+    assert states[:2] == [Batch(0), Batch(0)]
+    assert all(isinstance(state, Mixing) and "roll" in state.op for state in states[2:])
+
+
+def test_frozen_statistics_are_not_written() -> None:
+    def twice(x, mean, var):
+        norm = torch.nn.functional.batch_norm
+        return norm(norm(x, mean, var), mean, var), mean
+
+    assert proven(twice, X("B", 3, 4), X(3), Input((3,), "positive")) == [Batch(0), None]
+
+
+def test_attention_block() -> None:
+    def block(x, mask, w_qkv, w_out, gamma):
+        normed = torch.nn.functional.layer_norm(x, (8,), gamma)
+        q, k, v = (normed @ w_qkv).view(x.shape[0], 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + mixed.transpose(1, 2).reshape(x.shape[0], 5, 8) @ w_out
+
+    assert proven(block, X("B", 5, 8), X("B", 1, 5, 5), X(8, 24), X(8, 8), X(8)) == [Batch(0)]
+
+
+def test_mask_of_row_numbers() -> None:
+    """How Hugging Face looks a padding mask up: row, head, query and key numbers that broadcast."""
+    def mask(padding):
+        row, key = torch.arange(padding.shape[0])[:, None, None, None], torch.arange(5)[None, None, None, :]
+        query = torch.arange(5)[None, None, :, None]
+        return ((key <= query) & padding[row, key]).expand(padding.shape[0], -1, 5, 5)
+
+    assert proven(mask, M("B", 5)) == [Batch(0)]
+
+
+# ---- any composition -------------------------------------------------------------------------------------------------
+
+STEPS: dict[str, Callable] = {
+    "add": lambda x, y: x + y,
+    "times other": lambda x, y: x * y.flip(0),
+    "times size": lambda x, y: x * x.shape[0],
+    "transpose": lambda x, y: x.transpose(0, 1),
+    "transpose back": lambda x, y: x.transpose(-1, -2),
+    "flatten": lambda x, y: x.reshape(-1, x.shape[-1]),
+    "flatten tail": lambda x, y: x.reshape(x.shape[0], -1),
+    "unflatten": lambda x, y: x.reshape(-1, 2, x.shape[-1]),
+    "sum": lambda x, y: x.sum(0),
+    "mean last": lambda x, y: x.mean(-1, keepdim=True),
+    "softmax": lambda x, y: x.softmax(-1),
+    "cumsum": lambda x, y: x.cumsum(0),
+    "matmul self": lambda x, y: x @ x.transpose(-1, -2),
+    "matmul other": lambda x, y: x @ y.transpose(-1, -2),
+    "cat": lambda x, y: torch.cat([x, y], -1),
+    "repeat": lambda x, y: x.repeat(*[1] * (x.ndim - 1), 2),
+    "repeat rows": lambda x, y: x.repeat_interleave(2, 0),
+    "tile rows": lambda x, y: x.repeat(2, *[1] * (x.ndim - 1)),
+    "unsqueeze": lambda x, y: x.unsqueeze(1),
+    "squeeze": lambda x, y: x.squeeze(0),
+    "expand": lambda x, y: x.unsqueeze(0).expand(y.shape[0], *x.shape),
+    "first": lambda x, y: x[0],
+    "last": lambda x, y: x[..., -1:],
+    "own row": lambda x, y: x[torch.arange(x.shape[0]), 0],
+    "row numbers": lambda x, y: x + torch.arange(x.shape[-1]),
+    "write": lambda x, y: x.clone().index_fill_(-1, torch.zeros(1, dtype=torch.long), 2.0),
+    "write view": lambda x, y: (z := x.clone(), z.select(0, 0).add_(1))[0],
+    "write others": lambda x, y: (z := x.clone(), z.transpose(0, -1).add_(y.mean()))[0],
+    "norm": lambda x, y: torch.nn.functional.layer_norm(x, x.shape[-1:]),
+}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5),
+       st.sampled_from([(X("B", 4), X("B", 4)), (X("B", 4), X(4)), (X(4, "B"), X(4, "B")), (X(2, "2B", 4), X("2B", 4)),
+                        (X("B", 2, 4), X(4)), (X(4), X("B", 4))]))
+def test_compositions_never_promise_wrong_rows(steps: list[str], specs: tuple[Input, Input]) -> None:
+    def function(x, y):
+        values = [x]
+        for step in steps:
+            values.append(STEPS[step](values[-1], y))
+        return values
+
+    try:
+        graphs = [trace(function, specs, batch) for batch in (SMALL, LARGE)]
+    except (RuntimeError, IndexError, ValueError):
+        return  # the steps do not fit each other
+    check_or_reject(function, specs, analyse(*graphs, SMALL, LARGE, [place(spec) for spec in specs]))
+
+
+def check_or_reject(function: Callable, specs: tuple[Input, ...], states: list) -> None:
+    if not all(isinstance(state, Mixing) for state in states):
+        check_numbers(function, specs, states)
+
+
+# ---- the checker is worth something ----------------------------------------------------------------------------------
+
+SAME = rules.Rule(lambda call: next(v.state for v in call.values() if v.state is not None))
+
+
+@pytest.mark.parametrize("name, function, specs", [
+    ("cumsum.default", lambda x: x.cumsum(0), (X("B", 4),)),
+    ("flip.default", lambda x: x.flip(0), (X("B", 4),)),
+    ("_softmax.default", lambda x: x.softmax(0), (X("B", 4),)),
+    ("native_batch_norm.default", lambda x: aten_batch_norm(x), (X("B", 3, 4),)),
+    ("index.Tensor", lambda x, i: x[i * 0], (X("B", 4), I("B"))),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_a_wrong_rule_is_caught(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable, specs: tuple[Input, ...]) -> None:
+    assert isinstance(states_of(function, specs)[0], Mixing)
+    monkeypatch.setitem(rules.RULES, overload(name), SAME)
+    states = states_of(function, specs)
+    assert isinstance(states[0], Batch)
+    with pytest.raises(AssertionError, match="not close|not equal"):
+        check_numbers(function, specs, states)
+
+
+def aten_batch_norm(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.batch_norm(x, None, None, training=True)
