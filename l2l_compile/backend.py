@@ -17,6 +17,7 @@ from .passes.compilation import Compilation
 from .passes.line import Line
 from .passes.pipeline import SEGMENTATION, STREAMING, run
 from .runtime.runner import Runner
+from .runtime.segment_run import block_bindings
 from .session import Session, session_for
 
 
@@ -60,7 +61,8 @@ def compile_program(captured: Captured, options: Options, lowering: Lowering) ->
         captured.hints,
     )
     for block in compilation.blocks:
-        block.lowering, block.sizes_now = lowering, lambda: program.bindings
+        block.lowering = lowering
+        block.sizes_now = lambda b: block_bindings(b, program.bindings, captured.batch, options.micro_batches)[0]
     return program, compilation
 
 

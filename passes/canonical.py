@@ -35,7 +35,7 @@ class Piece:
     @classmethod
     def of(cls, line: Line, span: range) -> Piece:
         reader = _Reader(line, span)
-        body = tuple(reader.operation(line.nodes[i]) for i in span if line.nodes[i] not in reader.numbers)
+        body = tuple(map(reader.operation, reader.inside))
         outputs = tuple(n for n in reader.inside if _read_outside(n, reader.inside) and n in line.captured.specs)
         form = (
             line.modes[span.start].grad,
@@ -54,8 +54,8 @@ class _Reader:
 
     def __init__(self, line: Line, span: range):
         self.line = line
-        self.inside = {line.nodes[i]: i - span.start for i in span}
-        self.numbers = {n for n in self.inside if isinstance(n.meta.get("example_value"), torch.SymInt)}
+        operations = [line.nodes[i] for i in span if size_expression(line.nodes[i]) is None]  # sizes are put in as numbers
+        self.inside = {node: i for i, node in enumerate(operations)}
         self.operands: dict[fx.Node, int] = {}
 
     def operation(self, node: fx.Node) -> tuple:

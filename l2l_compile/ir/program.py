@@ -46,7 +46,7 @@ class Block:
     reason: str | None = None
     repeats: int = 0
     lowering: Lowering | None = field(default=None, repr=False)
-    sizes_now: Callable[[], Bindings] | None = field(default=None, repr=False)
+    sizes_now: Callable[[Block], Bindings] | None = field(default=None, repr=False)
 
     @property
     def operands(self) -> tuple[TensorSpec, ...]:
@@ -65,7 +65,7 @@ class Block:
 
 
     def _bindings(self) -> Bindings:
-        return self.sizes_now()
+        return self.sizes_now(self)
 
 
 @dataclass(frozen=True)

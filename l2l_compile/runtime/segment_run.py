@@ -43,6 +43,19 @@ class Stats:
         return self.forward_seconds + self.backward_seconds
 
 
+def micro_batch_sizes(rows: int, micro_batches: int) -> list[int]:
+    """Rows of each micro-batch: as equal as can be, none empty, the larger ones first."""
+    count = min(micro_batches, rows)
+    return [rows // count + (i < rows % count) for i in range(count)]
+
+
+def block_bindings(block: Block, bindings: Bindings, batch: sympy.Symbol | None, micro_batches: int) -> list[Bindings]:
+    """The sizes of each run of a block in a step with these bindings."""
+    if not block.inner_looped:
+        return [bindings]
+    return [{**bindings, batch: size} for size in micro_batch_sizes(bindings[batch], micro_batches)]
+
+
 @dataclass(eq=False)
 class Step:
     """What one forward and its backward share: arguments, sizes, seeds, and what comes back to the host."""
@@ -59,10 +72,7 @@ class Step:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        rows = self.bindings[self.batch] if self.batch is not None else 1
-        count = min(self.micro_batches, rows)
-        self.sizes = [rows // count + (i < rows % count) for i in range(count)]
-        self.inner = {size: {**self.bindings, self.batch: size} for size in self.sizes} if self.batch is not None else {}
+        self.sizes = micro_batch_sizes(self.bindings[self.batch], self.micro_batches) if self.batch is not None else [1]
 
     def split(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
         """Slices of a whole value, contiguous; views where the batch is the first dimension."""
@@ -72,7 +82,7 @@ class Step:
 
     def bindings_of(self, block: Block) -> list[Bindings]:
         """The sizes of each run of a block: one per micro-batch, or the whole batch once."""
-        return [self.inner[size] for size in self.sizes] if block.inner_looped else [self.bindings]
+        return block_bindings(block, self.bindings, self.batch, self.micro_batches)
 
     def base_seed(self) -> int:
         """One number from the default generator a step, drawn only if something in the step is random."""
