@@ -74,4 +74,5 @@ def _rebuild_backward(compilation: Compilation, given: tuple[bool, ...]) -> fx.G
     return fx.GraphModule({}, fresh.backward)
 
 
-dynamo.mark_batches(lambda backend: getattr(backend, "compiler_fn", backend) is l2l)
+l2l.streams_layers = True
+dynamo.mark_batches(lambda backend: getattr(getattr(backend, "compiler_fn", backend), "streams_layers", False))

@@ -1,2 +1,174 @@
-class Report: ...
-def explain(model, options=None): ...
+"""`explain`: what the backend would make of a model, without running it."""
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import dynamo
+from .backend import compile_program
+from .capture import capture
+from .ir.program import Block, Program, Segment
+from .ir.text import format_bytes
+from .lower import Lowering
+from .options import Options
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """A segment that sees the whole batch at once, and the operation or circumstance that decided."""
+
+    segment: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that the model returns, which is copied to the host in every step."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the backend makes of a model; `print(report)` shows it as a table.
+
+    programs      one per captured graph; each with `.segments` and `.blocks`
+    graph_breaks  why Dynamo cut the model into several graphs, one reason a cut
+    whole_batch   the segments that do not run micro-batch by micro-batch
+    outputs       the tensors that the model returns, the largest first
+    """
+
+    programs: tuple[Program, ...]
+    graph_breaks: tuple[str, ...]
+    whole_batch: tuple[WholeBatch, ...]
+    outputs: tuple[Output, ...]
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return tuple(b for p in self.programs for b in p.blocks)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(s for p in self.programs for s in p.segments)
+
+    @property
+    def large_outputs(self) -> tuple[Output, ...]:
+        """Outputs of more than a megabyte that are larger than what passes between two layers."""
+        passed = max((s.bytes(p.bindings) for p in self.programs for b in p.blocks for s in b.outputs if b.repeats > 1), default=0)
+        return tuple(o for o in self.outputs if o.bytes > max(passed, 2**20))
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        for number, program in enumerate(self.programs):
+            lines += [*_program_lines(number, program), ""]
+        lines += [f"graph breaks: {len(self.graph_breaks) or 'none'}", *(f"  {b}" for b in self.graph_breaks)]
+        total = sum(o.bytes for o in self.outputs)
+        lines.append(f"outputs copied to the host in every step: {len(self.outputs)} tensors, {format_bytes(total)}")
+        if len(self.outputs) > 8 or self.large_outputs:
+            shown = ", ".join(f"{o.name} {list(o.shape)} {format_bytes(o.bytes)}" for o in self.outputs[:3])
+            lines.append(f"  the largest: {shown}. A cache of keys and values is not needed in training (use_cache=False)")
+        return "\n".join(lines)
+
+
+def _program_lines(number: int, program: Program) -> list[str]:
+    rows = [("block", "repeats", "parameters", "segments", "runs")]
+    for block in program.blocks:
+        members = [s for s in program.segments if s.block is block]
+        names = members[0].name if len(members) == 1 else f"{members[0].name} … {members[-1].name}"
+        count = members[0].micro_batches
+        how = f"{count} micro-batch" + "es" * (count != 1) if block.inner_looped else f"whole batch: {block.reason}"
+        if block.summed_whole:
+            how += " (some float64 gradients, which the model sums in a narrower dtype, over the whole batch)"
+        rows.append((block.name, f"x{block.repeats}", format_bytes(members[0].parameter_bytes), names, how))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    title = f"program {number}: {len(program.segments)} segments, instances of {len(program.blocks)} blocks"
+    if program.captured.why_static:
+        title += f"; not split: {program.captured.why_static}"
+    return [title, *("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)) + "  " + row[4] for row in rows)]
+
+
+def explain(model: Callable, options: Mapping[str, Any] | None = None) -> Callable[..., Report]:
+    """`explain(model, options)(*args, **kwargs)` reports what `torch.compile(model, backend="l2l")` would run.
+
+    `model` is a module or a function, compiled or not; the arguments are those of a training step, on the host.
+    Nothing is computed and nothing changes: the model is traced, outputs are zeros until the trace ends. After a
+    graph break, the trace goes on with those zeros. Raises what compilation would raise.
+    """
+    chosen = Options.build(options)
+    plain = getattr(model, "_orig_mod", model)
+    plain = getattr(plain, "_torchdynamo_orig_callable", plain)
+
+    def trace(*args: Any, **kwargs: Any) -> Report:
+        explainer = _Explainer(chosen)
+        with torch.random.fork_rng([]):
+            torch.compile(_fresh_caller(), backend=explainer)(plain, *args, **kwargs)
+        return explainer.report()
+
+    return trace
+
+
+_numbers = itertools.count()
+
+
+def _fresh_caller() -> Callable:
+    """A function that calls its first argument, with a code object of its own: Dynamo caches by code object."""
+
+    def call(self, *args, **kwargs):
+        return self(*args, **kwargs)
+
+    code = call.__code__.replace(co_name=f"explained_{next(_numbers)}")
+    return types.FunctionType(code, globals())
+
+
+class _Explainer:
+    """A backend that compiles programs and runs none."""
+
+    streams_layers = True  # what `dynamo.mark_batches` looks for
+    __name__ = "l2l_explain"
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.programs: list[Program] = []
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        lowering = Lowering(self.options.device, self.options.block_compiler)
+        program, _ = compile_program(capture(gm), self.options, lowering)
+        self.programs.append(program)
+        return lambda *arguments: [_placeholder(program, node, arguments) for node in program.captured.outputs]
+
+    def report(self) -> Report:
+        programs = tuple(self.programs)
+        return Report(
+            programs,
+            tuple(p.break_reason for p in programs if p.break_reason),
+            tuple(WholeBatch(s.name, s.block.reason) for p in programs for s in p.whole_batch),
+            tuple(sorted(_returned(programs[-1:]), key=lambda o: -o.bytes)),
+        )
+
+
+def _placeholder(program: Program, node: Any, arguments: Sequence[Any]) -> Any:
+    """Zeros in the place of an output; arguments and constants as they are."""
+    spec = program.captured.specs.get(node)
+    if spec is None:
+        return node.meta.get("example_value") if isinstance(node, fx.Node) else node
+    if node.op == "placeholder":
+        return arguments[[i.node for i in program.captured.inputs].index(node)]
+    return torch.zeros(spec.sizes(program.bindings), dtype=spec.dtype, requires_grad=spec.differentiable)
+
+
+def _returned(programs: Sequence[Program]) -> list[Output]:
+    found = []
+    for program in programs:
+        for node in program.captured.outputs:
+            spec = program.captured.specs.get(node)
+            if spec is not None and node.op != "placeholder":
+                found.append(Output(node.name, spec.sizes(program.bindings), spec.bytes(program.bindings)))
+    return found

@@ -167,6 +167,9 @@ def _trace(block: Block, function, examples, which: str) -> fx.GraphModule:
     finally:
         torch.set_grad_enabled(grad)
     _check_constants(block, module)
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        node.replace_all_uses_with(node.args[0])  # nothing records gradients where the graph runs
+        module.graph.erase_node(node)
     return module
 
 

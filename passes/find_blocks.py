@@ -109,10 +109,11 @@ def _place(line: Line, bounds: list[int], start: int, end: int) -> list[int]:
     cuts = [high - back for _, high in inner]
     lengths = {b - a for a, b in zip(cuts, cuts[1:], strict=False)}
     length = lengths.pop() if len(lengths) == 1 else None
+    width = max(line.crossing[c] for c in cuts)
     return [
-        _outer(line, gaps[0], cuts[0] - length if length else gaps[0][1] - back),
+        _outer(line, gaps[0], cuts[0] - length if length else gaps[0][1] - back, width),
         *cuts,
-        _outer(line, gaps[-1], cuts[-1] + length if length else None),
+        _outer(line, gaps[-1], cuts[-1] + length if length else None, width),
     ]
 
 
@@ -123,12 +124,12 @@ def _gap(line: Line, bound: int, start: int, end: int) -> tuple[int, int]:
     return low, max(low, high)
 
 
-def _outer(line: Line, gap: tuple[int, int], wanted: int | None) -> int:
+def _outer(line: Line, gap: tuple[int, int], wanted: int | None, width: float) -> int:
+    """The cut at an end of a group: where the copies' length puts it if that is as narrow as between two copies."""
     low, high = gap
-    best = min(range(low, high + 1), key=lambda c: (line.crossing[c], _item_depth(line, c), -c))
-    if wanted is not None and low <= wanted <= high and line.crossing[wanted] <= line.crossing[best]:
+    if wanted is not None and low <= wanted <= high and line.crossing[wanted] <= width:
         return wanted
-    return best
+    return min(range(low, high + 1), key=lambda c: (line.crossing[c], _item_depth(line, c), -c))
 
 
 def _item_depth(line: Line, cut: int) -> int:

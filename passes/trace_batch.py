@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import fx
+
 from ..errors import L2LError, LoweringError
 from ..ir.batch import Batch
 from ..ir.program import Block, Segment, Value
@@ -61,6 +64,8 @@ class TraceBatch:
             small.graph, large.graph, primes[0], primes[1], [None] * len(block.weights) + [v.batch for v in block.values]
         ))
         block.inner_looped = block.reason is None
+        if block.inner_looped:
+            block.summed_whole = _summed_whole(block, small.graph)
 
 
 def _why_not_tried(compilation: Compilation, block: Block) -> str:
@@ -97,6 +102,35 @@ def _refusal(block: Block, states: list[Batch | Mixing | None]) -> str | None:
     if any(v.mixed for v in block.values):
         return "a value that it reads has no dimension that holds the rows of the batch in order"
     return None
+
+
+def _summed_whole(block: Block, graph: fx.Graph) -> tuple[int, ...]:
+    """The invariant float64 operands from which invariants of a narrower dtype are computed."""
+    placeholders = graph.find_nodes(op="placeholder")
+    varying = {p for p, spec in zip(placeholders, block.operands, strict=True) if spec.batch is not None}
+    for node in graph.nodes:
+        if any(a in varying for a in node.all_input_nodes):
+            varying.add(node)
+    wide = [
+        (i, p) for i, (p, spec) in enumerate(zip(placeholders, block.operands, strict=True))
+        if spec.differentiable and spec.dtype is torch.float64 and p not in varying
+    ]
+    return tuple(i for i, p in wide if any(_is_narrow(n) for n in _reached(p, varying)))
+
+
+def _reached(start: fx.Node, without: set[fx.Node]) -> set[fx.Node]:
+    found, waiting = set(), [start]
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in without and user not in found:
+                found.add(user)
+                waiting.append(user)
+    return found
+
+
+def _is_narrow(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype is not torch.float64
 
 
 def _version_values(segments: list[Segment]) -> None:

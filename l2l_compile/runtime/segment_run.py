@@ -125,6 +125,9 @@ def run_backward(
         result.absent = not exists
     results[-1].absent = not any(present[:count])
     arriving = [(g, spec) for g, spec in zip(gradients, block.outputs, strict=True) if not g.absent]
+    whole = None
+    if block.summed_whole and len(lowered) > 1 and not lowered[0].random:
+        whole = _lower(segment, "backward", step.lowering.backward, block, step.bindings, given)
 
     def work() -> None:
         totals: list = [None] * len(block.operands)
@@ -135,6 +138,13 @@ def run_backward(
             for index, spec in enumerate(block.operands):
                 if present[index]:
                     totals[index] = _collect(totals[index], next(made), _split(block, spec))
+        if whole is not None:
+            read = [(b, s) for b, s in zip(operands, block.values, strict=True)] + arriving
+            arguments = [*weights.tensors, *(_join(b, s) for b, s in read)]
+            made = iter(_call(segment, "backward", 0, whole, arguments, seeds, device))
+            for index, gradient in ((i, next(made)) for i, exists in enumerate(present) if exists):
+                if index in block.summed_whole:
+                    totals[index] = gradient
         for result, total in zip(results, totals[count:], strict=False):
             if not result.absent:
                 result.tensors = total if isinstance(total, list) else [total]
@@ -152,6 +162,11 @@ def _split(block: Block, spec: TensorSpec) -> bool:
 
 def _turn(operand: Box, turn: int) -> torch.Tensor:
     return operand.tensors[turn] if len(operand.tensors) > 1 else operand.tensors[0]
+
+
+def _join(operand: Box, spec: TensorSpec) -> torch.Tensor:
+    """An operand for the whole batch."""
+    return torch.cat(operand.tensors, spec.batch.dim) if len(operand.tensors) > 1 else operand.tensors[0]
 
 
 def _gradient(box: Box, turn: int, split: bool) -> torch.Tensor:

@@ -1,0 +1,93 @@
+"""Seconds of a training step: streamed layers compiled by Inductor against eager with activation checkpointing.
+
+Both recompute every layer in backward and run the same micro-batches; eager runs the whole model once per micro-batch.
+On a GPU, `resident` is that eager model with its weights and gradients on the device (what streaming saves memory
+over), and `eager` is the same, so one row; tokens per second and peak memory are printed for both.
+
+    python examples/benchmarks/speed.py
+"""
+from __future__ import annotations
+
+import copy
+import statistics
+import sys
+
+import torch
+from measuring import Limit, Work, arguments, device_of, interleaved, llama, report, token_batch, train_step
+
+import l2l_compile
+
+MOST = 1.0  # seconds with l2l over seconds of eager, on the host
+
+
+def eager_step(model: torch.nn.Module, ids: torch.Tensor, micro_batches: int) -> None:
+    """One training step of a model where it is, micro-batch by micro-batch; gradients of the mean loss of the batch."""
+    model.zero_grad(set_to_none=True)
+    for part in ids.to(model.device).chunk(micro_batches):
+        (model(input_ids=part, labels=part).loss / micro_batches).backward()
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
+def checkpointed(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """A copy of a model that keeps only the inputs of its layers for backward, on a device."""
+    twin = copy.deepcopy(model).to(device)
+    twin.train()
+    twin.gradient_checkpointing_enable({"use_reentrant": False})
+    return twin
+
+
+def peak_bytes(work: Work, device: torch.device) -> int | None:
+    """Peak of allocated device memory while some work runs; None on the host, where nothing counts it."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    return torch.cuda.max_memory_allocated(device)
+
+
+def largest_difference(model: torch.nn.Module, twin: torch.nn.Module) -> float:
+    """Largest difference between the gradients of two models, over the largest gradient: are they the same step?"""
+    pairs = [(p.grad, q.grad.to(p.grad.device)) for p, q in zip(model.parameters(), twin.parameters(), strict=True)]
+    return float(max((p - q).abs().max() for p, q in pairs) / max(p.abs().max() for p, _ in pairs))
+
+
+def main() -> int:
+    parser = arguments(
+        __doc__, layers=8, hidden=512, intermediate=1376, heads=8, rows=16, tokens=128, micro_batches=4, repeats=9
+    )
+    options = parser.parse_args()
+    if options.quick:
+        options.layers, options.hidden, options.intermediate, options.repeats = 2, 128, 344, 3
+    device = device_of(options.device)
+    model = llama(options.layers, options.hidden, options.intermediate, options.heads, tokens=options.tokens).train()
+    ids = token_batch(options.rows, options.tokens)
+    rival = checkpointed(model, device)
+    rival_name = "resident + checkpointing" if device.type == "cuda" else "eager + checkpointing"
+    compiled = torch.compile(model, backend="l2l", options={"micro_batches": options.micro_batches, "device": device})
+    works = {
+        "l2l": lambda: train_step(compiled, ids),
+        rival_name: lambda: eager_step(rival, ids, options.micro_batches),
+    }
+    found = interleaved(works, options.repeats)
+    difference = largest_difference(model, rival)
+    medians = {name: statistics.median(times) for name, times in found.items()}
+    peaks = {rival_name: peak_bytes(works[rival_name], device)}
+    del rival, works[rival_name]
+    works["l2l"]()
+    peaks["l2l"] = l2l_compile.stats(compiled).peak_device_bytes
+    rows = [
+        {
+            "step": name, "median_s": median, "fastest_s": min(found[name]), "tokens_per_s": ids.numel() / median,
+            "peak_device_bytes": peaks[name] if peaks[name] is not None else "-",
+        }
+        for name, median in medians.items()
+    ]
+    ratio = medians["l2l"] / medians[rival_name]
+    print(f"l2l over {rival_name}: {ratio:.3f}; largest difference of gradients: {difference:.1e}")
+    limits = [Limit("l2l over eager + checkpointing", ratio, MOST)] if device.type == "cpu" else []
+    return report(options, device, rows, limits, ratio=ratio, gradient_difference=difference, seconds=found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
