@@ -1,6 +1,7 @@
 """The backend that `torch.compile(model, backend="l2l")` calls with every captured graph."""
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from torch import fx
 
 from . import dynamo
 from .capture import Captured, capture
-from .errors import OptionError
+from .errors import L2LError, OptionError
 from .ir.program import Program
 from .lower import Lowering
 from .options import Options
@@ -29,10 +30,13 @@ def l2l(
     `options` are those of `l2l_compile.Options`. Raises `OptionError` (a `ValueError`) for a bad option or any
     `mode`, `DeviceError` for a model that is not on the host, and `LoweringError` for a block that cannot be traced.
     """
-    if mode is not None:
-        raise OptionError(f"backend 'l2l' has no modes (got mode={mode!r}); use options={{...}} instead")
-    session = session_for(dynamo.current_owner(), Options.build(options))
-    return make_runner(gm, session)
+    try:
+        if mode is not None:
+            raise OptionError(f"backend 'l2l' has no modes (got mode={mode!r}); use options={{...}} instead")
+        return make_runner(gm, session_for(dynamo.current_owner(), Options.build(options)))
+    except L2LError as error:
+        error.first_useful_frame = inspect.currentframe()  # Dynamo leaves its own frames out of the traceback
+        raise
 
 
 def make_runner(gm: fx.GraphModule, session: Session) -> Runner:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from . import dynamo
-from .errors import DeviceError
+from .errors import DeviceError, L2LError
 from .inline import inline_subgraphs
 from .ir.values import Bindings, TensorSpec, dim_of
 
@@ -42,6 +42,8 @@ class Captured:
     batch        the symbol of the batch size; None where the graph is not polymorphic in it, and then `why_static`
     hints        the sizes that the symbols had at capture
     symbol_at    where to read each symbol at a call: (input index, dimension), or (input index, None) for an int input
+    grad_enabled whether gradients were recorded where the graph was captured
+    autocast     the dtype of the `torch.autocast` that was on there; None if none was
     break_reason why Dynamo ended the graph early, if it did
     """
 
@@ -54,6 +56,7 @@ class Captured:
     hints: Bindings
     symbol_at: dict[sympy.Symbol, tuple[int, int | None]]
     grad_enabled: bool
+    autocast: torch.dtype | None
     break_reason: str | None = None
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -73,6 +76,7 @@ class Captured:
 def capture(gm: fx.GraphModule) -> Captured:
     """Describe Dynamo's graph module. Raises `DeviceError` when a tensor is not on the host."""
     inline_subgraphs(gm)
+    _specialize_floats(gm.graph)
     _drop_dead(gm.graph)
     _check_on_host(gm)
     inputs = tuple(_describe(i, n) for i, n in enumerate(gm.graph.find_nodes(op="placeholder")))
@@ -86,10 +90,30 @@ def capture(gm: fx.GraphModule) -> Captured:
     symbol_at, hints = _symbols(inputs)
     captured = Captured(
         gm.graph, gm, inputs, specs, batch, why_static, hints, symbol_at,
-        grad_enabled=torch.is_grad_enabled(), break_reason=dynamo.graph_break(gm),
+        grad_enabled=torch.is_grad_enabled(), autocast=_autocast(), break_reason=dynamo.graph_break(gm),
     )
     _lift_constants(captured)
     return captured
+
+
+def _autocast() -> torch.dtype | None:
+    if torch.is_autocast_enabled("cuda"):
+        raise L2LError(
+            "torch.autocast('cuda') is on, but the model is traced on the host, where it has no effect. Use "
+            "torch.autocast('cpu'), which holds for the device that the layers run on"
+        )
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+def _specialize_floats(graph: fx.Graph) -> None:
+    """A Python float that Dynamo made symbolic (a dropout rate that changed) becomes its value, under a guard."""
+    for node in list(graph.nodes):
+        value = node.meta.get("example_value")
+        if isinstance(value, (torch.SymFloat, torch.SymBool)) and node.op.startswith("call_"):
+            if value.node.expr.free_symbols and not value.node.has_hint():
+                continue
+            node.replace_all_uses_with(float(value) if isinstance(value, torch.SymFloat) else bool(value))
+            graph.erase_node(node)
 
 
 def _drop_dead(graph: fx.Graph) -> None:
@@ -134,10 +158,10 @@ def _functional_weight(found: Input, batch: sympy.Symbol | None) -> Input:
 
 
 def _readable(source: str) -> str:
-    """`L['self']._modules['h']._modules['0']._parameters['w']` -> `h.0.w`."""
+    """`L['self']._modules['h']._modules['0']._parameters['w']` -> `h.0.w`; `L['kwargs']['labels']` -> `labels`."""
     name = re.sub(r"\._(modules|parameters|buffers)\['([^']*)'\]", r".\2", source)
-    name = re.sub(r"^L\['self'\]\.?", "", name)
-    name = re.sub(r"\['([^']*)'\]", r".\1", name)
+    name = re.sub(r"^L\['\w+'\]\.(?=.)", "", name)
+    name = re.sub(r"\['?([^']*?)'?\]", r".\1", name)
     return re.sub(r"^L\.(kwargs\.|args\.)?", "", name) or source
 
 

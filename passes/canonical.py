@@ -151,6 +151,7 @@ def build_block(line: Line, piece: Piece, name: str) -> Block:
         name=name,
         graph=module,
         sizes=sizes,
+        autocast=line.captured.autocast,
         weights=tuple(specs[w.node] for w in piece.weights),
         values=tuple(specs[v] for v in piece.values),
         outputs=tuple(specs[o] for o in piece.outputs),

@@ -142,6 +142,6 @@ def _module_path(node: fx.Node) -> tuple[str, ...]:
     if not stack:
         return ()
     path = list(stack.values())[-1][0]
-    path = re.sub(r"^L\['self'\]\.?", "", path)
+    path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
     return tuple(part for part in path.split(".") if part)

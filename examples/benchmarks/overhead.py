@@ -1,7 +1,8 @@
 """Python time per node of a program: a deep stack of tiny layers, minus the time inside of the lowered blocks.
 
 It covers everything between the call of the compiled model and the gradients: Dynamo's guards, autograd's bookkeeping
-of parameters, the interpreter over the program's nodes, and the stream or lane calls that each node makes.
+of parameters, the interpreter over the program's nodes, and the stream or lane calls that each node makes. One CPU
+thread: waking a second one for a tensor of 32 numbers takes longer than all that is measured here.
 
     python examples/benchmarks/overhead.py
 """
@@ -60,6 +61,7 @@ def main() -> int:
     if options.quick:
         options.layers, options.repeats = 20, 5
     device = device_of(options.device)
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(Layer(options.width) for _ in range(options.layers)))
     chosen = {"micro_batches": options.micro_batches, "block_compiler": "eager", "device": device}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import sympy
+import torch
 from torch import fx
 
 from .text import print_program
@@ -27,6 +28,7 @@ class Block:
 
     graph          the torch-level operations, as a graph module of its operands: first the weights, then the values
     sizes          the sympy expression behind each `symbolic_size` in the graph
+    autocast       dtype of the autocast that is on around it; None for none
     weights        spec of each weight operand (parameters and buffers)
     values         spec of each value operand
     outputs        spec of each output; the last `len(mutated)` are the new contents of operands that it writes into
@@ -41,6 +43,7 @@ class Block:
     name: str
     graph: fx.GraphModule
     sizes: dict[str, sympy.Expr]
+    autocast: torch.dtype | None
     weights: tuple[TensorSpec, ...]
     values: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]

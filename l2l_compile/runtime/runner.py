@@ -160,7 +160,7 @@ class Runner:
         slabs = self.options.prefetch + 1
         try:
             self.device.reserve_slabs(slabs, self._slab_bytes)
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):  # casts are in the blocks' graphs already
                 result = Executor(self.device, step, self.program.segments, slabs).run(graph, inputs)
                 self.device.synchronize()
             return result
