@@ -47,7 +47,7 @@ def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
         given=compilation.given, differentiable=compilation.gradients.differentiable,
         rebuild=lambda given: _rebuild_backward(compilation, given), started=session.started,
     )
-    session.runners.append(runner)
+    session.add(runner)
     return runner
 
 

@@ -1,6 +1,7 @@
 """What belongs to one `torch.compile` call: its device, its lowered blocks, its programs, its last step."""
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -27,22 +28,36 @@ class Session:
         self.options = options
         self.device = device or open_device(options.device)
         self.lowering = Lowering(self.device.torch_device, options.block_compiler)
-        self.runners: list[Runner] = []
-        self._step: list[Runner] = []
+        self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: what it forgets is gone here as well
+        self._step: list[weakref.ref[Runner]] = []
+
+    def add(self, runner: Runner) -> None:
+        """One more program of this model."""
+        self._runners.append(weakref.ref(runner))
+
+    @property
+    def runners(self) -> list[Runner]:
+        """The programs that Dynamo may still call, in the order in which they were captured."""
+        return _alive(self._runners)
 
     def started(self, runner: Runner) -> None:
         """A forward begins: of a new step, unless this is another program of the same pass through the model."""
-        if runner in self._step or any(r.stats.backward_seconds for r in self._step):
-            self._step = []
-        self._step.append(runner)
+        step = _alive(self._step)
+        if runner in step or any(r.stats.backward_seconds for r in step):
+            step = []
+        self._step = [weakref.ref(r) for r in (*step, runner)]
 
     @property
     def stats(self) -> Stats:
         """Figures of the last step: sums over its programs, and the largest peak."""
         total = Stats()
-        for runner in self._step:
+        for runner in _alive(self._step):
             total = total + runner.stats
         return total
+
+
+def _alive(references: list[weakref.ref[Runner]]) -> list[Runner]:
+    return [runner for reference in references if (runner := reference()) is not None]
 
 
 _SESSION = "_l2l_session"
@@ -65,8 +80,3 @@ def session_of(compiled: Any) -> Session | None:
         raise TypeError(f"expected a module or function from torch.compile(..., backend='l2l'), got {type(compiled).__name__}")
     return getattr(owner, _SESSION, None)
 
-
-def forget_programs(owner: Any) -> None:
-    """Drop the programs of an owner: Dynamo has forgotten the graphs that they were made from."""
-    if hasattr(owner, _SESSION):
-        delattr(owner, _SESSION)

@@ -14,6 +14,7 @@ the others, and two kinds of layer that alternate. They never decide that two la
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from dataclasses import dataclass
 
@@ -37,10 +38,11 @@ class FindBlocks:
     def apply(self, compilation: Compilation) -> None:
         line = compilation.line
         groups = _search(line, 0, len(line), 0, len(line.uses))
-        groups = [g for g in groups if not any(_inside_an_item(line, g, _containers(line, other)) for other in groups)]
-        containers = {c for group in groups for c in _containers(line, group)}
-        compilation.forced_cuts = _item_cuts(line, containers, range(len(line)))
-        compilation.layers = [r for group in groups for layer in group for r in _split(line, layer, group)]
+        containers = [_containers(line, group) for group in groups]
+        atomic = [any(_inside_an_item(line, group, other) for other in containers) for group in groups]
+        kept = [(g, c) for g, c, inside in zip(groups, containers, atomic, strict=True) if not inside]
+        compilation.forced_cuts = _item_cuts(line, set().union(*(c for _, c in kept)), range(len(line)))
+        compilation.layers = [r for group, c in kept for layer in group for r in _split(line, layer, group, c)]
 
 
 def _search(line: Line, start: int, end: int, first: int, last: int) -> list[list[range]]:
@@ -140,6 +142,7 @@ def _item_depth(line: Line, cut: int) -> int:
     return min((len(item) for item in before ^ after), default=99)
 
 
+@functools.cache
 def _items(path: Path) -> list[Path]:
     """Prefixes of a module path that end in an index: the items of containers that it lies in."""
     return [path[: i + 1] for i, part in enumerate(path) if part.isdigit()]
@@ -183,14 +186,14 @@ def _item_cuts(line: Line, containers: set[Path], span: range) -> set[int]:
     return cuts
 
 
-def _split(line: Line, layer: range, group: list[range]) -> list[range]:
+def _split(line: Line, layer: range, group: list[range], containers: set[Path]) -> list[range]:
     """Cut a copy that holds several layers, at cuts as narrow as its own boundary.
 
     With module names: at items of the containers that the group is made of. Without: at repeats within the copy.
     """
     width = min((line.crossing[r.start] for r in group[1:]), default=0) * 1.01
     if any(line.paths[position] for position in layer):
-        cuts = _item_cuts(line, _containers(line, group), layer)
+        cuts = _item_cuts(line, containers, layer)
     else:
         first = bisect.bisect_left(line.uses, layer.start, key=lambda u: u.position)
         last = bisect.bisect_left(line.uses, layer.stop, key=lambda u: u.position)

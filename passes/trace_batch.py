@@ -39,15 +39,16 @@ class TraceBatch:
         for segment in compilation.segments:
             if segment.block.inner_looped:
                 segment.micro_batches = min(compilation.options.micro_batches, rows)
-        _version_values(compilation.segments)
+        _version_values(compilation)
 
     def _decide(self, compilation: Compilation, block: Block) -> None:
         captured = compilation.captured
         batched = captured.batch is not None and any(v.batch for v in block.values)
-        if compilation.options.micro_batches == 1 or not batched:
+        odd = [e for e in block.sizes.values() if not _is_multiple(e, captured.batch)]
+        if compilation.options.micro_batches == 1 or not batched or odd:
             _, block.mutated = probe(block, captured.hints)
             _extend_outputs(block)
-            block.reason = _why_not_tried(compilation, block)
+            block.reason = _why_not_tried(compilation, block, odd)
             return
         primes = _suitable_primes(block, captured.hints, captured.batch)
         try:
@@ -68,7 +69,12 @@ class TraceBatch:
             block.summed_whole = _summed_whole(block, small.graph)
 
 
-def _why_not_tried(compilation: Compilation, block: Block) -> str:
+def _is_multiple(size, batch) -> bool:
+    """Whether a size does not depend on the batch, or is a multiple of it."""
+    return batch is None or batch not in size.free_symbols or batch not in (size / batch).free_symbols
+
+
+def _why_not_tried(compilation: Compilation, block: Block, odd: list) -> str:
     captured = compilation.captured
     if compilation.options.micro_batches == 1:
         return "micro_batches is 1"
@@ -76,6 +82,8 @@ def _why_not_tried(compilation: Compilation, block: Block) -> str:
         return captured.why_static
     if any(v.mixed for v in block.values):
         return "a value that it reads has no dimension that holds the rows of the batch in order"
+    if odd and any(v.batch for v in block.values):
+        return f"it computes with the size of the batch: {odd[0]}"
     return "it reads no batched value"
 
 
@@ -133,28 +141,45 @@ def _is_narrow(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype is not torch.float64
 
 
-def _version_values(segments: list[Segment]) -> None:
-    """A segment that writes into a value makes a new version of it, which later segments read."""
+def _version_values(compilation: Compilation) -> None:
+    """A segment that writes into a value makes a new version of it, which later segments read.
+
+    Raises `L2LError` where the write would have to be seen through another value that shares the memory.
+    """
+    segments = compilation.segments
     current: dict[Value, Value] = {}
-    readers: dict[object, int] = {}
-    for segment in segments:
-        for weight in segment.weights:
-            readers[weight.node] = readers.get(weight.node, 0) + 1
     for segment in segments:
         segment.values = tuple(current.get(v, v) for v in segment.values)
         made = []
         for index in segment.block.mutated:
-            if index < len(segment.weights):
-                weight = segment.weights[index]
-                if readers[weight.node] > 1:
-                    raise L2LError(
-                        f"segment '{segment.name}' writes into '{weight.name}', which other segments read as well; "
-                        "the order of such writes cannot be kept. Give every layer a buffer of its own"
-                    )
-                made.append(Value(weight.node, 1))
-            else:
-                old = segment.values[index - len(segment.weights)]
-                new = Value(old.node, old.version + 1)
-                current[Value(old.node)] = new
-                made.append(new)
+            is_weight = index < len(segment.weights)
+            node = segment.weights[index].node if is_weight else segment.values[index - len(segment.weights)].node
+            _check_unshared(compilation, segment, node, is_weight)
+            new = Value(node, current.get(Value(node), Value(node)).version + 1)
+            if not is_weight:
+                current[Value(node)] = new
+            made.append(new)
         segment.outputs = (*segment.outputs, *made)
+
+
+def _check_unshared(compilation: Compilation, writer: Segment, written: fx.Node, is_weight: bool) -> None:
+    """A write into `written` may be seen later only under its own name, or by other results of the same segment."""
+    later = compilation.segments[writer.index + 1 :]
+    read_later = {v.node for s in later for v in s.values} | set(compilation.captured.outputs)
+    read_later |= {i.node for i in compilation.captured.inputs if i.kind == "value"}  # the user sees them
+    shared = [n for n in read_later if n is not written and _storage(n) == _storage(written)]
+    for other in (n for n in shared if n not in {v.node for v in writer.outputs}):
+        raise L2LError(
+            f"segment '{writer.name}' writes in place into '{written.name}', whose memory '{other.name}' shares, which "
+            "is read later. Write into a copy (x = x.clone()), or use the operation that is not in place"
+        )
+    if is_weight and any(w.node is written for s in compilation.segments if s is not writer for w in s.weights):
+        raise L2LError(
+            f"segment '{writer.name}' writes into '{written.name}', which other segments read as well; the order of "
+            "such writes cannot be kept. Give every layer a buffer of its own"
+        )
+
+
+def _storage(node) -> int | None:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None

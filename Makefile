@@ -1,0 +1,39 @@
+# Everything runs in a virtual environment of the checkout, made on first use: `make quickstart`, `make test`.
+#   make test PYTHON=python3.12       another Python (3.11 or newer) for the environment
+#   make test TORCH=torch==2.11.0     another PyTorch; or install one into .venv first, it is left alone
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: help quickstart test bench clean
+
+help:
+	@echo "make quickstart   train a small language model, layer by layer (about two minutes)"
+	@echo "make test         the test suite"
+	@echo "make bench        the benchmarks; figures go to runs/"
+	@echo "make clean        remove the virtual environment, caches and runs"
+
+quickstart: $(READY)
+	$(RUN) examples/quickstart.py
+
+# One thread a worker: two workers that fight for two cores are slower than one.
+test: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --durations=10
+
+bench: $(READY)
+	@failed=; for name in depth compile_time speed overhead; do \
+		$(RUN) examples/benchmarks/$$name.py || failed="$$failed $$name"; \
+	done; test -z "$$failed" || { echo "over the limit:$$failed"; exit 1; }
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c "import sys; sys.exit('Python 3.11 or newer is needed; choose one: make PYTHON=python3.12' if sys.version_info < (3, 11) else 0)"
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -c "import torch" 2>/dev/null || $(RUN) -m pip install --quiet $(TORCH)
+	$(RUN) -m pip install --quiet -e ".[test]"
+	@touch $@

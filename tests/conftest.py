@@ -1,0 +1,38 @@
+"""Every test starts with a clean Dynamo, a fixed seed and one thread a worker."""
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+warnings.filterwarnings("ignore", message=".*lowering to.*")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def threaded(monkeypatch):
+    """Compiled models run on a device of three threads; `threaded.devices` lists the devices opened so far."""
+    import l2l_compile.session
+    from l2l_compile.runtime.threaded import ThreadedDevice
+
+    class Opener:
+        devices: list[ThreadedDevice] = []
+        delay, seed = 0.002, 0
+
+        def __call__(self, device):
+            self.devices.append(ThreadedDevice(self.delay, self.seed))
+            return self.devices[-1]
+
+    opener = Opener()
+    opener.devices = []
+    monkeypatch.setattr(l2l_compile.session, "open_device", opener)
+    return opener

@@ -1,0 +1,117 @@
+"""A program as text, line by line."""
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+
+import l2l_compile
+from l2l_compile.ir.text import format_bytes
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)))
+
+
+STREAMED = """\
+blocks:
+  block_0    x1    inner loop
+  block_1    x1    inner loop
+
+forward:
+  %l_x_ = input                                              host    float32[B, 4]  96 B
+  %restore = restore(%l_x_)                                  h2d     float32[B, 4]  96 B
+  %fetch_weights = fetch_weights('one')                      h2d     160 B
+  %split = split(%restore)                                   compute float32[B, 4] split  96 B
+  release(%restore)                                          none
+  %fetch_weights_1 = fetch_weights('two')                    h2d     72 B
+  %forward = forward('one', %fetch_weights, (%split))        compute block_0 x 3 micro-batches
+  %getitem = %forward[0]                                     none    float32[B, 8] split  192 B
+  release(%split)                                            none
+  release(%fetch_weights)                                    none
+  %forward_1 = forward('two', %fetch_weights_1, (%getitem))  compute block_1 x 3 micro-batches
+  %getitem_1 = %forward_1[0]                                 none    float32[B, 2] split  48 B
+  release(%fetch_weights_1)                                  none
+  %merge = merge(%getitem_1)                                 compute float32[B, 2]  48 B
+  release(%getitem_1)                                        none
+  %offload = offload(%merge)                                 d2h     float32[B, 2]  48 B
+  release(%merge)                                            none
+  %stash = stash(%getitem)                                   none    float32[B, 8] split  192 B
+  return ((%offload), (%l_x_, %stash), ())
+
+backward:
+  %stash_l_x_ = stash                                                      host    float32[B, 4]  96 B
+  %stash_tanh = stash                                                      device  float32[B, 8] split  192 B
+  %gradient_0 = gradient                                                   host    float32[B, 2]  48 B
+  %restore = restore(%gradient_0)                                          h2d     float32[B, 2]  48 B
+  %fetch_weights = fetch_weights('two')                                    h2d     72 B
+  %split = split(%restore)                                                 compute float32[B, 2] split  48 B
+  release(%restore)                                                        none
+  %restore_2 = restore(%stash_l_x_)                                        h2d     float32[B, 4]  96 B
+  %fetch_weights_1 = fetch_weights('one')                                  h2d     160 B
+  %backward = backward('two', %fetch_weights, (%stash_tanh), (%split))     compute block_1 x 3 micro-batches
+  %getitem = %backward[0]                                                  none    float32[B, 8] split  192 B
+  %getitem_1 = %backward[1]                                                none
+  release(%split)                                                          none
+  release(%fetch_weights)                                                  none
+  release(%stash_tanh)                                                     none
+  push_gradients('two', %getitem_1)                                        d2h     72 B
+  release(%getitem_1)                                                      none
+  %split_1 = split(%restore_2)                                             compute float32[B, 4] split  96 B
+  release(%restore_2)                                                      none
+  %backward_1 = backward('one', %fetch_weights_1, (%split_1), (%getitem))  compute block_0 x 3 micro-batches
+  %getitem_2 = %backward_1[1]                                              none
+  release(%split_1)                                                        none
+  release(%getitem)                                                        none
+  release(%fetch_weights_1)                                                none
+  push_gradients('one', %getitem_2)                                        d2h     160 B
+  release(%getitem_2)                                                      none
+  return (-)"""
+
+RESIDENT_FORWARD = """\
+  %l_x_ = input                                              host    float32[B, 4]  96 B
+  %restore = restore(%l_x_)                                  h2d     float32[B, 4]  96 B
+  %fetch_weights = fetch_weights('one')                      h2d     160 B
+  %forward = forward('one', %fetch_weights, (%restore))      compute block_0
+  %getitem = %forward[0]                                     none    float32[B, 8]  192 B
+  release(%fetch_weights)                                    none
+  release(%restore)                                          none
+  %fetch_weights_1 = fetch_weights('two')                    h2d     72 B
+  %forward_1 = forward('two', %fetch_weights_1, (%getitem))  compute block_1
+  %getitem_1 = %forward_1[0]                                 none    float32[B, 2]  48 B
+  release(%fetch_weights_1)                                  none
+  %offload = offload(%getitem_1)                             d2h     float32[B, 2]  48 B
+  release(%getitem_1)                                        none
+  %stash = stash(%getitem)                                   none    float32[B, 8]  192 B
+  return ((%offload), (%l_x_, %stash), ())"""
+
+
+def text(**options) -> str:
+    report = l2l_compile.explain(TwoLayers(), {"device": "cpu", **options})(torch.ones(6, 4))
+    return re.sub(r"\bs\d+\b", "B", str(report.programs[0]))  # Dynamo chooses the symbol's name
+
+
+def lines(shown: str) -> list[str]:
+    """Without the width of the columns, which the symbol's name changes."""
+    return [re.sub(r"  +", "  ", line).replace("compute ", "compute  ") for line in shown.splitlines()]
+
+
+def test_program_of_two_layers_with_prefetch_and_an_inner_loop():
+    assert lines(text(micro_batches=3, prefetch=1, stash="host")) == lines(STREAMED)
+
+
+def test_without_prefetch_every_copy_stands_right_before_its_reader():
+    shown = text(micro_batches=1, prefetch=0, stash="device").split("forward:\n")[1].split("\n\nbackward:")[0]
+    assert lines(shown) == lines(RESIDENT_FORWARD)
+
+
+def test_bytes_are_shown_in_binary_units():
+    assert [format_bytes(n) for n in (0, 1023, 1536, 2**20, 5 * 2**30, 2**40)] == [
+        "0 B", "1023 B", "1.5 KiB", "1.0 MiB", "5.0 GiB", "1.0 TiB",
+    ]

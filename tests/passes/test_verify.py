@@ -1,0 +1,221 @@
+"""Programs broken on purpose are refused, with the rule that they break."""
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+
+from l2l_compile import VerifyError
+from l2l_compile.ir import nodes
+from l2l_compile.passes.pipeline import PIPELINE
+from l2l_compile.passes.verify import verify
+from models import Stack, TwoHeads, compilation, rows
+
+FACTS = frozenset().union(*(step.provides for step in PIPELINE))
+
+
+def program(depth=5, model=Stack, **options):
+    torch.manual_seed(0)
+    return compilation(model(depth).double(), rows(6), **options)
+
+
+def pick(graph, target, which=0):
+    return graph.find_nodes(op="call_function", target=target)[which]
+
+
+def refused(found, rule: str) -> VerifyError:
+    with pytest.raises(VerifyError) as caught:
+        verify(found, FACTS)
+    assert caught.value.rule == rule, str(caught.value)
+    assert caught.value.node in str(caught.value)
+    return caught.value
+
+
+def without(graph, node) -> None:
+    """Erase a node and what only frees it; its readers get nothing."""
+    for user in list(node.users):
+        if user.target is nodes.release:
+            graph.erase_node(user)
+        else:
+            user.args = tuple(None if a is node else a for a in user.args)
+    graph.erase_node(node)
+
+
+def again(graph, node):
+    with graph.inserting_after(node):
+        copy = graph.call_function(node.target, node.args)
+    copy.meta = dict(node.meta)
+    return copy
+
+
+@pytest.mark.parametrize("options", [{}, {"stash": "device"}, {"prefetch": 0}, {"prefetch": 3}, {"micro_batches": 1}], ids=str)
+def test_programs_of_the_passes_are_legal(options):
+    verify(program(**options), FACTS)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_fetch_removed(which):
+    found = program()
+    graph = getattr(found, which)
+    without(graph, pick(graph, nodes.fetch_weights, 2))
+    assert "layers.1" in str(refused(found, "weights")) or which == "backward"
+
+
+def test_weights_of_another_segment():
+    found = program()
+    one, other = (pick(found.forward, nodes.forward, i) for i in (1, 2))
+    other.args = (other.args[0], one.args[1], other.args[2])
+    refused(found, "weights")
+
+
+def test_push_removed():
+    found = program()
+    found.backward.erase_node(pick(found.backward, nodes.push_gradients, 1))
+    refused(found, "pushed_once")
+
+
+def test_push_doubled():
+    found = program()
+    again(found.backward, pick(found.backward, nodes.push_gradients, 1))
+    refused(found, "pushed_once")
+
+
+def test_push_of_a_segment_that_ran_no_backward():
+    found = program()
+    push = pick(found.backward, nodes.push_gradients, 0)
+    push.args = (0, push.args[1])  # its own is missing now, and that of segment 0 is there twice
+    refused(found, "pushed_once")
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("target", [nodes.forward, nodes.backward, nodes.offload, nodes.merge, nodes.push_gradients])
+def test_release_moved_up(which, target):
+    """Before any kind of reader: the release of something that the reader reads moves in front of it."""
+    found = program(model=TwoHeads)
+    graph = getattr(found, which)
+    readers = graph.find_nodes(op="call_function", target=target)
+    if not readers:
+        pytest.skip("no such reader in this graph")
+    reader = readers[len(readers) // 2]
+    release = next(u for read in reader.all_input_nodes for u in read.users if u.target is nodes.release)
+    reader.prepend(release)
+    assert reader.name == refused(found, "alive").node
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_release_doubled(which):
+    found = program()
+    graph = getattr(found, which)
+    again(graph, pick(graph, nodes.release, -1))
+    with pytest.raises(VerifyError) as caught:
+        verify(found, FACTS)
+    assert caught.value.rule in ("released_once", "alive")  # the second one reads what the first has freed
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_any_release_removed(which):
+    found = program(3, TwoHeads)
+    graph = getattr(found, which)
+    for release in graph.find_nodes(op="call_function", target=nodes.release):
+        before = release.prev
+        args, meta = release.args, release.meta
+        graph.erase_node(release)
+        refused(found, "released_once")
+        with graph.inserting_after(before):
+            graph.call_function(nodes.release, args).meta = meta
+    verify(found, FACTS)
+
+
+def test_restore_of_a_value_on_the_device():
+    found = program()
+    restore = pick(found.backward, nodes.restore, -1)
+    restore.args = (pick(found.backward, nodes.backward, 0).all_input_nodes[-1],)
+    refused(found, "lane")
+
+
+def test_segment_that_reads_the_host():
+    found = program()
+    run = pick(found.forward, nodes.forward, 0)
+    (source,) = found.forward.find_nodes(op="placeholder")
+    run.args = (run.args[0], run.args[1], (source,))
+    refused(found, "lane")
+
+
+def test_inner_looped_segment_that_reads_a_whole_value():
+    found = program()
+    run, split = pick(found.forward, nodes.forward, 0), pick(found.forward, nodes.split)
+    run.args = (run.args[0], run.args[1], (split.args[0],))
+    refused(found, "form")
+
+
+def test_whole_batch_segment_that_reads_a_split_value():
+    found = program(micro_batches=1)
+    pick(found.forward, operator.getitem, 1).meta["split"] = True
+    refused(found, "form")
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_more_slabs_than_there_are(which, prefetch):
+    found = program(prefetch=prefetch)
+    graph = getattr(found, which)
+    fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
+    fetches[prefetch].append(fetches[prefetch + 1])
+    refused(found, "slabs")
+
+
+def test_slab_kept_beyond_its_turn():
+    """A slab is taken until it is released, not until it was last read: the next fetch would write into it."""
+    found = program(prefetch=0)
+    releases = [r for r in found.forward.find_nodes(op="call_function", target=nodes.release) if r.args[0].target is nodes.fetch_weights]
+    fetches = found.forward.find_nodes(op="call_function", target=nodes.fetch_weights)
+    fetches[1].append(releases[0])
+    refused(found, "slabs")
+
+
+@pytest.mark.parametrize("stash", ["host", "device"])
+def test_kept_value_that_backward_does_not_take(stash):
+    found = program(stash=stash)
+    output = found.forward.output_node()
+    outputs, kept, writes = output.args[0]
+    output.args = ((outputs, (*kept, kept[0]), writes),)
+    refused(found, "stash")
+
+
+def test_stash_where_forward_did_not_leave_it():
+    found = program(stash="device")
+    output = found.forward.output_node()
+    outputs, kept, writes = output.args[0]
+    output.args = ((outputs, (kept[1], kept[0], *kept[2:]), writes),)  # one of the two is on the host
+    refused(found, "stash")
+
+
+def test_two_stashes_exchanged():
+    found = program(stash="host")
+    output = found.forward.output_node()
+    outputs, kept, writes = output.args[0]
+    output.args = ((outputs, (kept[0], kept[2], kept[1], *kept[3:]), writes),)  # same shape, same place, other layer
+    refused(found, "stash")
+
+
+def test_node_outside_of_the_vocabulary():
+    found = program()
+    release = pick(found.forward, nodes.release)
+    with found.forward.inserting_before(release):
+        found.forward.call_function(torch.relu, (release.args[0],))
+    refused(found, "known_node")
+
+
+def test_segment_that_does_not_exist():
+    found = program()
+    fetch = pick(found.forward, nodes.fetch_weights)
+    fetch.args = (len(found.segments),)
+    refused(found, "known_node")
+
+
+def test_node_before_what_it_reads():
+    found = program()
+    fetch, run = pick(found.forward, nodes.fetch_weights, 1), pick(found.forward, nodes.forward, 1)
+    run.append(fetch)
+    refused(found, "defined")

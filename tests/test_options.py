@@ -1,0 +1,91 @@
+"""Options and where the model must be."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+import torch
+
+import l2l_compile
+from l2l_compile import DeviceError, OptionError, Options
+from models import Stack, compiled, rows
+
+
+def test_unknown_option_names_the_known_ones_and_the_nearest():
+    with pytest.raises(OptionError) as caught:
+        Options.build({"micro_batch": 3})
+    for name in ("micro_batches", "device", "stash", "prefetch", "block_compiler"):
+        assert name in str(caught.value)
+    assert "Did you mean 'micro_batches'?" in str(caught.value)
+    assert "'micro_batch'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"micro_batches": 0}, {"micro_batches": 2.0}, {"micro_batches": True}, {"micro_batches": "2"},
+        {"prefetch": -1}, {"prefetch": None}, {"stash": "disk"}, {"stash": ["host"]}, {"block_compiler": "none"},
+        {"device": "mps"}, {"device": "no such thing"}, {"device": 3.5}, {7: 1},
+    ],
+    ids=str,
+)
+def test_bad_value_is_a_value_error_that_names_the_option(bad):
+    with pytest.raises(ValueError) as caught:
+        Options.build(bad)
+    assert str(next(iter(bad))) in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused():
+    with pytest.raises(OptionError, match="cuda"):
+        Options.build({"device": "cuda"})
+
+
+def test_defaults():
+    found = Options.build()
+    assert (found.micro_batches, found.stash, found.prefetch, found.block_compiler) == (1, "host", 1, "inductor")
+    assert Options.build({"device": "cpu"}).device == torch.device("cpu")
+
+
+def test_bad_option_reaches_the_caller_of_the_model_as_itself():
+    with pytest.raises(OptionError, match="Did you mean 'prefetch'"):
+        torch.compile(Stack(), backend="l2l", options={"prefech": 1})(rows(4, dtype=torch.float32))
+
+
+def test_mode_is_refused_with_a_sentence():
+    with pytest.raises(ValueError, match="no modes.*max-autotune.*options="):
+        torch.compile(Stack(), backend="l2l", mode="max-autotune")(rows(4, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("what", ["parameter", "input"])
+def test_tensor_that_is_not_on_the_host_is_an_error_that_says_what_to_do(what):
+    model, x = Stack(), rows(4, dtype=torch.float32)
+    if what == "parameter":
+        model.layers[1].up.weight = torch.nn.Parameter(model.layers[1].up.weight.to("meta"))
+    else:
+        x = x.to("meta")
+    with pytest.raises(DeviceError, match="leave the model") as caught:
+        compiled(model)(x)
+    assert "meta" in str(caught.value)
+    if what == "parameter":
+        assert "layers.1.up.weight" in str(caught.value)
+
+
+def test_entry_point_is_registered():
+    (found,) = entry_points(group="torch_dynamo_backends", name="l2l")
+    assert found.load() is l2l_compile.backend.l2l
+
+
+def test_backend_works_in_a_program_that_imports_only_torch():
+    code = (
+        "import sys, torch\n"
+        "m = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])\n"
+        "assert 'l2l_compile' not in sys.modules\n"
+        "c = torch.compile(m, backend='l2l', options={'micro_batches': 2, 'device': 'cpu', 'block_compiler': 'eager'})\n"
+        "c(torch.ones(4, 4)).sum().backward()\n"
+        "assert all(p.grad is not None for p in m.parameters())\n"
+        "assert 'l2l_compile' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
