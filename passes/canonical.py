@@ -8,6 +8,7 @@ which results are used outside have different forms.
 """
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -92,10 +93,32 @@ class _Reader:
         weight = self.line.weights.get(node)
         return weight.kind if weight else "value", self.line.captured.specs.get(node)
 
-    def _subgraph(self, node: fx.Node) -> str:
-        body = self.line.captured.module.get_submodule(node.target)
-        constants = [(name, id(value)) for name, value in body.__dict__.items() if isinstance(value, torch.Tensor)]
-        return f"{body.graph}{constants}"
+    def _subgraph(self, node: fx.Node) -> tuple:
+        return _graph_form(self.line.captured.module.get_submodule(node.target))
+
+
+def _graph_form(body: fx.GraphModule) -> tuple:
+    """The form of a whole graph (the body of a higher-order operator): names do not count, constants do."""
+    number = {node: i for i, node in enumerate(body.graph.nodes)}
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return "node", number[value]
+        if isinstance(value, (tuple, list)):
+            return (type(value).__name__, *map(argument, value))
+        if isinstance(value, dict):
+            return ("dict", *((k, argument(v)) for k, v in value.items()))
+        return type(value).__name__, repr(value)
+
+    def operation(node: fx.Node) -> tuple:
+        if node.op == "placeholder":
+            return (node.op,)
+        if node.op == "get_attr":
+            value = operator.attrgetter(node.target)(body)
+            return node.op, _graph_form(value) if isinstance(value, fx.GraphModule) else id(value)
+        return node.op, node.target, argument(node.args), argument(node.kwargs)
+
+    return tuple(map(operation, body.graph.nodes))
 
 
 def _read_outside(node: fx.Node, inside: dict[fx.Node, int]) -> bool:
