@@ -57,7 +57,9 @@ def build_model(args: argparse.Namespace) -> transformers.PreTrainedModel:
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,  # a short run does not overfit
         )
     config.use_cache = False  # training needs no cache of keys and values; it would be copied to the host in every step
-    return transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.loss_type = "ForCausalLM"  # what GPT-2 assumes, with a warning that would break its graph in two
+    return model
 
 
 def load_text(path: Path | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,10 +1,16 @@
 """What one more layer costs at compilation: blocks are lowered once, so only Dynamo and the passes see the depth.
 
-The first training step (compilation included) with backend "l2l" minus that with backend "eager", which pays for Dynamo
-alone, at two depths; the difference of the two over the difference in depth is the cost of a layer. Every measurement
-is a process of its own with an empty Inductor cache and one small compilation behind it. Inductor's share, which is
-the same at every depth but by far the noisiest (a C++ compiler), is measured within and left out of the slope; the
-slope with it is printed as well.
+A model is compiled by three backends, at two depths:
+
+    eager      Dynamo alone, with a fixed batch
+    symbolic   Dynamo alone, with a symbolic batch, as the capture of "l2l" needs it
+    l2l        the same capture, then the passes and the lowering of blocks
+
+Compilation is the first training step without a later one, which has the same work without it. "l2l" minus "eager", at
+the larger depth minus at the smaller, over the layers between, is the cost of a layer; "symbolic" tells which part of it
+is PyTorch's own. Every measurement is a process of its own with an empty Inductor cache and one small compilation behind
+it. Seconds are CPU seconds of one thread, which other work on the machine does not count into. Blocks run uncompiled
+unless --block-compiler inductor: Inductor's part is the same at each depth, noisy (a C++ compiler) and left out anyway.
 
     python examples/benchmarks/compile_time.py
 """
@@ -19,91 +25,101 @@ import tempfile
 import time
 
 import torch
-from measuring import Limit, arguments, device_of, llama, report, seconds, token_batch, train_step
+from measuring import Limit, Work, arguments, device_of, llama, report, token_batch, train_step
 
 import l2l_compile
 
+BACKENDS = ("eager", "symbolic", "l2l")
 MOST = 20.0  # ms per layer
 
 
 def main() -> int:
     parser = arguments(__doc__, hidden=256, intermediate=688, heads=4, rows=8, tokens=128, micro_batches=4, repeats=3)
     parser.add_argument("--layers", type=int, nargs=2, default=[12, 48], metavar=("FEW", "MANY"))
-    parser.add_argument("--child", default=None, help="measure one backend in this process and print JSON; used by the script itself")
+    parser.add_argument("--block-compiler", choices=("eager", "inductor"), default="eager")
+    parser.add_argument("--child", choices=BACKENDS, help="measure one backend here and print JSON; for the script itself")
     options = parser.parse_args()
     if options.quick:
         options.layers, options.repeats = [2, 4], 1
-    if options.child:
-        print(json.dumps(first_step(options.child, options.layers[0], options, device_of(options.device))))
-        return 0
     device = device_of(options.device)
-    found = {key: [] for key in [(b, n) for n in options.layers for b in ("eager", "l2l")]}
+    if options.child:
+        print(json.dumps(compilation(options.child, options.layers[0], options, device)))
+        return 0
+    found = {(backend, layers): [] for layers in options.layers for backend in BACKENDS}
     for _ in range(options.repeats):
         for backend, layers in found:
             found[backend, layers].append(in_fresh_process(backend, layers, options))
-    rows = [row(layers, found["eager", layers], found["l2l", layers]) for layers in options.layers]
+    rows = [row(layers, {backend: found[backend, layers] for backend in BACKENDS}) for layers in options.layers]
     few, many = rows
-    per_layer = {
-        key: (many[key] - few[key]) / (many["layers"] - few["layers"]) * 1000 for key in ("added_s", "added_with_inductor_s")
-    }
-    print(f"with Inductor: {per_layer['added_with_inductor_s']:.3g} ms per added layer")
+    added = {b: (many[f"{b}_s"] - few[f"{b}_s"]) / (many["layers"] - few["layers"]) * 1000 for b in BACKENDS}
+    print("ms per added layer: " + ", ".join(f"{backend} {figure:.1f}" for backend, figure in added.items()))
     limits = [
-        Limit("compilation per added layer", per_layer["added_s"], MOST, "ms"),
+        Limit("l2l per added layer, over eager", added["l2l"] - added["eager"], MOST, "ms"),
+        Limit("l2l per added layer, over eager with a symbolic batch", added["l2l"] - added["symbolic"], MOST, "ms"),
         Limit("blocks more at the larger depth", many["blocks"] - few["blocks"], 0),
     ]
     runs = [{"backend": b, "layers": n, "runs": each} for (b, n), each in found.items()]
-    return report(options, device, rows, limits, runs=runs, milliseconds_per_layer=per_layer)
+    return report(options, device, rows, limits, runs=runs, milliseconds_per_layer=added)
 
 
-def row(layers: int, eager: list[dict], l2l: list[dict]) -> dict:
-    """Medians of the repeats at one depth; seconds."""
-    eager_s = statistics.median(r["seconds"] for r in eager)
-    l2l_s, inductor_s = (statistics.median(r[key] for r in l2l) for key in ("seconds", "inductor_seconds"))
-    own_s = statistics.median(r["seconds"] - r["inductor_seconds"] for r in l2l)
+def row(layers: int, found: dict[str, list[dict]]) -> dict:
+    """Medians of the repeats at one depth; CPU seconds of compilation, without Inductor's part."""
+    compiling = {f"{b}_s": statistics.median(r["first"] - r["later"] - r["inductor"] for r in found[b]) for b in BACKENDS}
+    steps = {f"{b}_step_s": statistics.median(r["later"] for r in found[b]) for b in ("eager", "l2l")}
     return {
-        "layers": layers, "blocks": l2l[0]["blocks"], "eager_s": eager_s, "l2l_s": l2l_s, "inductor_s": inductor_s,
-        "added_s": own_s - eager_s, "added_with_inductor_s": l2l_s - eager_s,
+        "layers": layers, "blocks": found["l2l"][0]["blocks"], **compiling, **steps,
+        "inductor_s": statistics.median(r["inductor"] for r in found["l2l"]),
     }
 
 
 def in_fresh_process(backend: str, layers: int, options) -> dict:
-    """`first_step` in a process of its own, with an Inductor cache of its own."""
-    sizes = ("hidden", "intermediate", "heads", "rows", "tokens", "micro_batches", "device")
+    """`compilation` in a process of its own, with an Inductor cache of its own."""
+    same = ("hidden", "intermediate", "heads", "rows", "tokens", "micro_batches", "device", "block_compiler")
     command = [sys.executable, __file__, "--child", backend, "--layers", str(layers), str(layers)]
-    command += [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in sizes]
+    command += [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in same]
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def first_step(backend: str, layers: int, options, device: torch.device) -> dict:
-    """Seconds of the first training step, of which in Inductor; blocks of the program (0 for backend "eager")."""
-    chosen = {"micro_batches": options.micro_batches, "device": device} if backend == "l2l" else None
+def compilation(backend: str, layers: int, options, device: torch.device) -> dict:
+    """CPU seconds of the first training step, of Inductor within it, and of later steps; blocks of the program."""
+    torch.set_num_threads(1)
+    chosen = {"micro_batches": options.micro_batches, "device": device, "block_compiler": options.block_compiler}
+    how = {"backend": "l2l", "options": chosen} if backend == "l2l" else {"backend": "eager"}
     small = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
-    torch.compile(small, backend=backend, options=chosen)(torch.randn(8, 8)).sum().backward()
+    torch.compile(small, **how)(torch.randn(8, 8)).sum().backward()
     torch.compiler.reset()
 
-    model = llama(layers, options.hidden, options.intermediate, options.heads, tokens=options.tokens)
-    compiled = torch.compile(model, backend=backend, options=chosen)
+    compiled = torch.compile(llama(layers, options.hidden, options.intermediate, options.heads, tokens=options.tokens), **how)
     ids = token_batch(options.rows, options.tokens)
+    if backend == "symbolic":
+        torch._dynamo.maybe_mark_dynamic(ids, 0)
     inductor = time_inductor()
-    taken = seconds(lambda: train_step(compiled, ids))
+    first, *later = [cpu_seconds(lambda: train_step(compiled, ids)) for _ in range(4)]
     blocks = sum(len(p.blocks) for p in l2l_compile.programs(compiled)) if backend == "l2l" else 0
-    return {"seconds": taken, "inductor_seconds": sum(inductor), "blocks": blocks}
+    return {"first": first, "later": statistics.median(later), "inductor": sum(inductor), "blocks": blocks}
+
+
+def cpu_seconds(work: Work) -> float:
+    """CPU seconds of this process for some work."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
 
 
 def time_inductor() -> list[float]:
-    """From now on, the seconds of every compilation of a block by Inductor."""
+    """From now on, the CPU seconds of every compilation of a block by Inductor."""
     found: list[float] = []
     original = l2l_compile.lower.compile_graph
 
     def timed(*operands):
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             return original(*operands)
         finally:
-            found.append(time.perf_counter() - start)
+            found.append(time.process_time() - start)
 
     l2l_compile.lower.compile_graph = timed
     return found

@@ -1,8 +1,8 @@
 """Seconds of a training step: streamed layers compiled by Inductor against eager with activation checkpointing.
 
 Both recompute every layer in backward and run the same micro-batches; eager runs the whole model once per micro-batch.
-On a GPU, `resident` is that eager model with its weights and gradients on the device (what streaming saves memory
-over), and `eager` is the same, so one row; tokens per second and peak memory are printed for both.
+On a GPU the rival is resident: weights, gradients and kept inputs are all on the device, which is what streaming saves;
+tokens per second and peak memory are for reading there, and no limit is checked.
 
     python examples/benchmarks/speed.py
 """

@@ -11,7 +11,7 @@ from torch import fx
 
 from ..capture import Captured
 from ..dynamo import graph_is_kept
-from ..errors import DeviceError
+from ..errors import DeviceError, L2LError
 from ..ir.program import Program
 from ..ir.values import dim_of, evaluate
 from ..lower import Lowering
@@ -183,8 +183,12 @@ class _Streamed(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients):
+        if torch.is_grad_enabled():  # create_graph=True: the result would be silently cut off from the model
+            raise L2LError(
+                "backend 'l2l' computes first derivatives only: backward was called with create_graph=True. "
+                "Differentiate the uncompiled model where second derivatives are needed"
+            )
         ctx.saved_tensors  # noqa: B018 - raises when a saved tensor was written into, or when backward has run before
         if all(g is None for g in gradients):
             return (None,) * (1 + len(ctx.step.arguments))

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from .rules import rule
-from .values import Batch, Call, Mixing, Refused, State, aligned
+from .values import Call, Mixing, Refused, State, aligned
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu.default", "_scaled_dot_product_flash_attention.default",

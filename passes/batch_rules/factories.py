@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 
 from .rules import rule
-from .values import Batch, Call, Refused, RowIds, State, Varying
+from .values import USES_BATCH_AS_NUMBER, Batch, Call, Refused, RowIds, State, Varying
 
 
 @rule("zeros.default", "ones.default", "full.default", "empty.memory_format", "rand.default", "randn.default",
@@ -28,4 +28,4 @@ def arange(call: Call) -> RowIds:
 
 @rule("scalar_tensor.default", "eye.default", "eye.m", "linspace.default")
 def number(call: Call) -> Batch:
-    raise Refused("uses the size of the batch as a number")
+    raise Refused(USES_BATCH_AS_NUMBER)

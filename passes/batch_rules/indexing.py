@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 
 from .rules import rule
-from .values import Batch, Call, Refused, RowIds, State, Value, agree, aligned
+from .values import Batch, Call, Refused, RowIds, Value, agree, aligned
 
 PICKS = "picks rows by number"
 

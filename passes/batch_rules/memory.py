@@ -115,7 +115,8 @@ def _written(node: fx.Node, rule: Rule | None) -> list[tuple[fx.Node, bool]]:
         declared = argument.alias_info is not None and argument.alias_info.is_write
         if declared or (rule is not None and argument.name in rule.writes):
             inplace = position == 0 and declared and len(op._schema.returns) == 1
-            found += [(n, inplace and torch.Tag.inplace_view not in op.tags) for n in _passed(node, position)]
+            keeps_view = torch.Tag.inplace_view not in op.tags or (rule is not None and rule.leaves_sizes)
+            found += [(n, inplace and keeps_view) for n in _passed(node, position)]
     if rule is not None and rule.writes_if and _argument(node, rule.writes_if) is False:
         return []
     return found

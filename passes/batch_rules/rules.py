@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .values import Call, Refused, State, agree, aligned
+from .values import Call, State, agree, aligned
 
 aten = torch.ops.aten
 
@@ -28,6 +28,7 @@ class Rule:
     keeps_row_ids: bool = False  # moves entries and computes none: RowIds stay RowIds
     reads_row_ids: bool = False  # takes RowIds itself, as an index
     writes: tuple[str, ...] = ()  # arguments that are written though the schema does not say so
+    leaves_sizes: bool = False  # an in-place op on the view itself that leaves it as it was but for meaningless strides
     writes_if: str = ""  # the bool argument without which nothing is written, whatever the schema says
 
 
@@ -85,8 +86,3 @@ def _takes_and_gives_tensors(op: torch._ops.OpOverload) -> bool:
     """Keeps out `equal` (gives a bool) and anything over lists of tensors."""
     lists = any("Tensor" in str(a.type) and "List" in str(a.type) for a in op._schema.arguments)
     return not lists and all(str(result.type) == "Tensor" for result in op._schema.returns)
-
-
-def refuse(reason: str) -> State:
-    """Raises Refused; reads as an expression."""
-    raise Refused(reason)

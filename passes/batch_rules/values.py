@@ -28,6 +28,8 @@ class RowIds:
     dim: int
 
 
+USES_BATCH_AS_NUMBER = "uses the size of the batch as a number"
+
 State = Batch | Mixing | RowIds | None
 
 

@@ -5,7 +5,7 @@ import math
 import sys
 
 from .rules import rule
-from .values import Batch, Call, Refused, State, Varying, aligned, dims
+from .values import USES_BATCH_AS_NUMBER, Batch, Call, Refused, State, Varying, aligned, dims
 
 CUTS = "takes some rows of the batch"
 
@@ -99,7 +99,7 @@ def slice_along(call: Call) -> Batch:
     start, end, step = call["start"], call["end"], call["step"]
     if call["dim"] % value.ndim != place.dim:
         if isinstance(end, Varying):
-            raise Refused("uses the size of the batch as a number")
+            raise Refused(USES_BATCH_AS_NUMBER)
         return place
     whole = end is None or end == sys.maxsize or (
         isinstance(end, Varying) and (end.small, end.large) == value.sizes[place.dim])
@@ -132,6 +132,19 @@ def diagonal(call: Call) -> Batch:
     if place.dim in taken:
         raise Refused("takes a diagonal across the batch")
     return Batch(place.dim - sum(dim < place.dim for dim in taken), place.multiple)
+
+
+@rule("as_strided_.default", sizes=("size", "stride"), leaves_sizes=True)
+def restride(call: Call) -> Batch:
+    """Changes the strides of dimensions of one entry, and nothing else (average pooling to one, channels last)."""
+    value, place = call.batched()
+    for before, after in ((value.small, call.small_out), (value.large, call.large_out)):
+        strides = zip(before.shape, before.stride(), after.stride(), strict=False)
+        if before.shape != after.shape or any(size != 1 and old != new for size, old, new in strides):
+            raise Refused("lays the rows out in memory anew")
+    if call["storage_offset"] is not None:
+        raise Refused("lays the rows out in memory anew")
+    return place
 
 
 @rule("slice_scatter.default", "select_scatter.default")

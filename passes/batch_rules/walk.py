@@ -14,9 +14,8 @@ from l2l_compile.ir.batch import Batch
 
 from .memory import States, each, may_write
 from .rules import Rule, find_rule
-from .values import Call, Mixing, Refused, RowIds, State, Value, Varying, batch_of_sizes
+from .values import USES_BATCH_AS_NUMBER, Call, Mixing, Refused, RowIds, State, Value, Varying, batch_of_sizes
 
-USES_BATCH_AS_NUMBER = "uses the size of the batch as a number"
 ABSENT = object()
 
 
@@ -103,7 +102,8 @@ class _Walk:
         if here.target is operator.getitem:
             state = self.states[here.args[0]]
             if isinstance(state, tuple):
-                state = state[here.args[1]] if here.args[1] == there.args[1] else Mixing("getitem", USES_BATCH_AS_NUMBER)
+                same = here.args[1] == there.args[1]
+                state = state[here.args[1]] if same else Mixing("getitem", USES_BATCH_AS_NUMBER)
             self.states.add(here, state)
             return
         arguments = self._arguments(here, there)
@@ -153,7 +153,8 @@ class _Walk:
         small, large = here.meta.get("val"), there.meta.get("val")
         leaves = [x for a in arguments.values() for x in (a if isinstance(a, list) else [a])]
         states = [x.state if isinstance(x, Value) else x for x in leaves if isinstance(x, (Value, Mixing))]
-        varying = {n for n, a in arguments.items() if any(isinstance(x, Varying) for x in (a if isinstance(a, list) else [a]))}
+        varying = {name for name, a in arguments.items()
+                   if any(isinstance(x, Varying) for x in (a if isinstance(a, list) else [a]))}
         random = torch.Tag.nondeterministic_seeded in getattr(here.target, "tags", ())
         for state in states:
             if isinstance(state, Mixing):

@@ -25,8 +25,8 @@ blocks:
   block_1    x1    inner loop
 
 forward:
-  %l_x_ = input                                              host    float32[B, 4]  96 B
-  %restore = restore(%l_x_)                                  h2d     float32[B, 4]  96 B
+  %l_args_0_ = input                                              host    float32[B, 4]  96 B
+  %restore = restore(%l_args_0_)                                  h2d     float32[B, 4]  96 B
   %fetch_weights = fetch_weights('one')                      h2d     160 B
   %split = split(%restore)                                   compute float32[B, 4] split  96 B
   release(%restore)                                          none
@@ -43,17 +43,17 @@ forward:
   %offload = offload(%merge)                                 d2h     float32[B, 2]  48 B
   release(%merge)                                            none
   %stash = stash(%getitem)                                   none    float32[B, 8] split  192 B
-  return ((%offload), (%l_x_, %stash), ())
+  return ((%offload), (%l_args_0_, %stash), ())
 
 backward:
-  %stash_l_x_ = stash                                                      host    float32[B, 4]  96 B
+  %stash_l_args_0_ = stash                                                      host    float32[B, 4]  96 B
   %stash_tanh = stash                                                      device  float32[B, 8] split  192 B
   %gradient_0 = gradient                                                   host    float32[B, 2]  48 B
   %restore = restore(%gradient_0)                                          h2d     float32[B, 2]  48 B
   %fetch_weights = fetch_weights('two')                                    h2d     72 B
   %split = split(%restore)                                                 compute float32[B, 2] split  48 B
   release(%restore)                                                        none
-  %restore_2 = restore(%stash_l_x_)                                        h2d     float32[B, 4]  96 B
+  %restore_2 = restore(%stash_l_args_0_)                                        h2d     float32[B, 4]  96 B
   %fetch_weights_1 = fetch_weights('one')                                  h2d     160 B
   %backward = backward('two', %fetch_weights, (%stash_tanh), (%split))     compute block_1 x 3 micro-batches
   %getitem = %backward[0]                                                  none    float32[B, 8] split  192 B
@@ -75,8 +75,8 @@ backward:
   return (-)"""
 
 RESIDENT_FORWARD = """\
-  %l_x_ = input                                              host    float32[B, 4]  96 B
-  %restore = restore(%l_x_)                                  h2d     float32[B, 4]  96 B
+  %l_args_0_ = input                                              host    float32[B, 4]  96 B
+  %restore = restore(%l_args_0_)                                  h2d     float32[B, 4]  96 B
   %fetch_weights = fetch_weights('one')                      h2d     160 B
   %forward = forward('one', %fetch_weights, (%restore))      compute block_0
   %getitem = %forward[0]                                     none    float32[B, 8]  192 B
@@ -89,7 +89,7 @@ RESIDENT_FORWARD = """\
   %offload = offload(%getitem_1)                             d2h     float32[B, 2]  48 B
   release(%getitem_1)                                        none
   %stash = stash(%getitem)                                   none    float32[B, 8]  192 B
-  return ((%offload), (%l_x_, %stash), ())"""
+  return ((%offload), (%l_args_0_, %stash), ())"""
 
 
 def text(**options) -> str:

@@ -1,0 +1,354 @@
+"""What a user of `torch.compile(model, backend="l2l")` may rely on, against eager in float64."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import l2l_compile
+from models import (
+    WIDTH, Attention, BiasOfFirst, Broken, EncoderDecoder, Funnel, Layer, Shared, Stack, TwoHeads, UNet, assert_close, assert_parity,
+    assert_same_gradients, compiled, functional, rows,
+)
+
+
+def programs_of(model):
+    return l2l_compile.programs(model)
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def test_batch_size_changes_without_a_new_capture():
+    model = assert_parity(Stack().double(), *(rows(n) for n in (6, 7, 12, 2, 6)))  # 7 is no multiple of 3, 2 is below 3
+    assert len(programs_of(model)) == 1
+
+
+def test_batch_of_one_row_runs_whole_with_its_reason():
+    model = assert_parity(Stack().double(), rows(1))
+    assert {s.block.reason for s in programs_of(model)[0].whole_batch} == {"a batch of one row cannot be split"}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_varying_sequence_length(dynamic):
+    model = Stack([Attention() for _ in range(3)]).double()
+    step = assert_parity(model, *(rows(b, t, 5) for b, t in ((6, 6), (6, 9), (4, 5), (7, 3))), dynamic=dynamic)
+    assert len(programs_of(step)) == (1 if dynamic else 2)
+    assert all(s.block.inner_looped for p in programs_of(step) for s in p.segments)
+
+
+@pytest.mark.parametrize("options", [
+    {"micro_batches": 1}, {"micro_batches": 50}, {"stash": "device"}, {"prefetch": 0}, {"prefetch": 3}, {"block_compiler": "inductor"},
+], ids=str)
+def test_options_do_not_change_the_numbers(options):
+    assert_parity(Stack(5).double(), rows(6), rows(7), **options)
+
+
+@pytest.mark.parametrize("make, shape", [
+    (EncoderDecoder, (4, WIDTH)), (BiasOfFirst, (4, WIDTH)), (Shared, (5,)), (UNet, (WIDTH,)), (Funnel, (5,)), (TwoHeads, (5,)),
+])
+def test_shapes_of_model(make, shape):
+    assert_parity(make().double(), rows(6, *shape), rows(5, *shape))
+
+
+def test_float32_is_within_rounding():
+    assert_parity(Stack(4), rows(6, dtype=torch.float32), tolerance=1e-5)
+
+
+def test_functional_stack_gives_gradients_to_its_weights():
+    weights = [torch.randn(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+    x = rows(6, WIDTH)
+    actual = torch.autograd.grad(compiled(functional)(x, weights).pow(2).sum(), weights)
+    expected = torch.autograd.grad(functional(x, weights).pow(2).sum(), weights)
+    for a, e in zip(actual, expected, strict=True):
+        assert_close(a, e, 1e-10, "gradient")
+
+
+# ---- several programs, several calls ---------------------------------------------------------------------------------
+
+
+def test_programs_on_both_sides_of_a_graph_break_are_joined_by_autograd():
+    model = assert_parity(Broken().double(), rows(6), rows(5))
+    first, second = programs_of(model)
+    assert "graph_break" in first.break_reason and second.break_reason is None
+    assert l2l_compile.stats(model).pushed_bytes == sum(p.numel() * 8 for p in model.parameters())
+
+
+def test_backward_calls_accumulate():
+    model = Stack().double()
+    reference, step = copy.deepcopy(model), None
+    step = compiled(model)
+    for x in (rows(6), rows(4)):
+        step(x).pow(2).mean().backward()
+        reference(x).pow(2).mean().backward()
+    assert_same_gradients(model, reference)
+
+
+def test_two_forwards_before_their_backwards():
+    model = Stack().double()
+    reference, step = copy.deepcopy(model), compiled(model)
+    one, two = rows(6), rows(5)
+    a, b = step(one), step(two)
+    (a.pow(2).mean() + b.pow(3).mean()).backward()
+    (reference(one).pow(2).mean() + reference(two).pow(3).mean()).backward()
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("stash", ["host", "device"])
+def test_retained_graph_can_be_differentiated_again_and_a_freed_one_not(stash):
+    model = Stack().double()
+    reference, x = copy.deepcopy(model), rows(6)
+    loss, expected = compiled(model, stash=stash)(x).pow(2).sum(), reference(x).pow(2).sum()
+    for graph in (loss, expected):
+        graph.backward(retain_graph=True)
+        graph.backward()
+    assert_same_gradients(model, reference)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_gradient_of_an_input():
+    model, x = Stack().double(), rows(6).requires_grad_()
+    (expected,) = torch.autograd.grad(model(x).pow(2).sum(), x)
+    (actual,) = torch.autograd.grad(compiled(model)(x).pow(2).sum(), x)
+    assert_close(actual, expected, 1e-10, "gradient")
+
+
+def test_double_backward_is_refused():
+    x = rows(6).requires_grad_()
+    (gradient,) = torch.autograd.grad(compiled(Stack().double())(x).pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("which", ["parameter", "input"])
+def test_write_between_forward_and_backward_is_refused(which):
+    model, x = Stack().double(), rows(6)
+    loss = compiled(model)(x).sum()
+    with torch.no_grad():
+        (model.layers[1].up.weight if which == "parameter" else x).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_training_goes_on_like_eager():
+    model = Stack().double()
+    reference = copy.deepcopy(model)
+    step, x = compiled(model), rows(6)
+    for module, run in ((model, step), (reference, reference)):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        for _ in range(5):
+            optimizer.zero_grad()
+            run(x).pow(2).mean().backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            optimizer.step()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_close(p.detach(), q.detach(), 1e-9, name)
+
+
+# ---- no gradient -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "frozen"])
+def test_without_gradients_forward_runs_alone(how):
+    model, x = Stack().double(), rows(6)
+    expected = model(x).detach()
+    if how == "frozen":
+        model.requires_grad_(False)
+    step = compiled(model)
+    with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(how, torch.enable_grad)():
+        output = step(x)
+    assert not output.requires_grad
+    assert_close(output.clone(), expected, 1e-12, "output")
+    (program,) = programs_of(step)
+    assert program.backward is None and "stash" not in str(program).split("forward:")[1]
+    stats = l2l_compile.stats(step)
+    assert stats.pushed_bytes == 0 and stats.backward_seconds == 0
+    assert stats.offloaded_bytes == output.numel() * 8  # the output, and nothing kept
+
+
+def test_training_and_evaluation_are_programs_of_their_own():
+    model = Stack(dropout=0.5).double()
+    step, x = compiled(model), rows(6)
+    step(x).sum().backward()
+    model.eval()
+    with torch.no_grad():
+        assert_close(step(x), model(x), 1e-12, "output in evaluation")
+    training, evaluation = programs_of(step)
+    assert training.backward is not None and evaluation.backward is None
+
+
+def test_frozen_segments_are_fetched_never_pushed_and_run_no_backward_below_the_first_trainable():
+    model = Stack(5).double()
+    for part in (model.embed, model.layers[0], model.layers[3]):
+        part.requires_grad_(False)
+    step = assert_parity(model, rows(6))
+    (program,) = programs_of(step)
+    backward = str(program).split("backward:")[1]
+    ran = [s.name for s in program.segments if f"= backward('{s.name}'" in backward]
+    pushed = [s.name for s in program.segments if f"push_gradients('{s.name}'" in backward]
+    assert ran == ["layers.1", "layers.2", "layers.3", "layers.4", "head"]  # through layer 3, not below layer 1
+    assert pushed == ["layers.1", "layers.2", "layers.4", "head"]
+    stats = l2l_compile.stats(step)
+    assert stats.pushed_bytes == sum(p.numel() * 8 for p in model.parameters() if p.requires_grad)
+
+
+def test_loss_beside_unused_logits_costs_no_gradient_of_the_logits():
+    model = TwoHeads().double()
+    reference, x = copy.deepcopy(model), rows(6)
+    step = compiled(model)
+    step(x)["loss"].backward()
+    reference(x)["loss"].backward()
+    assert_same_gradients(model, reference)
+    gradients = [n for n in programs_of(step)[0].backward.graph.find_nodes(op="placeholder") if n.meta["kind"] == "gradient"]
+    assert [tuple(n.meta["spec"].shape) for n in gradients] == [()]
+
+
+def test_only_outputs_that_got_a_gradient_are_differentiated():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = Stack(3), Stack(3)
+
+        def forward(self, x):
+            return self.one(x), self.two(x)
+
+    model = Two().double()
+    reference, x = copy.deepcopy(model), rows(6)
+    step = compiled(model)
+    for used in (0, 1, 0):
+        step(x)[used].pow(2).sum().backward()
+        reference(x)[used].pow(2).sum().backward()
+        assert_same_gradients(model, reference)  # None where eager has None
+
+
+# ---- state that forward changes --------------------------------------------------------------------------------------
+
+
+def test_batch_norm_in_training_is_exact_whole_batch_and_the_op_is_named():
+    model = Stack([Layer(norm=nn.BatchNorm1d) for _ in range(3)]).double()
+    step = assert_parity(model, rows(6), rows(7))  # running statistics too: once a step, not once more in recompute
+    layers = [s for s in programs_of(step)[0].segments if s.name.startswith("layers.")]
+    assert all("batch_norm" in s.block.reason and ".eval()" in s.block.reason for s in layers)
+    assert int(model.layers[0].norm.num_batches_tracked) == 2
+
+
+def test_batch_norm_in_evaluation_is_inner_looped():
+    model = Stack([Layer(norm=nn.BatchNorm1d) for _ in range(3)]).double().eval()
+    step = assert_parity(model, rows(6))
+    assert all(s.block.inner_looped for s in programs_of(step)[0].segments)
+
+
+class Counting(Layer):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean.mul_(0.9).add_(0.1)
+        return super().forward(x) + self.mean
+
+
+@pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
+def test_counters_count_once_a_step(block_compiler):
+    model = Stack([Counting() for _ in range(3)]).double()
+    assert_parity(model, rows(6), rows(6), block_compiler=block_compiler)
+    assert [int(layer.calls) for layer in model.layers] == [2, 2, 2]
+
+
+class Moving(Layer):
+    """Its output depends on a buffer that it has just changed."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first = first
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x):
+        if self.first == "write":
+            self.scale.mul_(0.5).add_(0.1)
+            return super().forward(x) * self.scale
+        y = super().forward(x)
+        self.scale.mul_(0.5).add_(0.1)
+        return y * self.scale
+
+
+@pytest.mark.parametrize("first", ["write", "compute"])
+@pytest.mark.parametrize("stash", ["host", "device"])
+def test_gradient_through_a_buffer_that_forward_changes_sees_the_value_that_forward_saw(first, stash):
+    assert_parity(Stack([Moving(first) for _ in range(3)]).double(), rows(6), rows(6), stash=stash)
+
+
+def test_statistics_of_the_batch_are_eagers():
+    class Average(Layer):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(WIDTH))
+
+        def forward(self, x):
+            self.seen.lerp_(x.detach().mean(0), 0.1)
+            return super().forward(x)
+
+    assert_parity(Stack([Average() for _ in range(3)]).double(), rows(6), rows(7))
+
+
+def test_in_place_operations_across_boundaries():
+    class InPlace(Stack):
+        def forward(self, x):
+            x, seen = self.embed(x), []
+            for layer in self.layers:
+                x.mul_(0.5)  # written in one layer, made in the one before
+                x = layer(x).add_(0.1)
+                seen.append(x * 1.0)
+            return self.head(x), sum(seen)
+
+    assert_parity(InPlace(4).double(), rows(6))
+
+
+def test_write_into_an_input_reaches_the_caller():
+    class Writing(Stack):
+        def forward(self, x):
+            x.mul_(0.5)
+            return super().forward(x)
+
+    model, x = Writing(3).double(), rows(6)
+    reference, y = copy.deepcopy(model), x.clone()
+    compiled(model)(x).pow(2).sum().backward()
+    reference(y).pow(2).sum().backward()
+    assert torch.equal(x, y)
+    assert_same_gradients(model, reference)
+
+
+# ---- autocast --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_autocast_keeps_the_casts_of_eager(where):
+    class Inside(Stack):
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(x).float()
+
+    model = (Inside if where == "inside" else Stack)(3)
+    reference, x = copy.deepcopy(model), rows(6, dtype=torch.float32)
+    outputs = []
+    for run in (compiled(model), reference):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=where == "around"):
+            outputs.append(run(x))
+        outputs[-1].float().pow(2).sum().backward()
+    assert_close(outputs[0].detach(), outputs[1].detach(), 1e-6, "output")
+    assert_same_gradients(model, reference, 2e-2)  # bfloat16 has 8 bits; the sum over micro-batches is in float32
+
+
+def test_no_grad_region_inside_of_a_layer():
+    class Stopped(Layer):
+        def forward(self, x):
+            with torch.no_grad():
+                scale = self.up(x).mean(-1, keepdim=True)
+            return super().forward(x) * (1 + scale)
+
+    assert_parity(Stack([Stopped() for _ in range(3)]).double(), rows(6))

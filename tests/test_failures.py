@@ -1,0 +1,144 @@
+"""A step that fails leaves parameters, buffers and device memory as they were, and the next one works."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import l2l_compile.session
+from models import Layer, Stack, assert_close, assert_same_gradients, compiled, rows
+
+POINTWISE = (torch.Tag.pointwise,)  # so that the layers are known to be row-wise, and run micro-batch by micro-batch
+fail: dict = {"error": None, "at": 0, "calls": 0, "in": "forward"}
+
+
+@torch.library.custom_op("l2l_tests::fragile", mutates_args=(), tags=POINTWISE)
+def fragile(x: torch.Tensor) -> torch.Tensor:
+    _count("forward")
+    return x.clone()
+
+
+@torch.library.custom_op("l2l_tests::fragile_gradient", mutates_args=(), tags=POINTWISE)
+def fragile_gradient(g: torch.Tensor) -> torch.Tensor:
+    _count("backward")
+    return g.clone()
+
+
+def _count(where: str) -> None:
+    if fail["error"] is not None and fail["in"] == where:
+        fail["calls"] += 1
+        if fail["calls"] == fail["at"]:
+            error, fail["error"] = fail["error"], None
+            raise error
+
+
+fragile.register_fake(torch.empty_like)
+fragile_gradient.register_fake(torch.empty_like)
+fragile.register_autograd(lambda ctx, g: fragile_gradient(g))
+
+
+class Fragile(Layer):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(fragile(x))
+
+
+class WithStatistics(nn.Module):
+    """Whole-batch statistics before the layers: buffers that change before the failure."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.body = nn.BatchNorm1d(5), Stack([Fragile() for _ in range(3)])
+
+    def forward(self, x):
+        return self.body(self.seen(x))
+
+
+def arm(where: str, at: int, error: BaseException) -> None:
+    fail.update({"error": error, "at": at, "calls": 0, "in": where})
+
+
+@pytest.mark.parametrize(("device", "stash", "where", "error"), [
+    ("cpu", "host", "forward", ValueError("boom")),
+    ("cpu", "device", "forward", KeyboardInterrupt()),
+    ("cpu", "device", "backward", ValueError("boom")),
+    ("cpu", "host", "backward", KeyboardInterrupt()),
+    ("threaded", "device", "forward", ValueError("boom")),
+    ("threaded", "host", "backward", MemoryError()),
+])
+def test_failure_in_a_middle_micro_batch(device, error, where, stash, request):
+    if device == "threaded":
+        request.getfixturevalue("threaded")
+    model = WithStatistics().double()
+    reference, x = copy.deepcopy(model), rows(6)
+    step = compiled(model, stash=stash)
+    state = copy.deepcopy(model.state_dict())
+    arm(where, 5, type(error)(*error.args))  # three micro-batches a layer: the second of the second layer
+    with pytest.raises(type(error)) as caught:
+        step(x).sum().backward()
+    if where == "forward":
+        assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    else:
+        assert all(torch.equal(p, state[k]) for k, p in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
+    if isinstance(error, Exception):
+        assert any("body.layers.1" in note and "micro-batch 2" in note for note in caught.value.__notes__)
+    del caught
+    ledger = l2l_compile.session.session_of(step).device.ledger
+    assert ledger.held == 0
+    for buffer, (_, other) in zip(model.buffers(), reference.named_buffers(), strict=True):
+        other.copy_(buffer)
+    output, expected = step(x), reference(x)
+    output.pow(2).sum().backward()
+    expected.pow(2).sum().backward()
+    assert_close(output.detach(), expected.detach(), 1e-10, "output")
+    assert_same_gradients(model, reference)
+    del output
+    assert ledger.held == 0
+
+
+def test_forward_without_backward_keeps_nothing_once_it_is_forgotten():
+    step = compiled(Stack().double(), stash="device")
+    output = step(rows(6))
+    ledger = l2l_compile.session.session_of(step).device.ledger
+    assert ledger.held > 0
+    del output
+    assert ledger.held == 0
+
+
+@pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
+def test_token_out_of_range_is_an_index_error_that_names_the_segment(block_compiler):
+    class Tokens(Stack):
+        def __init__(self):
+            super().__init__(3)
+            self.embed = nn.Embedding(50, 8)
+
+    model = Tokens().double()
+    step, tokens = compiled(model, block_compiler=block_compiler), torch.randint(50, (6, 4))
+    wrong = tokens.clone()
+    wrong[4, 2] = 77
+    step(tokens)
+    with pytest.raises(IndexError) as caught:
+        step(wrong)
+    assert any("'embed'" in note and "micro-batch 3" in note for note in caught.value.__notes__)
+    assert_close(step(tokens).detach(), model(tokens).detach(), 1e-10, "the next step's output")
+
+
+@pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
+def test_label_out_of_range_is_an_index_error(block_compiler):
+    class Loss(Stack):
+        def forward(self, x, labels):
+            return nn.functional.cross_entropy(super().forward(x), labels)
+
+    model, x = Loss(3).double(), rows(6)
+    step, labels = compiled(model, block_compiler=block_compiler), torch.randint(3, (6,))
+    step(x, labels)
+    with pytest.raises(IndexError):
+        step(x, labels + 9)
+    assert_close(step(x, labels).detach(), model(x, labels).detach(), 1e-10, "the next step's loss")

@@ -1,0 +1,158 @@
+"""What a user can look at: `explain`, `programs`, `stats`."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import fx, nn
+
+import l2l_compile
+from models import Broken, Layer, Stack, TwoHeads, compiled, rows
+
+
+def explain(model, *inputs, **options):
+    return l2l_compile.explain(model, {"micro_batches": 3, "device": "cpu", **options})(*inputs)
+
+
+def test_explain_runs_nothing_and_changes_nothing():
+    ran = []
+
+    @torch.library.custom_op("l2l_tests::spy", mutates_args=())
+    def spy(x: torch.Tensor) -> torch.Tensor:
+        ran.append(1)
+        return x.clone()
+
+    spy.register_fake(torch.empty_like)
+
+    class Spied(Layer):
+        def forward(self, x):
+            return super().forward(spy(x))
+
+    model = Stack([Spied(norm=nn.BatchNorm1d, dropout=0.5) for _ in range(3)])  # draws, and changes buffers
+    x = rows(6, dtype=torch.float32)
+    state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    report = explain(model, x)
+    assert not ran
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert len(report.segments) >= 5
+
+
+def test_explain_names_the_op_that_decided():
+    report = explain(Stack([Layer(norm=nn.BatchNorm1d) for _ in range(3)]), rows(6, dtype=torch.float32))
+    assert {w.segment for w in report.whole_batch} == {"layers.0", "layers.1", "layers.2"}
+    assert all("batch_norm" in w.reason for w in report.whole_batch)
+    assert "batch_norm" in str(report) and "layers.0" in str(report)
+
+
+def test_explain_shows_blocks_breaks_and_outputs():
+    report = explain(Stack(4), rows(6, dtype=torch.float32))
+    assert [b.repeats for b in report.blocks] == [1, 4, 1] and not report.graph_breaks and not report.whole_batch
+    assert [(o.shape, o.bytes) for o in report.outputs] == [((6, 3), 72)]
+    assert "x4" in str(report) and "graph breaks: none" in str(report)
+    broken = explain(Broken(), rows(6, dtype=torch.float32))
+    assert len(broken.programs) == 2 and len(broken.graph_breaks) == 1
+    assert "graph_break" in str(broken)
+
+
+def test_explain_points_at_large_outputs():
+    class Caching(Stack):
+        def forward(self, x):
+            return super().forward(x), (x @ torch.ones(5, 2**16)).sin()
+
+    report = explain(Caching(2), rows(6, dtype=torch.float32))
+    assert [o.shape for o in report.large_outputs] == [(6, 2**16)]
+
+
+def test_explain_takes_compiled_models_and_functions():
+    x = rows(6, dtype=torch.float32)
+    assert [b.repeats for b in explain(compiled(Stack(4)), x).blocks] == [1, 4, 1]
+    assert len(explain(lambda x: x * 2, x).segments) == 1
+
+
+def test_explain_leaves_a_compiled_model_as_it_was():
+    model = compiled(Stack(3))
+    x = rows(6, dtype=torch.float32)
+    model(x).sum().backward()
+    before = l2l_compile.programs(model), l2l_compile.stats(model)
+    explain(model, x)
+    model(x)
+    assert l2l_compile.programs(model) == before[0]
+
+
+def test_types_of_what_programs_gives():
+    model = compiled(Stack(3))
+    assert l2l_compile.programs(model) == ()
+    model(rows(6, dtype=torch.float32)).sum().backward()
+    (program,) = l2l_compile.programs(model)
+    assert isinstance(program, l2l_compile.Program)
+    assert isinstance(program.forward, fx.GraphModule) and isinstance(program.backward, fx.GraphModule)
+    assert [s.name for s in program.segments] == ["embed", "layers.0", "layers.1", "layers.2", "head"]
+    for segment in program.segments:
+        assert isinstance(segment, l2l_compile.Segment)
+        assert segment.block in program.blocks and segment.micro_batches == 3
+        named = dict(model._orig_mod.named_parameters())
+        assert segment.parameter_bytes == sum(named[n].numel() * 4 for n in segment.parameter_names)
+    for block in program.blocks:
+        assert isinstance(block, l2l_compile.Block)
+        assert block.repeats == sum(s.block is block for s in program.segments)
+        for graph in (block.forward, block.backward):
+            assert isinstance(graph, fx.GraphModule)
+            assert any(isinstance(n.target, torch._ops.OpOverload) for n in graph.graph.nodes)
+    assert "forward('layers.1'" in str(program)
+
+
+@pytest.mark.parametrize("ask", [l2l_compile.programs, l2l_compile.stats])
+@pytest.mark.parametrize("other", ["module", "function", "number", "other backend"])
+def test_anything_else_is_a_type_error(ask, other):
+    things = {"module": Stack(), "function": len, "number": 3, "other backend": torch.compile(Stack(), backend="eager")}
+    with pytest.raises(TypeError):
+        ask(things[other])
+
+
+def test_stats_count_every_byte_of_the_last_step():
+    model = Stack(5).double()
+    step, x = compiled(model, stash="host", prefetch=1), rows(6)
+    assert l2l_compile.stats(step) == l2l_compile.Stats()
+    parameters = sum(p.numel() * 8 for p in model.parameters())
+    for _ in range(2):  # figures of one step, not sums over steps
+        output = step(x)
+        output.sum().backward()
+        stats = l2l_compile.stats(step)
+        assert isinstance(stats, l2l_compile.Stats)
+        assert stats.fetched_bytes == 2 * parameters  # forward and backward
+        assert stats.pushed_bytes == parameters
+        assert 0 < stats.peak_device_bytes < parameters + 20 * 6 * 16 * 8
+        assert stats.seconds == stats.forward_seconds + stats.backward_seconds > 0
+
+
+def peak(depth: int, **options) -> int:
+    step = compiled(Stack(depth, width=32), micro_batches=4, **options)
+    for _ in range(2):
+        step(rows(16, 5, dtype=torch.float32)).sum().backward()
+    return l2l_compile.stats(step).peak_device_bytes
+
+
+def test_peak_of_device_memory_does_not_depend_on_depth():
+    assert peak(16, stash="host") == pytest.approx(peak(4, stash="host"), rel=0.01)
+
+
+def test_peak_of_device_memory_grows_with_what_is_kept_there():
+    extra = peak(16, stash="device") - peak(4, stash="device")
+    assert extra == 12 * 16 * 32 * 4  # the inputs of twelve layers: 16 rows of 32 float32
+
+
+def test_programs_of_two_compilations_of_one_model_are_apart():
+    model, x = Stack(3), rows(6, dtype=torch.float32)
+    one, two = compiled(model), compiled(model, micro_batches=2)
+    one(x)
+    two(x)
+    assert [l2l_compile.programs(m)[0].segments[1].micro_batches for m in (one, two)] == [3, 2]
+
+
+def test_printed_outputs_of_any_kind_come_back():
+    model = TwoHeads()
+    found = compiled(model)(rows(6, dtype=torch.float32))
+    assert found["count"] == 3 and found["best"].dtype is torch.long and not found["best"].requires_grad
