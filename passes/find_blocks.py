@@ -50,7 +50,8 @@ def _search(line: Line, start: int, end: int, first: int, last: int) -> list[lis
     for repeat in _repeats(line.uses[first:last])[:_TRIES]:
         bounds, cuts = _rotate(line, repeat, start, end, first)
         group = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
-        if all(map(len, group)) and all(math.isfinite(line.crossing[c]) for c in cuts) and _is_chain(line, group):
+        whole = all(map(len, group)) and all(math.isfinite(line.crossing[c]) for c in cuts)
+        if whole and _is_chain(line, group) and _is_narrow_between(line, group):
             left = _search(line, start, cuts[0], first, bounds[0])
             return [*left, group, *_search(line, cuts[-1], end, bounds[-1], last)]
     return []
@@ -63,6 +64,37 @@ def _is_chain(line: Line, group: list[range]) -> bool:
         if not any(line.position.get(user, -1) in after for node in made for user in node.users):
             return False
     return True
+
+
+def _is_narrow_between(line: Line, group: list[range]) -> bool:
+    """Whether no fewer values are handed on inside of one of the first two ranges than between them.
+
+    Two of four projections of one input are no layer: the other two follow where more values are alive than between
+    the projections themselves. Only values that are read within one range's length count: what a model collects
+    from every layer for its end does not. One range is enough, since the last one may be the last to read a mask.
+    """
+    span = range(group[0].start, group[1].stop)
+    readers = {
+        node: [line.position.get(u, len(line)) for u in node.users]
+        for node in line.nodes[: span.stop]
+        if node in line.captured.specs and any(line.position.get(u, len(line)) >= span.start for u in node.users)
+    }
+
+    def handed_on(cut: int) -> int:
+        return sum(
+            line.position[node] < cut and any(cut <= r < cut + len(group[1]) for r in positions)
+            for node, positions in readers.items()
+        )
+
+    def inside(layer: range) -> list[int]:
+        first = bisect.bisect_left(line.uses, layer.start, key=lambda u: u.position)
+        last = bisect.bisect_left(line.uses, layer.stop, key=lambda u: u.position)
+        gaps = zip(line.uses[first : last - 1], line.uses[first + 1 : last], strict=True)
+        choices = (range(a.position + 1, b.position + 1) for a, b in gaps if a.position < b.position)
+        return [min(c, key=line.crossing.__getitem__) for c in choices]
+
+    between = handed_on(group[1].start)
+    return any(between <= min(map(handed_on, inside(layer)), default=between) for layer in group[:2])
 
 
 def _rotate(line: Line, repeat: tuple[int, int, int, int], start: int, end: int, first: int) -> tuple[list, list]:

@@ -208,18 +208,19 @@ def loss_of(output) -> torch.Tensor:
     return sum((t.double() * (i + 1)).pow(2).mean() for i, t in enumerate(found))
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str) -> None:
-    """Norm-wise relative. A gradient that is zero but for rounding (norm below 1e-4) is compared absolutely."""
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str, least: float = 1e-4) -> None:
+    """Norm-wise relative. A tensor that is zero but for rounding (norm below `least`) is compared absolutely."""
     assert actual.shape == expected.shape and actual.dtype == expected.dtype, what
     error = (actual.double() - expected.double()).norm().item()
-    assert error <= tolerance * max(expected.double().norm().item(), 1e-4), f"{what} is off by {error:.1e}"
+    assert error <= tolerance * max(expected.double().norm().item(), least), f"{what} is off by {error:.1e}"
 
 
 def assert_same_gradients(model: nn.Module, reference: nn.Module, tolerance: float = 1e-10) -> None:
+    largest = max((q.grad.double().norm().item() for q in reference.parameters() if q.grad is not None), default=0.0)
     for (name, p), (_, q) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), f"gradient of {name} is {'missing' if p.grad is None else 'extra'}"
         if q.grad is not None:
-            assert_close(p.grad, q.grad, tolerance, f"gradient of {name}")
+            assert_close(p.grad, q.grad, tolerance, f"gradient of {name}", least=1e-4 * max(largest, 1))
 
 
 def call(model, inputs):

@@ -266,15 +266,15 @@ class Moving(Layer):
     def __init__(self, first):
         super().__init__()
         self.first = first
-        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("moving", torch.ones(WIDTH))
 
     def forward(self, x):
         if self.first == "write":
-            self.scale.mul_(0.5).add_(0.1)
-            return super().forward(x) * self.scale
+            self.moving.mul_(0.5).add_(0.1)
+            return super().forward(x) * self.moving
         y = super().forward(x)
-        self.scale.mul_(0.5).add_(0.1)
-        return y * self.scale
+        self.moving.mul_(0.5).add_(0.1)
+        return y * self.moving
 
 
 @pytest.mark.parametrize("first", ["write", "compute"])
