@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,14 +49,24 @@ class FindBlocks:
 
 def _search(line: Line, start: int, end: int, first: int, last: int) -> list[list[range]]:
     """Groups of repeated ranges within operations [start, end) that hold the uses [first, last)."""
-    for repeat in _repeats(line.uses[first:last])[:_TRIES]:
-        bounds, cuts = _rotate(line, repeat, start, end, first)
-        group = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
-        whole = all(map(len, group)) and all(math.isfinite(line.crossing[c]) for c in cuts)
-        if whole and _is_chain(line, group) and _is_narrow_between(line, group):
+    for _, repeats in itertools.groupby(_repeats(line.uses[first:last])[:_TRIES], key=lambda r: r[1] * r[2]):
+        found = [(bounds, cuts) for r in repeats for bounds, cuts in [_rotate(line, r, start, end, first)] if _are_layers(line, cuts)]
+        if found:  # of repeats that cover as much, the one that hands on the fewest values; of those, the shortest
+            bounds, cuts = min(found, key=lambda f: _handed_on(line, _ranges(f[1]))(f[1][1]))
             left = _search(line, start, cuts[0], first, bounds[0])
-            return [*left, group, *_search(line, cuts[-1], end, bounds[-1], last)]
+            return [*left, _ranges(cuts), *_search(line, cuts[-1], end, bounds[-1], last)]
     return []
+
+
+def _ranges(cuts: list[int]) -> list[range]:
+    return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def _are_layers(line: Line, cuts: list[int]) -> bool:
+    """Whether the ranges between these cuts can be layers; labels only nominated them."""
+    group = _ranges(cuts)
+    allowed = all(map(len, group)) and all(math.isfinite(line.crossing[c]) for c in cuts)
+    return allowed and _is_chain(line, group) and _is_narrow_between(line, group)
 
 
 def _is_chain(line: Line, group: list[range]) -> bool:
@@ -66,13 +78,8 @@ def _is_chain(line: Line, group: list[range]) -> bool:
     return True
 
 
-def _is_narrow_between(line: Line, group: list[range]) -> bool:
-    """Whether no fewer values are handed on inside of one of the first two ranges than between them.
-
-    Two of four projections of one input are no layer: the other two follow where more values are alive than between
-    the projections themselves. Only values that are read within one range's length count: what a model collects
-    from every layer for its end does not. One range is enough, since the last one may be the last to read a mask.
-    """
+def _handed_on(line: Line, group: list[range]) -> Callable[[int], int]:
+    """How many values cross a cut in the first two ranges of a group and are read within one range's length."""
     span = range(group[0].start, group[1].stop)
     readers = {
         node: [line.position.get(u, len(line)) for u in node.users]
@@ -80,11 +87,23 @@ def _is_narrow_between(line: Line, group: list[range]) -> bool:
         if node in line.captured.specs and any(line.position.get(u, len(line)) >= span.start for u in node.users)
     }
 
-    def handed_on(cut: int) -> int:
+    def count(cut: int) -> int:
         return sum(
             line.position[node] < cut and any(cut <= r < cut + len(group[1]) for r in positions)
             for node, positions in readers.items()
         )
+
+    return count
+
+
+def _is_narrow_between(line: Line, group: list[range]) -> bool:
+    """Whether no fewer values are handed on inside of one of the first two ranges than between them.
+
+    Two of four projections of one input are no layer: the other two follow where more values are alive than between
+    the projections themselves. Only values that are read within one range's length count: what a model collects
+    from every layer for its end does not. One range is enough, since the last one may be the last to read a mask.
+    """
+    handed_on = _handed_on(line, group)
 
     def inside(layer: range) -> list[int]:
         first = bisect.bisect_left(line.uses, layer.start, key=lambda u: u.position)
@@ -232,5 +251,4 @@ def _split(line: Line, layer: range, group: list[range], containers: set[Path]) 
         found = _search(line, layer.start, layer.stop, first, last)
         cuts = {c for inner in found for r in inner for c in (r.start, r.stop)}
     inside = sorted(c for c in cuts if layer.start < c < layer.stop and line.crossing[c] <= width)
-    edges = [layer.start, *inside, layer.stop]
-    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return _ranges([layer.start, *inside, layer.stop])
