@@ -47,7 +47,7 @@ class Lowering:
 
     def forward(self, block: Block, bindings: Bindings) -> Lowered:
         """The block's forward at these sizes. Raises `LoweringError`."""
-        key = (block, None, *_sizes(block, bindings))
+        key = (block, None, *map(bindings.__getitem__, block.symbols))
         if key not in self._done:
             graph = trace_forward(block, bindings, self.device)
             self._done[key] = self._compile(block, graph, block.operands, bindings)
@@ -55,7 +55,7 @@ class Lowering:
 
     def backward(self, block: Block, bindings: Bindings, given: tuple[bool, ...]) -> Lowered:
         """The block's recompute and gradients, for the outputs in `given`, at these sizes. Raises `LoweringError`."""
-        key = (block, given, *_sizes(block, bindings))
+        key = (block, given, *map(bindings.__getitem__, block.symbols))
         if key not in self._done:
             graph, present = trace_backward(block, bindings, self.device, given)
             gradients = tuple(spec for spec, wanted in zip(block.outputs, given, strict=True) if wanted)
@@ -77,9 +77,3 @@ class Lowering:
             ) from error
         return Lowered(graph, run, draws, seeded, present)
 
-
-def _sizes(block: Block, bindings: Bindings) -> tuple:
-    """The bindings that a block depends on, as a key."""
-    symbols = {s for spec in (*block.operands, *block.outputs) for d in spec.shape if not isinstance(d, int) for s in d.free_symbols}
-    symbols |= {s for expression in block.sizes.values() for s in expression.free_symbols}
-    return tuple(sorted((str(s), bindings[s]) for s in symbols))

@@ -8,9 +8,10 @@ A model is compiled by three backends, at two depths:
 
 Compilation is the first training step without a later one, which has the same work without it. "l2l" minus "eager", at
 the larger depth minus at the smaller, over the layers between, is the cost of a layer; "symbolic" tells which part of it
-is PyTorch's own, and `passes` is the time within the backend, the one figure here that noise does not drown. Every measurement is a process of its own with an empty Inductor cache and one small compilation behind
-it. Seconds are CPU seconds of one thread, which other work on the machine does not count into. Blocks run uncompiled
-unless --block-compiler inductor: Inductor's part is the same at each depth, noisy (a C++ compiler) and left out anyway.
+is PyTorch's own, and `passes` is the time within the backend, the one figure that noise does not drown. Every
+measurement is a process of its own with an empty Inductor cache and one small compilation behind it. Seconds are CPU
+seconds of one thread, so that waiting for other work on the machine does not count. Blocks run uncompiled unless
+--block-compiler inductor: Inductor's part is the same at each depth, noisy (a C++ compiler) and left out anyway.
 
     python examples/benchmarks/compile_time.py
 """

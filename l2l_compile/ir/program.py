@@ -1,6 +1,7 @@
 """Blocks, segments and programs: what the passes make and the executor runs."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -58,6 +59,12 @@ class Block:
     @property
     def operands(self) -> tuple[TensorSpec, ...]:
         return self.weights + self.values
+
+    @functools.cached_property
+    def symbols(self) -> tuple[sympy.Symbol, ...]:
+        """The symbols that its sizes depend on, in a fixed order; asked for once the passes are done with the block."""
+        sizes = [*(d for spec in (*self.operands, *self.outputs) for d in spec.shape), *self.sizes.values()]
+        return tuple(sorted({s for d in sizes if not isinstance(d, int) for s in d.free_symbols}, key=str))
 
     @property
     def forward(self) -> fx.GraphModule:
