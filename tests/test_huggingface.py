@@ -12,11 +12,11 @@ T.logging.set_verbosity_error()
 VOCAB, ROWS, LENGTH = 32, 5, 8  # three micro-batches of 2, 2 and 1 rows
 SIZES = dict(hidden_size=16, num_attention_heads=2, intermediate_size=24, vocab_size=VOCAB, max_position_embeddings=32)
 DECODER = dict(SIZES, num_key_value_heads=1, use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-QUIET = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+QUIET = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, problem_type="single_label_classification")
 
 
 def language(model):
-    tokens, labels = torch.randint(3, VOCAB, (2, ROWS, LENGTH))
+    tokens, labels = torch.randint(3, VOCAB, (ROWS, LENGTH)), torch.randint(3, VOCAB, (ROWS, LENGTH))
     labels[0, -3:] = -100  # micro-batches with other numbers of counted tokens: a mean of their means is wrong
     return model, {"input_ids": tokens, "labels": labels}
 
@@ -73,8 +73,9 @@ def test_parity_in_float64_and_layers_in_the_inner_loop(name):
     model, inputs = build(name)
     fewer = {key: value[:2] for key, value in inputs.items()}  # fewer rows than micro-batches
     step = assert_parity(model, inputs, fewer)
-    (program,) = l2l_compile.programs(step)
-    layers = [s for s in program.segments if s.block.repeats > 1]
+    programs = l2l_compile.programs(step)  # gpt2's loss is behind a graph break; none is captured anew for fewer rows
+    assert len(programs) == 1 + len([p for p in programs if p.break_reason])
+    layers = [s for program in programs for s in program.segments if s.block.repeats > 1]
     assert len(layers) >= 2 and all(s.block.inner_looped for s in layers)
 
 
@@ -93,6 +94,6 @@ def test_parity_in_float32(block_compiler):
 
 def test_parity_with_one_dynamic_capture():
     model, inputs = build("llama")
-    shorter = {key: value[:4, :6] for key, value in inputs.items()}
+    shorter = {key: value[:4, :6].contiguous() for key, value in inputs.items()}
     step = assert_parity(model, inputs, shorter, dynamic=True)
     assert len(l2l_compile.programs(step)) == 1
