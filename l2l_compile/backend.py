@@ -19,7 +19,7 @@ from .passes.line import Line
 from .passes.pipeline import SEGMENTATION, STREAMING, run
 from .runtime.runner import Runner
 from .runtime.segment_run import block_bindings
-from .session import Session, session_for
+from .session import Session, session_for, streams_layers
 
 
 def l2l(
@@ -79,4 +79,4 @@ def _rebuild_backward(compilation: Compilation, given: tuple[bool, ...]) -> fx.G
 
 
 l2l.streams_layers = True
-dynamo.mark_batches(lambda backend: getattr(getattr(backend, "compiler_fn", backend), "streams_layers", False))
+dynamo.mark_batches(streams_layers)

@@ -119,11 +119,12 @@ def _specialize_floats(graph: fx.Graph) -> None:
 def _drop_dead(graph: fx.Graph) -> None:
     """Erase operations whose result nobody reads and that change nothing; in doubt, they stay."""
     for node in reversed(list(graph.nodes)):
-        if node.op.startswith("call_") and not node.users and (node.target in _SILENT or _is_pure(node)):
+        if node.op.startswith("call_") and not node.users and (node.target in _SILENT or is_pure(node)):
             graph.erase_node(node)
 
 
-def _is_pure(node: fx.Node) -> bool:
+def is_pure(node: fx.Node) -> bool:
+    """Whether an operation surely writes into none of its arguments; in doubt, it is not pure."""
     if not isinstance(node.meta.get("example_value"), (torch.Tensor, torch.SymInt, int)):
         return False
     if any(a is True for a in node.args) or "inplace" in node.kwargs or "out" in node.kwargs:

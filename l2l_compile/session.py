@@ -56,6 +56,11 @@ class Session:
         return total
 
 
+def streams_layers(backend: Any) -> bool:
+    """Whether a backend, or the object that `torch.compile` made for it, is this one (or `explain`'s)."""
+    return getattr(getattr(backend, "compiler_fn", backend), "streams_layers", False)
+
+
 def _alive(references: list[weakref.ref[Runner]]) -> list[Runner]:
     return [runner for reference in references if (runner := reference()) is not None]
 
@@ -76,7 +81,7 @@ def session_for(owner: Any, options: Options) -> Session:
 def session_of(compiled: Any) -> Session | None:
     """The session of a compiled module or function; None if it has not run yet. Raises `TypeError` for other things."""
     owner = dynamo.owner_of(compiled)
-    if owner is None:
+    if owner is None or not streams_layers(owner):
         raise TypeError(f"expected a module or function from torch.compile(..., backend='l2l'), got {type(compiled).__name__}")
     return getattr(owner, _SESSION, None)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..capture import Captured, Input
+from ..capture import Captured, Input, is_pure
 from ..ir.values import dim_of
 
 # Regions that a cut may not enter: what runs inside depends on interpreter state that is not re-made after a cut.
@@ -101,6 +101,7 @@ class Line:
             elif not _is_number(node):
                 blocked[start + 1] += 1
                 blocked[min(last + 1, len(self.nodes))] -= 1
+        forbidden = [*forbidden, *self._within_writes()]
         for position in forbidden:
             blocked[position] += 1
             blocked[position + 1] -= 1
@@ -108,6 +109,16 @@ class Line:
             math.inf if stop else float(size)
             for size, stop in zip(itertools.accumulate(change), itertools.accumulate(blocked), strict=True)
         ]
+
+    def _within_writes(self) -> list[int]:
+        """Cuts between a write into a buffer and its other readers, where those lie close together (in one layer)."""
+        positions = []
+        for weight in self.weights:
+            reads = sorted(self.position[u] for u in weight.users if u in self.position)
+            writes = any(not is_pure(self.nodes[p]) for p in reads) if self.weights[weight].kind == "buffer" else False
+            if writes and reads[-1] - reads[0] <= len(self.nodes) // 2:
+                positions += range(reads[0] + 1, reads[-1] + 1)
+        return positions
 
     def _parameter_uses(self) -> list[Use]:
         labels: dict[tuple, int] = {}

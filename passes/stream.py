@@ -151,6 +151,8 @@ def _backward(compilation: Compilation) -> fx.Graph:
         value: build.input(f"stash_{_identifier(value)}", specs[value.node], forms[value], "stash")
         for value in compilation.gradients.kept
     }
+    for value, placeholder in stashes.items():
+        placeholder.meta["value"] = str(value)
     gradients = Builder(compilation.captured)
     gradients.graph = build.graph
     for index, (value, wanted) in enumerate(zip(compilation.outputs, given, strict=True)):

@@ -173,9 +173,10 @@ def _check_unshared(compilation: Compilation, writer: Segment, written: fx.Node,
             f"segment '{writer.name}' writes in place into '{written.name}', whose memory '{other.name}' shares, which "
             "is read later. Write into a copy (x = x.clone()), or use the operation that is not in place"
         )
+    name = next((w.name for w in writer.weights if w.node is written), written.name)
     if is_weight and any(w.node is written for s in compilation.segments if s is not writer for w in s.weights):
         raise L2LError(
-            f"segment '{writer.name}' writes into '{written.name}', which other segments read as well; the order of "
+            f"segment '{writer.name}' writes into '{name}', which other segments read as well; the order of "
             "such writes cannot be kept. Give every layer a buffer of its own"
         )
 

@@ -104,9 +104,8 @@ def _form(node: fx.Node, compilation: Compilation) -> None:
 def _slabs(graph: fx.Graph, compilation: Compilation, position: dict[fx.Node, int]) -> None:
     events = []
     for node in graph.find_nodes(op="call_function", target=nodes.fetch_weights):
-        runs = [u for u in node.users if u.target is not nodes.release]
-        if runs:
-            events += [(position[node], 1, node), (max(position[u] for u in runs), -1, node)]
+        if node.users:  # a slab is free after its release; before releases are placed, after its last reader
+            events += [(position[node], 1, node), (max(position[u] for u in node.users), -1, node)]
     held = 0
     for _, change, node in sorted(events, key=lambda e: e[:2]):
         held += change
@@ -153,6 +152,8 @@ def _stash(compilation: Compilation) -> None:
     if len(kept) != len(taken):
         raise VerifyError("stash", "output", f"keeps {len(kept)} values, backward takes {len(taken)}")
     for left, right in zip(kept, taken, strict=True):
+        if left.meta["value"] != right.meta["value"]:
+            raise VerifyError("stash", right.name, f"takes the place of '{left.meta['value']}' in what forward keeps")
         on_host = left.op == "placeholder" or left.target is nodes.offload
         if on_host != right.meta["host"] and not (left.target is nodes.stash and not right.users):
             raise VerifyError("stash", right.name, f"is not where forward left '{left.name}'")

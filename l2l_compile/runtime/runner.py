@@ -72,6 +72,7 @@ class Runner:
         self._argument_of = {i.node: i.index for i in self.captured.inputs}
         made = program.forward.graph.output_node().args[0][0]
         first = {node: position for position, node in reversed(list(enumerate(made))) if node is not None}
+        self._written = [node.args[0] for node in program.forward.graph.output_node().args[0][2]]
         self._made = sorted(first.values())  # positions among the outputs, each value once
         self._source = [None if node is None else self._made.index(first[node]) for node in made]
         self.differentiable = [differentiable[position] for position in self._made]
@@ -113,12 +114,15 @@ class Runner:
         self.stats = Stats()
         self.device.start_peak()
         captured = self.captured
+        held = list(arguments)
+        for index in self._written:  # backward recomputes from what forward saw, not from what it wrote
+            held[index] = arguments[index].detach().clone()
         step = Step(
-            arguments, captured.constants, captured.bindings(arguments), captured.batch, self.options.micro_batches,
+            held, captured.constants, captured.bindings(arguments), captured.batch, self.options.micro_batches,
             self.lowering, self.stats,
         )
         self.program.bindings = step.bindings
-        inputs = [Box([arguments[i.index]]) for i in captured.inputs if not i.is_weight and i.node in captured.specs]
+        inputs = [Box([held[i.index]]) for i in captured.inputs if not i.is_weight and i.node in captured.specs]
         outputs, kept, _ = self._run(self.program.forward.graph, step, inputs)
         with torch.no_grad():
             for index, contents in step.writes.items():
