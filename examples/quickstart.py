@@ -35,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128, help="bytes a sequence")
     parser.add_argument("--batch", type=int, default=8, help="sequences a step")
     parser.add_argument("--micro-batches", type=int, default=2, help="slices of the batch that go through a layer in turn")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--device", help="where the layers run (default: the accelerator if there is one, else cpu)")
     parser.add_argument("--seed", type=int, default=0)
