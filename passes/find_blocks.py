@@ -160,14 +160,15 @@ def _place(line: Line, bounds: list[int], start: int, end: int) -> list[int]:
     reach = min(high - low for low, high in inner)
     back = min(range(reach + 1), key=lambda d: (sum(line.crossing[high - d] for _, high in inner), d))
     cuts = [high - back for _, high in inner]
-    lengths = {b - a for a, b in zip(cuts, cuts[1:], strict=False)}
-    length = lengths.pop() if len(lengths) == 1 else None
+    before = line.operations_before
+    lengths = {before[b] - before[a] for a, b in zip(cuts, cuts[1:], strict=False)}
     width = max(line.crossing[c] for c in cuts)
-    return [
-        _outer(line, gaps[0], cuts[0] - length if length else gaps[0][1] - back, width),
-        *cuts,
-        _outer(line, gaps[-1], cuts[-1] + length if length else None, width),
-    ]
+    if len(lengths) != 1:
+        return [_outer(line, gaps[0], gaps[0][1] - back, width), *cuts, _outer(line, gaps[-1], None, width)]
+    length = lengths.pop()
+    left = bisect.bisect_right(before, before[cuts[0]] - length) - 1
+    right = bisect.bisect_left(before, before[cuts[-1]] + length)
+    return [_outer(line, gaps[0], left, width), *cuts, _outer(line, gaps[-1], right, width)]
 
 
 def _gap(line: Line, bound: int, start: int, end: int) -> tuple[int, int]:

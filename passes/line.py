@@ -54,6 +54,8 @@ class Line:
         }
         self.nodes = [n for n in captured.graph.nodes if n.op.startswith("call_")]
         self.position = {n: i for i, n in enumerate(self.nodes)}
+        # operations before each position, without those that only compute sizes: layers differ in these
+        self.operations_before = [0, *itertools.accumulate(size_expression(n) is None for n in self.nodes)]
         self.paths = [_module_path(n) for n in self.nodes]
         self.modes, forbidden = self._scan_modes()
         self.crossing = self._crossing(forbidden)
