@@ -110,8 +110,8 @@ def _specialize_floats(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         value = node.meta.get("example_value")
         if isinstance(value, (torch.SymFloat, torch.SymBool)) and node.op.startswith("call_"):
-            if value.node.expr.free_symbols and not value.node.has_hint():
-                continue
+            if any(s.is_integer for s in value.node.expr.free_symbols):
+                continue  # computed from a size: specialising it would fix the size of the batch
             node.replace_all_uses_with(float(value) if isinstance(value, torch.SymFloat) else bool(value))
             graph.erase_node(node)
 

@@ -69,7 +69,7 @@ class Executor:
         """Queue work on a lane after the events of what it reads; it fills boxes."""
         queue = self.device.lanes[lane]
         for box in reads:
-            if box.lane is not lane and box.event is not None:
+            if box.lane != lane and box.event is not None:
                 queue.wait(box.event)
         queue.run(work)
         event = queue.record()
