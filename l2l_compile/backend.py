@@ -17,6 +17,7 @@ from .options import Options
 from .passes.compilation import Compilation
 from .passes.line import Line
 from .passes.pipeline import SEGMENTATION, STREAMING, run
+from .propagation import remember_propagation
 from .runtime.runner import Runner
 from .runtime.segment_run import block_bindings
 from .session import Session, session_for, streams_layers
@@ -80,3 +81,4 @@ def _rebuild_backward(compilation: Compilation, given: tuple[bool, ...]) -> fx.G
 
 l2l.streams_layers = True
 dynamo.mark_batches(streams_layers)
+remember_propagation(streams_layers)

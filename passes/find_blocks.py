@@ -80,20 +80,19 @@ def _is_chain(line: Line, group: list[range]) -> bool:
 
 def _handed_on(line: Line, group: list[range]) -> Callable[[int], int]:
     """How many values cross a cut in the first two ranges of a group and are read within one range's length."""
-    span = range(group[0].start, group[1].stop)
-    readers = {
-        node: [line.position.get(u, len(line)) for u in node.users]
-        for node in line.nodes[: span.stop]
-        if node in line.captured.specs and any(line.position.get(u, len(line)) >= span.start for u in node.users)
-    }
-
-    def count(cut: int) -> int:
-        return sum(
-            line.position[node] < cut and any(cut <= r < cut + len(group[1]) for r in positions)
-            for node, positions in readers.items()
-        )
-
-    return count
+    length, end = len(group[1]), group[1].stop
+    change = [0] * (end + 2)
+    for start, node in enumerate(line.nodes[:end]):
+        if node not in line.captured.specs:
+            continue
+        counted = start + 1  # cuts before this one are counted for this value, or lie before it
+        for reader in sorted(line.position.get(u, len(line)) for u in node.users):
+            first, last = max(counted, reader - length + 1), min(reader, end)
+            if first <= last:  # the reader is within reach of the cuts from first to last
+                change[first] += 1
+                change[last + 1] -= 1
+                counted = last + 1
+    return list(itertools.accumulate(change)).__getitem__
 
 
 def _is_narrow_between(line: Line, group: list[range]) -> bool:

@@ -1,17 +1,13 @@
-"""What one more layer costs at compilation: blocks are lowered once, so only Dynamo and the passes see the depth.
+"""What one more layer costs at the first step: blocks are lowered once, so only Dynamo and the passes see the depth.
 
-A model is compiled by three backends, at two depths:
+A model is compiled by `backend="eager"` (Dynamo alone) and by `backend="l2l"`, at two depths. The first training step
+of "l2l" minus that of "eager", at the larger depth minus at the smaller, over the layers between, is the cost of a
+layer. Two more figures tell where it comes from: `compiling`, the first step without a later one, which has the same
+work without compilation; and `passes`, the time within the backend, the one figure that noise does not drown.
 
-    eager      Dynamo alone, with a fixed batch
-    symbolic   Dynamo alone, with a symbolic batch, as the capture of "l2l" needs it
-    l2l        the same capture, then the passes and the lowering of blocks
-
-Compilation is the first training step without a later one, which has the same work without it. "l2l" minus "eager", at
-the larger depth minus at the smaller, over the layers between, is the cost of a layer; "symbolic" tells which part of it
-is PyTorch's own, and `passes` is the time within the backend, the one figure that noise does not drown. Every
-measurement is a process of its own with an empty Inductor cache and one small compilation behind it. Seconds are CPU
-seconds of one thread, so that waiting for other work on the machine does not count. Blocks run uncompiled unless
---block-compiler inductor: Inductor's part is the same at each depth, noisy (a C++ compiler) and left out anyway.
+Every measurement is a process of its own with an empty Inductor cache and one small compilation behind it. Seconds are
+CPU seconds of one thread, so that waiting for other work on the machine does not count. The time in Inductor is left
+out: it is the same at each depth, and noisy (a C++ compiler).
 
     python examples/benchmarks/compile_time.py
 """
@@ -30,14 +26,14 @@ from measuring import Limit, Work, arguments, device_of, llama, report, token_ba
 
 import l2l_compile
 
-BACKENDS = ("eager", "symbolic", "l2l")
+BACKENDS = ("eager", "l2l")
 MOST = 20.0  # ms per layer
 
 
 def main() -> int:
     parser = arguments(__doc__, hidden=256, intermediate=688, heads=4, rows=8, tokens=128, micro_batches=4, repeats=3)
     parser.add_argument("--layers", type=int, nargs=2, default=[12, 48], metavar=("FEW", "MANY"))
-    parser.add_argument("--block-compiler", choices=("eager", "inductor"), default="eager")
+    parser.add_argument("--block-compiler", choices=("eager", "inductor"), default="inductor")
     parser.add_argument("--child", choices=BACKENDS, help="measure one backend here and print JSON; for the script itself")
     options = parser.parse_args()
     if options.quick:
@@ -52,13 +48,11 @@ def main() -> int:
             found[backend, layers].append(in_fresh_process(backend, layers, options))
     rows = [row(layers, {backend: found[backend, layers] for backend in BACKENDS}) for layers in options.layers]
     few, many = rows
-    parts = (*BACKENDS, "passes")
-    added = {part: (many[f"{part}_s"] - few[f"{part}_s"]) / (many["layers"] - few["layers"]) * 1000 for part in parts}
-    print("ms per added layer: " + ", ".join(f"{part} {figure:.1f}" for part, figure in added.items()))
+    added = {key: (many[key] - few[key]) / (many["layers"] - few["layers"]) * 1000 for key in many if key.endswith("_s")}
+    print("ms per added layer: " + ", ".join(f"{key.removesuffix('_s')} {figure:.1f}" for key, figure in added.items()))
     limits = [
-        Limit("l2l per added layer, over eager", added["l2l"] - added["eager"], MOST, "ms"),
-        Limit("l2l per added layer, over eager with a symbolic batch", added["l2l"] - added["symbolic"], MOST, "ms"),
-        Limit("passes alone per added layer", added["passes"], MOST, "ms"),
+        Limit("first step per added layer, over eager", added["l2l_first_s"] - added["eager_first_s"], MOST, "ms"),
+        Limit("compiling per added layer, over eager", added["l2l_compiling_s"] - added["eager_compiling_s"], MOST, "ms"),
         Limit("blocks more at the larger depth", many["blocks"] - few["blocks"], 0),
     ]
     runs = [{"backend": b, "layers": n, "runs": each} for (b, n), each in found.items()]
@@ -66,12 +60,17 @@ def main() -> int:
 
 
 def row(layers: int, found: dict[str, list[dict]]) -> dict:
-    """Medians of the repeats at one depth; CPU seconds of compilation, without Inductor's part."""
-    compiling = {f"{b}_s": statistics.median(r["first"] - r["later"] - r["inductor"] for r in found[b]) for b in BACKENDS}
-    steps = {f"{b}_step_s": statistics.median(r["later"] for r in found[b]) for b in ("eager", "l2l")}
+    """Medians of the repeats at one depth, in CPU seconds."""
+
+    def median(backend: str, *parts: str) -> float:
+        return statistics.median(r[parts[0]] - sum(r[p] for p in parts[1:]) for r in found[backend])
+
     return {
-        "layers": layers, "blocks": found["l2l"][0]["blocks"], **compiling, **steps,
-        **{f"{part}_s": statistics.median(r[part] for r in found["l2l"]) for part in ("passes", "inductor")},
+        "layers": layers,
+        "blocks": found["l2l"][0]["blocks"],
+        **{f"{b}_first_s": median(b, "first", "inductor") for b in BACKENDS},
+        **{f"{b}_compiling_s": median(b, "first", "inductor", "later") for b in BACKENDS},
+        "passes_s": median("l2l", "passes"),
     }
 
 
@@ -97,8 +96,6 @@ def compilation(backend: str, layers: int, options, device: torch.device) -> dic
 
     compiled = torch.compile(llama(layers, options.hidden, options.intermediate, options.heads, tokens=options.tokens), **how)
     ids = token_batch(options.rows, options.tokens)
-    if backend == "symbolic":
-        torch._dynamo.maybe_mark_dynamic(ids, 0)
     inductor, passes = seconds_in(l2l_compile.lower, "compile_graph"), seconds_in(l2l_compile.backend, "make_runner")
     first, *later = [cpu_seconds(lambda: train_step(compiled, ids)) for _ in range(4)]
     blocks = sum(len(p.blocks) for p in l2l_compile.programs(compiled)) if backend == "l2l" else 0

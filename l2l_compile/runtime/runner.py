@@ -187,6 +187,7 @@ class _Streamed(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @torch.compiler.disable  # a compiled frame may call backward: this is not a part of it
     def backward(ctx, *gradients):
         if torch.is_grad_enabled():  # create_graph=True: the result would be silently cut off from the model
             raise L2LError(

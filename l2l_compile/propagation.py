@@ -1,0 +1,226 @@
+"""Operations that Dynamo has seen before are not propagated again. An adapter to the private side of Dynamo.
+
+While it traces, Dynamo runs every operation on fake tensors, for the shape, dtype and strides of its result. With a
+symbolic batch every size is sympy arithmetic, and this becomes the largest part of a capture (a linear takes about
+4 ms). But layers repeat: the same operation meets operands of the same metadata over and over. So for frames that are
+compiled by this backend:
+
+    run_node(operation, operands)
+        key = (operation, the metadata of each operand, the modes of the thread)
+        not seen:  run the operation; if it turns out to be a pure function of its key, keep what it made
+        seen:      make tensors of that metadata again
+
+A result is made again as PyTorch would have made it: in a storage of its own or, for a view, in the operand's, sharing
+the operand's version counter; with a `grad_fn` that leads to the operands, if it has one. Its guards stand since the
+first run. What cannot be told apart by such a key (operations that write, that return sizes, that make up new symbols,
+tensors with values, subclasses, higher-order operations) runs as always.
+"""
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo import utils as dynamo_utils
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_PLAIN = (
+    type(None), bool, int, float, complex, str, type(...),
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
+    """From now on, frames whose backend `is_ours` run each operation on fake tensors once per key."""
+    original = dynamo_utils.run_node
+    if getattr(original, "_l2l", False):
+        return
+    memories: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()  # by the frame's ShapeEnv: it owns symbols
+
+    @functools.wraps(original)
+    def run_node(tracer, node, args, kwargs, nnmodule):
+        def run():
+            return original(tracer, node, args, kwargs, nnmodule)
+
+        if node.op not in ("call_function", "call_method") or not is_ours(getattr(tracer, "compiler_fn", None)):
+            return run()
+        return propagate(memories.setdefault(tracer.shape_env, {}), node.target, (args, kwargs), run)
+
+    run_node._l2l = True
+    dynamo_utils.run_node = run_node
+
+
+def propagate(memory: dict[Hashable, Result], target: Hashable, operands: Any, run: Callable[[], Any]) -> Any:
+    """The result of `run`, an operation on fake tensors: made again from `memory` where the key is known there."""
+    tensors: list[FakeTensor] = []
+    try:
+        key = (target, _describe(operands, tensors), _modes())
+    except _Unknown:
+        return run()
+    if not tensors:
+        return run()  # a factory: it may depend on more than its operands
+    if key in memory:
+        return memory[key].again(tensors)
+    versions = [t._version for t in tensors]
+    result = run()
+    if [t._version for t in tensors] == versions and _describe(operands, []) == key[1]:
+        if (known := _learn(result, tensors)) is not None:
+            memory[key] = known
+    return result
+
+
+class _Unknown(Exception):
+    """An operand that no key describes."""
+
+
+def _describe(value: Any, tensors: list[FakeTensor]) -> Hashable:
+    """A key for an operand, or for a structure of them; its tensors are appended to `tensors`."""
+    kind = type(value)
+    if kind is FakeTensor:
+        tensors.append(value)
+        return _metadata(value)
+    if kind in _PLAIN:
+        return (kind, value)  # with its type: 1, 1.0 and True are equal
+    if kind is torch.SymInt:
+        return (kind, value.node.expr)
+    if kind in (tuple, list, torch.Size):
+        return (kind, *(_describe(v, tensors) for v in value))
+    if isinstance(value, dict):
+        return (kind, *((k, _describe(v, tensors)) for k, v in value.items()))
+    if kind is slice:
+        return (kind, *(_describe(v, tensors) for v in (value.start, value.stop, value.step)))
+    raise _Unknown
+
+
+def _metadata(t: FakeTensor) -> Hashable:
+    if t.layout is not torch.strided or t.constant is not None or t.real_tensor is not None:
+        raise _Unknown
+    sizes = (*t.shape, *t.stride(), t.storage_offset())
+    return (
+        *(s.node.expr if isinstance(s, torch.SymInt) else s for s in sizes),
+        t.dtype, t.fake_device, t.requires_grad, t.is_conj(), t.is_neg(), t.pytype, t.dispatch_keys,
+    )  # fmt: skip
+
+
+def _modes() -> Hashable:
+    """What an operation's result depends on besides its operands."""
+    cuda = torch.backends.cuda
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(), torch._C._len_torch_function_stack(),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Same:
+    """A result that is the operand at `index` itself."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A result of known metadata.
+
+    pattern   a meta tensor that has it
+    base      the index of the operand whose storage it views; None if its storage is its own
+    nbytes    the size of that storage, int or SymInt
+    """
+
+    pattern: torch.Tensor
+    base: int | None
+    nbytes: Any
+    fake_device: torch.device
+    dispatch_keys: Any
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an operation returned: one tensor (`kind` None), or a tuple or list of them."""
+
+    kind: type | None
+    parts: tuple[_Same | _Made, ...]
+
+    def again(self, operands: Sequence[FakeTensor]) -> Any:
+        """The operation's result for operands of the same metadata."""
+        made = [operands[p.index] if isinstance(p, _Same) else _make(p, operands) for p in self.parts]
+        return made[0] if self.kind is None else self.kind(made)
+
+
+def _learn(result: Any, operands: Sequence[FakeTensor]) -> Result | None:
+    """How to make a result again; None where its metadata does not tell all."""
+    kind = type(result) if type(result) in (tuple, list) else None
+    leaves = [result] if kind is None else result
+    parts = [_learn_part(leaf, operands) for leaf in leaves]
+    own = [StorageWeakRef(leaf.untyped_storage()) for leaf, p in zip(leaves, parts) if isinstance(p, _Made) and p.base is None]
+    if None in parts or len(set(own)) < len(own):
+        return None
+    return Result(kind, tuple(parts))
+
+
+def _learn_part(leaf: Any, operands: Sequence[FakeTensor]) -> _Same | _Made | None:
+    if type(leaf) is not FakeTensor or isinstance(leaf, torch.nn.Parameter):
+        return None
+    for index, operand in enumerate(operands):
+        if leaf is operand:
+            return _Same(index)
+    storage = StorageWeakRef(leaf.untyped_storage())
+    bases = [i for i, operand in enumerate(operands) if StorageWeakRef(operand.untyped_storage()) == storage]
+    plain = leaf.layout is torch.strided and leaf.constant is None and leaf.real_tensor is None and leaf.pytype is None
+    if not plain or len(bases) > 1 or free_unbacked_symbols(leaf) or (leaf.requires_grad and leaf.grad_fn is None):
+        return None
+    with in_kernel_invocation_manager(leaf.fake_mode), torch.no_grad():
+        pattern = leaf.data
+    return _Made(
+        pattern, bases[0] if bases else None, None if bases else _storage_bytes(leaf),
+        leaf.fake_device, leaf.dispatch_keys, leaf.requires_grad,
+    )  # fmt: skip
+
+
+def _storage_bytes(t: torch.Tensor) -> Any:
+    if any(isinstance(size, int) and size == 0 for size in t.shape):
+        return 0
+    elements = t.storage_offset() + 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
+    return elements * t.element_size()
+
+
+def _make(part: _Made, operands: Sequence[FakeTensor]) -> FakeTensor:
+    mode = operands[0].fake_mode
+
+    def fake() -> FakeTensor:
+        with in_kernel_invocation_manager(mode), torch.no_grad():
+            elem = part.pattern.data  # the same metadata with a version counter of its own
+            if part.base is None:
+                owner = torch.empty(0, dtype=torch.uint8, device="meta")
+                torch.ops.inductor.resize_storage_bytes_(owner, part.nbytes)
+                torch._functionalize_unsafe_set(elem, owner)
+            else:
+                view = operands[part.base].detach()
+                torch._functionalize_unsafe_set(elem, view)
+                view.data = elem  # keeps the version counter that the view shares with its operand
+                elem = view
+        return FakeTensor(mode, elem, part.fake_device, dispatch_keys=part.dispatch_keys)
+
+    return _Known.apply(fake, *operands) if part.requires_grad else fake()
+
+
+class _Known(torch.autograd.Function):
+    """Gives a tensor that was made again a `grad_fn` which leads to the operands."""
+
+    @staticmethod
+    def forward(ctx: Any, fake: Callable[[], FakeTensor], *operands: FakeTensor) -> FakeTensor:
+        ctx.operands = operands
+        return fake()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple:
+        return None, *(torch.empty_like(o) if o.requires_grad else None for o in ctx.operands)
