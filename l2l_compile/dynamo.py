@@ -1,4 +1,4 @@
-"""The one adapter to the private side of TorchDynamo and autograd. ARCHITECTURE.md lists every private name used here, and why.
+"""The adapter to the private side of TorchDynamo and autograd. ARCHITECTURE.md lists every private name in use, and why.
 
 Two things are not to be had through public names:
 

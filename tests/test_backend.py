@@ -31,6 +31,29 @@ def test_batch_of_one_row_runs_whole_with_its_reason():
     assert {s.block.reason for s in programs_of(model)[0].whole_batch} == {"a batch of one row cannot be split"}
 
 
+class DividedByTheBatch(Stack):
+    def forward(self, x):
+        return super().forward(x) * (1.0 / x.shape[0])
+
+
+def test_a_number_made_of_the_batch_size_keeps_one_program_and_only_its_segment_whole():
+    step = assert_parity(DividedByTheBatch().double(), rows(6), rows(9))
+    (program,) = programs_of(step)
+    assert {s.block.reason for s in program.whole_batch} == {"aten.mul.Tensor uses the size of the batch as a number"}
+    assert all(s.block.inner_looped for s in program.segments if s.name.startswith("layers."))
+
+
+def test_differentiating_inside_of_a_compiled_function_does_not_trace_into_backward():
+    model = Stack().double()
+
+    def penalty(x):
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return gradient.pow(2).sum()
+
+    with pytest.raises(RuntimeError, match="first derivatives only.*create_graph"):
+        compiled(penalty)(rows(6).requires_grad_())
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_varying_sequence_length(dynamic):
     model = Stack([Attention() for _ in range(3)]).double()
