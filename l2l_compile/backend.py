@@ -17,6 +17,7 @@ from .options import Options
 from .passes.compilation import Compilation
 from .passes.line import Line
 from .passes.pipeline import SEGMENTATION, STREAMING, run
+from .precision import narrow
 from .propagation import remember_propagation
 from .runtime.runner import Runner
 from .runtime.segment_run import block_bindings
@@ -44,7 +45,7 @@ def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
     """Compile a captured graph for a session and register its program there."""
     program, compilation = compile_program(capture(gm), session.options, session.lowering)
     runner = Runner(
-        program, session.options, session.device, session.lowering,
+        program, session.options, session.device, session.lowering, session.server,
         given=compilation.given, differentiable=compilation.gradients.differentiable,
         rebuild=lambda given: _rebuild_backward(compilation, given), started=session.started,
     )
@@ -54,6 +55,8 @@ def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
 
 def compile_program(captured: Captured, options: Options, lowering: Lowering) -> tuple[Program, Compilation]:
     """Run the passes over a captured graph."""
+    if options.precision != "fp32":
+        narrow(captured, options.precision)
     compilation = Compilation(captured, options, Line(captured))
     run(compilation)
     backward = compilation.backward

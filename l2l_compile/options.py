@@ -11,6 +11,9 @@ import torch
 from .errors import OptionError
 
 
+_PRECISIONS = ("fp32", "bf16", "fp16")
+
+
 @dataclass(frozen=True)
 class Options:
     """What a user may set.
@@ -21,6 +24,15 @@ class Options:
     stash           where forward keeps the inputs of a layer for backward: "host" or "device".
     prefetch        how many layers ahead weights and stashes are fetched; also the number of extra weight slabs.
     block_compiler  "inductor" compiles each block once; "eager" runs its ATen graph as traced.
+    precision       "fp32" computes in the dtype of the parameters; "bf16" and "fp16" keep fp32 parameters on the host and
+                    send, compute and stash in 16 bits (CMP).
+    gradient_wire   the precision in which gradients of weights cross the link; None takes that of the weights. On the
+                    device they are summed over the micro-batches in fp32.
+    optimizer       the `torch.optim.Optimizer` of the training loop, for updates behind the device and for fp16.
+    update          "at_step" leaves updates to `optimizer.step()`; "in_backward" updates each layer as soon as its
+                    gradient is on the host; "in_forward" after the last gradient is there, while the next forward runs.
+    max_grad_norm   clips the global norm of the gradients (in_forward only), as `clip_grad_norm_` does.
+    accumulate      number of backward calls in a step (in_backward and in_forward).
     """
 
     micro_batches: int = 1
@@ -28,6 +40,12 @@ class Options:
     stash: str = "host"
     prefetch: int = 1
     block_compiler: str = "inductor"
+    precision: str = "fp32"
+    gradient_wire: str | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    update: str = "at_step"
+    max_grad_norm: float | None = None
+    accumulate: int = 1
 
     @classmethod
     def build(cls, options: Mapping[str, Any] | None = None) -> Options:
@@ -47,6 +65,11 @@ class Options:
         _check_int(given, "prefetch", 0)
         _check_choice(given, "stash", ("device", "host"))
         _check_choice(given, "block_compiler", ("inductor", "eager"))
+        _check_choice(given, "precision", _PRECISIONS)
+        _check_choice(given, "gradient_wire", (None, *_PRECISIONS))
+        _check_choice(given, "update", ("at_step", "in_backward", "in_forward"))
+        _check_int(given, "accumulate", 1)
+        _check_optimizer(given)
         given["device"] = _device(given.get("device"))
         return cls(**given)
 
@@ -61,6 +84,33 @@ def _check_choice(given: dict, name: str, choices: tuple[str, ...]) -> None:
     value = given.get(name, choices[0])
     if value not in choices:
         raise OptionError(f"option {name!r} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _check_optimizer(given: dict) -> None:
+    optimizer, update = given.get("optimizer"), given.get("update", "at_step")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(f"option 'optimizer' must be a torch.optim.Optimizer that is already built, got {type(optimizer).__name__}")
+    if update != "at_step" and optimizer is None:
+        raise OptionError(f"option update={update!r} needs the option 'optimizer', the one of the training loop")
+    if update == "at_step" and given.get("accumulate", 1) != 1:
+        raise OptionError("option 'accumulate' is for update='in_backward' and 'in_forward'; at_step accumulates as PyTorch does")
+    if update == "in_backward" and given.get("precision") == "fp16":
+        raise OptionError(
+            "option precision='fp16' skips a step when a gradient overflows, which update='in_backward' cannot: its layers "
+            "are updated before the last gradient is there. Use update='in_forward'"
+        )
+    norm = given.get("max_grad_norm")
+    if norm is None:
+        return
+    if isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm > 0:
+        raise OptionError(f"option 'max_grad_norm' must be a number above 0, got {norm!r}")
+    if update == "in_backward":
+        raise OptionError(
+            "option 'max_grad_norm' needs the norm of all gradients before the first update, which update='in_backward' does "
+            "not wait for. Use update='in_forward'"
+        )
+    if update == "at_step":
+        raise OptionError("option 'max_grad_norm' is for update='in_forward'; at_step, call torch.nn.utils.clip_grad_norm_ as usual")
 
 
 def _device(value: Any) -> torch.device:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from . import dynamo
+from .host.server import ParameterServer
 from .lower import Lowering
 from .options import Options
 from .runtime.cpu import CpuDevice
@@ -28,6 +29,7 @@ class Session:
         self.options = options
         self.device = device or open_device(options.device)
         self.lowering = Lowering(self.device.torch_device, options.block_compiler)
+        self.server = ParameterServer(options, self.device)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: what it forgets is gone here as well
         self._step: list[weakref.ref[Runner]] = []
 

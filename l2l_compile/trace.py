@@ -159,7 +159,8 @@ def _run(block: Block, bindings: Bindings, device: torch.device, operands: Seque
     own = [o.clone() if i in block.mutated else o for i, o in enumerate(operands)]
     outputs = _interpret(block, bindings, device, own)
     results = outputs + [own[i] for i in block.mutated]
-    for result, spec in zip(results, block.outputs, strict=True):
+    for index, (result, spec) in enumerate(zip(results, block.outputs, strict=True)):
+        results[index] = result.to(spec.dtype)  # only where the precision of the border is not that of the model
         if tuple(result.shape) != spec.sizes(bindings):
             raise LoweringError(
                 f"{block.name} gives a value of shape {tuple(result.shape)} where {spec} was captured, at {dict(bindings)}: "

@@ -9,6 +9,7 @@ from .cut_segments import CutSegments
 from .differentiate import Differentiate
 from .find_blocks import FindBlocks
 from .place_stash import PlaceStash
+from .place_updates import PlaceUpdates
 from .prefetch import Prefetch
 from .release import Release
 from .stream import Stream
@@ -16,7 +17,7 @@ from .trace_batch import TraceBatch
 from .verify import verify
 
 SEGMENTATION: tuple[Pass, ...] = (FindBlocks(), CutSegments(), TraceBatch())
-STREAMING: tuple[Pass, ...] = (Differentiate(), Stream(), PlaceStash(), Prefetch(), Release())
+STREAMING: tuple[Pass, ...] = (Differentiate(), Stream(), PlaceStash(), Prefetch(), Release(), PlaceUpdates())
 PIPELINE: tuple[Pass, ...] = SEGMENTATION + STREAMING
 
 

@@ -12,7 +12,7 @@ from torch import fx
 from ..ir import nodes
 from .compilation import Compilation
 
-_NO_MEMORY = (nodes.forward, nodes.backward, nodes.offload, nodes.stash, nodes.push_gradients, nodes.write_back, nodes.release)
+_NO_MEMORY = (nodes.forward, nodes.backward, nodes.offload, nodes.stash, nodes.push_gradients, nodes.update, nodes.write_back, nodes.release)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@
     alive             nothing is read after it was released
     released_once     every slab and every value of the device is released exactly once, or stashed
     pushed_once       every segment that makes weight gradients pushes them exactly once
+    updated           in_forward, every segment with parameters to train is updated once before its fetch; in_backward,
+                      every push is followed by one update that reads it; at_step, nothing is updated
     stash             backward takes exactly what forward kept, where forward left it
 """
 from __future__ import annotations
@@ -52,6 +54,8 @@ def verify_graph(graph: fx.Graph, compilation: Compilation, facts: frozenset[str
         _alive(graph)
         _released_once(graph)
     _pushed_once(graph, compilation)
+    if "updates_placed" in facts:
+        _updated(graph, compilation)
 
 
 def _known_node(node: fx.Node, compilation: Compilation) -> None:
@@ -59,7 +63,7 @@ def _known_node(node: fx.Node, compilation: Compilation) -> None:
         return
     if node.op != "call_function" or node.target not in nodes.VOCABULARY:
         raise VerifyError("known_node", node.name, f"is no node of the vocabulary ({node.target})")
-    if node.target in (nodes.fetch_weights, nodes.forward, nodes.backward, nodes.push_gradients):
+    if node.target in (nodes.fetch_weights, nodes.forward, nodes.backward, nodes.push_gradients, nodes.update):
         if not 0 <= node.args[0] < len(compilation.segments):
             raise VerifyError("known_node", node.name, f"names segment {node.args[0]}, which does not exist")
 
@@ -144,6 +148,26 @@ def _pushed_once(graph: fx.Graph, compilation: Compilation) -> None:
                 raise VerifyError("pushed_once", user.name, "holds gradients of weights that want none")
     if pushed:
         raise VerifyError("pushed_once", "push_gradients", f"pushes gradients that no backward made: {sorted(pushed)}")
+
+
+def _updated(graph: fx.Graph, compilation: Compilation) -> None:
+    updates = graph.find_nodes(op="call_function", target=nodes.update)
+    fits = {"in_forward": graph is compilation.forward, "in_backward": graph is compilation.backward}
+    for node in updates:
+        if not fits.get(compilation.options.update, False):
+            raise VerifyError("updated", node.name, f"has no place in this graph with update={compilation.options.update!r}")
+        after = nodes.fetch_weights if graph is compilation.forward else None
+        partners = [u for u in node.users if u.target is after] if after else [a for a in node.args[1:] if a.target is nodes.push_gradients]
+        if not partners or any(p.args[0] != node.args[0] for p in partners):
+            raise VerifyError("updated", node.name, "does not stand between the gradients and the next fetch of its segment")
+    counted = Counter(n.args[0] for n in updates)
+    for node in graph.nodes:
+        if fits["in_forward"] and compilation.options.update == "in_forward" and node.target is nodes.fetch_weights:
+            wanted = any(spec.differentiable for spec in compilation.segments[node.args[0]].block.weights)
+        else:
+            wanted = fits["in_backward"] and compilation.options.update == "in_backward" and node.target is nodes.push_gradients
+        if wanted and counted[node.args[0]] != 1:
+            raise VerifyError("updated", node.name, f"of '{compilation.segments[node.args[0]].name}' goes with {counted[node.args[0]]} updates")
 
 
 def _stash(compilation: Compilation) -> None:

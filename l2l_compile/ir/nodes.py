@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-COMPUTE, H2D, D2H, NONE = "compute", "h2d", "d2h", "none"
+COMPUTE, H2D, D2H, HOST, NONE = "compute", "h2d", "d2h", "host", "none"
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,11 @@ def merge(x):
 
 
 @_operation(H2D)
-def fetch_weights(segment):
-    """Copy a segment's parameters and buffers into a weight slab of the device; asynchronous."""
+def fetch_weights(segment, after=None):
+    """Copy a segment's parameters and buffers into a weight slab of the device; asynchronous.
+
+    `after` is the update of the segment, where it stands in the same graph.
+    """
     _not_run("fetch_weights")
 
 
@@ -98,6 +101,16 @@ def accumulate(a, b):
 def push_gradients(segment, gradients):
     """Copy a segment's weight gradients to the host, where gradients of shared weights add up; asynchronous."""
     _not_run("push_gradients")
+
+
+@_operation(HOST)
+def update(segment, after=None):
+    """Update the parameters of a segment whose gradients are complete; asynchronous.
+
+    In backward, `after` is the push of the segment's gradients; in forward there is none, and the fetch of the segment
+    reads the update.
+    """
+    _not_run("update")
 
 
 @_operation(D2H)

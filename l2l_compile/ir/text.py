@@ -48,7 +48,7 @@ def _call(node: fx.Node, segments: tuple[Segment, ...]) -> str:
     shown = [repr(segments[arguments.pop(0)].name)] if node.target in _WITH_SEGMENT else []
     shown += [_argument(a) for a in arguments]
     text = f"{node.target.__name__}({', '.join(shown)})"
-    silent = node.target in (nodes.release, nodes.push_gradients, nodes.write_back)
+    silent = node.target in (nodes.release, nodes.push_gradients, nodes.update, nodes.write_back) and not node.users
     return text if silent else f"%{node.name} = {text}"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..host.wire import Wire
 from .device import LANES, Device, Lane
 from .ledger import Ledger
 
@@ -40,8 +41,8 @@ class CpuDevice(Device):
         if count == 0:
             self.ledger.clear()
 
-    def load_weights(self, slab: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [w.detach().contiguous() for w in weights]
+    def load_weights(self, slab: int, wire: Wire | None, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [*(wire.views if wire is not None else ()), *(w.detach().contiguous() for w in weights)]
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().contiguous()

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .device import Device, Lane
-
-_ALIGNMENT = 256  # bytes; what the caching allocator gives, and enough for vectorised kernels
+from ..host.wire import Wire
+from .device import Device, Lane, aligned
 
 
 class _Stream(Lane):
@@ -52,21 +51,22 @@ class CudaDevice(Device):
         self._staging = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
         self._copied = [None] * count
 
-    def load_weights(self, slab: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def load_weights(self, slab: int, wire: Wire | None, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self._copied[slab] is not None:
             self._copied[slab].synchronize()  # the last copy out of this staging buffer
-        staging, target, offset, spans = self._staging[slab], self._slabs[slab], 0, []
+        staging, target, start = self._staging[slab], self._slabs[slab], 0
+        if wire is not None:
+            start = wire.buffer.numel()
+            target[:start].copy_(wire.buffer, non_blocking=True)
+        loaded, offset = wire.in_slab(target) if wire is not None else [], start
         for weight in weights:
             size = weight.numel() * weight.element_size()
             staging[offset : offset + size].view(weight.dtype).view(weight.shape).copy_(weight.detach())
-            spans.append((offset, offset + size))
+            loaded.append(target[offset : offset + size].view(weight.dtype).view(weight.shape))
             offset += aligned(size)
-        target[:offset].copy_(staging[:offset], non_blocking=True)
+        target[start:offset].copy_(staging[start:offset], non_blocking=True)
         self._copied[slab] = self.lanes["h2d"].record()
-        return [
-            target[start:end].view(weight.dtype).view(weight.shape)
-            for weight, (start, end) in zip(weights, spans, strict=True)
-        ]
+        return loaded
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         compute, h2d = self.lanes["compute"].stream, self.lanes["h2d"].stream
@@ -79,13 +79,12 @@ class CudaDevice(Device):
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
+    def wait_on_host(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
     def start_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
 
-
-def aligned(size: int) -> int:
-    """A size in bytes rounded up to the alignment of weights within a slab."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

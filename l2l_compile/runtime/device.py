@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from ..host.wire import Wire
+
 LANES = ("compute", "h2d", "d2h")
+_ALIGNMENT = 256  # bytes; what the caching allocator of CUDA gives, and enough for vectorised kernels
+
+
+def aligned(size: int) -> int:
+    """A size in bytes rounded up to the alignment of weights within a slab."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class Lane(ABC):
@@ -46,8 +55,11 @@ class Device(ABC):
         """Have `count` weight slabs of `size` bytes; called before every step, and does nothing if they are there."""
 
     @abstractmethod
-    def load_weights(self, slab: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy host tensors into a slab (h2d lane); the contiguous device tensors, which may alias the host's."""
+    def load_weights(self, slab: int, wire: Wire | None, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy a wire and further host tensors into a slab (h2d lane).
+
+        Returns contiguous device tensors, first the wire's, then the others; they may alias the host's.
+        """
 
     @abstractmethod
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -62,6 +74,10 @@ class Device(ABC):
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         """These tensors have just been made by a program value."""
+
+    def wait_on_host(self, event: Any) -> None:
+        """Block the calling thread until an event of a lane (not None) has happened."""
+        event.wait()
 
     @abstractmethod
     def start_peak(self) -> None:

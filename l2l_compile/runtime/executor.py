@@ -85,12 +85,16 @@ class Executor:
         box = Box()
         box.slab = slab
         weights = [self.step.arguments[w.index] if w.index >= 0 else self.step.constants[w.name] for w in segment.weights]
-        self.step.stats.fetched_bytes += sum(w.numel() * w.element_size() for w in weights)
         if self.slab_free[slab] is not None:
             self.device.lanes["h2d"].wait(self.slab_free[slab])
 
         def work() -> None:
-            box.tensors = self.device.load_weights(slab, weights)
+            wire, loose = self.step.server.load(segment, weights)
+            loaded = self.device.load_weights(slab, wire, loose)
+            self.step.stats.fetched_bytes += _bytes(loaded)
+            sent, others = iter(loaded[: len(loaded) - len(loose)]), iter(loaded[len(loaded) - len(loose) :])
+            on_wire = [wire is not None and w.kind == "parameter" for w in segment.weights]
+            box.tensors = [next(sent if is_sent else others) for is_sent in on_wire]
             self.device.adopt(box.tensors)
 
         self.submit("h2d", (), (box,), work)
@@ -184,17 +188,22 @@ class Executor:
 
     def _push_gradients(self, node: fx.Node, env: dict) -> Box:
         segment, bundle = self.segments[node.args[0]], env[node.args[1]]
-        if bundle.absent:
-            return Box(absent=True)
+        box = Box(absent=bundle.absent)
+        if box.absent:
+            self.step.server.collect(self.step, segment, box)
+            return box
 
         def work() -> None:
-            for weight, gradient in zip(segment.weights, bundle.tensors, strict=True):
-                if gradient is not None:
-                    host = self.device.download(gradient)
-                    self.step.stats.pushed_bytes += host.numel() * host.element_size()
-                    self.step.gradients.setdefault(weight.index, []).append(host)
+            box.tensors = [g if g is None else self.device.download(g) for g in bundle.tensors]
+            self.step.stats.pushed_bytes += _bytes([t for t in box.tensors if t is not None])
 
-        self.submit("d2h", (bundle,), (), work)
+        self.submit("d2h", (bundle,), (box,), work)
+        self.step.pushed.append((segment, box))
+        self.step.server.collect(self.step, segment, box)
+        return box
+
+    def _update(self, node: fx.Node, env: dict) -> Box:
+        self.step.server.update(self.step, self.segments[node.args[0]])
         return Box(absent=True)
 
     def _write_back(self, node: fx.Node, env: dict) -> Box:
@@ -242,6 +251,7 @@ _HANDLERS = {
     operator.getitem: Executor._getitem,
     nodes.accumulate: Executor._accumulate,
     nodes.push_gradients: Executor._push_gradients,
+    nodes.update: Executor._update,
     nodes.write_back: Executor._write_back,
     nodes.release: Executor._release,
 }

@@ -1,7 +1,6 @@
 """Run a compiled program as PyTorch calls it: arguments in, outputs out, gradients through autograd."""
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,12 +11,12 @@ from torch import fx
 from ..capture import Captured
 from ..dynamo import graph_is_kept
 from ..errors import DeviceError, L2LError
+from ..host.server import ParameterServer
 from ..ir.program import Program
 from ..ir.values import dim_of, evaluate
 from ..lower import Lowering
 from ..options import Options
-from .cuda import aligned
-from .device import Device
+from .device import Device, aligned
 from .executor import Box, Executor
 from .segment_run import Stats, Step
 
@@ -58,11 +57,11 @@ class Runner:
     """
 
     def __init__(
-        self, program: Program, options: Options, device: Device, lowering: Lowering, *,
+        self, program: Program, options: Options, device: Device, lowering: Lowering, server: ParameterServer, *,
         given: tuple[bool, ...], differentiable: tuple[bool, ...],
         rebuild: Callable[[tuple[bool, ...]], fx.GraphModule], started: Callable[[Runner], None],
     ):
-        self.program, self.options, self.device, self.lowering = program, options, device, lowering
+        self.program, self.options, self.device, self.lowering, self.server = program, options, device, lowering, server
         self.captured: Captured = program.captured
         self.stats = Stats()
         self._backwards = {given: program.backward}
@@ -83,7 +82,7 @@ class Runner:
         if any(self.differentiable) and torch.is_grad_enabled():
             made = _Streamed.apply(self, *arguments)
         else:
-            made, _, _ = self.forward(arguments)
+            made, _, _ = self.forward(arguments, to_train=False)
         return [
             self._plain(node, arguments) if source is None else made[source]
             for node, source in zip(self.captured.outputs, self._source, strict=True)
@@ -107,8 +106,11 @@ class Runner:
             if isinstance(argument, torch.Tensor) and argument.device.type != "cpu":
                 raise DeviceError(f"input '{i.name}' is on {argument.device}; leave the model and its inputs on the host")
 
-    def forward(self, arguments: Sequence) -> tuple[list[torch.Tensor], Step, Stashes]:
-        """Run the forward graph: the outputs that it makes, on the host, and what backward needs."""
+    def forward(self, arguments: Sequence, to_train: bool) -> tuple[list[torch.Tensor], Step, Stashes]:
+        """Run the forward graph: the outputs that it makes, on the host, and what backward needs.
+
+        `to_train` says whether a backward may follow.
+        """
         start = time.perf_counter()
         self._started(self)
         self.stats = Stats()
@@ -119,8 +121,9 @@ class Runner:
             held[index] = arguments[index].detach().clone()
         step = Step(
             held, captured.constants, captured.bindings(arguments), captured.batch, self.options.micro_batches,
-            self.lowering, self.stats,
+            self.lowering, self.stats, self.server,
         )
+        self.server.begin_forward(step, [a for a, i in zip(arguments, captured.inputs, strict=True) if i.kind == "parameter"], to_train)
         self.program.bindings = step.bindings
         inputs = [Box([held[i.index]]) for i in captured.inputs if not i.is_weight and i.node in captured.specs]
         outputs, kept, _ = self._run(self.program.forward.graph, step, inputs)
@@ -144,12 +147,16 @@ class Runner:
         for position, gradient in zip(self._made, gradients, strict=True):
             given[position] = gradient is not None
         module = self._backward_for(tuple(given))
-        step.gradients = {}
+        step.pushed = []
+        scale = self.server.begin_backward(step, module.graph, self.program.segments)
+        gradients = [g if g is None else g * scale for g in gradients] if scale != 1.0 else gradients
         returned = self._run(module.graph, step, [*stashes, *(Box([g]) for g in gradients if g is not None)])
+        self.server.end_backward(step)
         values = [i.index for i in self.captured.inputs if i.kind == "value"]
         found = {i: box.tensors[0] for i, box in zip(values, returned, strict=True) if box is not None and not box.absent}
-        for index, parts in step.gradients.items():
-            found[index] = functools.reduce(torch.add, parts)
+        if scale != 1.0:
+            found = {i: g / scale for i, g in found.items()}
+        found |= self.server.gradients(step, scale)
         self.stats.backward_seconds += time.perf_counter() - start
         self.stats.peak_device_bytes = max(self.stats.peak_device_bytes, self.device.peak_bytes())
         return found
@@ -170,6 +177,7 @@ class Runner:
             return result
         except BaseException:
             self.device.recover()
+            self.server.recover()
             raise
 
 
@@ -178,7 +186,7 @@ class _Streamed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, runner: Runner, *arguments):
-        outputs, step, stashes = runner.forward(arguments)
+        outputs, step, stashes = runner.forward(arguments, to_train=True)
         ctx.runner, ctx.step, ctx.stashes = runner, step, stashes
         ctx.set_materialize_grads(False)
         tensors = [a for i, a in enumerate(arguments) if isinstance(a, torch.Tensor) and i not in step.writes]

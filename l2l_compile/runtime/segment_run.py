@@ -14,6 +14,8 @@ from ..lower import Lowered, Lowering
 from .device import Device
 
 if TYPE_CHECKING:
+    from ..host.server import ParameterServer
+    from ..host.updates import Use
     from .executor import Box
 
 _PRIME = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads consecutive numbers over all seeds
@@ -67,7 +69,10 @@ class Step:
     micro_batches: int
     lowering: Lowering
     stats: Stats
-    gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    server: ParameterServer
+    gradient_wire: torch.dtype | None = None
+    use: Use | None = None
+    pushed: list[tuple[Segment, Box]] = field(default_factory=list)
     writes: dict[int, torch.Tensor] = field(default_factory=dict)
     seed: int | None = None
 
@@ -137,7 +142,7 @@ def run_backward(
             made = iter(_call(segment, "backward", turn, run, arguments, seeds, device))
             for index, spec in enumerate(block.operands):
                 if present[index]:
-                    totals[index] = _collect(totals[index], next(made), _split(block, spec))
+                    totals[index] = _collect(totals[index], next(made), _split(block, spec), len(lowered) > 1)
         if whole is not None:
             read = [(b, s) for b, s in zip(operands, block.values, strict=True)] + arriving
             arguments = [*weights.tensors, *(_join(b, s) for b, s in read)]
@@ -145,13 +150,15 @@ def run_backward(
             for index, gradient in ((i, next(made)) for i, exists in enumerate(present) if exists):
                 if index in block.summed_whole:
                     totals[index] = gradient
-        for result, total in zip(results, totals[count:], strict=False):
+        for result, total, spec in zip(results, totals[count:], block.values, strict=False):
             if not result.absent:
+                total = total.to(spec.dtype) if isinstance(total, torch.Tensor) else total
                 result.tensors = total if isinstance(total, list) else [total]
                 device.adopt(result.tensors)
         if not results[-1].absent:
-            results[-1].tensors = totals[:count]
-            device.adopt([t for t in totals[:count] if t is not None])
+            bundle = [_for_the_link(step, spec, t) for spec, t in zip(block.weights, totals, strict=False)]
+            results[-1].tensors = bundle
+            device.adopt([t for t in bundle if t is not None])
 
     return work
 
@@ -176,10 +183,18 @@ def _gradient(box: Box, turn: int, split: bool) -> torch.Tensor:
     return torch.zeros_like(box.tensors[0])
 
 
-def _collect(total, gradient: torch.Tensor, split: bool):
+def _collect(total, gradient: torch.Tensor, split: bool, several: bool):
     if split:
         return [*(total or ()), gradient]
-    return gradient if total is None else total.add_(gradient)
+    if total is None:  # gradients of 16 bits are summed in 32
+        return gradient.float() if several and gradient.dtype in (torch.bfloat16, torch.float16) else gradient
+    return total.add_(gradient)
+
+
+def _for_the_link(step: Step, spec: TensorSpec, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient of a weight in the precision in which it crosses the link; vectors stay as the weight is."""
+    wanted = step.gradient_wire if step.gradient_wire is not None and len(spec.shape) >= 2 else spec.dtype
+    return gradient.to(wanted) if gradient is not None and gradient.dtype.itemsize <= 4 else gradient
 
 
 def _lower(segment: Segment, which: str, lower, *arguments) -> Lowered:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .cuda import aligned
-from .device import LANES, Device, Lane
+from ..host.wire import Wire
+from .device import LANES, Device, Lane, aligned
 from .ledger import Ledger
 
 
@@ -72,8 +72,12 @@ class ThreadedDevice(Device):
         if len(self._slabs) != count or (count and self._slabs[0].numel() < size):
             self._slabs = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
 
-    def load_weights(self, slab: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def load_weights(self, slab: int, wire: Wire | None, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         loaded, offset = [], 0
+        if wire is not None:
+            offset = wire.buffer.numel()
+            self._slabs[slab][:offset].copy_(wire.buffer)
+            loaded = wire.in_slab(self._slabs[slab])
         for weight in weights:
             size = weight.numel() * weight.element_size()
             part = self._slabs[slab][offset : offset + size].view(weight.dtype).view(weight.shape)

@@ -1,0 +1,151 @@
+"""The eager param-server (EPS; L2L, section 2.1): what the executor asks the host for, and hands to it."""
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from ..errors import L2LError
+from ..ir import nodes
+from ..options import Options
+from ..precision import DTYPES
+from ..runtime.device import Device
+from .scaled_step import ScaledStep
+from .updates import Parameter, Updates
+from .wire import Wire
+from .worker import Ticket, Worker
+
+if TYPE_CHECKING:
+    from ..ir.program import Segment
+    from ..runtime.executor import Box
+    from ..runtime.segment_run import Step
+
+
+class ParameterServer:
+    """Master weights on the host, the wire that leaves it, and the gradients that come back. One per compiled model.
+
+    With `update="at_step"`, gradients go to `p.grad`; else they end here, and parameters change behind the device.
+    """
+
+    def __init__(self, options: Options, device: Device):
+        self.options, self.device = options, device
+        self._wires: dict[tuple[int, ...], Wire] = {}
+        self._stale: set[Wire] = set()
+        self._in_flight: deque[Ticket] = deque()
+        self.updates: Updates | None = None
+        self._scaled: ScaledStep | None = None
+        if options.update != "at_step":
+            self.updates = Updates(options, Worker(_worker_threads(device)))
+        elif options.precision == "fp16" and options.optimizer is not None:
+            self._scaled = ScaledStep(options.optimizer)
+
+    # ---- forward -----------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, step: Step, parameters: Sequence[Parameter], to_train: bool) -> None:
+        """A forward begins: updates of the step before are over or will be waited for, and the wire is copied anew."""
+        step.gradient_wire = DTYPES[self.options.gradient_wire] if self.options.gradient_wire else None
+        self._stale = set(self._wires.values())
+        if to_train and self.options.precision == "fp16" and self.options.optimizer is None:
+            raise L2LError(
+                "precision='fp16' scales the loss and skips the step when a gradient overflows: it needs the option "
+                "'optimizer', the one of the training loop"
+            )
+        if self.updates is None:
+            return
+        if self.options.update == "in_backward":
+            self.updates.synchronize()
+        if to_train:
+            step.use = self.updates.use(parameters)
+
+    def load(self, segment: Segment, weights: Sequence[torch.Tensor]) -> tuple[Wire | None, list[torch.Tensor]]:
+        """The wire of a segment's parameters, up to date, and its other weights as they are (h2d lane)."""
+        mine = [(w, spec) for w, spec, i in zip(weights, segment.block.weights, segment.weights, strict=True) if i.kind == "parameter"]
+        if self.updates is not None:
+            self.updates.wait(p for p, _ in mine)
+        if self.options.precision == "fp32" or not mine:
+            return None, list(weights)
+        key = tuple(id(p) for p, _ in mine)
+        wire = self._wires.get(key)
+        if wire is None:
+            pin = self.device.torch_device.type == "cuda"
+            wire = self._wires[key] = Wire([p for p, _ in mine], [spec.dtype for _, spec in mine], pin)
+            self._stale.add(wire)
+        if wire in self._stale:
+            self._stale.discard(wire)
+            wire.refresh()
+        return wire, [w for w, i in zip(weights, segment.weights, strict=True) if i.kind != "parameter"]
+
+    # ---- backward ----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, step: Step, graph: fx.Graph, segments: Sequence[Segment]) -> float:
+        """A backward begins; the factor by which the gradients of its outputs are to be multiplied."""
+        if step.use is not None:
+            pushes = graph.find_nodes(op="call_function", target=nodes.push_gradients)
+            self.updates.begin_backward(step.use, Counter(p for n in pushes for p in _managed(step, segments[n.args[0]])))
+        scale = self._scaled.scale if self._scaled is not None else self.updates.scale if self.updates is not None else None
+        return scale.value if scale is not None else 1.0
+
+    def collect(self, step: Step, segment: Segment, box: Box) -> None:
+        """Gradients of a segment are on their way to the host until the event of the box, or there are none."""
+        if step.use is None:
+            return
+
+        def work() -> None:
+            if box.event is not None:
+                self.device.wait_on_host(box.event)
+            managed = step.use.parameters
+            parameters = [step.arguments[w.index] if w.index >= 0 else None for w in segment.weights]
+            gradients = dict(zip(parameters, box.tensors or (), strict=False))
+            self.updates.collect(step.use, [(p, gradients.get(p)) for p in _managed(step, segment)])
+            box.tensors = [None if p in managed else gradients.get(p) for p in parameters]
+
+        self._submit(work)
+
+    def update(self, step: Step, segment: Segment) -> None:
+        """The segment has pushed its gradients: what is complete may be updated."""
+        if step.use is not None and self.options.update == "in_backward":
+            self._submit(lambda: self.updates.update(step.use, _managed(step, segment)))
+
+    def end_backward(self, step: Step) -> None:
+        """All gradients of a backward are on the host."""
+        if step.use is not None:
+            self.updates.worker.submit(lambda: self.updates.end_backward(step.use))
+
+    def gradients(self, step: Step, scale: float) -> dict[int, torch.Tensor]:
+        """The gradients that are for `p.grad`, by the index of the parameter among the arguments."""
+        found: dict[int, torch.Tensor] = {}
+        managed = step.use.parameters if step.use is not None else ()
+        for segment, box in step.pushed:
+            for weight, gradient in zip(segment.weights, box.tensors, strict=True):
+                if gradient is not None and step.arguments[weight.index] not in managed:
+                    gradient = gradient.to(step.arguments[weight.index].dtype)
+                    gradient = gradient / scale if scale != 1.0 else gradient
+                    found[weight.index] = found[weight.index] + gradient if weight.index in found else gradient
+        return found
+
+    def recover(self) -> None:
+        """After a failure in a step: its gradients are dropped."""
+        if self.updates is not None:
+            self.updates.recover()
+
+    def _submit(self, work) -> None:
+        """Queue work for the host lane; wait while more than a few segments' gradients are queued there."""
+        self._in_flight.append(self.updates.worker.submit(work))
+        while len(self._in_flight) > 2 * (self.options.prefetch + 2):
+            self._in_flight.popleft().wait()
+
+
+def _managed(step: Step, segment: Segment) -> list[Parameter]:
+    weights = zip(segment.weights, segment.block.weights, strict=True)
+    found = [step.arguments[w.index] for w, spec in weights if w.index >= 0 and spec.differentiable]
+    return [p for p in found if p in step.use.parameters]
+
+
+def _worker_threads(device: Device) -> int:
+    """Intra-op threads of the host lane: half of the cores where the device is the host itself, all but one else."""
+    cores = os.cpu_count() or 1
+    return max(1, cores // 2 if device.torch_device.type == "cpu" else cores - 1)

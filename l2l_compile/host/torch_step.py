@@ -1,0 +1,104 @@
+"""An optimizer's own step, on some of its parameters."""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import L2LError
+
+Hyperparameters = list[dict[str, Any]]
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
+    """What each param_group holds besides its parameters, as it is now (tensors are copied)."""
+    return [
+        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def step_on(
+    optimizer: torch.optim.Optimizer, groups: Hyperparameters, gradients: Mapping[torch.nn.Parameter, torch.Tensor]
+) -> Hyperparameters:
+    """Run the class's own `step` on the parameters in `gradients` alone, with the hyperparameters in `groups`.
+
+    Parameters and `optimizer.state` change as in the optimizer's own step; `param_groups`, hooks and `p.grad` do not.
+    Returns the hyperparameters after the step: some optimizers count steps there.
+    """
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    shadow.state = defaultdict(dict)
+    shadow.param_groups = []
+    stand_ins = []
+    for group, current in zip(optimizer.param_groups, groups, strict=True):
+        chosen = [p for p in group["params"] if p in gradients]
+        shadow.param_groups.append({**current, "params": [_stand_in(p, gradients[p]) for p in chosen]})
+        stand_ins += zip(chosen, shadow.param_groups[-1]["params"], strict=True)
+    for parameter, stand_in in stand_ins:
+        if parameter in optimizer.state:
+            shadow.state[stand_in] = optimizer.state[parameter]
+    step = type(optimizer).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # hooks are for the whole step, not for a layer's
+    step(shadow)
+    for parameter, stand_in in stand_ins:
+        if stand_in in shadow.state:
+            optimizer.state[parameter] = shadow.state[stand_in]
+    return [{k: v for k, v in group.items() if k != "params"} for group in shadow.param_groups]
+
+
+def _stand_in(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    stand_in = parameter.detach().requires_grad_()
+    stand_in.__dict__.update(parameter.__dict__)
+    stand_in.grad = gradient
+    return stand_in
+
+
+def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `L2LError` if an optimizer's step on all parameters is not that on some, then on the others.
+
+    Tried on small tensors with the optimizer's class and hyperparameters: three steps, with gradients of other sizes.
+    """
+    joint, apart = _trial(optimizer, together=True), _trial(optimizer, together=False)
+    same = all(torch.equal(a, b) for a, b in zip(joint, apart, strict=True))
+    if not same:
+        raise L2LError(
+            f"{type(optimizer).__name__} does not update parameters independently of each other (a norm over all of them, "
+            "or a count of its own), so it cannot update layer by layer: use update='at_step'"
+        )
+
+
+def _trial(optimizer: torch.optim.Optimizer, together: bool) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(3, 4, generator=generator)) for _ in range(2)]
+    trial = object.__new__(type(optimizer))
+    trial.__dict__.update(optimizer.__dict__)
+    groups = [dict(g) for g in hyperparameters(optimizer)[:1]]
+    trial.param_groups = [{**groups[0], "params": parameters}]
+    trial.state = defaultdict(dict)
+    for p in parameters:
+        if state := _state_like(optimizer, p):
+            trial.state[p] = state
+    for _ in range(3):
+        gradients = {p: torch.randn(3, 4, generator=generator) * size for p, size in zip(parameters, (10.0, 0.1), strict=True)}
+        if together:
+            groups = step_on(trial, groups, gradients)
+        else:
+            groups = [step_on(trial, groups, {p: g}) for p, g in gradients.items()][-1]
+    return [p.detach() for p in parameters]
+
+
+def _state_like(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """State for a small parameter, with values of a real one's: Adagrad and others make theirs when they are built."""
+    for owner, state in optimizer.state.items():
+        made = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                if value.shape != owner.shape:
+                    return {}  # made in the step, or the step will say what it lacks
+                value = torch.full_like(parameter, value.flatten()[0].item(), dtype=value.dtype)
+            made[name] = value.clone() if isinstance(value, torch.Tensor) else value
+        return made
+    return {}

@@ -1,0 +1,54 @@
+"""Cross mixed precision (CMP; L2L, section 2.3): fp32 on the host, 16 bits on the link and on the device.
+
+Before the passes see a captured graph, its specs are narrowed:
+
+    parameters of two or more dimensions    cross the link in 16 bits; one-dimensional ones stay in fp32, they cost
+                                            nothing and carry the error
+    activations between segments            16 bits: what is computed from parameters and has the rows of the batch
+    everything else                         as it is: masks, rotary tables, scalars, outputs of the model
+
+Every block then runs under `torch.autocast` of that dtype, which settles what is computed in which width within it.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from .capture import Captured
+from .errors import L2LError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def narrow(captured: Captured, precision: str) -> None:
+    """Narrow the specs of a captured graph to `precision` ("bf16" or "fp16"), and autocast its blocks.
+
+    Raises `L2LError` for a model under an autocast of its own, or with parameters in float64.
+    """
+    option = f"the option precision={precision!r}"
+    if captured.autocast is not None:
+        raise L2LError(f"torch.autocast is on around the compiled model, and {option} does its work: leave one of them out")
+    parameters = [i for i in captured.inputs if i.kind == "parameter"]
+    wide = [i.name for i in parameters if captured.specs[i.node].dtype is torch.float64]
+    if wide:
+        raise L2LError(f"parameter '{wide[0]}' is float64, but {option} keeps float32 on the host: convert the model with .float()")
+    captured.autocast = DTYPES[precision]
+    crossing = {i.node for i in parameters if len(captured.specs[i.node].shape) >= 2}
+    crossing |= _activations(captured)
+    for node in crossing:
+        spec = captured.specs[node]
+        if spec.dtype is torch.float32:
+            captured.specs[node] = replace(spec, dtype=captured.autocast)
+
+
+def _activations(captured: Captured) -> set:
+    """Batched values that are computed from parameters, without the outputs of the model."""
+    computed = {i.node for i in captured.inputs if i.kind == "parameter"}
+    found = set()
+    for node in captured.graph.nodes:
+        if node.op.startswith("call_") and any(a in computed for a in node.all_input_nodes):
+            computed.add(node)
+            if node in captured.specs and captured.specs[node].batch is not None:
+                found.add(node)
+    return found - set(captured.outputs)
