@@ -135,6 +135,9 @@ def main() -> None:
 
     first, last = train(model, compiled, text, args)
     print(f"loss of the first step {first:.3f}, of the last ten {last:.3f}")
+    resident = sum(2 * p.numel() * p.element_size() for p in model.parameters())  # without activations and optimizer
+    peak = l2l_compile.stats(compiled).peak_device_bytes
+    print(f"peak device memory {peak / 2**20:.1f} MiB; weights and gradients alone are {resident / 2**20:.1f} MiB")
 
     model.eval()
     print(f"held-out loss {held_out_loss(compiled, held_out, args):.3f} (knowing nothing: {math.log(VOCABULARY):.3f})")

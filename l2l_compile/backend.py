@@ -21,7 +21,7 @@ from .precision import narrow
 from .propagation import remember_propagation
 from .runtime.runner import Runner
 from .runtime.segment_run import block_bindings
-from .session import Session, session_for, streams_layers
+from .session import Session, frame_skipped, session_for, streams_layers
 
 
 def l2l(
@@ -84,4 +84,5 @@ def _rebuild_backward(compilation: Compilation, given: tuple[bool, ...]) -> fx.G
 
 l2l.streams_layers = True
 dynamo.mark_batches(streams_layers)
+dynamo.watch_skips(streams_layers, frame_skipped)
 remember_propagation(streams_layers)

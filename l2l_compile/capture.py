@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from . import dynamo
 from .errors import DeviceError, L2LError
@@ -76,6 +77,7 @@ class Captured:
 def capture(gm: fx.GraphModule) -> Captured:
     """Describe Dynamo's graph module. Raises `DeviceError` when a tensor is not on the host."""
     inline_subgraphs(gm)
+    _refuse_data_dependence(gm.graph)
     _specialize_floats(gm.graph)
     _drop_dead(gm.graph)
     _check_on_host(gm)
@@ -103,6 +105,18 @@ def _autocast() -> torch.dtype | None:
             "torch.autocast('cpu'), which holds for the device that the layers run on"
         )
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+def _refuse_data_dependence(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Tensor)) and free_unbacked_symbols(value):
+            where = (node.meta.get("stack_trace") or "").strip().split("\n")
+            raise L2LError(
+                f"'{node.name}' makes a number or a size from the values of a tensor, which backend 'l2l' cannot stream: "
+                "keep it a tensor, or compile without fullgraph=True and capture_scalar_outputs, which breaks the graph there"
+                + "".join(f"\n  {line.strip()}" for line in where[-2:])
+            )
 
 
 def _specialize_floats(graph: fx.Graph) -> None:
@@ -161,7 +175,7 @@ def _functional_weight(found: Input, batch: sympy.Symbol | None) -> Input:
 def _readable(source: str) -> str:
     """`L['self']._modules['h']._modules['0']._parameters['w']` -> `h.0.w`; `L['kwargs']['labels']` -> `labels`."""
     name = re.sub(r"\._(modules|parameters|buffers)\['([^']*)'\]", r".\2", source)
-    name = re.sub(r"^L\['\w+'\]\.(?=.)", "", name)
+    name = re.sub(r"^L\['\w+'\]\.(__self__\.)?(?=.)", "", name)
     name = re.sub(r"\['?([^']*?)'?\]", r".\1", name)
     return re.sub(r"^L\.(kwargs\.|args\.)?", "", name) or source
 

@@ -12,12 +12,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
+import weakref
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo import convert_frame
+from torch._dynamo.eval_frame import innermost_backend, reset_code
+from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import counters
 from torch._dynamo.variables import builder
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
@@ -57,6 +64,57 @@ def mark_batches(is_ours: Callable[[Any], bool]) -> None:
     builder._automatic_dynamic = automatic_dynamic
 
 
+@dataclass(frozen=True)
+class SkippedFrame:
+    """A function that Dynamo gave up on: it runs uncompiled, on the host; what it calls may still be compiled."""
+
+    function: str
+    file: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line}): {self.reason}"
+
+
+def watch_skips(is_ours: Callable[[Any], bool], skipped: Callable[[Any, SkippedFrame], None]) -> None:
+    """From now on, `skipped` hears of every frame with a backend that `is_ours` which Dynamo leaves uncompiled."""
+    original = convert_frame.ConvertFrameAssert.__call__
+    if getattr(original, "_l2l", False):
+        return
+
+    @functools.wraps(original)
+    def convert(self, frame, *args, **kwargs):
+        if not is_ours(self._torchdynamo_orig_backend):
+            return original(self, frame, *args, **kwargs)
+        _seen.append(Counter(counters["unimplemented"]))
+        try:
+            return original(self, frame, *args, **kwargs)
+        except (Unsupported, UserError) as error:
+            if not (self._one_graph or self._box.error_on_graph_break):  # else the user gets the error itself
+                _skipped_codes.add(frame.f_code)
+                code, where = frame.f_code, getattr(error, "real_stack", None) or ()
+                line = next((s.lineno for s in where if s.filename == code.co_filename), code.co_firstlineno)
+                reason = SkippedFrame(code.co_qualname, code.co_filename, line, str(error).strip().split("\n")[0])
+                skipped(innermost_backend(self._torchdynamo_orig_backend), reason)
+            raise
+        finally:
+            _seen.pop()
+
+    convert._l2l = True
+    convert_frame.ConvertFrameAssert.__call__ = convert
+
+
+def retry_skipped() -> None:
+    """Have Dynamo look again at the frames that it has skipped: it remembers them, and says nothing the second time."""
+    for code in list(_skipped_codes):
+        reset_code(code)
+
+
+_skipped_codes: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
+_seen: list[Counter] = []  # the reasons that Dynamo had counted when it began a frame, for the frames it is in
+
+
 def current_owner() -> Any:
     """The backend object that `torch.compile` made for the call being compiled now; None outside of a compilation."""
     try:
@@ -68,6 +126,7 @@ def current_owner() -> Any:
 
 def owner_of(compiled: Any) -> Any:
     """The backend object behind a compiled module or function; None if `torch.compile` did not make it."""
+    compiled = compiled_in_place(compiled) or compiled
     if isinstance(compiled, torch._dynamo.OptimizedModule):
         return innermost_backend(compiled.dynamo_ctx.callback)
     function = getattr(compiled, "__func__", compiled)
@@ -77,13 +136,26 @@ def owner_of(compiled: Any) -> Any:
     return innermost_backend(context.callback) if context is not None else None
 
 
+def compiled_in_place(module: Any) -> Any:
+    """What runs in the place of a module after `module.compile(...)`; None for anything else."""
+    return getattr(module, "_compiled_call_impl", None) if isinstance(module, torch.nn.Module) else None
+
+
+def options_of(compiled: Any) -> Any:
+    """The `options=` of the `torch.compile` call behind a compiled module or function; None if there are none."""
+    return getattr(owner_of(compiled), "kwargs", {}).get("options")
+
+
 def graph_break(gm: torch.fx.GraphModule) -> str | None:
     """Why Dynamo ended this graph before the end of its function; None if it did not."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
+    text = str(reason.reason).strip().split("\n")[0]
+    if text == "step_unsupported" and _seen:  # Dynamo's word for "somewhere in this statement"
+        text = next(reversed(counters["unimplemented"] - _seen[-1]), text)
     where = f" at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}" if reason.user_stack else ""
-    return str(reason.reason).strip().split("\n")[0] + where
+    return text.strip().split("\n")[0] + where
 
 
 def source_name(placeholder: torch.fx.Node) -> str:

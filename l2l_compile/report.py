@@ -42,12 +42,15 @@ class Report:
 
     programs      one per captured graph; each with `.segments` and `.blocks`
     graph_breaks  why Dynamo cut the model into several graphs, one reason a cut
+    uncompiled    functions that Dynamo could not compile: they run on the host as they are, and so does all in them that
+                  is in no program
     whole_batch   the segments that do not run micro-batch by micro-batch
     outputs       the tensors that the model returns, the largest first
     """
 
     programs: tuple[Program, ...]
     graph_breaks: tuple[str, ...]
+    uncompiled: tuple[str, ...]
     whole_batch: tuple[WholeBatch, ...]
     outputs: tuple[Output, ...]
 
@@ -70,6 +73,8 @@ class Report:
         for number, program in enumerate(self.programs):
             lines += [*_program_lines(number, program), ""]
         lines += [f"graph breaks: {len(self.graph_breaks) or 'none'}", *(f"  {b}" for b in self.graph_breaks)]
+        if self.uncompiled:
+            lines += ["run uncompiled, on the host:", *(f"  {u}" for u in self.uncompiled)]
         total = sum(o.bytes for o in self.outputs)
         lines.append(f"outputs copied to the host in every step: {len(self.outputs)} tensors, {format_bytes(total)}")
         if len(self.outputs) > 8 or self.large_outputs:
@@ -98,16 +103,20 @@ def _program_lines(number: int, program: Program) -> list[str]:
 def explain(model: Callable, options: Mapping[str, Any] | None = None) -> Callable[..., Report]:
     """`explain(model, options)(*args, **kwargs)` reports what `torch.compile(model, backend="l2l")` would run.
 
-    `model` is a module or a function, compiled or not; the arguments are those of a training step, on the host.
+    `model` is a module or a function, compiled or not (then its own options hold, unless others are given); the arguments are those of a training step, on the host.
     Nothing is computed and nothing changes: the model is traced, outputs are zeros until the trace ends. After a
     graph break, the trace goes on with those zeros. Raises what compilation would raise.
     """
-    chosen = Options.build(options)
+    if not callable(model):
+        raise TypeError(f"explain takes a module or a function, got {type(model).__name__}")
+    chosen = Options.build(options if options is not None else dynamo.options_of(model))
     plain = getattr(model, "_orig_mod", model)
+    plain = plain._call_impl if dynamo.compiled_in_place(plain) is not None else plain
     plain = getattr(plain, "_torchdynamo_orig_callable", plain)
 
     def trace(*args: Any, **kwargs: Any) -> Report:
         explainer = _Explainer(chosen)
+        dynamo.retry_skipped()
         with torch.random.fork_rng([]):
             torch.compile(_fresh_caller(), backend=explainer)(plain, *args, **kwargs)
         return explainer.report()
@@ -137,6 +146,7 @@ class _Explainer:
     def __init__(self, options: Options):
         self.options = options
         self.programs: list[Program] = []
+        self.skipped: list[dynamo.SkippedFrame] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
         lowering = Lowering(self.options.device, self.options.block_compiler)
@@ -149,6 +159,7 @@ class _Explainer:
         return Report(
             programs,
             tuple(p.break_reason for p in programs if p.break_reason),
+            tuple(map(str, self.skipped)),
             tuple(WholeBatch(s.name, s.block.reason) for p in programs for s in p.whole_batch),
             tuple(sorted(_returned(programs[-1:]), key=lambda o: -o.bytes)),
         )

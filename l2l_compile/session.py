@@ -1,6 +1,7 @@
 """What belongs to one `torch.compile` call: its device, its lowered blocks, its programs, its last step."""
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -33,6 +34,10 @@ class Session:
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: what it forgets is gone here as well
         self._step: list[weakref.ref[Runner]] = []
 
+    def __reduce__(self) -> tuple:
+        """A copy of a compiled model has no session until it runs: threads and lowered code are not copied."""
+        return type(None), ()
+
     def add(self, runner: Runner) -> None:
         """One more program of this model."""
         self._runners.append(weakref.ref(runner))
@@ -63,8 +68,21 @@ def streams_layers(backend: Any) -> bool:
     return getattr(getattr(backend, "compiler_fn", backend), "streams_layers", False)
 
 
-def _alive(references: list[weakref.ref[Runner]]) -> list[Runner]:
-    return [runner for reference in references if (runner := reference()) is not None]
+def frame_skipped(backend: Any, frame: dynamo.SkippedFrame) -> None:
+    """Dynamo leaves a frame of ours uncompiled: the report of `explain` names it, and a compiled model warns once."""
+    explainer = getattr(backend, "compiler_fn", backend)
+    if hasattr(explainer, "skipped"):
+        explainer.skipped.append(frame)
+        return
+    warnings.warn(
+        f"backend 'l2l' does not run {frame.function}: Dynamo cannot compile it, so it runs uncompiled on the host "
+        f"({frame.reason}; {frame.file}:{frame.line}). fullgraph=True makes this an error",
+        stacklevel=2,
+    )
+
+
+def _alive(references: list[weakref.ref]) -> list:
+    return [thing for reference in references if (thing := reference()) is not None]
 
 
 _SESSION = "_l2l_session"
@@ -77,7 +95,11 @@ def session_for(owner: Any, options: Options) -> Session:
         session = Session(options)
         if owner is not None:
             setattr(owner, _SESSION, session)
+            _owners.append(weakref.ref(owner))
     return session
+
+
+_owners: list[weakref.ref] = []
 
 
 def session_of(compiled: Any) -> Session | None:
@@ -85,5 +107,9 @@ def session_of(compiled: Any) -> Session | None:
     owner = dynamo.owner_of(compiled)
     if owner is None or not streams_layers(owner):
         raise TypeError(f"expected a module or function from torch.compile(..., backend='l2l'), got {type(compiled).__name__}")
-    return getattr(owner, _SESSION, None)
+    session = getattr(owner, _SESSION, None)
+    if session is None:  # Dynamo runs what it has compiled for an equal call of torch.compile: same backend, same options
+        equal = [o for o in _alive(_owners) if o == owner]
+        session = getattr(equal[-1], _SESSION) if equal else None
+    return session
 

@@ -186,7 +186,8 @@ def _trace(block: Block, function, examples, which: str) -> fx.GraphModule:
     grad = torch.is_grad_enabled()
     try:
         # the Python dispatcher turns operators whose schema hides a write (native_batch_norm) into ones that show it
-        with FakeTensorMode(allow_non_fake_inputs=True), enable_python_dispatcher():
+        anomaly = torch.autograd.set_detect_anomaly(False)  # it would look at values, and there are none
+        with anomaly, FakeTensorMode(allow_non_fake_inputs=True), enable_python_dispatcher():
             module = make_fx(function)(*examples())
     except LoweringError:
         raise

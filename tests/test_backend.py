@@ -375,3 +375,8 @@ def test_no_grad_region_inside_of_a_layer():
             return super().forward(x) * (1 + scale)
 
     assert_parity(Stack([Stopped() for _ in range(3)]).double(), rows(6))
+
+
+def test_anomaly_detection_does_not_disturb_the_first_step():
+    with torch.autograd.set_detect_anomaly(True):
+        assert_parity(Stack().double(), rows(6))

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -156,3 +157,72 @@ def test_printed_outputs_of_any_kind_come_back():
     model = TwoHeads()
     found = compiled(model)(rows(6, dtype=torch.float32))
     assert found["count"] == 3 and found["best"].dtype is torch.long and not found["best"].requires_grad
+
+
+# ---- what does not run on the device is said --------------------------------------------------------------------------
+
+
+class BreaksInItsLoop(Stack):
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+            if x.sum() > 1e9:
+                x = x * 2
+        return self.head(x)
+
+
+def test_a_function_that_dynamo_gives_up_on_warns_and_stands_in_the_report():
+    model, x = BreaksInItsLoop(), rows(4, dtype=torch.float32)
+    with pytest.warns(UserWarning, match=r"BreaksInItsLoop.forward.*uncompiled on the host.*test_inspection.py.*fullgraph"):
+        compiled(model)(x)
+    report = l2l_compile.explain(model)(x)
+    assert any("BreaksInItsLoop.forward" in line and "test_inspection.py" in line for line in report.uncompiled)
+    assert "run uncompiled, on the host" in str(report)
+
+
+def test_fullgraph_makes_a_break_an_error_without_a_warning(recwarn):
+    with pytest.raises(RuntimeError, match="branching"):
+        torch.compile(BreaksInItsLoop(), backend="l2l", fullgraph=True)(rows(4, dtype=torch.float32))
+    assert not [w for w in recwarn if "backend 'l2l'" in str(w.message)]
+
+
+class ReadsANumber(Stack):
+    def forward(self, x):
+        y = super().forward(x)
+        return y * (1 + y.sum().item())
+
+
+def test_a_number_read_from_a_tensor_in_a_full_graph_is_refused_with_its_line():
+    with pytest.raises(l2l_compile.L2LError, match=r"(?s)keep it a tensor.*y.sum\(\).item\(\)"):
+        torch.compile(ReadsANumber(), backend="l2l", fullgraph=True)(rows(4, dtype=torch.float32))
+
+
+def test_explain_of_a_compiled_model_takes_its_options():
+    report = l2l_compile.explain(compiled(Stack(), micro_batches=2))(rows(4, dtype=torch.float32))
+    assert {s.micro_batches for s in report.segments} == {2}
+
+
+def test_a_module_compiled_in_place_can_be_looked_at():
+    model = Stack()
+    model.compile(backend="l2l", options={"block_compiler": "eager", "micro_batches": 2})
+    model(rows(4, dtype=torch.float32)).sum().backward()
+    (program,) = l2l_compile.programs(model)
+    assert [s.name for s in program.segments][1] == "layers.0"
+    assert [s.name for s in l2l_compile.explain(model)(rows(4, dtype=torch.float32)).segments] == [s.name for s in program.segments]
+
+
+def test_a_compiled_model_that_has_run_can_be_copied_and_saved():
+    step = compiled(Stack())
+    step(rows(4, dtype=torch.float32))
+    twin = copy.deepcopy(step)
+    twin(rows(4, dtype=torch.float32)).sum().backward()
+    assert len(l2l_compile.programs(twin)) == 1
+    torch.save(step, io.BytesIO())
+
+
+def test_programs_print_short():
+    step = compiled(Stack())
+    step(rows(4, dtype=torch.float32))
+    (program,) = l2l_compile.programs(step)
+    assert all(len(repr(thing)) < 100 for thing in (program, *program.segments, *program.blocks))

@@ -4,6 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -36,7 +37,7 @@ class Fakes:
             ran.append(True)
             return operation(*operands, **named)
 
-        with self.mode:
+        with self.mode, enable_python_dispatcher():  # as Dynamo runs it
             return propagation.propagate(self.memory, operation, (operands, named), run), not ran
 
 
@@ -81,7 +82,7 @@ def test_made_again_as_pytorch_makes_it(name):
     again, known = fakes.run(operation, *operands)
     assert known
     assert len(fakes.env.guards) == guards
-    with fakes.mode:
+    with fakes.mode, enable_python_dispatcher():
         assert described(again, operands) == described(operation(*operands), operands)
 
 

@@ -3,14 +3,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import sympy
 import torch
 from torch import fx
 
-from .text import print_program
+from .text import format_bytes, print_program
 from .values import Bindings, TensorSpec
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def symbolic_size(expression: str) -> int:
     raise NotImplementedError(expression)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Block:
     """A piece of the captured graph that one or more segments are instances of; lowered once per size.
 
@@ -53,8 +53,11 @@ class Block:
     summed_whole: tuple[int, ...] = ()
     reason: str | None = None
     repeats: int = 0
-    lowering: Lowering | None = field(default=None, repr=False)
-    sizes_now: Callable[[Block], Bindings] | None = field(default=None, repr=False)
+    lowering: Lowering | None = None
+    sizes_now: Callable[[Block], Bindings] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Block {self.name}, x{self.repeats}, {'inner loop' if self.inner_looped else 'whole batch'}>"
 
     @property
     def operands(self) -> tuple[TensorSpec, ...]:
@@ -77,7 +80,6 @@ class Block:
         given = tuple(spec.differentiable for spec in self.outputs)
         return self.lowering.backward(self, self._bindings(), given).graph
 
-
     def _bindings(self) -> Bindings:
         return self.sizes_now(self)
 
@@ -93,7 +95,7 @@ class Value:
         return self.node.name + (f".{self.version}" if self.version else "")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Segment:
     """An instance of a block in a program: a layer, or a unique piece such as embeddings or head.
 
@@ -112,12 +114,15 @@ class Segment:
     micro_batches: int = 1
     parameter_bytes: int = 0
 
+    def __repr__(self) -> str:
+        return f"<Segment {self.name} of {self.block.name}, {format_bytes(self.parameter_bytes)}>"
+
     @property
     def parameter_names(self) -> tuple[str, ...]:
         return tuple(w.name for w in self.weights if w.kind == "parameter")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Program:
     """The layer-streamed forward and backward graphs of one captured graph; `print(program)` shows them.
 
@@ -125,12 +130,15 @@ class Program:
     the one of the last backward call, or the predicted one before that, and None where nothing wants a gradient.
     """
 
-    captured: Captured = field(repr=False)
+    captured: Captured
     segments: tuple[Segment, ...]
     blocks: tuple[Block, ...]
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     bindings: Bindings
+
+    def __repr__(self) -> str:
+        return f"<Program of {len(self.segments)} segments, instances of {len(self.blocks)} blocks>"
 
     @property
     def break_reason(self) -> str | None:
