@@ -3,7 +3,7 @@
 `explain` shows what would be compiled, `programs` what was, `stats` what the last step moved and held.
 """
 from .errors import DeviceError, L2LError, LoweringError, OptionError, VerifyError
-from .inspection import programs, stats
+from .inspection import programs, stats, synchronize
 from .ir.program import Block, Program, Segment
 from .options import Options
 from .report import Report, explain
@@ -24,5 +24,6 @@ __all__ = [
     "explain",
     "programs",
     "stats",
+    "synchronize",
 ]
 __version__ = "0.1.0"

@@ -50,6 +50,7 @@ def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
         rebuild=lambda given: _rebuild_backward(compilation, given), started=session.started,
     )
     session.add(runner)
+    session.server.watch(dynamo.modules_in_frame())
     return runner
 
 

@@ -124,6 +124,16 @@ def current_owner() -> Any:
     return innermost_backend(tx.output.compiler_fn)
 
 
+def modules_in_frame() -> list[torch.nn.Module]:
+    """The modules that the function being compiled now can reach by a local or global name."""
+    try:
+        output = InstructionTranslator.current_tx().output
+    except AttributeError:
+        return []
+    values = [*output.local_scope.values(), *output.global_scope.values()]
+    return [v for v in values if isinstance(v, torch.nn.Module)]
+
+
 def owner_of(compiled: Any) -> Any:
     """The backend object behind a compiled module or function; None if `torch.compile` did not make it."""
     compiled = compiled_in_place(compiled) or compiled

@@ -18,6 +18,17 @@ def programs(compiled: Any) -> tuple[Program, ...]:
     return tuple(r.program for r in session.runners) if session is not None else ()
 
 
+def synchronize(compiled: Any) -> None:
+    """Block until every update that the backend has put off can be seen in the parameters and the optimizer's state.
+
+    `state_dict` of the model and of the optimizer, and `optimizer.step()`, do so themselves; reading a parameter does
+    not. Raises what an update has raised.
+    """
+    session = session_of(compiled)
+    if session is not None:
+        session.server.synchronize()
+
+
 def stats(compiled: Any) -> Stats:
     """Bytes moved and held, and seconds, of the last step (forward, and backward if it ran) of a compiled model."""
     session = session_of(compiled)

@@ -60,6 +60,7 @@ class Session:
         total = Stats()
         for runner in _alive(self._step):
             total = total + runner.stats
+        self.server.describe(total)
         return total
 
 

@@ -15,14 +15,14 @@ from ..options import Options
 from ..precision import DTYPES
 from ..runtime.device import Device
 from .scaled_step import ScaledStep
-from .updates import Parameter, Updates
+from .updates import Parameter, Updates, sum_of_squares
 from .wire import Wire
 from .worker import Ticket, Worker
 
 if TYPE_CHECKING:
     from ..ir.program import Segment
     from ..runtime.executor import Box
-    from ..runtime.segment_run import Step
+    from ..runtime.segment_run import Stats, Step
 
 
 class ParameterServer:
@@ -42,6 +42,23 @@ class ParameterServer:
             self.updates = Updates(options, Worker(_worker_threads(device)))
         elif options.precision == "fp16" and options.optimizer is not None:
             self._scaled = ScaledStep(options.optimizer)
+
+    def watch(self, modules: Sequence[torch.nn.Module]) -> None:
+        """The modules that own the parameters: their `state_dict` waits for updates that were put off."""
+        if self.updates is not None:
+            self.updates.watch(modules)
+
+    def describe(self, stats: Stats) -> None:
+        """Add the figures of the host side to those of the programs."""
+        if self.updates is not None:
+            stats.gradient_squares, stats.skipped_steps = self.updates.norm**2, self.updates.skipped
+        elif self._scaled is not None:
+            stats.skipped_steps = self._scaled.skipped
+
+    def synchronize(self) -> None:
+        """Block until every update made so far can be seen in the parameters. Raises what an update has raised."""
+        if self.updates is not None:
+            self.updates.synchronize()
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -125,6 +142,8 @@ class ParameterServer:
                     gradient = gradient.to(step.arguments[weight.index].dtype)
                     gradient = gradient / scale if scale != 1.0 else gradient
                     found[weight.index] = found[weight.index] + gradient if weight.index in found else gradient
+        if self.options.optimizer is not None and self.updates is None:
+            step.stats.gradient_squares += sum_of_squares(found.values())
         return found
 
     def recover(self) -> None:

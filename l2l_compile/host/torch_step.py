@@ -1,7 +1,7 @@
 """An optimizer's own step, on some of its parameters."""
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +32,7 @@ def step_on(
     shadow.__dict__.update(optimizer.__dict__)
     shadow.state = defaultdict(dict)
     shadow.param_groups = []
+    shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     stand_ins = []
     for group, current in zip(optimizer.param_groups, groups, strict=True):
         chosen = [p for p in group["params"] if p in gradients]
@@ -41,7 +42,7 @@ def step_on(
         if parameter in optimizer.state:
             shadow.state[stand_in] = optimizer.state[parameter]
     step = type(optimizer).step
-    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # hooks are for the whole step, not for a layer's
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # nor global hooks: they are for whole steps
     step(shadow)
     for parameter, stand_in in stand_ins:
         if stand_in in shadow.state:
@@ -61,16 +62,17 @@ def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
 
     Tried on small tensors with the optimizer's class and hyperparameters: three steps, with gradients of other sizes.
     """
-    joint, apart = _trial(optimizer, together=True), _trial(optimizer, together=False)
-    same = all(torch.equal(a, b) for a, b in zip(joint, apart, strict=True))
-    if not same:
+    joint, counts = _trial(optimizer, together=True)
+    apart, counts_apart = _trial(optimizer, together=False)
+    if counts != counts_apart or not all(torch.equal(a, b) for a, b in zip(joint, apart, strict=True)):
         raise L2LError(
             f"{type(optimizer).__name__} does not update parameters independently of each other (a norm over all of them, "
             "or a count of its own), so it cannot update layer by layer: use update='at_step'"
         )
 
 
-def _trial(optimizer: torch.optim.Optimizer, together: bool) -> list[torch.Tensor]:
+def _trial(optimizer: torch.optim.Optimizer, together: bool) -> tuple[list[torch.Tensor], list[dict]]:
+    """Two small parameters after three steps, and every set of plain hyperparameters that a step left."""
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(3, 4, generator=generator)) for _ in range(2)]
     trial = object.__new__(type(optimizer))
@@ -81,13 +83,16 @@ def _trial(optimizer: torch.optim.Optimizer, together: bool) -> list[torch.Tenso
     for p in parameters:
         if state := _state_like(optimizer, p):
             trial.state[p] = state
+    left: list[dict] = []
     for _ in range(3):
         gradients = {p: torch.randn(3, 4, generator=generator) * size for p, size in zip(parameters, (10.0, 0.1), strict=True)}
         if together:
-            groups = step_on(trial, groups, gradients)
+            after = [step_on(trial, groups, gradients)] * 2
         else:
-            groups = [step_on(trial, groups, {p: g}) for p, g in gradients.items()][-1]
-    return [p.detach() for p in parameters]
+            after = [step_on(trial, groups, {p: g}) for p, g in gradients.items()]
+        left += [{k: v for k, v in a[0].items() if not isinstance(v, torch.Tensor)} for a in after]
+        groups = after[-1]
+    return [p.detach() for p in parameters], left
 
 
 def _state_like(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -57,7 +59,7 @@ class Updates:
         self.options, self.worker = options, worker
         self.optimizer: torch.optim.Optimizer = options.optimizer
         self.scale = LossScale() if options.precision == "fp16" else None
-        self.norm: float | None = None
+        self.norm = 0.0
         self.skipped = 0
         self._lock = threading.Lock()
         self._uses: Counter[Parameter] = Counter()
@@ -67,17 +69,30 @@ class Updates:
         self._squares = 0.0
         self._before: Hyperparameters = []
         self._after: Hyperparameters = []
-        self._groups_at_step: Hyperparameters = []
+        self._snapshots: list[Hyperparameters] = []
+        self._order: dict[Parameter, int] = {}  # of the model's parameters: norms are summed in it
+        self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._tickets: dict[Parameter, Ticket] = {}
         check_layers_are_independent(self.optimizer)
-        self._handles = [
-            self.optimizer.register_step_pre_hook(self._before_step),
-            self.optimizer.register_step_post_hook(self._after_step),
-            self.optimizer.register_state_dict_pre_hook(lambda _: self.synchronize()),
-            self.optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
+        handles = [
+            self.optimizer.register_step_pre_hook(_weakly(self._before_step)),
+            self.optimizer.register_step_post_hook(_weakly(self._after_step)),
+            self.optimizer.register_state_dict_pre_hook(_weakly(self._before_reading)),
+            self.optimizer.register_load_state_dict_pre_hook(_weakly(self._before_reading)),
         ]
+        weakref.finalize(self, _close, worker, handles)
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
+
+    def watch(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Make `state_dict` of these modules, and of those in them, wait for updates that were put off."""
+        for root in modules:
+            for parameter in root.parameters():
+                self._order.setdefault(parameter, len(self._order))
+            for module in root.modules():
+                if module not in self._watched:
+                    self._watched.add(module)
+                    module.register_state_dict_pre_hook(_weakly(self._before_reading))
 
     @property
     def managed(self) -> set[Parameter]:
@@ -90,6 +105,12 @@ class Updates:
         Raises `L2LError` if the optimizer has none of them.
         """
         trained = {p for p in parameters if p.requires_grad}
+        hooked = [p for p in trained if p._backward_hooks or p._post_accumulate_grad_hooks]
+        if hooked:
+            raise L2LError(
+                f"{len(hooked)} parameters have gradient hooks, which cannot run with update={self.options.update!r}: the "
+                "gradients never come to p.grad. Remove the hooks, or use update='at_step'"
+            )
         use = Use(self, trained & self.managed)
         if trained and not use.parameters:
             raise L2LError(
@@ -136,13 +157,19 @@ class Updates:
 
     def synchronize(self) -> None:
         """Block until every update made so far can be seen. Raises what an update has raised."""
+        self._drain()
+        self._commit_groups()
+
+    def _drain(self) -> None:
         try:
             self.worker.drain()
         except BaseException:
             self.forget()
             raise
         self._tickets.clear()
-        self._commit_groups()
+
+    def _before_reading(self, *_: Any) -> None:
+        self.synchronize()
 
     def forget(self) -> None:
         """After a failure: drop the gradients of the step that failed."""
@@ -166,8 +193,12 @@ class Updates:
                 f"optimizer.step(closure) runs the model again within the step, which update={self.options.update!r} cannot "
                 "follow: leave out the options optimizer and update"
             )
-        self.synchronize()
-        self._groups_at_step = hyperparameters(optimizer)
+        if self._rounds:
+            self._snapshots.clear()  # a step that failed may have left some
+            self._drain()
+            if self.options.update == "in_forward":
+                self._commit_groups()
+        self._snapshots.append(hyperparameters(optimizer))
         if not self._rounds:
             return
         if self._rounds != self.options.accumulate:
@@ -185,9 +216,14 @@ class Updates:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
         """The optimizer's own step had no gradients: what it counts in its groups is counted by the layers' steps."""
-        for group, before in zip(optimizer.param_groups, self._groups_at_step, strict=True):
+        if not self._snapshots:
+            return
+        for group, before in zip(optimizer.param_groups, self._snapshots.pop(), strict=True):
+            for name in set(group) - set(before) - {"params"}:
+                del group[name]
             group.update({k: v for k, v in before.items() if not isinstance(v, torch.Tensor)})
-        self._commit_groups()
+        if not self._snapshots and self.options.update == "in_backward":  # a step may call that of its base class
+            self._commit_groups()
 
     def _commit_groups(self) -> None:
         for group, before, after in zip(self.optimizer.param_groups, self._before, self._after, strict=False):
@@ -211,7 +247,7 @@ class Updates:
                 self._gradients[parameter] = self._gradients[parameter].float() + parameter.grad
                 parameter.grad = None
         gradients, self._gradients = self._gradients, {}
-        groups = self._groups_at_step
+        groups = self._snapshots[-1]
         decision: dict[str, float] = {}
         self.worker.submit(lambda: decision.update(factor=self._look_at(gradients)))
         for segment in [*reversed(self._pushed), tuple(gradients)]:  # a shared parameter goes with its first reader
@@ -238,7 +274,7 @@ class Updates:
             return
         due = [p for p in parameters if p in self._gradients and p in use.settled and use.pushes[p] == 0]
         gradients = {p: self._gradients.pop(p) for p in due}
-        squares = _sum_of_squares(gradients.values())
+        squares = sum_of_squares(gradients.values())
         if not math.isfinite(squares):
             raise L2LError(
                 "a gradient is not finite, and update='in_backward' has already updated the layers above: "
@@ -255,7 +291,7 @@ class Updates:
     def _look_at(self, gradients: dict[Parameter, torch.Tensor]) -> float:
         """The factor for all gradients of a step: 1 / loss scale, and clipping; 0 where the step is skipped."""
         scale = self.scale.value if self.scale is not None else 1.0
-        ordered = [p for group in self.optimizer.param_groups for p in group["params"] if p in gradients]
+        ordered = sorted(gradients, key=lambda p: self._order.get(p, len(self._order)))
         norm = torch.nn.utils.get_total_norm([gradients[p].to(p.dtype) for p in ordered]) / scale
         finite = bool(torch.isfinite(norm))
         if self.scale is not None:
@@ -277,10 +313,28 @@ class Updates:
         self._before, self._after = groups, step_on(self.optimizer, groups, wide)
 
 
+def _weakly(method: Callable) -> Callable:
+    """A hook that does not keep the object of its method alive."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*arguments: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*arguments)
+
+    return hook
+
+
+def _close(worker: Worker, handles: Sequence[Any]) -> None:
+    worker.close()
+    for handle in handles:
+        handle.remove()
+
+
 def _add(total: torch.Tensor | None, gradient: torch.Tensor, parameter: Parameter) -> torch.Tensor:
     """A sum of gradients: a single one stays as it came over the link, sums are as wide as the parameter."""
     return gradient if total is None else total.to(parameter.dtype) + gradient
 
 
-def _sum_of_squares(gradients: Iterable[torch.Tensor]) -> float:
+def sum_of_squares(gradients: Iterable[torch.Tensor]) -> float:
+    """The sum of the squares of all entries."""
     return sum(float(torch.linalg.vector_norm(g, dtype=torch.float32).double() ** 2) for g in gradients)

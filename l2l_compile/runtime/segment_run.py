@@ -23,7 +23,11 @@ _PRIME = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads consecutive numbers 
 
 @dataclass
 class Stats:
-    """Figures of the last step of a compiled model; bytes and seconds."""
+    """Figures of the last step of a compiled model; bytes and seconds.
+
+    `gradient_squares` is the sum of the squares of all gradients of parameters, where the option `optimizer` is given, and
+    `skipped_steps` counts the steps since the start that did nothing because a gradient was not finite.
+    """
 
     peak_device_bytes: int = 0
     fetched_bytes: int = 0
@@ -32,12 +36,19 @@ class Stats:
     restored_bytes: int = 0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    gradient_squares: float = 0.0
+    skipped_steps: int = 0
 
     def __add__(self, other: Stats) -> Stats:
         """Two programs of one step: amounts add up, the larger peak counts."""
         total = Stats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Stats)))
         total.peak_device_bytes = max(self.peak_device_bytes, other.peak_device_bytes)
         return total
+
+    @property
+    def gradient_norm(self) -> float:
+        """The global norm of the gradients, before clipping; 0.0 without the option `optimizer`."""
+        return self.gradient_squares**0.5
 
     @property
     def seconds(self) -> float:

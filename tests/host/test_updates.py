@@ -1,0 +1,354 @@
+"""Updates behind the device are those of the same optimizer at `step()`."""
+from __future__ import annotations
+
+import copy
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import l2l_compile
+from l2l_compile import L2LError
+from models import Shared, Stack, TwoHeads, compiled, loss_of
+
+MODES = ("in_backward", "in_forward")
+
+
+def two_groups(model):
+    decayed, others = ([p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+
+
+def lamb(model):
+    return pytest.importorskip("pytorch_optimizer").Lamb(two_groups(model), lr=1e-2)
+
+
+OPTIMIZERS = {
+    "adamw": lambda model: torch.optim.AdamW(two_groups(model), lr=1e-2),
+    "fused adamw": lambda model: torch.optim.AdamW(two_groups(model), lr=1e-2, fused=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
+    "lamb": lamb,
+}
+
+
+def data(step: int):
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+
+
+def train(model, make_optimizer, update, steps=20, clip=None, accumulate=1, **options):
+    """Losses, parameters and optimizer state after training; the loop is the same for all values of `update`."""
+    torch._dynamo.reset()
+    optimizer = make_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+    if update != "at_step":
+        options |= {"optimizer": optimizer, "update": update, "accumulate": accumulate}
+    if update == "in_forward":
+        options["max_grad_norm"] = clip
+    step = compiled(model, **options)
+    losses = []
+    for number in range(steps):
+        for part in range(accumulate):
+            loss = step(data(number * accumulate + part)).pow(2).mean()
+            loss.backward()
+            losses.append(loss.item())
+        if clip and update == "at_step":
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if update != "at_step":
+            assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return losses, model.state_dict(), optimizer.state_dict()
+
+
+def assert_equal(found, expected):
+    assert found[0] == expected[0]
+    for name, value in expected[1].items():
+        assert torch.equal(found[1][name], value), name
+    assert found[2]["param_groups"] == expected[2]["param_groups"]
+    assert found[2]["state"].keys() == expected[2]["state"].keys()
+    for index, state in expected[2]["state"].items():
+        for name, value in state.items():
+            other = found[2]["state"][index][name]
+            assert torch.equal(other, value) if isinstance(value, torch.Tensor) else other == value, (index, name)
+
+
+def frozen_in_the_middle():
+    model = Stack(4)
+    model.layers[1].requires_grad_(False)
+    return model
+
+
+def same_update(make, optimizer, update, **how):
+    torch.manual_seed(0)
+    model = make()
+    expected = train(copy.deepcopy(model), OPTIMIZERS[optimizer], "at_step", **how)
+    assert_equal(train(model, OPTIMIZERS[optimizer], update, **how), expected)
+
+
+@pytest.mark.parametrize("update", MODES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_bit_equal_to_updates_at_step(optimizer, update):
+    same_update(Stack, optimizer, update)
+
+
+@pytest.mark.parametrize("update", MODES)
+@pytest.mark.parametrize("make", [Shared, frozen_in_the_middle])
+def test_shared_and_frozen_parameters(make, update):
+    same_update(make, "adamw", update, steps=5)
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_accumulation_over_backward_calls(update):
+    same_update(Stack, "adamw", update, steps=5, accumulate=3)
+
+
+def test_clipping_by_the_global_norm():
+    same_update(Stack, "sgd", "in_forward", clip=0.01)
+    same_update(Stack, "adamw", "in_forward", clip=0.01)
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_sixteen_bits_on_the_wire(update):
+    same_update(Stack, "adamw", update, steps=5, precision="bf16")
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_on_a_device_of_threads(update, threaded):
+    same_update(Stack, "adamw", update, steps=5)
+    same_update(Shared, "adamw", update, steps=5, precision="bf16")
+
+
+def step_of(model, update="in_forward", optimizer=None, **options):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    return compiled(model, optimizer=optimizer, update=update, **options), optimizer
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_two_forwards_of_one_backward_are_one_step(update):
+    model, reference = Stack(), Stack()
+    reference.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    step, optimizer = step_of(model, update)
+    for _ in range(3):
+        for net, opt in ((step, optimizer), (reference, plain)):
+            (net(data(1)).pow(2).mean() + net(data(2)).pow(2).mean()).backward()
+            opt.step()
+            opt.zero_grad()
+    for (name, p), q in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_a_forward_without_backward_holds_nothing_up(update):
+    model = Stack()
+    step, optimizer = step_of(model, update)
+    before = copy.deepcopy(model.state_dict())
+    step(data(1))  # forgotten
+    kept = step(data(2))  # waits for a backward that never comes
+    del kept
+    step(data(3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["head.weight"], before["head.weight"])
+
+
+def test_reading_waits_for_updates_that_were_put_off():
+    model = Stack()
+    step, optimizer = step_of(model, optimizer=Slow(model.parameters(), lr=0.1))
+    before = copy.deepcopy(model.state_dict())
+    step(data(1)).sum().backward()
+    optimizer.step()
+    after = model.layers[0].state_dict()
+    assert not torch.equal(after["up.weight"], before["layers.0.up.weight"])
+    l2l_compile.synchronize(step)
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_gradient_from_outside_is_added_in_forward_and_refused_in_backward():
+    model, reference = Stack(), Stack()
+    reference.load_state_dict(model.state_dict())
+    step, optimizer = step_of(model)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for net, own, opt in ((step, model, optimizer), (reference, reference, plain)):
+        (net(data(1)).pow(2).mean() + own.head.weight.pow(2).sum()).backward()
+        opt.step()
+    torch.testing.assert_close(model.state_dict()["head.weight"], reference.state_dict()["head.weight"])
+
+    step, optimizer = step_of(Stack(), "in_backward")
+    (step(data(1)).pow(2).mean() + step.head.weight.pow(2).sum()).backward()
+    with pytest.raises(L2LError, match="outside of the compiled model.*in_forward"):
+        optimizer.step()
+
+
+def test_writes_into_parameters_are_seen_by_the_next_forward():
+    model = Stack()
+    step, optimizer = step_of(model, precision="bf16")
+    for write in (lambda p: p.data.mul_(2), lambda p: p.data.copy_(torch.ones_like(p)), lambda p: nn.init.zeros_(p)):
+        before = step(data(1))
+        for p in model.parameters():
+            write(p)
+        assert not torch.allclose(step(data(1)), before, rtol=0.01)
+
+
+class Slow(torch.optim.SGD):
+    """Takes a tenth of a second for a layer."""
+
+    def step(self, closure=None):
+        time.sleep(0.1)
+        return super().step(closure)
+
+
+def test_the_host_updates_while_the_device_computes(threaded):
+    """A device and an optimizer that both take 0.1 s a layer: together they take not much more than one of them."""
+    threaded.delay = 0.0
+    model = Stack(10)
+    step, optimizer = step_of(model, "in_backward", Slow(model.parameters(), lr=0.1))
+    step(data(1)).sum().backward()
+    optimizer.step()
+    lane, running = threaded.devices[-1].lanes["compute"], []
+    original = lane.run
+
+    def slow(work):
+        def slower():
+            running.append(threading.current_thread())
+            time.sleep(0.01)
+            work()
+
+        original(slower)
+
+    lane.run = slow
+    start = time.perf_counter()
+    step(data(2)).sum().backward()
+    device = time.perf_counter() - start
+    optimizer.step()
+    both = time.perf_counter() - start
+    assert len(running) * 0.01 <= device and 12 * 0.1 <= both
+    assert both < 0.8 * (len(running) * 0.01 + 12 * 0.1)
+
+
+# ---- what cannot be right is refused ----------------------------------------------------------------------------------
+
+
+class Coupled(torch.optim.SGD):
+    """Divides by the norm over all parameters."""
+
+    def step(self, closure=None):
+        norm = torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data -= group["lr"] * p.grad / norm
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step()
+
+
+def test_an_optimizer_that_couples_parameters_is_refused():
+    model = Stack()
+    with pytest.raises(L2LError, match="Coupled does not update parameters independently.*at_step"):
+        step_of(model, optimizer=Coupled(model.parameters(), lr=0.1))[0](data(1))
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_counts_of_a_group_are_counted_once_a_step(update):
+    model = Stack()
+    step, optimizer = step_of(model, update, Counting(model.parameters(), lr=0.1))
+    for number in range(3):
+        step(data(number)).sum().backward()
+        optimizer.step()
+    assert optimizer.state_dict()["param_groups"][0]["count"] == 3
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    step, _ = step_of(Stack(), optimizer=torch.optim.SGD(Stack().parameters(), lr=0.1))
+    with pytest.raises(L2LError, match="holds none of the 28 parameters"):
+        step(data(1))
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_parameters_that_the_optimizer_lacks_keep_their_gradients(update):
+    model = TwoHeads()
+    *most, last = model.parameters()
+    step, optimizer = step_of(model, update, torch.optim.SGD(most, lr=0.1))
+    loss_of(step(data(1))).backward()
+    assert last.grad is not None and all(p.grad is None for p in most)
+
+
+def test_closures_are_refused():
+    step, optimizer = step_of(Stack())
+    step(data(1)).sum().backward()
+    with pytest.raises(L2LError, match="closure"):
+        optimizer.step(lambda: None)
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_a_wrong_number_of_backward_calls_is_refused_and_the_next_step_works(update):
+    model = Stack()
+    step, optimizer = step_of(model, update, accumulate=2)
+    step(data(1)).sum().backward()
+    with pytest.raises(L2LError, match="after 1 backward calls.*accumulate is 2"):
+        optimizer.step()
+    before = copy.deepcopy(model.state_dict())
+    for number in range(2):
+        step(data(number)).sum().backward()
+    with pytest.raises(L2LError, match="3 backward calls without optimizer.step.*accumulate"):
+        step(data(3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["head.weight"], before["head.weight"])
+
+
+def test_gradient_hooks_and_second_backwards_are_refused():
+    model = Stack()
+    step, _ = step_of(model)
+    handle = model.head.weight.register_hook(lambda g: g)
+    with pytest.raises(L2LError, match="gradient hooks"):
+        step(data(1))
+    handle.remove()
+    loss = step(data(1)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(L2LError, match="backward ran twice"):
+        loss.backward()
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_in_forward_and_is_an_error_in_backward():
+    model = Stack()
+    step, optimizer = step_of(model)
+    before = copy.deepcopy(model.state_dict())
+    (step(data(1)).sum() * float("nan")).backward()
+    optimizer.step()
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    assert l2l_compile.stats(step).skipped_steps == 1
+
+    step, optimizer = step_of(Stack(), "in_backward")
+    with pytest.raises(L2LError, match="not finite.*in_forward"):  # in backward already, or at the end of the step
+        (step(data(1)).sum() * float("nan")).backward()
+        optimizer.step()
+    step(data(1)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_an_error_of_the_optimizer_reaches_the_user_and_the_next_step_works(update):
+    model = Stack()
+    step, optimizer = step_of(model, update)
+    step(data(1)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = None  # no number
+    with pytest.raises(TypeError):
+        step(data(1)).sum().backward()
+        optimizer.step()
+        l2l_compile.synchronize(step)
+    optimizer.param_groups[0]["lr"] = 0.1
+    step(data(1)).sum().backward()
+    optimizer.step()
+    l2l_compile.synchronize(step)
