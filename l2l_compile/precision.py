@@ -4,7 +4,9 @@ Before the passes see a captured graph, its specs are narrowed:
 
     parameters of two or more dimensions    cross the link in 16 bits; one-dimensional ones stay in fp32, they cost
                                             nothing and carry the error
-    activations between segments            16 bits: what is computed from parameters and has the rows of the batch
+    activations between segments            16 bits: what is computed from parameters and has the rows of the batch.
+                                            Within a block they are fp32, as under autocast: a residual stream is
+                                            rounded once a layer, not once an addition
     everything else                         as it is: masks, rotary tables, scalars, outputs of the model
 
 Every block then runs under `torch.autocast` of that dtype, which settles what is computed in which width within it.
@@ -34,12 +36,14 @@ def narrow(captured: Captured, precision: str) -> None:
     if wide:
         raise L2LError(f"parameter '{wide[0]}' is float64, but {option} keeps float32 on the host: convert the model with .float()")
     captured.autocast = DTYPES[precision]
-    crossing = {i.node for i in parameters if len(captured.specs[i.node].shape) >= 2}
-    crossing |= _activations(captured)
-    for node in crossing:
+    for weight in parameters:
+        spec = captured.specs[weight.node]
+        if spec.dtype is torch.float32 and len(spec.shape) >= 2:
+            captured.specs[weight.node] = replace(spec, dtype=captured.autocast)
+    for node in _activations(captured):
         spec = captured.specs[node]
         if spec.dtype is torch.float32:
-            captured.specs[node] = replace(spec, dtype=captured.autocast)
+            captured.specs[node] = replace(spec, dtype=captured.autocast, inside=torch.float32)
 
 
 def _activations(captured: Captured) -> set:

@@ -82,7 +82,7 @@ def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, 
 
     def forward(*operands):
         with torch.no_grad():
-            own = [o.clone() for o in operands]
+            own = [o.clone() for o in _inside(block, operands)]
             with _Writes() as writes:
                 outputs = _interpret(block, bindings, _HOST, own)
             mutated[:] = [i for i, o in enumerate(own) if o.untyped_storage()._cdata in writes.storages]
@@ -154,9 +154,14 @@ def _leaves(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor
     ]
 
 
+def _inside(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The operands in the dtypes in which the block computes with them."""
+    return [o.to(spec.inside or spec.dtype) for o, spec in zip(operands, block.operands, strict=True)]
+
+
 def _run(block: Block, bindings: Bindings, device: torch.device, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Outputs and new contents of mutated operands. `operands` themselves stay as they were."""
-    own = [o.clone() if i in block.mutated else o for i, o in enumerate(operands)]
+    own = [o.clone() if i in block.mutated else o for i, o in enumerate(_inside(block, operands))]
     outputs = _interpret(block, bindings, device, own)
     results = outputs + [own[i] for i in block.mutated]
     for index, (result, spec) in enumerate(zip(results, block.outputs, strict=True)):

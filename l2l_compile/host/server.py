@@ -14,6 +14,7 @@ from ..ir import nodes
 from ..options import Options
 from ..precision import DTYPES
 from ..runtime.device import Device
+from .loss_scale import LossScale
 from .scaled_step import ScaledStep
 from .updates import Parameter, Updates, sum_of_squares
 from .wire import Wire
@@ -54,6 +55,12 @@ class ParameterServer:
             stats.gradient_squares, stats.skipped_steps = self.updates.norm**2, self.updates.skipped
         elif self._scaled is not None:
             stats.skipped_steps = self._scaled.skipped
+        if self._scale is not None:
+            stats.loss_scale = self._scale.value
+
+    @property
+    def _scale(self) -> LossScale | None:
+        return getattr(self._scaled or self.updates, "scale", None)
 
     def synchronize(self) -> None:
         """Block until every update made so far can be seen in the parameters. Raises what an update has raised."""
@@ -103,8 +110,7 @@ class ParameterServer:
         if step.use is not None:
             pushes = graph.find_nodes(op="call_function", target=nodes.push_gradients)
             self.updates.begin_backward(step.use, Counter(p for n in pushes for p in _managed(step, segments[n.args[0]])))
-        scale = self._scaled.scale if self._scaled is not None else self.updates.scale if self.updates is not None else None
-        return scale.value if scale is not None else 1.0
+        return self._scale.value if self._scale is not None else 1.0
 
     def collect(self, step: Step, segment: Segment, box: Box) -> None:
         """Gradients of a segment are on their way to the host until the event of the box, or there are none."""

@@ -31,7 +31,8 @@ class TensorSpec:
     """Shape (ints and sympy expressions), dtype and gradient flag of a value; `batch` where its rows stand.
 
     `mixed` marks a value in which the batch symbol stands in a way that no slice along one dimension gives its rows
-    (a [B, B] matrix, B + 1 entries): it can only be handled for the whole batch.
+    (a [B, B] matrix, B + 1 entries): it can only be handled for the whole batch. `inside` is the dtype in which blocks
+    compute with it, where that is not the one in which it is handed from block to block.
     """
 
     shape: tuple[Dim, ...]
@@ -39,6 +40,7 @@ class TensorSpec:
     requires_grad: bool = False
     batch: Batch | None = None
     mixed: bool = False
+    inside: torch.dtype | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor, batch_symbol: sympy.Symbol | None) -> TensorSpec:

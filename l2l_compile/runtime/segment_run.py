@@ -26,7 +26,8 @@ class Stats:
     """Figures of the last step of a compiled model; bytes and seconds.
 
     `gradient_squares` is the sum of the squares of all gradients of parameters, where the option `optimizer` is given, and
-    `skipped_steps` counts the steps since the start that did nothing because a gradient was not finite.
+    `skipped_steps` counts the steps since the start that did nothing because a gradient was not finite; `loss_scale` is the
+    factor on the loss in fp16, 1.0 in other precisions.
     """
 
     peak_device_bytes: int = 0
@@ -38,11 +39,13 @@ class Stats:
     backward_seconds: float = 0.0
     gradient_squares: float = 0.0
     skipped_steps: int = 0
+    loss_scale: float = 1.0
 
     def __add__(self, other: Stats) -> Stats:
         """Two programs of one step: amounts add up, the larger peak counts."""
         total = Stats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Stats)))
         total.peak_device_bytes = max(self.peak_device_bytes, other.peak_device_bytes)
+        total.loss_scale = other.loss_scale
         return total
 
     @property

@@ -1,0 +1,126 @@
+"""Cross mixed precision: 16 bits on the link and on the device, fp32 on the host."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import l2l_compile
+from l2l_compile import L2LError, OptionError, Options
+from models import Stack, compiled, rows
+from test_huggingface import gemma2, gpt2, llama, t5
+
+
+def gradient_error(model, reference) -> float:
+    """Relative distance of all gradients together."""
+    pairs = [(p.grad.double(), q.grad.double()) for p, q in zip(model.parameters(), reference.parameters(), strict=True) if q.grad is not None]
+    return (sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)).sqrt().item()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("make", [llama, gpt2, gemma2, t5])
+def test_gradients_are_about_as_good_as_those_of_autocast(make, precision):
+    model, inputs = make()
+    exact, autocast = copy.deepcopy(model), copy.deepcopy(model)
+    exact(**inputs).loss.backward()
+    with torch.autocast("cpu", {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
+        loss = autocast(**inputs).loss
+    loss.backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = compiled(model, precision=precision, optimizer=optimizer)
+    step(**inputs).loss.backward()
+    while not all(p.grad is None or p.grad.isfinite().all() for p in model.parameters()):  # fp16: the scale is halved
+        optimizer.step()
+        optimizer.zero_grad()
+        step(**inputs).loss.backward()
+    assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
+    assert gradient_error(model, exact) <= 1.5 * gradient_error(autocast, exact)
+
+
+def test_the_wire_carries_two_bytes_a_parameter():
+    model = Stack(4, width=128)
+    step = compiled(model, precision="bf16")
+    step(rows(6, dtype=torch.float32)).sum().backward()
+    fetched = 2 * sum(p.numel() for p in model.parameters())  # in forward, and again in backward
+    vectors = 2 * sum(p.numel() for p in model.parameters() if p.dim() < 2)
+    assert l2l_compile.stats(step).fetched_bytes == 2 * fetched + 2 * vectors
+    assert l2l_compile.stats(step).pushed_bytes == fetched + vectors
+
+
+def test_gradients_may_cross_the_link_in_another_precision():
+    model = Stack()
+    step = compiled(model, precision="bf16", gradient_wire="fp32")
+    step(rows(6, dtype=torch.float32)).sum().backward()
+    assert l2l_compile.stats(step).pushed_bytes == 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_evaluation_gives_what_training_gives():
+    model = Stack()
+    step, x = compiled(model, precision="bf16"), rows(6, dtype=torch.float32)
+    trained = step(x)
+    with torch.no_grad():
+        assert torch.equal(step(x), trained)
+
+
+@pytest.mark.parametrize("update", ["at_step", "in_forward"])
+def test_an_overflow_skips_one_step_and_halves_the_scale(update):
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = compiled(model, precision="fp16", optimizer=optimizer, update=update)
+
+    def train(factor):
+        (step(rows(6, dtype=torch.float32)).pow(2).mean() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        l2l_compile.synchronize(step)
+
+    train(1.0)
+    before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    scale = l2l_compile.stats(step).loss_scale
+    train(1e8)
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    assert all(torch.equal(a, state["state"][i][n]) for i, s in optimizer.state_dict()["state"].items() for n, a in s.items())
+    assert l2l_compile.stats(step).skipped_steps == 1
+    assert l2l_compile.stats(step).loss_scale == scale / 2
+    train(1.0)
+    assert l2l_compile.stats(step).skipped_steps == 1
+    assert not torch.equal(model.state_dict()["head.weight"], before["head.weight"])
+
+
+def test_scaling_has_the_rules_of_grad_scaler():
+    from l2l_compile.host.loss_scale import LossScale
+
+    ours, theirs = LossScale(growth_interval=3), torch.amp.GradScaler("cpu", growth_interval=3)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    theirs.scale(torch.ones(()))
+    for overflow in (False, True, False, False, False, False, True, True, False, False, False):
+        weight.grad = torch.tensor([float("inf") if overflow else 1.0])
+        theirs.unscale_(optimizer)
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(overflow)
+        assert ours.value == theirs.get_scale()
+
+
+def test_what_is_refused():
+    x = rows(4, dtype=torch.float32)
+    with pytest.raises(L2LError, match="torch.autocast is on.*precision='bf16'"), torch.autocast("cpu"):
+        compiled(Stack(), precision="bf16")(x)
+    with pytest.raises(L2LError, match="float64"):
+        compiled(Stack().double(), precision="bf16")(x.double())
+    with pytest.raises(L2LError, match="needs the option 'optimizer'"):
+        compiled(Stack(), precision="fp16")(x)
+    optimizer = torch.optim.SGD(Stack().parameters(), lr=0.1)
+    for bad, words in (
+        ({"precision": "int8"}, "precision"),
+        ({"update": "in_forward"}, "needs the option 'optimizer'"),
+        ({"update": "in_backward", "optimizer": optimizer, "precision": "fp16"}, "in_forward"),
+        ({"update": "in_backward", "optimizer": optimizer, "max_grad_norm": 1.0}, "Use update='in_forward'"),
+        ({"max_grad_norm": 1.0}, "clip_grad_norm_"),
+        ({"accumulate": 2}, "at_step accumulates"),
+        ({"optimizer": torch.optim.SGD}, "already built"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            Options.build(bad)
