@@ -234,3 +234,46 @@ def test_node_before_what_it_reads():
     fetch, run = pick(found.forward, nodes.fetch_weights, 1), pick(found.forward, nodes.forward, 1)
     run.append(fetch)
     refused(found, "defined")
+
+
+# ---- updates of the host ----------------------------------------------------------------------------------------------
+
+
+def updating(update):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    return program(optimizer=torch.optim.SGD([weight], lr=0.1), update=update)
+
+
+def test_programs_with_updates_are_legal():
+    for update, graph in (("in_backward", "backward"), ("in_forward", "forward")):
+        found = updating(update)
+        verify(found, FACTS)
+        updates = getattr(found, graph).find_nodes(op="call_function", target=nodes.update)
+        assert [n.args[0] for n in updates] == sorted({n.args[0] for n in updates}, reverse=graph == "backward")
+        assert len(updates) == len(found.segments)
+    assert not any(g.find_nodes(op="call_function", target=nodes.update) for g in (program().forward, program().backward))
+
+
+@pytest.mark.parametrize("update, graph", [("in_backward", "backward"), ("in_forward", "forward")])
+def test_a_lost_update_and_one_too_many_are_refused(update, graph):
+    found = updating(update)
+    without(getattr(found, graph), pick(getattr(found, graph), nodes.update, 1))
+    refused(found, "updated")
+    found = updating(update)
+    again(getattr(found, graph), pick(getattr(found, graph), nodes.update, 1))
+    refused(found, "updated")
+
+
+def test_an_update_on_the_gradients_of_another_segment_is_refused():
+    found = updating("in_backward")
+    first, second = (pick(found.backward, nodes.update, i) for i in (0, 1))
+    second.args = (second.args[0], first.args[1])
+    refused(found, "updated")
+
+
+def test_an_update_has_no_place_in_a_program_that_updates_at_the_step():
+    found = program()
+    push = pick(found.backward, nodes.push_gradients)
+    with found.backward.inserting_after(push):
+        found.backward.call_function(nodes.update, (push.args[0], push)).meta["segment"] = push.args[0]
+    refused(found, "updated")
