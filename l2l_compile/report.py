@@ -13,6 +13,7 @@ from torch import fx
 from . import dynamo
 from .backend import compile_program
 from .capture import capture
+from .host.memory import HostMemory, host_memory
 from .ir.program import Block, Program, Segment
 from .ir.text import format_bytes
 from .lower import Lowering
@@ -45,6 +46,7 @@ class Report:
     uncompiled    functions that Dynamo could not compile: they run on the host as they are, and so does all in them that
                   is in no program
     whole_batch   the segments that do not run micro-batch by micro-batch
+    host_memory   what the model needs of the host's memory
     outputs       the tensors that the model returns, the largest first
     """
 
@@ -53,6 +55,7 @@ class Report:
     uncompiled: tuple[str, ...]
     whole_batch: tuple[WholeBatch, ...]
     outputs: tuple[Output, ...]
+    host_memory: HostMemory
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -76,6 +79,7 @@ class Report:
         if self.uncompiled:
             lines += ["run uncompiled, on the host:", *(f"  {u}" for u in self.uncompiled)]
         total = sum(o.bytes for o in self.outputs)
+        lines.append(str(self.host_memory))
         lines.append(f"outputs copied to the host in every step: {len(self.outputs)} tensors, {format_bytes(total)}")
         if len(self.outputs) > 8 or self.large_outputs:
             shown = ", ".join(f"{o.name} {list(o.shape)} {format_bytes(o.bytes)}" for o in self.outputs[:3])
@@ -162,6 +166,7 @@ class _Explainer:
             tuple(map(str, self.skipped)),
             tuple(WholeBatch(s.name, s.block.reason) for p in programs for s in p.whole_batch),
             tuple(sorted(_returned(programs[-1:]), key=lambda o: -o.bytes)),
+            host_memory(programs, self.options),
         )
 
 

@@ -71,18 +71,32 @@ def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _trial(optimizer: torch.optim.Optimizer, together: bool) -> tuple[list[torch.Tensor], list[dict]]:
-    """Two small parameters after three steps, and every set of plain hyperparameters that a step left."""
-    generator = torch.Generator().manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(3, 4, generator=generator)) for _ in range(2)]
+def state_bytes_of_trial(optimizer: torch.optim.Optimizer, entries: int = 128) -> int:
+    """Bytes of optimizer state for each entry of a parameter, from a step on a small matrix."""
+    parameter = torch.nn.Parameter(torch.zeros(entries, entries))
+    trial = _small_copy(optimizer, [parameter])
+    step_on(trial, hyperparameters(optimizer)[:1], {parameter: torch.ones(entries, entries)})
+    held = [v for v in trial.state[parameter].values() if isinstance(v, torch.Tensor)]
+    return round(sum(v.numel() * v.element_size() for v in held) / entries**2)
+
+
+def _small_copy(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer of the same class and first hyperparameters, over other parameters."""
     trial = object.__new__(type(optimizer))
     trial.__dict__.update(optimizer.__dict__)
-    groups = [dict(g) for g in hyperparameters(optimizer)[:1]]
-    trial.param_groups = [{**groups[0], "params": parameters}]
+    trial.param_groups = [{**hyperparameters(optimizer)[0], "params": parameters}]
     trial.state = defaultdict(dict)
     for p in parameters:
         if state := _state_like(optimizer, p):
             trial.state[p] = state
+    return trial
+
+
+def _trial(optimizer: torch.optim.Optimizer, together: bool) -> tuple[list[torch.Tensor], list[dict]]:
+    """Two small parameters after three steps, and every set of plain hyperparameters that a step left."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(3, 4, generator=generator)) for _ in range(2)]
+    trial, groups = _small_copy(optimizer, parameters), hyperparameters(optimizer)[:1]
     left: list[dict] = []
     for _ in range(3):
         gradients = {p: torch.randn(3, 4, generator=generator) * size for p, size in zip(parameters, (10.0, 0.1), strict=True)}

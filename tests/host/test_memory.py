@@ -1,0 +1,37 @@
+"""The report of the host's memory."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+import l2l_compile
+from models import Stack, rows
+
+
+def bytes_a_parameter(**options):
+    model = Stack(8, width=128)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = l2l_compile.explain(model, {"device": "cpu", "optimizer": optimizer, **options})(rows(4, dtype=torch.float32)).host_memory
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+    return found, found.total / found.parameters
+
+
+@pytest.mark.parametrize("options, least, most", [
+    ({}, 16.0, 16.01),  # 4 master, 4 gradients, 8 state
+    ({"precision": "bf16"}, 18.0, 18.2),
+    ({"precision": "bf16", "update": "in_forward"}, 16.0, 16.2),
+])
+def test_bytes_a_parameter(options, least, most):
+    assert least <= bytes_a_parameter(**options)[1] <= most
+
+
+def test_in_backward_gradients_are_those_of_a_few_segments():
+    found, _ = bytes_a_parameter(precision="bf16", update="in_backward")
+    assert 14.0 <= (found.total - found.gradients) / found.parameters <= 14.2
+    assert found.gradients <= 3.1 * 2 * 2 * 128 * 2 * 128  # three segments, of two matrices 128 x 256, two bytes an entry
+
+
+def test_the_report_prints_it():
+    report = l2l_compile.explain(Stack(), {"device": "cpu"})(rows(4, dtype=torch.float32))
+    assert "host memory (bytes a parameter): master" in str(report)
+    assert report.host_memory.optimizer_state is None
