@@ -30,7 +30,8 @@ class Worker:
     def __init__(self, threads: int):
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._failure: BaseException | None = None
-        threading.Thread(target=self._loop, args=(threads, self._queue), name="l2l-host", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop, args=(threads, self._queue), name="l2l-host", daemon=True)
+        self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> Ticket:
         """Queue work; it runs without recording gradients."""
@@ -50,8 +51,10 @@ class Worker:
             raise failure
 
     def close(self) -> None:
-        """End the thread once the queue is empty."""
+        """Do what is queued, and end the thread. Also at the exit of Python, which must not catch it at work."""
         self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def _loop(self, threads: int, work_queue: queue.SimpleQueue) -> None:
         torch.set_num_threads(threads)

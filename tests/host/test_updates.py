@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 import time
 
@@ -11,7 +13,7 @@ from torch import nn
 
 import l2l_compile
 from l2l_compile import L2LError
-from models import Shared, Stack, TwoHeads, compiled, loss_of
+from models import Broken, Shared, Stack, TwoHeads, compiled, loss_of
 
 MODES = ("in_backward", "in_forward")
 
@@ -97,8 +99,8 @@ def test_bit_equal_to_updates_at_step(optimizer, update):
 
 
 @pytest.mark.parametrize("update", MODES)
-@pytest.mark.parametrize("make", [Shared, frozen_in_the_middle])
-def test_shared_and_frozen_parameters(make, update):
+@pytest.mark.parametrize("make", [Shared, frozen_in_the_middle, Broken])
+def test_shared_and_frozen_parameters_and_several_programs(make, update):
     same_update(make, "adamw", update, steps=5)
 
 
@@ -358,3 +360,18 @@ def test_an_error_of_the_optimizer_reaches_the_user_and_the_next_step_works(upda
     step(data(1)).sum().backward()
     optimizer.step()
     l2l_compile.synchronize(step)
+
+
+def test_python_exits_cleanly_with_updates_under_way():
+    script = """
+import torch
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(40)])
+optimizer = torch.optim.AdamW(model.parameters())
+options = {"optimizer": optimizer, "update": "in_forward", "block_compiler": "eager", "device": "cpu"}
+step = torch.compile(model, backend="l2l", options=options)
+for _ in range(2):
+    step(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
