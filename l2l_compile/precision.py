@@ -19,8 +19,15 @@ import torch
 
 from .capture import Captured
 from .errors import L2LError
+from .ir.values import TensorSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def gradient_dtype(spec: TensorSpec, gradient_wire: str | None) -> torch.dtype:
+    """The dtype in which the gradient of a weight crosses the link; those of vectors and in float64 stay as the weight is."""
+    chosen = gradient_wire is not None and len(spec.shape) >= 2 and spec.dtype.itemsize <= 4
+    return DTYPES[gradient_wire] if chosen else spec.dtype
 
 
 def narrow(captured: Captured, precision: str) -> None:

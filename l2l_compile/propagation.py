@@ -62,16 +62,23 @@ def propagate(memory: dict[Hashable, Result], target: Hashable, operands: Any, r
         key = (target, _describe(operands, tensors), _modes())
     except _Unknown:
         return run()
-    if not tensors:
-        return run()  # a factory: it may depend on more than its operands
+    if not tensors or torch.is_inference_mode_enabled():
+        return run()  # a factory may depend on more than its operands; in inference mode, versions are not counted
     if key in memory:
         return memory[key].again(tensors)
     versions = [t._version for t in tensors]
     result = run()
-    if [t._version for t in tensors] == versions and _describe(operands, []) == key[1]:
+    if [t._version for t in tensors] == versions and _is_still(operands, key[1]):
         if (known := _learn(result, tensors)) is not None:
             memory[key] = known
     return result
+
+
+def _is_still(operands: Any, description: Hashable) -> bool:
+    try:
+        return _describe(operands, []) == description
+    except _Unknown:
+        return False
 
 
 class _Unknown(Exception):
@@ -111,7 +118,7 @@ def _modes() -> Hashable:
     """What an operation's result depends on besides its operands."""
     cuda = torch.backends.cuda
     return (
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+        torch.is_grad_enabled(), torch.get_default_dtype(),
         *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
         torch.are_deterministic_algorithms_enabled(), torch._C._len_torch_function_stack(),
@@ -160,21 +167,23 @@ def _learn(result: Any, operands: Sequence[FakeTensor]) -> Result | None:
     kind = type(result) if type(result) in (tuple, list) else None
     leaves = [result] if kind is None else result
     parts = [_learn_part(leaf, operands) for leaf in leaves]
+    if None in parts:
+        return None
     own = [StorageWeakRef(leaf.untyped_storage()) for leaf, p in zip(leaves, parts) if isinstance(p, _Made) and p.base is None]
-    if None in parts or len(set(own)) < len(own):
+    if len(set(own)) < len(own):  # two results in one storage
         return None
     return Result(kind, tuple(parts))
 
 
 def _learn_part(leaf: Any, operands: Sequence[FakeTensor]) -> _Same | _Made | None:
-    if type(leaf) is not FakeTensor or isinstance(leaf, torch.nn.Parameter):
+    if type(leaf) is not FakeTensor or isinstance(leaf, torch.nn.Parameter) or leaf.layout is not torch.strided:
         return None
     for index, operand in enumerate(operands):
         if leaf is operand:
             return _Same(index)
     storage = StorageWeakRef(leaf.untyped_storage())
     bases = [i for i, operand in enumerate(operands) if StorageWeakRef(operand.untyped_storage()) == storage]
-    plain = leaf.layout is torch.strided and leaf.constant is None and leaf.real_tensor is None and leaf.pytype is None
+    plain = leaf.constant is None and leaf.real_tensor is None and leaf.pytype is None
     if not plain or len(bases) > 1 or free_unbacked_symbols(leaf) or (leaf.requires_grad and leaf.grad_fn is None):
         return None
     with in_kernel_invocation_manager(leaf.fake_mode), torch.no_grad():

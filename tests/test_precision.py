@@ -124,3 +124,22 @@ def test_what_is_refused():
     ):
         with pytest.raises(OptionError, match=words):
             Options.build(bad)
+
+
+def test_of_two_models_with_one_optimizer_the_one_that_ran_sees_the_overflow():
+    model, idle = Stack(), Stack()
+    optimizer = torch.optim.SGD([*idle.parameters(), *model.parameters()], lr=0.1)
+    steps = [compiled(m, precision="fp16", optimizer=optimizer, micro_batches=n) for n, m in ((2, idle), (3, model))]
+    for step in steps:
+        step(rows(6, dtype=torch.float32))
+    (steps[1](rows(6, dtype=torch.float32)).pow(2).mean() * 1e8).backward()
+    optimizer.step()
+    assert [l2l_compile.stats(step).loss_scale for step in steps] == [65536.0, 32768.0]
+
+
+def test_closures_are_refused_in_fp16():
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled(model, precision="fp16", optimizer=optimizer)(rows(6, dtype=torch.float32)).sum().backward()
+    with pytest.raises(L2LError, match="closure"):
+        optimizer.step(lambda: None)

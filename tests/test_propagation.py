@@ -124,6 +124,7 @@ def test_gradients_lead_to_the_operands():
         (torch.Tensor.unsqueeze_, (0,)),  # changes its operand's sizes
         (lambda x: F.relu(x, inplace=True), ()),
         (lambda x: x.shape[0], ()),  # is no tensor
+        (lambda x: x[0].to_sparse(), ()),  # has no storage
         (lambda x: x.new_zeros(4).requires_grad_(), ()),  # a leaf of its own
     ],
 )

@@ -8,8 +8,9 @@ from ..ir.program import Program
 from ..ir.text import format_bytes
 from ..ir.values import TensorSpec
 from ..options import Options
-from ..precision import DTYPES
+from ..precision import gradient_dtype
 from ..runtime.device import aligned
+from .server import segments_in_flight
 from .torch_step import state_bytes_of_trial
 
 
@@ -63,7 +64,7 @@ def host_memory(programs: Sequence[Program], options: Options) -> HostMemory:
     waiting = {
         "at_step": whole,
         "in_forward": whole if options.accumulate > 1 else sum(_on_link(s, options) for s in trained),
-        "in_backward": whole if options.accumulate > 1 else (options.prefetch + 2) * max(pushes, default=0),
+        "in_backward": whole if options.accumulate > 1 else segments_in_flight(options) * max(pushes, default=0),
     }[options.update]
     slabs = max((sum(aligned(w.bytes({})) for w in s.block.weights) for p in programs for s in p.segments), default=0)
     wire = sum(wires.values()) if narrow else 0
@@ -86,5 +87,4 @@ def _master_width(spec: TensorSpec, options: Options) -> int:
 
 
 def _on_link(spec: TensorSpec, options: Options) -> int:
-    wanted = DTYPES[options.gradient_wire] if options.gradient_wire and len(spec.shape) >= 2 else spec.dtype
-    return _count(spec) * wanted.itemsize
+    return _count(spec) * gradient_dtype(spec, options.gradient_wire).itemsize

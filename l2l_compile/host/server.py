@@ -12,7 +12,6 @@ from torch import fx
 from ..errors import L2LError
 from ..ir import nodes
 from ..options import Options
-from ..precision import DTYPES
 from ..runtime.device import Device
 from .loss_scale import LossScale
 from .scaled_step import ScaledStep
@@ -71,7 +70,7 @@ class ParameterServer:
 
     def begin_forward(self, step: Step, parameters: Sequence[Parameter], to_train: bool) -> None:
         """A forward begins: updates of the step before are over or will be waited for, and the wire is copied anew."""
-        step.gradient_wire = DTYPES[self.options.gradient_wire] if self.options.gradient_wire else None
+        step.gradient_wire = self.options.gradient_wire
         self._stale = set(self._wires.values())
         if to_train and self.options.precision == "fp16" and self.options.optimizer is None:
             raise L2LError(
@@ -110,6 +109,8 @@ class ParameterServer:
         if step.use is not None:
             pushes = graph.find_nodes(op="call_function", target=nodes.push_gradients)
             self.updates.begin_backward(step.use, Counter(p for n in pushes for p in _managed(step, segments[n.args[0]])))
+        if self._scaled is not None:
+            self._scaled.used = True
         return self._scale.value if self._scale is not None else 1.0
 
     def collect(self, step: Step, segment: Segment, box: Box) -> None:
@@ -160,8 +161,13 @@ class ParameterServer:
     def _submit(self, work) -> None:
         """Queue work for the host lane; wait while more than a few segments' gradients are queued there."""
         self._in_flight.append(self.updates.worker.submit(work))
-        while len(self._in_flight) > 2 * (self.options.prefetch + 2):
+        while len(self._in_flight) > 2 * segments_in_flight(self.options):  # one to collect and one to update, each
             self._in_flight.popleft().wait()
+
+
+def segments_in_flight(options: Options) -> int:
+    """How many segments' gradients wait on the host for their update at once (in_backward)."""
+    return options.prefetch + 2
 
 
 def _managed(step: Step, segment: Segment) -> list[Parameter]:

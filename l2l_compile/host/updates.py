@@ -15,13 +15,14 @@ import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import L2LError
 from ..options import Options
+from .hooks import weakly
 from .loss_scale import LossScale
 from .torch_step import Hyperparameters, check_layers_are_independent, hyperparameters, step_on
 from .worker import Ticket, Worker
@@ -75,10 +76,10 @@ class Updates:
         self._tickets: dict[Parameter, Ticket] = {}
         check_layers_are_independent(self.optimizer)
         handles = [
-            self.optimizer.register_step_pre_hook(_weakly(self._before_step)),
-            self.optimizer.register_step_post_hook(_weakly(self._after_step)),
-            self.optimizer.register_state_dict_pre_hook(_weakly(self._before_reading)),
-            self.optimizer.register_load_state_dict_pre_hook(_weakly(self._before_reading)),
+            self.optimizer.register_step_pre_hook(weakly(self._before_step)),
+            self.optimizer.register_step_post_hook(weakly(self._after_step)),
+            self.optimizer.register_state_dict_pre_hook(weakly(self._before_reading)),
+            self.optimizer.register_load_state_dict_pre_hook(weakly(self._before_reading)),
         ]
         weakref.finalize(self, _close, worker, handles)
 
@@ -92,17 +93,17 @@ class Updates:
             for module in root.modules():
                 if module not in self._watched:
                     self._watched.add(module)
-                    module.register_state_dict_pre_hook(_weakly(self._before_reading))
+                    module.register_state_dict_pre_hook(weakly(self._before_reading))
 
     @property
     def managed(self) -> set[Parameter]:
         """The parameters of the optimizer, which are updated here."""
         return {p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
 
-    def use(self, parameters: Iterable[Parameter]) -> Use:
-        """A forward through these parameters begins, which a backward may follow.
+    def use(self, parameters: Iterable[Parameter]) -> Use | None:
+        """A forward through these parameters begins, which a backward may follow; None if the optimizer has none of them.
 
-        Raises `L2LError` if the optimizer has none of them.
+        Raises `L2LError` if it has none of the whole model's.
         """
         trained = {p for p in parameters if p.requires_grad}
         hooked = [p for p in trained if p._backward_hooks or p._post_accumulate_grad_hooks]
@@ -111,12 +112,15 @@ class Updates:
                 f"{len(hooked)} parameters have gradient hooks, which cannot run with update={self.options.update!r}: the "
                 "gradients never come to p.grad. Remove the hooks, or use update='at_step'"
             )
-        use = Use(self, trained & self.managed)
-        if trained and not use.parameters:
+        mine = trained & self.managed
+        if trained and not mine and not self.managed & self._order.keys():
             raise L2LError(
                 f"the option 'optimizer' holds none of the {len(trained)} parameters that this model trains: build it from "
                 "the parameters of the model that is compiled"
             )
+        if not mine:
+            return None
+        use = Use(self, mine)
         with self._lock:
             self._uses.update(use.parameters)
         return use
@@ -311,17 +315,6 @@ class Updates:
         if factor != 1.0:
             wide = {p: g * factor for p, g in wide.items()}
         self._before, self._after = groups, step_on(self.optimizer, groups, wide)
-
-
-def _weakly(method: Callable) -> Callable:
-    """A hook that does not keep the object of its method alive."""
-    reference = weakref.WeakMethod(method)
-
-    def hook(*arguments: Any) -> None:
-        if (alive := reference()) is not None:
-            alive(*arguments)
-
-    return hook
 
 
 def _close(worker: Worker, handles: Sequence[Any]) -> None:

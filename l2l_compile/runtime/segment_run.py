@@ -11,6 +11,7 @@ import torch
 from ..ir.program import Block, Segment
 from ..ir.values import Bindings, TensorSpec
 from ..lower import Lowered, Lowering
+from ..precision import gradient_dtype
 from .device import Device
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Step:
     lowering: Lowering
     stats: Stats
     server: ParameterServer
-    gradient_wire: torch.dtype | None = None
+    gradient_wire: str | None = None
     use: Use | None = None
     pushed: list[tuple[Segment, Box]] = field(default_factory=list)
     writes: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -206,9 +207,7 @@ def _collect(total, gradient: torch.Tensor, split: bool, several: bool):
 
 
 def _for_the_link(step: Step, spec: TensorSpec, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """The gradient of a weight in the precision in which it crosses the link; vectors stay as the weight is."""
-    wanted = step.gradient_wire if step.gradient_wire is not None and len(spec.shape) >= 2 else spec.dtype
-    return gradient.to(wanted) if gradient is not None and gradient.dtype.itemsize <= 4 else gradient
+    return gradient if gradient is None else gradient.to(gradient_dtype(spec, step.gradient_wire))
 
 
 def _lower(segment: Segment, which: str, lower, *arguments) -> Lowered:

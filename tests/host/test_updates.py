@@ -292,6 +292,14 @@ def test_parameters_that_the_optimizer_lacks_keep_their_gradients(update):
     assert last.grad is not None and all(p.grad is None for p in most)
 
 
+def test_a_program_without_parameters_of_the_optimizer_keeps_its_gradients():
+    model = Broken()
+    step, optimizer = step_of(model, optimizer=torch.optim.SGD(model.second.parameters(), lr=0.1))
+    step(data(1)).sum().backward()
+    assert all(p.grad is not None for p in model.first.parameters())
+    assert all(p.grad is None for p in model.second.parameters())
+
+
 def test_closures_are_refused():
     step, optimizer = step_of(Stack())
     step(data(1)).sum().backward()
