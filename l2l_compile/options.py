@@ -33,6 +33,8 @@ class Options:
                     gradient is on the host; "in_forward" after the last gradient is there, while the next forward runs.
     max_grad_norm   clips the global norm of the gradients (in_forward only), as `clip_grad_norm_` does.
     accumulate      number of backward calls in a step (in_backward and in_forward).
+    compile_update  whether updates behind the device are compiled into one pass over memory where the optimizer is
+                    elementwise; False runs the optimizer's own step on each layer.
     """
 
     micro_batches: int = 1
@@ -46,6 +48,7 @@ class Options:
     update: str = "at_step"
     max_grad_norm: float | None = None
     accumulate: int = 1
+    compile_update: bool = True
 
     @classmethod
     def build(cls, options: Mapping[str, Any] | None = None) -> Options:
@@ -69,6 +72,7 @@ class Options:
         _check_choice(given, "gradient_wire", (None, *_PRECISIONS))
         _check_choice(given, "update", ("at_step", "in_backward", "in_forward"))
         _check_int(given, "accumulate", 1)
+        _check_choice(given, "compile_update", (True, False))
         _check_optimizer(given)
         given["device"] = _device(given.get("device"))
         return cls(**given)

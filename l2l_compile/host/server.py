@@ -13,10 +13,12 @@ from ..errors import L2LError
 from ..ir import nodes
 from ..options import Options
 from ..runtime.device import Device
+from .compiled_step import CompiledStep
 from .loss_scale import LossScale
 from .scaled_step import ScaledStep
+from .torch_step import TorchStep
 from .updates import Parameter, Updates, sum_of_squares
-from .wire import Wire
+from .wire import Wire, Wires
 from .worker import Ticket, Worker
 
 if TYPE_CHECKING:
@@ -33,13 +35,14 @@ class ParameterServer:
 
     def __init__(self, options: Options, device: Device):
         self.options, self.device = options, device
-        self._wires: dict[tuple[int, ...], Wire] = {}
-        self._stale: set[Wire] = set()
+        self.wires = Wires(pin=device.torch_device.type == "cuda")
         self._in_flight: deque[Ticket] = deque()
         self.updates: Updates | None = None
         self._scaled: ScaledStep | None = None
         if options.update != "at_step":
-            self.updates = Updates(options, Worker(_worker_threads(device)))
+            threads = _worker_threads(device)
+            step = CompiledStep(options.optimizer, self.wires, threads) if options.compile_update else TorchStep(options.optimizer)
+            self.updates = Updates(options, Worker(threads), step)
         elif options.precision == "fp16" and options.optimizer is not None:
             self._scaled = ScaledStep(options.optimizer)
 
@@ -71,7 +74,7 @@ class ParameterServer:
     def begin_forward(self, step: Step, parameters: Sequence[Parameter], to_train: bool) -> None:
         """A forward begins: updates of the step before are over or will be waited for, and the wire is copied anew."""
         step.gradient_wire = self.options.gradient_wire
-        self._stale = set(self._wires.values())
+        self.wires.begin_forward()
         if to_train and self.options.precision == "fp16" and self.options.optimizer is None:
             raise L2LError(
                 "precision='fp16' scales the loss and skips the step when a gradient overflows: it needs the option "
@@ -91,15 +94,7 @@ class ParameterServer:
             self.updates.wait(p for p, _ in mine)
         if self.options.precision == "fp32" or not mine:
             return None, list(weights)
-        key = tuple(id(p) for p, _ in mine)
-        wire = self._wires.get(key)
-        if wire is None:
-            pin = self.device.torch_device.type == "cuda"
-            wire = self._wires[key] = Wire([p for p, _ in mine], [spec.dtype for _, spec in mine], pin)
-            self._stale.add(wire)
-        if wire in self._stale:
-            self._stale.discard(wire)
-            wire.refresh()
+        wire = self.wires.load([p for p, _ in mine], [spec.dtype for _, spec in mine])
         return wire, [w for w, i in zip(weights, segment.weights, strict=True) if i.kind != "parameter"]
 
     # ---- backward ----------------------------------------------------------------------------------------------------

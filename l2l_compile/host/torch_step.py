@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,23 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
     ]
 
 
+def shadow_of(
+    optimizer: torch.optim.Optimizer, groups: Hyperparameters, parameters: Sequence[Sequence[torch.Tensor]]
+) -> tuple[torch.optim.Optimizer, Callable[[], Any]]:
+    """An optimizer of the same class over other parameters, a list for each param_group, without state; and its step.
+
+    Hooks stay with the optimizer: they are for whole steps.
+    """
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    shadow.state = defaultdict(dict)
+    shadow.param_groups = [{**group, "params": list(own)} for group, own in zip(groups, parameters, strict=True)]
+    shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    step = type(optimizer).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # nor global hooks
+    return shadow, lambda: step(shadow)
+
+
 def step_on(
     optimizer: torch.optim.Optimizer, groups: Hyperparameters, gradients: Mapping[torch.nn.Parameter, torch.Tensor]
 ) -> Hyperparameters:
@@ -28,26 +45,36 @@ def step_on(
     Parameters and `optimizer.state` change as in the optimizer's own step; `param_groups`, hooks and `p.grad` do not.
     Returns the hyperparameters after the step: some optimizers count steps there.
     """
-    shadow = object.__new__(type(optimizer))
-    shadow.__dict__.update(optimizer.__dict__)
-    shadow.state = defaultdict(dict)
-    shadow.param_groups = []
-    shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    stand_ins = []
-    for group, current in zip(optimizer.param_groups, groups, strict=True):
-        chosen = [p for p in group["params"] if p in gradients]
-        shadow.param_groups.append({**current, "params": [_stand_in(p, gradients[p]) for p in chosen]})
-        stand_ins += zip(chosen, shadow.param_groups[-1]["params"], strict=True)
-    for parameter, stand_in in stand_ins:
+    chosen = [[p for p in group["params"] if p in gradients] for group in optimizer.param_groups]
+    stand_ins = {p: _stand_in(p, gradients[p]) for own in chosen for p in own}
+    shadow, step = shadow_of(optimizer, groups, [[stand_ins[p] for p in own] for own in chosen])
+    for parameter, stand_in in stand_ins.items():
         if parameter in optimizer.state:
             shadow.state[stand_in] = optimizer.state[parameter]
-    step = type(optimizer).step
-    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # nor global hooks: they are for whole steps
-    step(shadow)
-    for parameter, stand_in in stand_ins:
+    step()
+    for parameter, stand_in in stand_ins.items():
         if stand_in in shadow.state:
             optimizer.state[parameter] = shadow.state[stand_in]
     return [{k: v for k, v in group.items() if k != "params"} for group in shadow.param_groups]
+
+
+def scaled(
+    gradients: Mapping[torch.nn.Parameter, torch.Tensor], factor: float
+) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """Gradients in the dtype of their parameters, times a factor."""
+    wide = {p: g.to(p.dtype) for p, g in gradients.items()}
+    return wide if factor == 1.0 else {p: g * factor for p, g in wide.items()}
+
+
+class TorchStep:
+    """Steps of one optimizer on some of its parameters, by its own code."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+
+    def on(self, groups: Hyperparameters, gradients: Mapping[torch.nn.Parameter, torch.Tensor], factor: float) -> Hyperparameters:
+        """As `step_on`, with gradients times `factor`."""
+        return step_on(self.optimizer, groups, scaled(gradients, factor))
 
 
 def _stand_in(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
@@ -71,13 +98,19 @@ def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def state_bytes_of_trial(optimizer: torch.optim.Optimizer, entries: int = 128) -> int:
-    """Bytes of optimizer state for each entry of a parameter, from a step on a small matrix."""
+def with_state_of_trial(optimizer: torch.optim.Optimizer, entries: int = 128) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
+    """An optimizer with the class and hyperparameters of another, over a square matrix, after a step; and the matrix."""
     parameter = torch.nn.Parameter(torch.zeros(entries, entries))
     trial = _small_copy(optimizer, [parameter])
     step_on(trial, hyperparameters(optimizer)[:1], {parameter: torch.ones(entries, entries)})
+    return trial, parameter
+
+
+def state_bytes_of_trial(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of optimizer state for each entry of a parameter, from a step on a small matrix."""
+    trial, parameter = with_state_of_trial(optimizer)
     held = [v for v in trial.state[parameter].values() if isinstance(v, torch.Tensor)]
-    return round(sum(v.numel() * v.element_size() for v in held) / entries**2)
+    return round(sum(v.numel() * v.element_size() for v in held) / parameter.numel())
 
 
 def _small_copy(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

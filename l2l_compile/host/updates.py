@@ -22,9 +22,10 @@ import torch
 
 from ..errors import L2LError
 from ..options import Options
+from .compiled_step import CompiledStep
 from .hooks import weakly
 from .loss_scale import LossScale
-from .torch_step import Hyperparameters, check_layers_are_independent, hyperparameters, step_on
+from .torch_step import Hyperparameters, TorchStep, check_layers_are_independent, hyperparameters
 from .worker import Ticket, Worker
 
 Parameter = torch.nn.Parameter
@@ -56,8 +57,8 @@ class Use:
 class Updates:
     """Gradients in, updates out, for the parameters of one optimizer."""
 
-    def __init__(self, options: Options, worker: Worker):
-        self.options, self.worker = options, worker
+    def __init__(self, options: Options, worker: Worker, step: TorchStep | CompiledStep):
+        self.options, self.worker, self._step = options, worker, step
         self.optimizer: torch.optim.Optimizer = options.optimizer
         self.scale = LossScale() if options.precision == "fp16" else None
         self.norm = 0.0
@@ -94,6 +95,7 @@ class Updates:
                 if module not in self._watched:
                     self._watched.add(module)
                     module.register_state_dict_pre_hook(weakly(self._before_reading))
+                    module.register_load_state_dict_pre_hook(weakly(self._before_reading))
 
     @property
     def managed(self) -> set[Parameter]:
@@ -311,10 +313,7 @@ class Updates:
     def _apply(self, gradients: dict[Parameter, torch.Tensor], factor: float, groups: Hyperparameters) -> None:
         if factor == 0.0 or not gradients:
             return
-        wide = {p: g.to(p.dtype) for p, g in gradients.items()}
-        if factor != 1.0:
-            wide = {p: g * factor for p, g in wide.items()}
-        self._before, self._after = groups, step_on(self.optimizer, groups, wide)
+        self._before, self._after = groups, self._step.on(groups, gradients, factor)
 
 
 def _close(worker: Worker, handles: Sequence[Any]) -> None:

@@ -1,11 +1,14 @@
 """The wire: the parameters of a segment as they cross the link, in one contiguous buffer on the host."""
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 
 from ..runtime.device import aligned
+
+_STRIDE = 251  # prime: entries that far apart fall into every column of a matrix, and into every run of 251 entries
 
 
 class Wire:
@@ -25,6 +28,7 @@ class Wire:
         self.buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
         self.views = self.in_slab(self.buffer, dtypes)
         self.dtypes = tuple(dtypes)
+        self.copies = [Copy(p, view) for p, view in zip(parameters, self.views, strict=True)]
 
     def in_slab(self, slab: torch.Tensor, dtypes: Sequence[torch.dtype] | None = None) -> list[torch.Tensor]:
         """The parameters as views of a buffer with this layout."""
@@ -33,7 +37,90 @@ class Wire:
             for p, dtype, (start, end) in zip(self.parameters, dtypes or self.dtypes, self.spans, strict=True)
         ]
 
-    def refresh(self) -> None:
-        """Copy the parameters anew."""
-        for view, parameter in zip(self.views, self.parameters, strict=True):
-            view.copy_(parameter.detach())
+    def refresh(self, turn: int) -> None:
+        """Copy the parameters anew, except those whose copy was written with them and that were not touched since."""
+        for copy in self.copies:
+            copy.refresh(turn)
+
+
+class Copy:
+    """The copy of one parameter on a wire; both may be written together, by an update.
+
+    turn   of the forward that used it last
+    """
+
+    def __init__(self, parameter: torch.Tensor, view: torch.Tensor):
+        self.parameter, self.view, self.turn = parameter, view, 0
+        self._of: tuple[int, int] | None = None
+        self._written = False
+
+    def unchanged(self) -> bool:
+        """Whether PyTorch knows of no write into the parameter since the copy was made."""
+        return self._of == _identity(self.parameter)
+
+    def written(self) -> None:
+        """The copy has been written together with the parameter."""
+        self._of, self._written = _identity(self.parameter), True
+
+    def refresh(self, turn: int) -> None:
+        """Copy the parameter, unless the copy was written with it and nothing was written since.
+
+        A write that PyTorch does not record (`p.data.mul_()`) is found by comparing every 251st entry, others in every
+        turn: no run of 251 entries, row or column escapes. A smaller one is found by the next update (see `kernel`).
+        """
+        self.turn = turn
+        if self._written and self.unchanged() and self._same_sample(turn):
+            return
+        self.view.copy_(self.parameter.detach())
+        self._of, self._written = _identity(self.parameter), False
+
+    def _same_sample(self, turn: int) -> bool:
+        stride = _STRIDE if self.parameter.numel() > 16 * _STRIDE else 1
+        entries = slice(turn % stride, None, stride)
+        return torch.equal(self.view.view(-1)[entries], self.parameter.detach().view(-1)[entries].to(self.view.dtype))
+
+
+class Wires:
+    """The wires of all segments, by their parameters."""
+
+    def __init__(self, pin: bool):
+        self._pin = pin
+        self._wires: dict[tuple[int, ...], Wire] = {}
+        self._stale: set[Wire] = set()
+        self._turn = 0
+        self._copies: defaultdict[torch.Tensor, list[Copy]] = defaultdict(list)
+
+    def begin_forward(self) -> None:
+        """Between the last forward and this one, anybody may have written into the parameters."""
+        self._stale = set(self._wires.values())
+        self._turn += 1
+
+    def load(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> Wire:
+        """The wire of these parameters, up to date with what they were when this forward began."""
+        key = tuple(map(id, parameters))
+        wire = self._wires.get(key)
+        if wire is None:
+            wire = self._wires[key] = Wire(parameters, dtypes, self._pin)
+            self._stale.add(wire)
+            for copy in wire.copies:
+                self._copies[copy.parameter].append(copy)
+        if wire in self._stale:
+            self._stale.discard(wire)
+            wire.refresh(self._turn)
+        return wire
+
+    def latest(self, parameter: torch.Tensor) -> Copy | None:
+        """The copy of a parameter that a forward used last."""
+        return max(self._copies.get(parameter, ()), key=lambda copy: copy.turn, default=None)
+
+    def written(self, parameter: torch.Tensor) -> None:
+        """A parameter has been written, together with its latest copy."""
+        latest = self.latest(parameter)
+        for copy in self._copies.get(parameter, ()):
+            if copy is not latest:
+                copy.view.copy_(latest.view)
+            copy.written()
+
+
+def _identity(parameter: torch.Tensor) -> tuple[int, int]:
+    return parameter._version, parameter.data_ptr()

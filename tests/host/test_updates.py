@@ -47,7 +47,7 @@ def train(model, make_optimizer, update, steps=20, clip=None, accumulate=1, **op
     optimizer = make_optimizer(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
     if update != "at_step":
-        options |= {"optimizer": optimizer, "update": update, "accumulate": accumulate}
+        options = {"optimizer": optimizer, "update": update, "accumulate": accumulate, "compile_update": False, **options}
     if update == "in_forward":
         options["max_grad_norm"] = clip
     step = compiled(model, **options)

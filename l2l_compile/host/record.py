@@ -1,0 +1,176 @@
+"""Record what an optimizer's own step computes for a parameter, as straight-line C on one element.
+
+The step runs on stand-ins without data (meta tensors) of the parameter, its gradient and the state of its shape, while
+numbers (hyperparameters, counters, bias corrections) are computed by the optimizer's own Python. They become operands
+`s[0], s[1], …`, so the text is the same in every step that takes the same way through the code.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .formulas import COMPARISONS, FORMULAS, IGNORED, POWERS
+from .torch_step import Hyperparameters, shadow_of
+
+
+class NotElementwise(Exception):
+    """The step of an optimizer cannot be written as one formula for every element; says why."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An optimizer's step on one parameter.
+
+    lines     C statements that compute the new values
+    scalars   the values of `s[0]`, `s[1]`, … in this step
+    reads     names of the state tensors of the parameter's shape, which C knows as `x0`, `x1`, …
+    writes    C variable of the new value of each tensor that changes: "p" for the parameter, "x0", …
+    state     the other entries of the parameter's state after the step
+    groups    the hyperparameters after the step
+    """
+
+    lines: tuple[str, ...]
+    scalars: tuple[float, ...]
+    reads: tuple[str, ...]
+    writes: tuple[tuple[str, str], ...]
+    state: dict[str, Any]
+    groups: Hyperparameters
+
+
+def vectors(parameter: torch.Tensor, state: dict[str, Any]) -> list[str]:
+    """Names of the state tensors that have an element for each one of the parameter."""
+    return [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == parameter.shape and v.dim()]
+
+
+def record(optimizer: torch.optim.Optimizer, groups: Hyperparameters, group: int, parameter: torch.Tensor) -> Recipe:
+    """The step of `optimizer` on `parameter`, which is in the param_group of this number. Changes nothing.
+
+    Raises `NotElementwise`.
+    """
+    state = optimizer.state.get(parameter, {})
+    names = vectors(parameter, state)
+    if parameter.dim() == 0:
+        raise NotElementwise("a parameter without dimensions")
+    stand_in = torch.empty_like(parameter, device="meta").requires_grad_()
+    stand_in.__dict__.update(parameter.__dict__)
+    stand_in.grad = torch.empty_like(stand_in, requires_grad=False)
+    held = {name: _stand_in_of_state(name, state[name], name in names, parameter) for name in state}
+    plain = [{k: False if k in ("foreach", "fused") else v for k, v in g.items()} for g in groups]
+    shadow, step = shadow_of(optimizer, plain, [[stand_in] if i == group else [] for i in range(len(groups))])
+    if state:
+        shadow.state[stand_in] = held
+    known = {"p": stand_in, "g": stand_in.grad} | {f"x{i}": held[name] for i, name in enumerate(names)}
+    recorder = _Recorder(stand_in, known)
+    with recorder:
+        step()
+    after = shadow.state[stand_in] if stand_in in shadow.state else {}
+    rest = {}
+    for name, value in after.items():
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            if name not in names or _memory(value) != _memory(known[f"x{names.index(name)}"]):
+                raise NotElementwise(f"the step makes the state {name!r} anew")
+        else:
+            rest[name] = value
+    writes = tuple((name, v) for name in known if name != "g" and (v := recorder.values[_memory(known[name])]) != name)
+    left = [{k: before[k] if k in ("foreach", "fused") else v for k, v in after.items() if k != "params"}
+            for before, after in zip(groups, shadow.param_groups, strict=True)]  # fmt: skip
+    return Recipe(tuple(recorder.lines), tuple(recorder.scalars), tuple(names), writes, rest, left)
+
+
+def _stand_in_of_state(name: str, value: Any, is_vector: bool, parameter: torch.Tensor) -> Any:
+    if not isinstance(value, torch.Tensor):
+        if value is not None and not isinstance(value, (bool, int, float, str)):
+            raise NotElementwise(f"the state {name!r} is a {type(value).__name__}")
+        return value
+    if is_vector:
+        if value.dtype is not parameter.dtype:
+            raise NotElementwise(f"the state {name!r} is {value.dtype}")
+        return torch.empty_like(value, device="meta")
+    if value.dim():
+        raise NotElementwise(f"the state {name!r} has another shape than its parameter")
+    return value.clone()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+_FACTORS = ("alpha", "value")
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes a C statement for every operation on tensors without data. `values`: the C variable in each one's memory."""
+
+    def __init__(self, like: torch.Tensor, known: dict[str, torch.Tensor]):
+        super().__init__()
+        self.like, self.lines, self.scalars = like, [], []
+        self.values = {_memory(t): name for name, t in known.items()}
+        self._alive: list[torch.Tensor] = list(known.values())  # so that no memory gets the identity of another
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not any(map(_has_stand_in, (*args, *kwargs.values()))):
+            result = func(*args, **kwargs)
+            if _has_stand_in(result):
+                raise NotElementwise(f"{func} makes a tensor")
+            return result
+        name = func.overloadpacket.__name__
+        name = name if name in FORMULAS else name.removesuffix("_")
+        if name == "pow" and isinstance(args[1], (int, float)) and float(args[1]) in POWERS:
+            formula, operands = POWERS[float(args[1])], args[:1]
+        elif name in FORMULAS:
+            formula, operands = FORMULAS[name], args
+        else:
+            raise NotElementwise(f"{func} is not elementwise, or has no formula")
+        try:
+            given = {k: self._operand(v) for k, v in kwargs.items() if k not in IGNORED and not (k in _FACTORS and v == 1)}
+            expression = formula(*map(self._operand, operands), **given)
+        except (NotElementwise, TypeError) as error:
+            raise NotElementwise(f"{func}: {error}") from None
+        result = self._result(func, name, args, kwargs)
+        variable = f"t{len(self.lines)}"
+        self.lines.append(f"{'int' if name in COMPARISONS else 'real'} {variable} = {expression};")
+        self.values[_memory(result)] = variable
+        return result
+
+    def _result(self, func, name: str, args: tuple, kwargs: dict) -> torch.Tensor:
+        """The tensor that the operation gives: all operands have one shape and dtype, so nothing is to be computed."""
+        dtype = kwargs.get("dtype") or (torch.bool if name in COMPARISONS else self.like.dtype)
+        written = args[0] if func._schema.is_mutable else None
+        written = kwargs.get("out", written)
+        if dtype is not (torch.bool if name in COMPARISONS else self.like.dtype) or (written is not None and written.dtype is not dtype):
+            raise NotElementwise(f"{func} gives {dtype}")
+        if name in ("detach", "alias"):
+            return func(*args)
+        if written is None:
+            written = torch.empty_like(self.like, dtype=dtype)
+            self._alive.append(written)
+        return written
+
+    def _operand(self, value: Any) -> str | None:
+        if value is None:
+            return None
+        if _is_stand_in(value):
+            if value.shape != self.like.shape or _memory(value) not in self.values:
+                raise NotElementwise("a tensor of another shape")
+            return self.values[_memory(value)]
+        if isinstance(value, torch.Tensor):
+            if value.dim():
+                raise NotElementwise("a tensor that is not a state of the parameter")
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise NotElementwise(f"an operand of type {type(value).__name__}")
+        self.scalars.append(float(value))
+        return f"s[{len(self.scalars) - 1}]"
+
+
+def _is_stand_in(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _has_stand_in(value: Any) -> bool:
+    return _is_stand_in(value) or (isinstance(value, (list, tuple)) and any(map(_is_stand_in, value)))
+
