@@ -13,6 +13,7 @@ from torch import fx
 from . import dynamo
 from .backend import compile_program
 from .capture import capture
+from .host.compiled_step import why_not_compiled
 from .host.memory import HostMemory, host_memory
 from .ir.program import Block, Program, Segment
 from .ir.text import format_bytes
@@ -48,6 +49,7 @@ class Report:
     whole_batch   the segments that do not run micro-batch by micro-batch
     host_memory   what the model needs of the host's memory
     outputs       the tensors that the model returns, the largest first
+    update        how the host updates parameters behind the device; None if it does not
     """
 
     programs: tuple[Program, ...]
@@ -56,6 +58,7 @@ class Report:
     whole_batch: tuple[WholeBatch, ...]
     outputs: tuple[Output, ...]
     host_memory: HostMemory
+    update: str | None = None
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -80,6 +83,8 @@ class Report:
             lines += ["run uncompiled, on the host:", *(f"  {u}" for u in self.uncompiled)]
         total = sum(o.bytes for o in self.outputs)
         lines.append(str(self.host_memory))
+        if self.update is not None:
+            lines.append(f"updates: {self.update}")
         lines.append(f"outputs copied to the host in every step: {len(self.outputs)} tensors, {format_bytes(total)}")
         if len(self.outputs) > 8 or self.large_outputs:
             shown = ", ".join(f"{o.name} {list(o.shape)} {format_bytes(o.bytes)}" for o in self.outputs[:3])
@@ -167,6 +172,7 @@ class _Explainer:
             tuple(WholeBatch(s.name, s.block.reason) for p in programs for s in p.whole_batch),
             tuple(sorted(_returned(programs[-1:]), key=lambda o: -o.bytes)),
             host_memory(programs, self.options),
+            _how_updated(self.options),
         )
 
 
@@ -178,6 +184,15 @@ def _placeholder(program: Program, node: Any, arguments: Sequence[Any]) -> Any:
     if node.op == "placeholder":
         return arguments[[i.node for i in program.captured.inputs].index(node)]
     return torch.zeros(spec.sizes(program.bindings), dtype=spec.dtype, requires_grad=spec.differentiable)
+
+
+def _how_updated(options: Options) -> str | None:
+    if options.optimizer is None or options.update == "at_step":
+        return None
+    if not options.compile_update:
+        return "the optimizer's own step, layer by layer"
+    reason = why_not_compiled(options.optimizer)
+    return "one compiled pass over each matrix" if reason is None else f"the optimizer's own step, layer by layer: {reason}"
 
 
 def _returned(programs: Sequence[Program]) -> list[Output]:

@@ -5,7 +5,8 @@ vectorized kernels do. Comparisons give an `int`.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def _add(a: str, b: str, alpha: str | None = None) -> str:
@@ -28,8 +29,12 @@ def _addcdiv(a: str, b: str, c: str, value: str | None = None) -> str:
     return f"{a} + {b} / {c}" if value is None else f"{a} + {value} * {b} / {c}"
 
 
-def _lerp(a: str, b: str, weight: str) -> str:
-    return f"({weight} < HALF && {weight} > -HALF) ? FMA({weight}, {b} - {a}, {a}) : FMA({weight} - 1, {b} - {a}, {b})"
+def _lerp_from_start(a: str, b: str, weight: str) -> str:
+    return f"FMA({weight}, {b} - {a}, {a})"
+
+
+def _lerp_from_end(a: str, b: str, weight: str) -> str:
+    return f"FMA({weight} - 1, {b} - {a}, {b})"
 
 
 def _clamp(a: str, low: str | None = None, high: str | None = None) -> str:
@@ -38,7 +43,7 @@ def _clamp(a: str, low: str | None = None, high: str | None = None) -> str:
     return a if high is None else f"({a} > {high} ? {high} : {a})"
 
 
-FORMULAS: dict[str, Callable[..., str]] = {
+_FORMULAS: dict[str, Callable[..., str]] = {
     "add": _add,
     "sub": _sub,
     "rsub": _rsub,
@@ -46,7 +51,6 @@ FORMULAS: dict[str, Callable[..., str]] = {
     "div": lambda a, b: f"{a} / {b}",
     "addcmul": _addcmul,
     "addcdiv": _addcdiv,
-    "lerp": _lerp,
     "sqrt": lambda a: f"SQRT({a})",
     "rsqrt": lambda a: f"1 / SQRT({a})",
     "reciprocal": lambda a: f"1 / {a}",
@@ -76,13 +80,28 @@ FORMULAS: dict[str, Callable[..., str]] = {
     "ones_like": lambda a: "1",
     "full_like": lambda a, b: b,
 }
-POWERS: dict[float, Callable[[str], str]] = {
-    2.0: FORMULAS["square"],
-    0.5: FORMULAS["sqrt"],
-    -0.5: FORMULAS["rsqrt"],
-    -1.0: FORMULAS["reciprocal"],
-    1.0: FORMULAS["clone"],
+_POWERS: dict[float, Callable[[str], str]] = {
+    2.0: _FORMULAS["square"],
+    0.5: _FORMULAS["sqrt"],
+    -0.5: _FORMULAS["rsqrt"],
+    -1.0: _FORMULAS["reciprocal"],
+    1.0: _FORMULAS["clone"],
 }
 COMPARISONS = frozenset({"gt", "lt", "ge", "le", "eq", "ne"})
+
 # keyword arguments that change no value
 IGNORED = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "out"})
+
+
+def formula_of(name: str, arguments: Sequence[Any]) -> tuple[Callable[..., str], Sequence[Any]] | None:
+    """The formula of an operation with these arguments, and those which are its operands; None if it has none.
+
+    `name` is that of the overload packet; what ends in "_" is also found without.
+    """
+    plain = name if name in _FORMULAS else name.removesuffix("_")
+    number = arguments[-1] if arguments and isinstance(arguments[-1], (int, float)) else None
+    if plain == "lerp" and number is not None:
+        return (_lerp_from_start if abs(number) < 0.5 else _lerp_from_end), arguments
+    if plain == "pow" and number in _POWERS:
+        return _POWERS[number], arguments[:1]
+    return (_FORMULAS[plain], arguments) if plain in _FORMULAS else None

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .formulas import COMPARISONS, FORMULAS, IGNORED, POWERS
+from .formulas import COMPARISONS, IGNORED, formula_of
 from .torch_step import Hyperparameters, shadow_of
 
 
@@ -21,23 +22,38 @@ class NotElementwise(Exception):
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """An optimizer's step on one parameter.
+class Formula:
+    """What a step computes for every element of a parameter `p` with a gradient `g`.
 
     lines     C statements that compute the new values
-    scalars   the values of `s[0]`, `s[1]`, … in this step
-    reads     names of the state tensors of the parameter's shape, which C knows as `x0`, `x1`, …
+    states    number of state tensors `x0`, `x1`, … of the parameter's shape
+    scalars   number of operands `s[0]`, `s[1]`, …
     writes    C variable of the new value of each tensor that changes: "p" for the parameter, "x0", …
-    state     the other entries of the parameter's state after the step
-    groups    the hyperparameters after the step
     """
 
     lines: tuple[str, ...]
+    states: int
+    scalars: int
+    writes: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An optimizer's step on one parameter, in one step of the training.
+
+    scalars   the values of `s[0]`, `s[1]`, …
+    reads     the names of the state tensors
+    state     the other entries of the parameter's state after the step
+    groups    the hyperparameters after the step
+    any_shape whether the step looked at no size: the recipe is that of every parameter in the same state
+    """
+
+    formula: Formula
     scalars: tuple[float, ...]
     reads: tuple[str, ...]
-    writes: tuple[tuple[str, str], ...]
     state: dict[str, Any]
     groups: Hyperparameters
+    any_shape: bool
 
 
 def vectors(parameter: torch.Tensor, state: dict[str, Any]) -> list[str]:
@@ -54,9 +70,9 @@ def record(optimizer: torch.optim.Optimizer, groups: Hyperparameters, group: int
     names = vectors(parameter, state)
     if parameter.dim() == 0:
         raise NotElementwise("a parameter without dimensions")
-    stand_in = torch.empty_like(parameter, device="meta").requires_grad_()
+    stand_in = _without_data(parameter).requires_grad_()
     stand_in.__dict__.update(parameter.__dict__)
-    stand_in.grad = torch.empty_like(stand_in, requires_grad=False)
+    stand_in.grad = _without_data(parameter)
     held = {name: _stand_in_of_state(name, state[name], name in names, parameter) for name in state}
     plain = [{k: False if k in ("foreach", "fused") else v for k, v in g.items()} for g in groups]
     shadow, step = shadow_of(optimizer, plain, [[stand_in] if i == group else [] for i in range(len(groups))])
@@ -64,7 +80,7 @@ def record(optimizer: torch.optim.Optimizer, groups: Hyperparameters, group: int
         shadow.state[stand_in] = held
     known = {"p": stand_in, "g": stand_in.grad} | {f"x{i}": held[name] for i, name in enumerate(names)}
     recorder = _Recorder(stand_in, known)
-    with recorder:
+    with recorder, _Questions() as questions:
         step()
     after = shadow.state[stand_in] if stand_in in shadow.state else {}
     rest = {}
@@ -77,7 +93,8 @@ def record(optimizer: torch.optim.Optimizer, groups: Hyperparameters, group: int
     writes = tuple((name, v) for name in known if name != "g" and (v := recorder.values[_memory(known[name])]) != name)
     left = [{k: before[k] if k in ("foreach", "fused") else v for k, v in after.items() if k != "params"}
             for before, after in zip(groups, shadow.param_groups, strict=True)]  # fmt: skip
-    return Recipe(tuple(recorder.lines), tuple(recorder.scalars), tuple(names), writes, rest, left)
+    formula = Formula(tuple(recorder.lines), len(names), len(recorder.scalars), writes)
+    return Recipe(formula, tuple(recorder.scalars), tuple(names), rest, left, not questions.of_shape)
 
 
 def _stand_in_of_state(name: str, value: Any, is_vector: bool, parameter: torch.Tensor) -> Any:
@@ -88,14 +105,40 @@ def _stand_in_of_state(name: str, value: Any, is_vector: bool, parameter: torch.
     if is_vector:
         if value.dtype is not parameter.dtype:
             raise NotElementwise(f"the state {name!r} is {value.dtype}")
-        return torch.empty_like(value, device="meta")
+        return _without_data(value)
     if value.dim():
         raise NotElementwise(f"the state {name!r} has another shape than its parameter")
     return value.clone()
 
 
+def _without_data(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=dtype or like.dtype, device="meta")
+
+
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+class _Questions(TorchFunctionMode):
+    """Notices when code asks a tensor for something that is neither a tensor nor a matter of its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_shape = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if result is not None and not isinstance(result, _NO_SHAPES) and func not in _NOT_OF_SHAPE:
+            self.of_shape = True
+        return result
+
+
+_NO_SHAPES = (torch.Tensor, torch.dtype, torch.device, torch.layout)
+_NOT_OF_SHAPE = frozenset({
+    torch.is_complex, torch.Tensor.is_complex, torch.is_floating_point, torch.Tensor.is_floating_point, torch.Tensor.__hash__,
+    torch.Tensor.is_sparse.__get__, torch.Tensor.requires_grad.__get__, torch.Tensor.is_cuda.__get__, torch.Tensor.is_cpu.__get__,
+    torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__bool__, torch.Tensor.__int__,
+})  # fmt: skip  # the last four: of numbers, for a stand-in has none
 
 
 _FACTORS = ("alpha", "value")
@@ -118,13 +161,10 @@ class _Recorder(TorchDispatchMode):
                 raise NotElementwise(f"{func} makes a tensor")
             return result
         name = func.overloadpacket.__name__
-        name = name if name in FORMULAS else name.removesuffix("_")
-        if name == "pow" and isinstance(args[1], (int, float)) and float(args[1]) in POWERS:
-            formula, operands = POWERS[float(args[1])], args[:1]
-        elif name in FORMULAS:
-            formula, operands = FORMULAS[name], args
-        else:
+        if (found := formula_of(name, args)) is None:
             raise NotElementwise(f"{func} is not elementwise, or has no formula")
+        formula, operands = found
+        name = name.removesuffix("_")
         try:
             given = {k: self._operand(v) for k, v in kwargs.items() if k not in IGNORED and not (k in _FACTORS and v == 1)}
             expression = formula(*map(self._operand, operands), **given)
@@ -146,7 +186,7 @@ class _Recorder(TorchDispatchMode):
         if name in ("detach", "alias"):
             return func(*args)
         if written is None:
-            written = torch.empty_like(self.like, dtype=dtype)
+            written = _without_data(self.like, dtype)
             self._alive.append(written)
         return written
 

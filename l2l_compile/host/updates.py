@@ -15,7 +15,7 @@ import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -253,12 +253,13 @@ class Updates:
                 self._gradients[parameter] = self._gradients[parameter].float() + parameter.grad
                 parameter.grad = None
         gradients, self._gradients = self._gradients, {}
+        versions = {p: p._version for p in gradients}
         groups = self._snapshots[-1]
         decision: dict[str, float] = {}
         self.worker.submit(lambda: decision.update(factor=self._look_at(gradients)))
         for segment in [*reversed(self._pushed), tuple(gradients)]:  # a shared parameter goes with its first reader
             mine = {p: gradients[p] for p in segment if p in gradients and p not in self._tickets}
-            ticket = self.worker.submit(lambda mine=mine: self._apply(mine, decision["factor"], groups))
+            ticket = self.worker.submit(lambda mine=mine: self._apply(mine, decision["factor"], groups, versions))
             self._tickets.update(dict.fromkeys(mine, ticket))
         self._pushed.clear()
 
@@ -310,9 +311,16 @@ class Updates:
         clip = torch.clamp(most / (norm + 1e-6), max=1.0) if most is not None else 1.0  # as clip_grad_norm_ does
         return float(clip / scale)
 
-    def _apply(self, gradients: dict[Parameter, torch.Tensor], factor: float, groups: Hyperparameters) -> None:
+    def _apply(
+        self, gradients: dict[Parameter, torch.Tensor], factor: float, groups: Hyperparameters, versions: Mapping[Parameter, int] | None = None
+    ) -> None:
         if factor == 0.0 or not gradients:
             return
+        if versions is not None and any(p._version != versions[p] for p in gradients):
+            raise L2LError(
+                "a parameter was written while its update was still to come: with update='in_forward', call "
+                "l2l_compile.synchronize(model) before you write into parameters"
+            )
         self._before, self._after = groups, self._step.on(groups, gradients, factor)
 
 

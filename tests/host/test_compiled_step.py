@@ -1,0 +1,231 @@
+"""Updates compiled into one pass are those of the optimizer's own step, and the wire is their copy."""
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from l2l_compile import L2LError, synchronize
+from l2l_compile.host.compiled_step import CompiledStep, why_not_compiled
+from l2l_compile.host.torch_step import hyperparameters, step_on
+from l2l_compile.host.wire import Wires
+from l2l_compile.session import session_of
+from models import Shared, Stack, compiled
+from test_updates import MODES, OPTIMIZERS, data, frozen_in_the_middle, train
+
+SHAPES = [(300, 257), (70000,), (5,), (1, 1)]
+ELEMENTWISE = {
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adamw, other betas": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.3, 0.4)),
+    "adamw maximize": lambda p: torch.optim.AdamW(p, lr=1e-2, maximize=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "sgd nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd dampening": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, lr_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "radam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
+}
+
+
+def parameters(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def gradients_of(owners, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(100 + seed)
+    return {p: torch.randn(p.shape, generator=generator).to(dtype) for p in owners}
+
+
+def relative(found, expected):
+    found, expected = found.double(), expected.double()
+    return ((found - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_pass_is_the_step_and_the_cast(name, dtype):
+    ours, theirs = parameters(), parameters()
+    optimizer, reference = ELEMENTWISE[name](ours), ELEMENTWISE[name](theirs)
+    assert why_not_compiled(optimizer) is None
+    wires = Wires(pin=False)
+    widths = [dtype if p.dim() > 1 else torch.float32 for p in ours]
+    wire = wires.load(ours, widths)
+    step = CompiledStep(optimizer, wires, threads=2)
+    for number in range(8):
+        given, expected = gradients_of(ours, number, dtype), gradients_of(theirs, number, dtype)
+        before = [p._version for p in ours]
+        step.on(hyperparameters(optimizer), given, 0.5)
+        step_on(reference, hyperparameters(reference), {p: g.float() * 0.5 for p, g in expected.items()})
+        assert all(p._version > version for p, version in zip(ours, before, strict=True))
+        wires.begin_forward()
+        wires.load(ours, widths)
+        assert all(torch.equal(view, p.to(view.dtype)) for view, p in zip(wire.views, ours, strict=True))
+    for p, q in zip(ours, theirs, strict=True):
+        assert relative(p, q) < 1e-6
+        assert optimizer.state[p].keys() == reference.state[q].keys()
+        for key, value in reference.state[q].items():
+            assert relative(torch.as_tensor(optimizer.state[p][key]), torch.as_tensor(value)) < 1e-6, key
+
+
+def test_steps_that_are_not_elementwise_say_why():
+    lamb = pytest.importorskip("pytorch_optimizer").Lamb
+    weights = parameters()
+    assert "norm" in why_not_compiled(lamb(weights))
+    assert "row_var" in why_not_compiled(torch.optim.Adafactor(weights))
+
+
+class Odd(torch.optim.Optimizer):
+    """Runs a function of parameter, gradient, state and number of the step."""
+
+    def __init__(self, parameters, function):
+        self.function = function
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = state.get("step", 0) + 1
+                    state.setdefault("x", torch.ones_like(p))
+                    self.function(p, p.grad, state["x"], state["step"], group["lr"])
+
+
+OPERATIONS = {
+    "out of a comparison": lambda p, g, x, n, lr: p.copy_(torch.where(g > 0, p - lr * g, x * p)),
+    "clamp": lambda p, g, x, n, lr: p.add_(g.clamp(-0.5, 0.25)),
+    "clamp_min": lambda p, g, x, n, lr: p.sub_(g.clamp_min(0.1), alpha=lr),
+    "maximum, minimum": lambda p, g, x, n, lr: (torch.maximum(x, g.abs(), out=x), p.sub_(torch.minimum(x, p))),
+    "sign": lambda p, g, x, n, lr: p.sub_(g.sign(), alpha=lr),
+    "powers": lambda p, g, x, n, lr: p.sub_(g.pow(2).pow(0.5) * (1 + x.square()).rsqrt() * (2 + x).reciprocal()),
+    "rsub, neg": lambda p, g, x, n, lr: p.copy_(1.5 - (-p)),
+    "lerp by a tensor of numbers": lambda p, g, x, n, lr: p.lerp_(g, torch.tensor(0.7)) if n % 2 else p.lerp_(g, 0.7),
+    "addcmul, addcdiv": lambda p, g, x, n, lr: (p.addcmul_(g, x), p.addcdiv_(g, x + 2, value=-lr)),
+    "fill and zero": lambda p, g, x, n, lr: (x.zero_(), x.add_(g), p.fill_(0.25), p.mul_(x)),
+    "a way that depends on the step": lambda p, g, x, n, lr: p.sub_(g * lr) if n < 3 else p.sub_(g * lr / n),
+    "a number from the shape": lambda p, g, x, n, lr: p.sub_(g * (lr / p.shape[0])),
+    "a number from numel": lambda p, g, x, n, lr: p.sub_(g, alpha=lr / p.numel() ** 0.5),
+    "writes into the gradient": lambda p, g, x, n, lr: (g.mul_(2).add_(p), p.sub_(g, alpha=lr)),
+    "what cannot be recorded": lambda p, g, x, n, lr: p.sub_(g * g.norm()),
+    "a look at the numbers": lambda p, g, x, n, lr: p.sub_(g, alpha=lr if g.max() > 1 else 2 * lr),
+    "half a state": lambda p, g, x, n, lr: x[:1].copy_(p[:1]),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations(name):
+    ours, theirs = parameters(), parameters()
+    optimizer, reference = Odd(ours, OPERATIONS[name]), Odd(theirs, OPERATIONS[name])
+    step = CompiledStep(optimizer, Wires(pin=False), threads=2)
+    for number in range(4):
+        step.on(hyperparameters(optimizer), gradients_of(ours, number), 1.0)
+        step_on(reference, hyperparameters(reference), gradients_of(theirs, number))
+        for p, q in zip(ours, theirs, strict=True):
+            assert relative(p, q) < 1e-6
+            assert relative(optimizer.state[p]["x"], reference.state[q]["x"]) < 1e-6
+            assert optimizer.state[p]["step"] == reference.state[q]["step"]
+
+
+@pytest.mark.parametrize("update", MODES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("make", [Stack, Shared, frozen_in_the_middle])
+def test_training_equals_updates_at_step(optimizer, update, make):
+    for options in ({}, {"precision": "bf16"}):
+        torch.manual_seed(0)
+        model = make()
+        _, weights, states = train(copy.deepcopy(model), OPTIMIZERS[optimizer], "at_step", **options)
+        _, found, found_states = train(model, OPTIMIZERS[optimizer], update, compile_update=True, **options)
+        for name, value in weights.items():
+            assert relative(found[name], value) < 1e-6, name
+        for index, state in states["state"].items():
+            for name, value in state.items():
+                assert relative(torch.as_tensor(found_states["state"][index][name]), torch.as_tensor(value)) < 1e-6, (index, name)
+
+
+def trained(update="in_backward", make_optimizer=torch.optim.AdamW, **options):
+    """A model after three steps, its compiled form, and a function that does one more."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = make_optimizer(model.parameters(), lr=1e-2)
+    step = compiled(model, optimizer=optimizer, update=update, precision="bf16", **options)
+
+    def once(number=0):
+        step(data(number)).pow(2).mean().backward()
+        optimizer.step()
+
+    for number in range(3):
+        once(number)
+    return model, step, once
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_writes_of_others_reach_the_next_forward(update):
+    model, step, once = trained(update)
+    saved = copy.deepcopy(model.state_dict())
+    before = step(data(9))
+    other = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    weight = model.layers[1].up.weight
+    writes = {
+        "load_state_dict": lambda: model.load_state_dict({k: v * 2 for k, v in saved.items()}),
+        "no_grad": lambda: weight.mul_(2),
+        "data": lambda: weight.data.mul_(2),
+        "a row of data": lambda: weight.data[1].fill_(9.0),
+        "a new tensor": lambda: setattr(weight, "data", weight.detach() * 3),
+        "another optimizer": lambda: (setattr(weight, "grad", torch.ones_like(weight)), other.step(), setattr(weight, "grad", None)),
+    }
+    for name, write in writes.items():
+        synchronize(step)
+        with torch.no_grad():
+            write()
+        assert not torch.allclose(step(data(9)), before, rtol=1e-3), name
+        once()
+        model.load_state_dict(saved)
+        torch.testing.assert_close(step(data(9)), before, rtol=0, atol=0, msg=name)
+
+
+def test_a_write_between_forward_and_update_is_an_error():
+    model, step, _ = trained()
+    loss = step(data(0)).pow(2).mean()
+    model.layers[1].up.weight.data[0, 0] += 1.0
+    loss.backward()
+    with pytest.raises(L2LError, match="does not record"):
+        synchronize(step)
+
+
+def test_a_write_while_an_update_is_pending_is_an_error(monkeypatch):
+    model, step, once = trained("in_forward")
+    gate, updates = threading.Event(), session_of(step).server.updates
+    look = updates._look_at
+    monkeypatch.setattr(updates, "_look_at", lambda gradients: gate.wait(10) and look(gradients))
+    once()
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    gate.set()
+    with pytest.raises(L2LError, match="synchronize"):
+        step(data(0))
+
+
+def test_without_a_compiler(monkeypatch):
+    from l2l_compile.host import kernel
+
+    monkeypatch.setattr(kernel.shutil, "which", lambda name: None)
+    kernel.address_of.cache_clear()
+    with pytest.raises(L2LError, match="no C compiler.*compile_update=False"):
+        _, step, _ = trained()
+        synchronize(step)
