@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from .errors import OptionError
 
 
+_LEAST_PINNED = 1 << 20  # bytes: the staging ring needs some
 _PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -33,6 +35,8 @@ class Options:
                     gradient is on the host; "in_forward" after the last gradient is there, while the next forward runs.
     max_grad_norm   clips the global norm of the gradients (in_forward only), as `clip_grad_norm_` does.
     accumulate      number of backward calls in a step (in_backward and in_forward).
+    pinned_memory   most bytes of host memory that are page-locked for the device (cuda), or "8GB", "512MiB"; None sets no
+                    bound. Beyond it, weights go through a ring of staging buffers, and tensors come back unpinned.
     compile_update  whether updates behind the device are compiled into one pass over memory where the optimizer is
                     elementwise; False runs the optimizer's own step on each layer.
     """
@@ -49,6 +53,7 @@ class Options:
     max_grad_norm: float | None = None
     accumulate: int = 1
     compile_update: bool = True
+    pinned_memory: int | None = None
 
     @classmethod
     def build(cls, options: Mapping[str, Any] | None = None) -> Options:
@@ -74,6 +79,7 @@ class Options:
         _check_int(given, "accumulate", 1)
         _check_choice(given, "compile_update", (True, False))
         _check_optimizer(given)
+        given["pinned_memory"] = _bytes(given.get("pinned_memory"))
         given["device"] = _device(given.get("device"))
         return cls(**given)
 
@@ -115,6 +121,20 @@ def _check_optimizer(given: dict) -> None:
         )
     if update == "at_step":
         raise OptionError("option 'max_grad_norm' is for update='in_forward'; at_step, call torch.nn.utils.clip_grad_norm_ as usual")
+
+
+_UNITS = {f"{prefix}{i}B": base**power for base, i in ((1000, ""), (1024, "i")) for power, prefix in enumerate("KMGT", 1)}
+
+
+def _bytes(value: Any) -> int | None:
+    """A number of bytes from an int or a string like "8GB" (10^9) or "8GiB" (2^30)."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= _LEAST_PINNED):
+        return value
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?B)\s*", value) if isinstance(value, str) else None
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if size < _LEAST_PINNED:
+        raise OptionError(f"option 'pinned_memory' must be bytes or a size such as '8GB', of at least 1 MiB, got {value!r}")
+    return size
 
 
 def _device(value: Any) -> torch.device:

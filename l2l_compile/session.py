@@ -5,8 +5,6 @@ import warnings
 import weakref
 from typing import Any
 
-import torch
-
 from . import dynamo
 from .host.server import ParameterServer
 from .lower import Lowering
@@ -18,9 +16,9 @@ from .runtime.runner import Runner
 from .runtime.segment_run import Stats
 
 
-def open_device(device: torch.device) -> Device:
-    """The device that runs programs on `device`."""
-    return CudaDevice(device) if device.type == "cuda" else CpuDevice()
+def open_device(options: Options) -> Device:
+    """The device that runs programs under these options."""
+    return CudaDevice(options.device, options.pinned_memory) if options.device.type == "cuda" else CpuDevice()
 
 
 class Session:
@@ -28,7 +26,7 @@ class Session:
 
     def __init__(self, options: Options, device: Device | None = None):
         self.options = options
-        self.device = device or open_device(options.device)
+        self.device = device or open_device(options)
         self.lowering = Lowering(self.device.torch_device, options.block_compiler)
         self.server = ParameterServer(options, self.device)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: what it forgets is gone here as well

@@ -28,8 +28,8 @@ def threaded(monkeypatch):
         devices: list[ThreadedDevice] = []
         delay, seed = 0.002, 0
 
-        def __call__(self, device):
-            self.devices.append(ThreadedDevice(self.delay, self.seed))
+        def __call__(self, options):
+            self.devices.append(ThreadedDevice(self.delay, self.seed, options.pinned_memory))
             return self.devices[-1]
 
     opener = Opener()

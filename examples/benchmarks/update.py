@@ -16,6 +16,7 @@ from measuring import Limit, Work, arguments, interleaved, report
 
 from l2l_compile.host.compiled_step import CompiledStep
 from l2l_compile.host.torch_step import hyperparameters
+from l2l_compile.host.pages import PinnedMemory
 from l2l_compile.host.wire import Wires
 
 MOST = 1 / 1.4  # of PyTorch's seconds
@@ -38,7 +39,7 @@ def adamw(layers: list[list[torch.nn.Parameter]], **options) -> torch.optim.Adam
 
 def one_pass(layers: list[list[torch.nn.Parameter]], gradients: list[list[torch.Tensor]]) -> Work:
     """The host lane's update of every layer."""
-    optimizer, wires = adamw(layers), Wires(pin=False)
+    optimizer, wires = adamw(layers), Wires(PinnedMemory(0, None, None))
     for parameters in layers:
         wires.load(parameters, [torch.bfloat16 if p.dim() > 1 else torch.float32 for p in parameters])
     step = CompiledStep(optimizer, wires, torch.get_num_threads())

@@ -10,6 +10,7 @@ from ..ir.values import TensorSpec
 from ..options import Options
 from ..precision import gradient_dtype
 from ..runtime.device import aligned
+from ..runtime.staging import ring_bytes
 from .server import segments_in_flight
 from .torch_step import state_bytes_of_trial
 
@@ -66,7 +67,6 @@ def host_memory(programs: Sequence[Program], options: Options) -> HostMemory:
         "in_forward": whole if options.accumulate > 1 else sum(_on_link(s, options) for s in trained),
         "in_backward": whole if options.accumulate > 1 else segments_in_flight(options) * max(pushes, default=0),
     }[options.update]
-    slabs = max((sum(aligned(w.bytes({})) for w in s.block.weights) for p in programs for s in p.segments), default=0)
     wire = sum(wires.values()) if narrow else 0
     state = None
     if options.optimizer is not None:
@@ -74,8 +74,17 @@ def host_memory(programs: Sequence[Program], options: Options) -> HostMemory:
     on_cuda = options.device.type == "cuda"
     return HostMemory(
         sum(map(_count, parameters.values())), master, wire, waiting, state,
-        pinned=(wire + (options.prefetch + 1) * slabs) if on_cuda else 0,
+        pinned=_pinned(list(wires.values()) if narrow else [], options) if on_cuda else 0,
     )  # fmt: skip
+
+
+def _pinned(wires: Sequence[int], options: Options) -> int:
+    """The ring, and the wires that fit into the budget, in the order of the program."""
+    total = ring_bytes(options.pinned_memory)
+    for size in wires:
+        if options.pinned_memory is None or total + size <= options.pinned_memory:
+            total += size
+    return total
 
 
 def _count(spec: TensorSpec) -> int:

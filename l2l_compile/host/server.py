@@ -35,7 +35,7 @@ class ParameterServer:
 
     def __init__(self, options: Options, device: Device):
         self.options, self.device = options, device
-        self.wires = Wires(pin=device.torch_device.type == "cuda")
+        self.wires = Wires(device.pinned)
         self._in_flight: deque[Ticket] = deque()
         self.updates: Updates | None = None
         self._scaled: ScaledStep | None = None
@@ -138,7 +138,8 @@ class ParameterServer:
         """The gradients that are for `p.grad`, by the index of the parameter among the arguments."""
         found: dict[int, torch.Tensor] = {}
         managed = step.use.parameters if step.use is not None else ()
-        for segment, box in step.pushed:
+        while step.pushed:  # one segment after another, so that gradients are not there twice
+            segment, box = step.pushed.pop(0)
             for weight, gradient in zip(segment.weights, box.tensors, strict=True):
                 if gradient is not None and step.arguments[weight.index] not in managed:
                     gradient = gradient.to(step.arguments[weight.index].dtype)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import L2LError
+from .pages import apart_from_the_heap
 
 Hyperparameters = list[dict[str, Any]]
 
@@ -51,7 +52,11 @@ def step_on(
     for parameter, stand_in in stand_ins.items():
         if parameter in optimizer.state:
             shadow.state[stand_in] = optimizer.state[parameter]
-    step()
+    if all(p in optimizer.state for p in stand_ins):
+        step()
+    else:
+        with apart_from_the_heap():  # the step makes state, which stays
+            step()
     for parameter, stand_in in stand_ins.items():
         if stand_in in shadow.state:
             optimizer.state[parameter] = shadow.state[stand_in]

@@ -299,7 +299,8 @@ class Updates:
         """The factor for all gradients of a step: 1 / loss scale, and clipping; 0 where the step is skipped."""
         scale = self.scale.value if self.scale is not None else 1.0
         ordered = sorted(gradients, key=lambda p: self._order.get(p, len(self._order)))
-        norm = torch.nn.utils.get_total_norm([gradients[p].to(p.dtype) for p in ordered]) / scale
+        norms = [torch.linalg.vector_norm(gradients[p].to(p.dtype)) for p in ordered]  # one copy at a time
+        norm = torch.nn.utils.get_total_norm(norms) / scale
         finite = bool(torch.isfinite(norm))
         if self.scale is not None:
             self.scale.update(overflow=not finite)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..runtime.device import aligned
+from .pages import PinnedMemory
 
 _STRIDE = 251  # prime: entries that far apart fall into every column of a matrix, and into every run of 251 entries
 
@@ -14,18 +15,19 @@ _STRIDE = 251  # prime: entries that far apart fall into every column of a matri
 class Wire:
     """Copies of some parameters, in the dtypes that cross the link, laid out as in a weight slab.
 
-    buffer   uint8; pinned where the device can copy from it directly
+    buffer   uint8
+    pinned   whether the device can copy from it directly
     views    the copies, one per parameter, in the order given
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], pin: bool):
+    def __init__(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], memory: PinnedMemory):
         self.parameters = tuple(parameters)
         sizes = [p.numel() * dtype.itemsize for p, dtype in zip(parameters, dtypes, strict=True)]
         self.spans, end = [], 0
         for size in sizes:
             self.spans.append((end, end + size))
             end += aligned(size)
-        self.buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
+        self.buffer, self.pinned = memory.take(end, "the weights that cross the link")
         self.views = self.in_slab(self.buffer, dtypes)
         self.dtypes = tuple(dtypes)
         self.copies = [Copy(p, view) for p, view in zip(parameters, self.views, strict=True)]
@@ -83,8 +85,8 @@ class Copy:
 class Wires:
     """The wires of all segments, by their parameters."""
 
-    def __init__(self, pin: bool):
-        self._pin = pin
+    def __init__(self, memory: PinnedMemory):
+        self._memory = memory
         self._wires: dict[tuple[int, ...], Wire] = {}
         self._stale: set[Wire] = set()
         self._turn = 0
@@ -100,7 +102,7 @@ class Wires:
         key = tuple(map(id, parameters))
         wire = self._wires.get(key)
         if wire is None:
-            wire = self._wires[key] = Wire(parameters, dtypes, self._pin)
+            wire = self._wires[key] = Wire(parameters, dtypes, self._memory)
             self._stale.add(wire)
             for copy in wire.copies:
                 self._copies[copy.parameter].append(copy)

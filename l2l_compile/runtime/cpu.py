@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..host.pages import PinnedMemory
 from ..host.wire import Wire
 from .device import LANES, Device, Lane
 from .ledger import Ledger
@@ -36,6 +37,7 @@ class CpuDevice(Device):
         self.torch_device = torch.device("cpu")
         self.lanes = dict.fromkeys(LANES, _Inline())
         self.ledger = Ledger()
+        self.pinned = PinnedMemory(0, lambda address, size: None, lambda address: None)  # nothing is copied by itself
 
     def reserve_slabs(self, count: int, size: int) -> None:
         if count == 0:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..host.wire import Wire
-from .device import Device, Lane, aligned
+from ..host.pages import PinnedMemory, Pool
+from .device import Device, Lane
+from .staging import Staging
 
 
 class _Stream(Lane):
@@ -35,49 +36,35 @@ class _Stream(Lane):
 class CudaDevice(Device):
     """Streams a program through a GPU. `peak_bytes` is the caching allocator's peak of allocated bytes."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, pinned_memory: int | None = None):
         self.torch_device = device
         self.lanes = {name: _Stream(device) for name in ("compute", "h2d", "d2h")}
+        self.pinned = PinnedMemory(pinned_memory, _page_lock, _page_unlock)
+        self._staging = Staging(self.pinned, self.lanes["h2d"].record, self.wait_on_host)
+        self._pool = Pool(self.pinned, torch.cuda.Event.query)
         self._slabs: list[torch.Tensor] = []
-        self._staging: list[torch.Tensor] = []
-        self._copied: list[torch.cuda.Event | None] = []
 
     def reserve_slabs(self, count: int, size: int) -> None:
         if len(self._slabs) == count and (not count or self._slabs[0].numel() >= size):
             return
-        self._slabs, self._staging = [], []
+        self._slabs = []
         with torch.cuda.stream(self.lanes["compute"].stream):
             self._slabs = [torch.empty(size, dtype=torch.uint8, device=self.torch_device) for _ in range(count)]
-        self._staging = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
-        self._copied = [None] * count
-
-    def load_weights(self, slab: int, wire: Wire | None, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if self._copied[slab] is not None:
-            self._copied[slab].synchronize()  # the last copy out of this staging buffer
-        staging, target, start = self._staging[slab], self._slabs[slab], 0
-        if wire is not None:
-            start = wire.buffer.numel()
-            target[:start].copy_(wire.buffer, non_blocking=True)
-        loaded, offset = wire.in_slab(target) if wire is not None else [], start
-        for weight in weights:
-            size = weight.numel() * weight.element_size()
-            staging[offset : offset + size].view(weight.dtype).view(weight.shape).copy_(weight.detach())
-            loaded.append(target[offset : offset + size].view(weight.dtype).view(weight.shape))
-            offset += aligned(size)
-        target[start:offset].copy_(staging[start:offset], non_blocking=True)
-        self._copied[slab] = self.lanes["h2d"].record()
-        return loaded
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         compute, h2d = self.lanes["compute"].stream, self.lanes["h2d"].stream
         with torch.cuda.stream(compute):
             result = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.torch_device)
         h2d.wait_stream(compute)  # the memory may have belonged to a value that compute still reads
-        return result.copy_(tensor.detach(), non_blocking=True)
+        result.copy_(tensor.detach(), non_blocking=True)
+        self._pool.reads(tensor, self.lanes["h2d"].record())
+        return result
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
+        host = self._pool.empty(tensor.shape, tensor.dtype, "a tensor from the device")
+        host.copy_(tensor, non_blocking=True)
+        self._pool.reads(host, self.lanes["d2h"].record())
+        return host
 
     def wait_on_host(self, event: torch.cuda.Event) -> None:
         event.synchronize()
@@ -88,3 +75,10 @@ class CudaDevice(Device):
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
 
+
+def _page_lock(address: int, size: int) -> None:
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, size, 0)))
+
+
+def _page_unlock(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from ..host.pages import PinnedMemory
     from ..host.wire import Wire
+    from .staging import Staging
 
 LANES = ("compute", "h2d", "d2h")
 _ALIGNMENT = 256  # bytes; what the caching allocator of CUDA gives, and enough for vectorised kernels
@@ -49,17 +51,32 @@ class Device(ABC):
 
     torch_device: torch.device
     lanes: dict[str, Lane]
+    pinned: PinnedMemory
+    _slabs: list[torch.Tensor]
+    _staging: Staging
 
     @abstractmethod
     def reserve_slabs(self, count: int, size: int) -> None:
         """Have `count` weight slabs of `size` bytes; called before every step, and does nothing if they are there."""
 
-    @abstractmethod
     def load_weights(self, slab: int, wire: Wire | None, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy a wire and further host tensors into a slab (h2d lane).
 
         Returns contiguous device tensors, first the wire's, then the others; they may alias the host's.
         """
+        target, offset, loaded = self._slabs[slab], 0, []
+        if wire is not None:
+            offset, loaded = wire.buffer.numel(), wire.in_slab(target)
+            if wire.pinned:
+                target[:offset].copy_(wire.buffer, non_blocking=True)
+            else:
+                self._staging.send(wire.buffer, target[:offset])
+        for weight in weights:
+            part = target[offset : offset + weight.numel() * weight.element_size()]
+            self._staging.send(weight, part)
+            loaded.append(part.view(weight.dtype).view(weight.shape))
+            offset += aligned(part.numel())
+        return loaded
 
     @abstractmethod
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..host.wire import Wire
-from .device import LANES, Device, Lane, aligned
+from ..host.pages import PinnedMemory, Pool
+from .device import LANES, Device, Lane
 from .ledger import Ledger
+from .staging import Staging
 
 
 class _Thread(Lane):
@@ -60,8 +61,12 @@ class _Thread(Lane):
 class ThreadedDevice(Device):
     """`delay` is the longest pause in seconds before each piece of work; `seed` fixes the pauses' lengths."""
 
-    def __init__(self, delay: float = 0.001, seed: int = 0):
+    def __init__(self, delay: float = 0.001, seed: int = 0, pinned_memory: int | None = None):
         self.torch_device = torch.device("cpu")
+        self.locked: dict[int, int] = {}
+        self.pinned = PinnedMemory(pinned_memory, self.locked.__setitem__, self.locked.__delitem__)
+        self._staging = Staging(self.pinned, lambda: None, threading.Event.wait)  # a copy of a lane's thread is done at once
+        self._pool = Pool(self.pinned, threading.Event.is_set)
         self.lanes = {name: _Thread(name, delay, seed + i) for i, name in enumerate(LANES)}
         self.ledger = Ledger()
         self._slabs: list[torch.Tensor] = []
@@ -72,24 +77,15 @@ class ThreadedDevice(Device):
         if len(self._slabs) != count or (count and self._slabs[0].numel() < size):
             self._slabs = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
 
-    def load_weights(self, slab: int, wire: Wire | None, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        loaded, offset = [], 0
-        if wire is not None:
-            offset = wire.buffer.numel()
-            self._slabs[slab][:offset].copy_(wire.buffer)
-            loaded = wire.in_slab(self._slabs[slab])
-        for weight in weights:
-            size = weight.numel() * weight.element_size()
-            part = self._slabs[slab][offset : offset + size].view(weight.dtype).view(weight.shape)
-            loaded.append(part.copy_(weight.detach()))
-            offset += aligned(size)
-        return loaded
-
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._pool.reads(tensor, self.lanes["h2d"].record())
+        return result
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
+        host = self._pool.empty(tensor.shape, tensor.dtype, "a tensor from the device").copy_(tensor)
+        self._pool.reads(host, self.lanes["d2h"].record())
+        return host
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         self.ledger.hold(tensors)
