@@ -16,6 +16,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,14 @@ from torch._dynamo.variables import builder
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 _ANY_MARK = (*_MARKS, "_dynamo_dynamic_indices", "_dynamo_static_indices", "_dynamo_unbacked_indices")
+
+
+def apart_from_compilation() -> AbstractContextManager:
+    """Within it, no other thread compiles: what asks `torch.compiler.is_compiling()`, one flag for all, hears the truth.
+
+    Waits for a compilation that is under way. Whoever compiles must not wait for one who waits here.
+    """
+    return convert_frame.compile_lock
 
 
 def mark_batches(is_ours: Callable[[Any], bool]) -> None:

@@ -5,6 +5,7 @@ What has no formula (norms of a tensor, factored state, the step that makes the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
 import torch
 
 from ..errors import L2LError
@@ -32,7 +33,6 @@ class CompiledStep:
             self._groups, self._recipes, self._kernels = groups, {}, {}
         compiled: dict[Parameter, Launch] = {}
         after = groups
-
         for number, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter in gradients and (recipe := self._recipe(number, parameter, gradients[parameter])) is not None:

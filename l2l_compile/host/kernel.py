@@ -40,7 +40,6 @@ _PRELUDE = """\
 #include <string.h>
 typedef {real} real;
 typedef uint16_t bf16;
-#define HALF ((real)0.5)
 #define SQRT(a) __builtin_sqrt{suffix}(a)
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 #define FMA(a, b, c) __builtin_fma{suffix}(a, b, c)

@@ -168,6 +168,8 @@ class _Recorder(TorchDispatchMode):
         try:
             given = {k: self._operand(v) for k, v in kwargs.items() if k not in IGNORED and not (k in _FACTORS and v == 1)}
             expression = formula(*map(self._operand, operands), **given)
+            if name != "where" and any(_is_stand_in(o) and o.dtype is not self.like.dtype for o in operands):
+                raise NotElementwise("an operand of another dtype")
         except (NotElementwise, TypeError) as error:
             raise NotElementwise(f"{func}: {error}") from None
         result = self._result(func, name, args, kwargs)

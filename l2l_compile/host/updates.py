@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..dynamo import apart_from_compilation
 from ..errors import L2LError
 from ..options import Options
 from .compiled_step import CompiledStep
@@ -322,7 +323,8 @@ class Updates:
                 "a parameter was written while its update was still to come: with update='in_forward', call "
                 "l2l_compile.synchronize(model) before you write into parameters"
             )
-        self._before, self._after = groups, self._step.on(groups, gradients, factor)
+        with apart_from_compilation():  # optimizers compute otherwise while something is compiled
+            self._before, self._after = groups, self._step.on(groups, gradients, factor)
 
 
 def _close(worker: Worker, handles: Sequence[Any]) -> None:

@@ -28,15 +28,15 @@ class Wire:
             self.spans.append((end, end + size))
             end += aligned(size)
         self.buffer, self.pinned = memory.take(end, "the weights that cross the link")
-        self.views = self.in_slab(self.buffer, dtypes)
         self.dtypes = tuple(dtypes)
+        self.views = self.in_slab(self.buffer)
         self.copies = [Copy(p, view) for p, view in zip(parameters, self.views, strict=True)]
 
-    def in_slab(self, slab: torch.Tensor, dtypes: Sequence[torch.dtype] | None = None) -> list[torch.Tensor]:
+    def in_slab(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """The parameters as views of a buffer with this layout."""
         return [
             slab[start:end].view(dtype).view(p.shape)
-            for p, dtype, (start, end) in zip(self.parameters, dtypes or self.dtypes, self.spans, strict=True)
+            for p, dtype, (start, end) in zip(self.parameters, self.dtypes, self.spans, strict=True)
         ]
 
     def refresh(self, turn: int) -> None:

@@ -1,6 +1,7 @@
 """The host lane: a thread that updates layers while the device computes others."""
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable
@@ -32,6 +33,7 @@ class Worker:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, args=(threads, self._queue), name="l2l-host", daemon=True)
         self._thread.start()
+        atexit.register(_finish, self._queue, self._thread)  # Python must not end while the thread is at work
 
     def submit(self, work: Callable[[], None]) -> Ticket:
         """Queue work; it runs without recording gradients."""
@@ -51,10 +53,8 @@ class Worker:
             raise failure
 
     def close(self) -> None:
-        """Do what is queued, and end the thread. Also at the exit of Python, which must not catch it at work."""
+        """End the thread when what is queued is done. Does not wait: the garbage collector may call it anywhere."""
         self._queue.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
 
     def _loop(self, threads: int, work_queue: queue.SimpleQueue) -> None:
         torch.set_num_threads(threads)
@@ -68,3 +68,8 @@ class Worker:
                 self._failure = error
             ticket.finish()
             del item, work, ticket
+
+
+def _finish(work_queue: queue.SimpleQueue, thread: threading.Thread) -> None:
+    work_queue.put(None)
+    thread.join()

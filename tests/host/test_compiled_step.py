@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 
 import pytest
 import torch
@@ -230,3 +231,18 @@ def test_without_a_compiler(monkeypatch):
     with pytest.raises(L2LError, match="no C compiler.*compile_update=False"):
         _, step, _ = trained()
         synchronize(step)
+
+
+def test_no_update_runs_while_something_is_compiled():
+    """Optimizers ask `torch.compiler.is_compiling()`, which is one flag for all threads, and then compute otherwise."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    model, step, once = trained("in_forward")
+    synchronize(step)
+    before = copy.deepcopy(dict(model.named_parameters()))
+    with compile_lock:
+        once()  # puts the updates off
+        time.sleep(0.3)
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    synchronize(step)
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
