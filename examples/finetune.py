@@ -1,0 +1,384 @@
+"""Fine-tune a BERT that classifies text with `torch.compile(model, backend="l2l")`, in a run that may be killed.
+
+    python examples/finetune.py                                           # which manual does a piece of Python's help come from?
+    python examples/finetune.py --data reviews.csv --model bert-base-uncased --lr 3e-5 --epochs 3
+    python examples/finetune.py --output runs/long --save-every 50 --resume    # the same line starts it and continues it
+
+Parameters and AdamW's state stay in fp32 on the host; layers cross to the device and compute there in 16 bits, and each
+is updated while the next forward runs. A run that was killed and resumed ends with the very bits of one that was not: a
+checkpoint holds all that a step depends on, and appears under its name only when it is complete.
+"""
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+import transformers
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tqdm import tqdm
+
+import l2l_compile
+
+Examples = list[tuple[str, str]]  # text and label
+
+# The default task: topics of Python's help by subject. Names that a version of Python does not have are left out.
+SUBJECTS = {
+    "statements": "assert assignment augassign async break compound continue del global import nonlocal pass raise return yield "
+                  "class else for function if try while with",
+    "special methods": "specialnames attribute-access customization numeric-types sequence-types",
+    "strings": "string-methods formatstrings strings",
+    "debugger": "debugger",
+}
+WORDS = 24  # in a passage of the default task
+MAY_DIFFER = ("output", "save_every", "keep", "resume", "log_steps", "max_steps", "eval_every", "device")  # after a resume
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--data", type=Path, help="csv, tsv or jsonl file with the columns text and label")
+    source.add_argument("--dataset", help="name of a dataset with the columns text and label, loaded with the library datasets")
+    parser.add_argument("--model", help="pretrained model by name or folder (default: a small BERT with random weights)")
+    parser.add_argument("--layers", type=int, default=2, help="of the small BERT")
+    parser.add_argument("--hidden", type=int, default=64, help="width of the small BERT, a multiple of 32")
+    parser.add_argument("--length", type=int, default=48, help="tokens a text: longer ones are cut, shorter ones are padded")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--micro-batches", type=int, default=2, help="slices of the batch that go through a layer in turn")
+    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate; 3e-5 suits a pretrained model")
+    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument("--warmup", type=float, default=0.1, help="share of the steps in which the learning rate rises")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16",
+                        help="fp16 scales the loss. The scale is not in a checkpoint, a resumed run starts again at 65536: its "
+                             "bits are those of an unbroken run only as long as that keeps this scale as well")
+    parser.add_argument("--device", help="where the layers run (default: the accelerator if there is one, else cpu)")
+    parser.add_argument("--block-compiler", choices=("inductor", "eager"), default="inductor")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-steps", type=int, help="stop after so many steps; the learning rate is that of the whole run")
+    parser.add_argument("--eval-every", type=int, default=0, help="evaluate every so many steps, besides the ends of epochs")
+    parser.add_argument("--output", type=Path, default=Path("runs/finetune"), help="folder for checkpoints and the final model")
+    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints (default: none)")
+    parser.add_argument("--keep", type=int, default=2, help="how many checkpoints to keep")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --output, if there is one")
+    parser.add_argument("--log-steps", action="store_true", help="print a line when a step begins")
+    args = parser.parse_args(arguments)
+    for name in ("epochs", "batch_size", "keep"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    return args
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def documentation() -> tuple[Examples, Examples]:
+    """Passages of Python's help with their subjects, for training and validation.
+
+    The words of a subject are cut into blocks, every fourth of which is for validation; passages overlap within a block
+    only. What the help says twice is used once, and training passages that share eight words in a row with validation go.
+    """
+    seen: set[str] = set()
+    splits: tuple[Examples, Examples] = [], []
+    for subject, names in SUBJECTS.items():
+        paragraphs = [" ".join(p.split()) for name in names.split() for p in topics.get(name, "").split("\n\n")]
+        words = [w for p in dict.fromkeys(paragraphs) if p not in seen for w in p.split()]
+        seen.update(paragraphs)
+        for number, start in enumerate(range(0, len(words) - WORDS, 4 * WORDS)):
+            block = words[start : start + 4 * WORDS]
+            passages = [block[i : i + WORDS] for i in range(0, len(block) - WORDS + 1, WORDS // 4)]
+            splits[number % 4 == 3].extend((" ".join(p), subject) for p in passages)
+    train, validation = splits
+    held_out = set().union(*(runs_of_words(text) for text, _ in validation))
+    return [e for e in train if held_out.isdisjoint(runs_of_words(e[0]))], validation
+
+
+def runs_of_words(text: str, count: int = 8) -> set[str]:
+    """All runs of so many words in a text, the whole text if it is shorter."""
+    words = text.split()
+    return {" ".join(words[i : i + count]) for i in range(max(1, len(words) - count + 1))}
+
+
+def read_file(path: Path) -> Examples:
+    """The rows of a csv, tsv or jsonl file."""
+    with path.open(newline="", encoding="utf-8") as file:
+        if path.suffix == ".jsonl":
+            rows = [json.loads(line) for line in file if line.strip()]
+        else:
+            rows = list(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ","))
+    return examples_of(rows, str(path))
+
+
+def read_dataset(name: str) -> tuple[Examples, Examples]:
+    """A dataset's training rows, and those of its split for validation or test, or some of the training rows."""
+    try:
+        import datasets
+    except ImportError:
+        raise SystemExit("--dataset needs the library datasets: pip install datasets, or give a file with --data") from None
+    loaded = datasets.load_dataset(name)
+    held_out = next((s for s in ("validation", "test") if s in loaded), None)
+    names = getattr(loaded["train"].features.get("label"), "names", None)
+    splits = [examples_of(loaded[s], name, names) for s in ("train", held_out) if s]
+    return tuple(splits) if held_out else hold_out(splits[0])
+
+
+def examples_of(rows, source: str, names: list[str] | None = None) -> Examples:
+    """Texts and labels of rows with these columns; names of labels that are numbers."""
+    try:
+        return [(row["text"], names[row["label"]] if names else str(row["label"])) for row in rows]
+    except KeyError as missing:
+        raise SystemExit(f"{source} has no column {missing}: the columns text and label are needed") from None
+
+
+def hold_out(examples: Examples) -> tuple[Examples, Examples]:
+    """A tenth of the examples for validation, always the same ones; a text that comes twice counts once."""
+    unique = list(dict(reversed(examples)).items())
+    order = torch.randperm(len(unique), generator=torch.Generator().manual_seed(0)).tolist()
+    count = max(1, len(unique) // 10)
+    return [unique[i] for i in order[count:]], [unique[i] for i in order[:count]]
+
+
+def load_examples(args: argparse.Namespace) -> tuple[Examples, Examples]:
+    """Examples for training and for validation."""
+    if args.dataset:
+        return read_dataset(args.dataset)
+    return hold_out(read_file(args.data)) if args.data else documentation()
+
+
+def build_tokenizer(texts: list[str], size: int = 6000) -> transformers.PreTrainedTokenizerBase:
+    """WordPiece with the most frequent words of the texts; other words are written in characters."""
+    split = BertPreTokenizer().pre_tokenize_str
+    count = Counter(word for text in texts for word, _ in split(text.lower()))
+    words = sorted((w for w in count if count[w] > 1), key=lambda w: (-count[w], w))[:size]
+    characters = sorted(set("".join(count)))
+    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters, *("##" + c for c in characters), *words]
+    return transformers.BertTokenizer(vocab={entry: i for i, entry in enumerate(dict.fromkeys(entries))})
+
+
+def encode(examples: Examples, labels: list[str], tokenizer, length: int) -> dict[str, torch.Tensor]:
+    """All examples as tensors of one length, so that nothing is compiled twice."""
+    batch = tokenizer([t for t, _ in examples], padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    return {**batch, "labels": torch.tensor([labels.index(label) for _, label in examples])}
+
+
+# ---- model and training ----------------------------------------------------------------------------------------------
+
+
+def build_model(args: argparse.Namespace, labels: list[str], vocabulary: int) -> transformers.PreTrainedModel:
+    """A classifier in fp32 on the host: pretrained by name, or a small BERT with random weights."""
+    names = dict(enumerate(labels))
+    heads = {"id2label": names, "label2id": {n: i for i, n in names.items()}, "problem_type": "single_label_classification"}
+    if args.model:
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(args.model, dtype=torch.float32, **heads)
+        return model.train()
+    return transformers.BertForSequenceClassification(transformers.BertConfig(
+        vocab_size=vocabulary, hidden_size=args.hidden, num_hidden_layers=args.layers, num_attention_heads=args.hidden // 32,
+        intermediate_size=4 * args.hidden, max_position_embeddings=args.length, **heads,
+    ))
+
+
+def build_optimizer(model: torch.nn.Module, args: argparse.Namespace, steps: int):
+    """AdamW that does not decay vectors (biases and norms), and a learning rate that rises and falls in straight lines."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
+    warmup = max(1, round(args.warmup * steps))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warmup, max(0.0, (steps - step) / max(1, steps - warmup))))
+    return optimizer, scheduler
+
+
+def rows_of_epoch(count: int, args: argparse.Namespace, epoch: int) -> torch.Tensor:
+    """The rows of each batch of an epoch, [batches, batch size], from seed and epoch alone; the rest is dropped."""
+    generator = torch.Generator().manual_seed(args.seed * 1_000_003 + epoch)
+    batches = count // args.batch_size
+    return torch.randperm(count, generator=generator)[: batches * args.batch_size].view(batches, args.batch_size)
+
+
+@torch.no_grad()
+def accuracy(model: torch.nn.Module, compiled, data: dict[str, torch.Tensor], batch_size: int) -> float:
+    """Share of the examples that the model classifies correctly. The last batch is filled up with rows that do not count."""
+    count = len(data["labels"])
+    rows = torch.arange(math.ceil(count / batch_size) * batch_size).clamp(max=count - 1).split(batch_size)
+    inputs = {name: values for name, values in data.items() if name != "labels"}
+    model.eval()
+    with torch.random.fork_rng(devices=[]):  # training goes on as if nothing had been drawn
+        found = torch.cat([compiled(**{name: values[r] for name, values in inputs.items()}).logits.argmax(-1) for r in rows])
+    model.train()
+    return (found[:count] == data["labels"]).double().mean().item()
+
+
+def train(args, model, optimizer, scheduler, train_data, validation_data, state: dict | None, must_match: dict) -> float:
+    """The training loop, from the start or from a checkpoint; the loop is PyTorch's own. The accuracy at the end."""
+    options = {"micro_batches": args.micro_batches, "precision": args.precision, "optimizer": optimizer,
+               "update": "in_forward", "max_grad_norm": 1.0, "block_compiler": args.block_compiler}
+    if args.device:
+        options["device"] = args.device
+    compiled = torch.compile(model, backend="l2l", options=options)
+
+    count = len(train_data["labels"])
+    per_epoch = count // args.batch_size
+    last = min(args.epochs * per_epoch, args.max_steps or math.inf)
+    step, best, now = restore(state, model, optimizer, scheduler) if state else (0, 0.0, 0.0)
+    bar = tqdm(total=last, initial=step, desc="training (the first step compiles)", unit="step")
+    while step < last:
+        epoch, batch = divmod(step, per_epoch)
+        if args.log_steps:
+            print(f"step {step + 1} begins", flush=True)
+        rows = rows_of_epoch(count, args, epoch)[batch]
+        loss = compiled(**{name: values[rows] for name, values in train_data.items()}).loss
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        step += 1
+
+        norm = l2l_compile.stats(compiled).gradient_norm  # of the last step whose gradients the host has looked at
+        bar.set_description(f"epoch {epoch + 1}", refresh=False)
+        bar.set_postfix_str(f"loss {loss.item():.3f}, |g| {norm:.2f}, lr {scheduler.get_last_lr()[0]:.1e}", refresh=False)
+        bar.update()
+        if step % per_epoch == 0 or step == last or args.eval_every and step % args.eval_every == 0:
+            now = accuracy(model, compiled, validation_data, args.batch_size)
+            best = max(best, now)
+            tqdm.write(f"step {step}, epoch {step / per_epoch:.2f}: accuracy {now:.1%}, best {best:.1%}")
+        if args.save_every and step % args.save_every == 0:
+            position = {"step": step, "epoch": step // per_epoch, "batch": step % per_epoch, "accuracy": now, "best": best}
+            save_checkpoint(args.output, args.keep, snapshot(model, optimizer, scheduler, position, must_match))
+    bar.close()
+    return now
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def snapshot(model, optimizer, scheduler, position: dict, must_match: dict) -> dict:
+    """All that the next step depends on. `state_dict` waits for updates that are under way."""
+    return {
+        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
+        "position": position, "must_match": must_match, "random": {"torch": torch.get_rng_state(), "python": random.getstate()},
+    }
+
+
+def restore(state: dict, model, optimizer, scheduler) -> tuple[int, float, float]:
+    """Put everything back. The number of steps done, the best accuracy so far, and the last one."""
+    for name, thing in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
+        thing.load_state_dict(state[name])
+    torch.set_rng_state(state["random"]["torch"])
+    random.setstate(state["random"]["python"])
+    return state["position"]["step"], state["position"]["best"], state["position"]["accuracy"]
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints of a folder, oldest first."""
+    return sorted(folder.glob("step-*.pt"))
+
+
+def save_checkpoint(folder: Path, keep: int, state: dict) -> None:
+    """Write a checkpoint, then delete all but the last `keep`."""
+    write_atomically(folder / f"step-{state['position']['step']:09d}.pt", lambda path: torch.save(state, path))
+    for old in checkpoints(folder)[:-keep]:
+        old.unlink()
+
+
+def load_checkpoint(folder: Path, must_match: dict) -> dict | None:
+    """The last checkpoint of a folder, or None. Ends the program if it belongs to a run with other arguments."""
+    found = checkpoints(folder)
+    if not found:
+        return None
+    state = torch.load(found[-1], weights_only=True)
+    before = state["must_match"]
+    other = [f"{k} was {before.get(k)!r} and is {v!r}" for k, v in must_match.items() if before.get(k) != v]
+    if other:
+        raise SystemExit(f"{found[-1]} cannot be continued with other arguments: {'; '.join(other)}")
+    return state
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Have a file or folder written beside `path`, and give it the name once it is on the disk."""
+    partial = path.with_name(path.name + ".partial")
+    remove(partial)
+    write(partial)
+    for written in (partial, *partial.rglob("*")):
+        sync(written)
+    if path.is_dir():  # a folder cannot be replaced by another
+        shutil.rmtree(path)
+    os.replace(partial, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def open_output(args: argparse.Namespace, must_match: dict) -> dict | None:
+    """Make the output folder, clear what a killed run left half-written; the checkpoint to continue from, if any."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    for partial in args.output.glob("*.partial"):
+        remove(partial)
+    if not args.resume:
+        if checkpoints(args.output):
+            raise SystemExit(f"{args.output} holds checkpoints of a run: continue it with --resume, or choose another --output")
+        return None
+    state = load_checkpoint(args.output, must_match)
+    print(f"continuing after step {state['position']['step']}" if state else f"no checkpoint in {args.output}: it starts anew")
+    return state
+
+
+def main() -> None:
+    args = parse_arguments()
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(args.seed)
+    random.seed(args.seed)
+    examples = load_examples(args)
+    count = len(examples[0])
+    if count < args.batch_size:
+        raise SystemExit(f"{count} training examples do not fill one batch of {args.batch_size}")
+    labels = sorted({label for split in examples for _, label in split})
+    load = transformers.AutoTokenizer.from_pretrained
+    tokenizer = load(args.model) if args.model else build_tokenizer([text for text, _ in examples[0]])
+    train_data, validation_data = (encode(split, labels, tokenizer, args.length) for split in examples)
+    must_match = {name: str(value) for name, value in vars(args).items() if name not in MAY_DIFFER}
+    must_match["digest of the examples"] = hashlib.sha256(json.dumps(examples).encode()).hexdigest()
+    state = open_output(args, must_match)
+
+    model = build_model(args, labels, len(tokenizer))
+    optimizer, scheduler = build_optimizer(model, args, args.epochs * (count // args.batch_size))
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"{size:.1f} M parameters, {len(labels)} classes, {count:,} examples to train with, {len(examples[1]):,} to validate")
+    final = train(args, model, optimizer, scheduler, train_data, validation_data, state, must_match)
+
+    def save(folder: Path) -> None:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    write_atomically(args.output / "final", save)
+    largest = validation_data["labels"].bincount().max().item() / len(examples[1])
+    print(f"saved to {args.output / 'final'}; validation accuracy {final:.1%} (always the most frequent class: {largest:.1%})")
+
+
+if __name__ == "__main__":
+    main()
