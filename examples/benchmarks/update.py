@@ -15,8 +15,9 @@ import torch
 from measuring import Limit, Work, arguments, interleaved, report
 
 from l2l_compile.host.compiled_step import CompiledStep
+from l2l_compile.host.gradients import GradientMemory
+from l2l_compile.host.pages import unlocked
 from l2l_compile.host.torch_step import hyperparameters
-from l2l_compile.host.pages import PinnedMemory
 from l2l_compile.host.wire import Wires
 
 MOST = 1 / 1.4  # of PyTorch's seconds
@@ -39,10 +40,10 @@ def adamw(layers: list[list[torch.nn.Parameter]], **options) -> torch.optim.Adam
 
 def one_pass(layers: list[list[torch.nn.Parameter]], gradients: list[list[torch.Tensor]]) -> Work:
     """The host lane's update of every layer."""
-    optimizer, wires = adamw(layers), Wires(PinnedMemory(0, None, None))
+    optimizer, wires = adamw(layers), Wires(unlocked())
     for parameters in layers:
         wires.load(parameters, [torch.bfloat16 if p.dim() > 1 else torch.float32 for p in parameters])
-    step = CompiledStep(optimizer, wires, torch.get_num_threads())
+    step = CompiledStep(optimizer, wires, torch.get_num_threads(), GradientMemory())
 
     @torch.no_grad()
     def work() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from ..errors import L2LError
+from .gradients import GradientMemory
 from .kernel import Kernel, Launch, address_of, run_all
 from .record import NotElementwise, Recipe, record, vectors
 from .torch_step import Hyperparameters, hyperparameters, scaled, step_on, with_state_of_trial
@@ -21,14 +22,14 @@ _WIDTHS = (torch.float32, torch.float64)
 class CompiledStep:
     """Steps of one optimizer on some of its parameters. Runs on the host lane, with `threads` threads."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, wires: Wires, threads: int):
-        self.optimizer, self.wires, self.threads = optimizer, wires, threads
+    def __init__(self, optimizer: torch.optim.Optimizer, wires: Wires, threads: int, memory: GradientMemory):
+        self.optimizer, self.wires, self.threads, self._memory = optimizer, wires, threads, memory
         self._groups: Hyperparameters | None = None
         self._recipes: dict[tuple, Recipe | None] = {}  # of this step: with these hyperparameters
         self._kernels: dict[tuple, tuple] = {}
 
     def on(self, groups: Hyperparameters, gradients: Mapping[Parameter, torch.Tensor], factor: float) -> Hyperparameters:
-        """As `step_on` with gradients times `factor`. Raises `L2LError` if a wire was not the copy of its parameter."""
+        """As `step_on` with gradients times `factor`; may overwrite them. Raises `L2LError` if a wire was not the copy of its parameter."""
         if groups is not self._groups:
             self._groups, self._recipes, self._kernels = groups, {}, {}
         compiled: dict[Parameter, Launch] = {}
@@ -41,7 +42,7 @@ class CompiledStep:
         run_all(list(compiled.values()), self.threads)
         rest = {p: g for p, g in gradients.items() if p not in compiled}
         if rest:
-            after = step_on(self.optimizer, groups, scaled(rest, factor))
+            after = step_on(self.optimizer, groups, scaled(rest, factor, self._memory))
         torch.autograd.graph.increment_version(gradients)  # fused steps do not
         for parameter, launch in compiled.items():
             self._written(parameter, launch)

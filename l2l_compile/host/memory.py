@@ -22,7 +22,8 @@ class HostMemory:
     parameters       number of entries of all parameters
     master           the parameters
     wire             their copies in the format that crosses the link, one per segment
-    gradients        what waits for an update: all gradients, or (in_backward) at most a few segments' at a time
+    gradients        those that are for `p.grad`, or wait for `optimizer.step()`
+    ring             at most a few segments' gradients on their way from the link to there, or to their update
     optimizer_state  None without the option `optimizer`
     pinned           page-locked memory that the device copies from
     """
@@ -31,15 +32,17 @@ class HostMemory:
     master: int
     wire: int
     gradients: int
+    ring: int
     optimizer_state: int | None
     pinned: int
 
     @property
     def total(self) -> int:
-        return self.master + self.wire + self.gradients + (self.optimizer_state or 0)
+        return self.master + self.wire + self.gradients + self.ring + (self.optimizer_state or 0)
 
     def __str__(self) -> str:
         rows = [("master", self.master), ("wire", self.wire), ("gradients", self.gradients)]
+        rows += [("gradients on their way", self.ring)] if self.ring else []
         rows += [("optimizer state", self.optimizer_state)] if self.optimizer_state is not None else []
         rows += [("in all", self.total)]
         shown = ", ".join(f"{name} {format_bytes(count)} ({count / max(self.parameters, 1):.1f})" for name, count in rows)
@@ -62,18 +65,19 @@ def host_memory(programs: Sequence[Program], options: Options) -> HostMemory:
     master = sum(_count(s) * _master_width(s, options) for s in parameters.values())
     trained = [s for s in parameters.values() if s.differentiable]
     whole = sum(_count(s) * _master_width(s, options) for s in trained)
-    waiting = {
-        "at_step": whole,
-        "in_forward": whole if options.accumulate > 1 else sum(_on_link(s, options) for s in trained),
-        "in_backward": whole if options.accumulate > 1 else segments_in_flight(options) * max(pushes, default=0),
-    }[options.update]
+    on_link = sum(_on_link(s, options) for s in trained)
+    if options.update == "at_step" or options.accumulate > 1:
+        kept, stays = whole, on_link == whole
+    else:
+        kept, stays = (on_link, True) if options.update == "in_forward" else (0, False)
+    ring = 0 if stays else min(on_link, segments_in_flight(options) * max(pushes, default=0))
     wire = sum(wires.values()) if narrow else 0
     state = None
     if options.optimizer is not None:
         state = state_bytes_of_trial(options.optimizer) * sum(map(_count, trained))
     on_cuda = options.device.type == "cuda"
     return HostMemory(
-        sum(map(_count, parameters.values())), master, wire, waiting, state,
+        sum(map(_count, parameters.values())), master, wire, kept, ring, state,
         pinned=_pinned(list(wires.values()) if narrow else [], options) if on_cuda else 0,
     )  # fmt: skip
 

@@ -12,8 +12,7 @@ import mmap
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,27 +30,6 @@ def pages(size: int, purpose: str) -> torch.Tensor:
             f"the host has no {format_bytes(size)} for {purpose}: {error}. explain(model, options) shows what needs how much; "
             "precision='fp32' has no wire, update='in_backward' keeps few gradients, fewer layers need less of all"
         ) from error
-
-
-@contextmanager
-def apart_from_the_heap() -> Iterator[None]:
-    """Memory that is allocated meanwhile, by anybody, is mapped from the system buffer by buffer, where glibc can do that.
-
-    Tensors that stay and are made between tensors that go would leave the heap full of holes that fit nothing else.
-    """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is None:
-        yield
-        return
-    set_option(_M_MMAP_THRESHOLD, 1 << 16)
-    try:
-        yield
-    finally:
-        set_option(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
-
-
-_M_MMAP_THRESHOLD = -3
-_LARGEST_THRESHOLD = 32 << 20  # bytes; where glibc's own adjustment of the threshold ends
 
 
 class PinnedMemory:
@@ -96,13 +74,18 @@ class PinnedMemory:
             self.used -= size
 
 
+def unlocked() -> PinnedMemory:
+    """Memory of which nothing is page-locked."""
+    return PinnedMemory(0, lambda address, size: None, lambda address: None)
+
+
 class Pool:
-    """Page-locked buffers for what comes from the device, used again for tensors of the same size.
+    """Buffers for what comes from the device, used again for tensors of the same size.
 
     A buffer is free when its last tensor is gone and every copy out of it is done.
     """
 
-    def __init__(self, memory: PinnedMemory, is_done: Callable[[Any], bool]):
+    def __init__(self, memory: PinnedMemory, is_done: Callable[[Any], bool] = lambda event: True):
         self._memory, self._is_done = memory, is_done
         self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)
         self._guard = threading.RLock()  # a buffer may be given back at any moment, by the garbage collector

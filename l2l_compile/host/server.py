@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from ..ir import nodes
 from ..options import Options
 from ..runtime.device import Device
 from .compiled_step import CompiledStep
+from .gradients import GradientMemory
+from .heap import StateApart
 from .loss_scale import LossScale
 from .scaled_step import ScaledStep
 from .torch_step import TorchStep
@@ -36,15 +39,21 @@ class ParameterServer:
     def __init__(self, options: Options, device: Device):
         self.options, self.device = options, device
         self.wires = Wires(device.pinned)
-        self._in_flight: deque[Ticket] = deque()
+        self.worker = Worker(threads := _worker_threads(device))
+        weakref.finalize(self, self.worker.close)
+        self._in_flight: deque[Ticket] = deque()  # the last work on each segment's gradients
+        self._memory = GradientMemory()
         self.updates: Updates | None = None
         self._scaled: ScaledStep | None = None
         if options.update != "at_step":
-            threads = _worker_threads(device)
-            step = CompiledStep(options.optimizer, self.wires, threads) if options.compile_update else TorchStep(options.optimizer)
-            self.updates = Updates(options, Worker(threads), step)
-        elif options.precision == "fp16" and options.optimizer is not None:
-            self._scaled = ScaledStep(options.optimizer)
+            if options.compile_update:
+                step = CompiledStep(options.optimizer, self.wires, threads, self._memory)
+            else:
+                step = TorchStep(options.optimizer, self._memory)
+            self.updates = Updates(options, self.worker, step, self._memory)
+        elif options.optimizer is not None:
+            self._state = StateApart(options.optimizer)
+            self._scaled = ScaledStep(options.optimizer) if options.precision == "fp16" else None
 
     def watch(self, modules: Sequence[torch.nn.Module]) -> None:
         """The modules that own the parameters: their `state_dict` waits for updates that were put off."""
@@ -99,77 +108,84 @@ class ParameterServer:
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, step: Step, graph: fx.Graph, segments: Sequence[Segment]) -> float:
-        """A backward begins; the factor by which the gradients of its outputs are to be multiplied."""
+    def begin_backward(self, step: Step, graph: fx.Graph, segments: Sequence[Segment]) -> None:
+        """A backward begins; sets `step.scale`, the factor by which the gradients of its outputs are to be multiplied."""
+        step.returned, step.scale = {}, self._scale.value if self._scale is not None else 1.0
         if step.use is not None:
             pushes = graph.find_nodes(op="call_function", target=nodes.push_gradients)
-            self.updates.begin_backward(step.use, Counter(p for n in pushes for p in _managed(step, segments[n.args[0]])))
+            managed = Counter(p for n in pushes for p in _managed(step, segments[n.args[0]]).values())
+            self.updates.begin_backward(step.use, managed)
         if self._scaled is not None:
             self._scaled.used = True
-        return self._scale.value if self._scale is not None else 1.0
 
     def collect(self, step: Step, segment: Segment, box: Box) -> None:
-        """Gradients of a segment are on their way to the host until the event of the box, or there are none."""
-        if step.use is None:
+        """Gradients of a segment are on their way to the host until the event of the box, or there are none.
+
+        Waits while those of several other segments are there and not yet put where they belong.
+        """
+        if step.use is None and box.absent:
             return
 
         def work() -> None:
             if box.event is not None:
                 self.device.wait_on_host(box.event)
-            managed = step.use.parameters
-            parameters = [step.arguments[w.index] if w.index >= 0 else None for w in segment.weights]
-            gradients = dict(zip(parameters, box.tensors or (), strict=False))
-            self.updates.collect(step.use, [(p, gradients.get(p)) for p in _managed(step, segment)])
-            box.tensors = [None if p in managed else gradients.get(p) for p in parameters]
+            arrived = {w.index: g for w, g in zip(segment.weights, box.tensors or (), strict=False) if g is not None}
+            box.tensors = None
+            if step.use is not None:
+                mine = [(p, arrived.pop(index, None)) for index, p in _managed(step, segment).items()]
+                self.updates.collect(step.use, mine)
+            while arrived:
+                index, gradient = arrived.popitem()
+                dtype = step.arguments[index].dtype
+                gradient = self._memory.widened(gradient, dtype)
+                gradient = gradient.div_(step.scale) if step.scale != 1.0 else gradient
+                step.returned[index] = self._memory.added(step.returned.get(index), gradient, dtype)
 
-        self._submit(work)
+        while len(self._in_flight) >= segments_in_flight(self.options):
+            self._in_flight.popleft().wait()
+        self._in_flight.append(self.worker.submit(work))
 
     def update(self, step: Step, segment: Segment) -> None:
         """The segment has pushed its gradients: what is complete may be updated."""
         if step.use is not None and self.options.update == "in_backward":
-            self._submit(lambda: self.updates.update(step.use, _managed(step, segment)))
+            self._in_flight[-1] = self.worker.submit(lambda: self.updates.update(step.use, _managed(step, segment).values()))
 
-    def end_backward(self, step: Step) -> None:
-        """All gradients of a backward are on the host."""
+    def end_backward(self, step: Step) -> dict[int, torch.Tensor]:
+        """All gradients of a backward are on their way. Those that are for `p.grad`, by index of the argument."""
         if step.use is not None:
-            self.updates.worker.submit(lambda: self.updates.end_backward(step.use))
-
-    def gradients(self, step: Step, scale: float) -> dict[int, torch.Tensor]:
-        """The gradients that are for `p.grad`, by the index of the parameter among the arguments."""
-        found: dict[int, torch.Tensor] = {}
-        managed = step.use.parameters if step.use is not None else ()
-        while step.pushed:  # one segment after another, so that gradients are not there twice
-            segment, box = step.pushed.pop(0)
-            for weight, gradient in zip(segment.weights, box.tensors, strict=True):
-                if gradient is not None and step.arguments[weight.index] not in managed:
-                    gradient = gradient.to(step.arguments[weight.index].dtype)
-                    gradient = gradient / scale if scale != 1.0 else gradient
-                    found[weight.index] = found[weight.index] + gradient if weight.index in found else gradient
+            self.worker.submit(lambda: self.updates.end_backward(step.use))
+        if step.use is None or any(p.requires_grad and p not in step.use.parameters for p in step.arguments if isinstance(p, Parameter)):
+            try:
+                self.worker.drain()
+            except BaseException:
+                self.recover()
+                raise
+        found, step.returned = step.returned, {}
         if self.options.optimizer is not None and self.updates is None:
             step.stats.gradient_squares += sum_of_squares(found.values())
         return found
 
     def recover(self) -> None:
         """After a failure in a step: its gradients are dropped."""
+        try:
+            self.worker.drain()
+        except Exception:  # noqa: BLE001 - the first error is on its way to the user already
+            pass
+        self._in_flight.clear()
         if self.updates is not None:
-            self.updates.recover()
-
-    def _submit(self, work) -> None:
-        """Queue work for the host lane; wait while more than a few segments' gradients are queued there."""
-        self._in_flight.append(self.updates.worker.submit(work))
-        while len(self._in_flight) > 2 * segments_in_flight(self.options):  # one to collect and one to update, each
-            self._in_flight.popleft().wait()
+            self.updates.forget()
 
 
 def segments_in_flight(options: Options) -> int:
-    """How many segments' gradients wait on the host for their update at once (in_backward)."""
+    """How many segments' gradients are on the host at once before they are where they belong."""
     return options.prefetch + 2
 
 
-def _managed(step: Step, segment: Segment) -> list[Parameter]:
+def _managed(step: Step, segment: Segment) -> dict[int, Parameter]:
+    """The parameters of a segment that are updated here, by index of the argument."""
     weights = zip(segment.weights, segment.block.weights, strict=True)
-    found = [step.arguments[w.index] for w, spec in weights if w.index >= 0 and spec.differentiable]
-    return [p for p in found if p in step.use.parameters]
+    found = {w.index: step.arguments[w.index] for w, spec in weights if w.index >= 0 and spec.differentiable}
+    return {index: p for index, p in found.items() if p in step.use.parameters}
 
 
 def _worker_threads(device: Device) -> int:

@@ -1,16 +1,20 @@
 """An optimizer's own step, on some of its parameters."""
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from ..errors import L2LError
-from .pages import apart_from_the_heap
+from .gradients import GradientMemory
+from .heap import apart_from_the_heap
 
 Hyperparameters = list[dict[str, Any]]
+_stateless: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # their steps were seen to make no state
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
@@ -52,11 +56,11 @@ def step_on(
     for parameter, stand_in in stand_ins.items():
         if parameter in optimizer.state:
             shadow.state[stand_in] = optimizer.state[parameter]
-    if all(p in optimizer.state for p in stand_ins):
+    makes_state = optimizer not in _stateless and any(p not in optimizer.state for p in stand_ins)
+    with apart_from_the_heap() if makes_state else nullcontext():
         step()
-    else:
-        with apart_from_the_heap():  # the step makes state, which stays
-            step()
+    if makes_state and not any(s in shadow.state for s in stand_ins.values()):
+        _stateless.add(optimizer)
     for parameter, stand_in in stand_ins.items():
         if stand_in in shadow.state:
             optimizer.state[parameter] = shadow.state[stand_in]
@@ -64,22 +68,22 @@ def step_on(
 
 
 def scaled(
-    gradients: Mapping[torch.nn.Parameter, torch.Tensor], factor: float
+    gradients: Mapping[torch.nn.Parameter, torch.Tensor], factor: float, memory: GradientMemory
 ) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """Gradients in the dtype of their parameters, times a factor."""
-    wide = {p: g.to(p.dtype) for p, g in gradients.items()}
-    return wide if factor == 1.0 else {p: g * factor for p, g in wide.items()}
+    """Gradients in the dtype of their parameters, times a factor. May overwrite those that are given."""
+    wide = {p: memory.widened(g, p.dtype) for p, g in gradients.items()}
+    return wide if factor == 1.0 else {p: g.mul_(factor) for p, g in wide.items()}
 
 
 class TorchStep:
     """Steps of one optimizer on some of its parameters, by its own code."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self.optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, memory: GradientMemory):
+        self.optimizer, self._memory = optimizer, memory
 
     def on(self, groups: Hyperparameters, gradients: Mapping[torch.nn.Parameter, torch.Tensor], factor: float) -> Hyperparameters:
-        """As `step_on`, with gradients times `factor`."""
-        return step_on(self.optimizer, groups, scaled(gradients, factor))
+        """As `step_on`, with gradients times `factor`; may overwrite them."""
+        return step_on(self.optimizer, groups, scaled(gradients, factor, self._memory))
 
 
 def _stand_in(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from ..dynamo import apart_from_compilation
 from ..errors import L2LError
 from ..options import Options
 from .compiled_step import CompiledStep
+from .gradients import GradientMemory
 from .hooks import weakly
 from .loss_scale import LossScale
 from .torch_step import Hyperparameters, TorchStep, check_layers_are_independent, hyperparameters
@@ -58,8 +59,8 @@ class Use:
 class Updates:
     """Gradients in, updates out, for the parameters of one optimizer."""
 
-    def __init__(self, options: Options, worker: Worker, step: TorchStep | CompiledStep):
-        self.options, self.worker, self._step = options, worker, step
+    def __init__(self, options: Options, worker: Worker, step: TorchStep | CompiledStep, memory: GradientMemory):
+        self.options, self.worker, self._step, self._memory = options, worker, step, memory
         self.optimizer: torch.optim.Optimizer = options.optimizer
         self.scale = LossScale() if options.precision == "fp16" else None
         self.norm = 0.0
@@ -83,7 +84,8 @@ class Updates:
             self.optimizer.register_state_dict_pre_hook(weakly(self._before_reading)),
             self.optimizer.register_load_state_dict_pre_hook(weakly(self._before_reading)),
         ]
-        weakref.finalize(self, _close, worker, handles)
+        for handle in handles:
+            weakref.finalize(self, handle.remove)
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
 
@@ -185,14 +187,6 @@ class Updates:
         self._tickets.clear()
         self._rounds, self._squares = 0, 0.0
 
-    def recover(self) -> None:
-        """After a failure in a step: finish what the host lane has, and forget the step."""
-        try:
-            self.worker.drain()
-        except Exception:  # noqa: BLE001 - the first error is on its way to the user already
-            pass
-        self.forget()
-
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
         """`optimizer.step()` is called: the end of a step. What it does itself then finds no gradients of ours."""
         if any(a is not None for a in (*arguments[1:], *named.values())):
@@ -272,9 +266,10 @@ class Updates:
         for parameter, gradient in segment:
             use.pushes[parameter] -= 1
             if gradient is not None:
-                use.sums[parameter] = _add(use.sums.get(parameter), gradient, parameter)
+                use.sums[parameter] = self._memory.added(use.sums.get(parameter), gradient, parameter.dtype)
             if use.pushes[parameter] == 0 and parameter in use.sums:
-                self._gradients[parameter] = _add(self._gradients.get(parameter), use.sums.pop(parameter), parameter)
+                before, whole = self._gradients.get(parameter), use.sums.pop(parameter)
+                self._gradients[parameter] = self._memory.added(before, whole, parameter.dtype)
 
     def update(self, use: Use, parameters: Iterable[Parameter]) -> None:
         """Update those of these parameters whose gradients are complete (in_backward)."""
@@ -282,7 +277,7 @@ class Updates:
             return
         due = [p for p in parameters if p in self._gradients and p in use.settled and use.pushes[p] == 0]
         gradients = {p: self._gradients.pop(p) for p in due}
-        squares = sum_of_squares(gradients.values())
+        squares = sum_of_squares(self._memory.widened(g, p.dtype) for p, g in gradients.items())
         if not math.isfinite(squares):
             raise L2LError(
                 "a gradient is not finite, and update='in_backward' has already updated the layers above: "
@@ -300,7 +295,7 @@ class Updates:
         """The factor for all gradients of a step: 1 / loss scale, and clipping; 0 where the step is skipped."""
         scale = self.scale.value if self.scale is not None else 1.0
         ordered = sorted(gradients, key=lambda p: self._order.get(p, len(self._order)))
-        norms = [torch.linalg.vector_norm(gradients[p].to(p.dtype)) for p in ordered]  # one copy at a time
+        norms = [torch.linalg.vector_norm(self._memory.widened(gradients[p], p.dtype)) for p in ordered]  # one copy at a time
         norm = torch.nn.utils.get_total_norm(norms) / scale
         finite = bool(torch.isfinite(norm))
         if self.scale is not None:
@@ -325,17 +320,6 @@ class Updates:
             )
         with apart_from_compilation():  # optimizers compute otherwise while something is compiled
             self._before, self._after = groups, self._step.on(groups, gradients, factor)
-
-
-def _close(worker: Worker, handles: Sequence[Any]) -> None:
-    worker.close()
-    for handle in handles:
-        handle.remove()
-
-
-def _add(total: torch.Tensor | None, gradient: torch.Tensor, parameter: Parameter) -> torch.Tensor:
-    """A sum of gradients: a single one stays as it came over the link, sums are as wide as the parameter."""
-    return gradient if total is None else total.to(parameter.dtype) + gradient
 
 
 def sum_of_squares(gradients: Iterable[torch.Tensor]) -> float:

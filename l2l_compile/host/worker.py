@@ -4,6 +4,7 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -31,9 +32,9 @@ class Worker:
     def __init__(self, threads: int):
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._loop, args=(threads, self._queue), name="l2l-host", daemon=True)
-        self._thread.start()
-        atexit.register(_finish, self._queue, self._thread)  # Python must not end while the thread is at work
+        thread = threading.Thread(target=self._loop, args=(threads, self._queue), name="l2l-host", daemon=True)
+        _threads[thread] = self._queue
+        thread.start()
 
     def submit(self, work: Callable[[], None]) -> Ticket:
         """Queue work; it runs without recording gradients."""
@@ -70,6 +71,12 @@ class Worker:
             del item, work, ticket
 
 
-def _finish(work_queue: queue.SimpleQueue, thread: threading.Thread) -> None:
-    work_queue.put(None)
-    thread.join()
+_threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _finish() -> None:
+    """Python must not end while a thread is at work."""
+    for thread, work_queue in list(_threads.items()):
+        work_queue.put(None)
+        thread.join()

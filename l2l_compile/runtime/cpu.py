@@ -2,14 +2,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from ..host.pages import PinnedMemory
+from ..host.heap import apart_from_the_heap
+from ..host.pages import Pool, unlocked
 from ..host.wire import Wire
 from .device import LANES, Device, Lane
 from .ledger import Ledger
+
+
+_LARGE = 4 << 20  # bytes: large enough that new pages cost little next to what is computed
 
 
 class _Inline(Lane):
@@ -37,7 +42,8 @@ class CpuDevice(Device):
         self.torch_device = torch.device("cpu")
         self.lanes = dict.fromkeys(LANES, _Inline())
         self.ledger = Ledger()
-        self.pinned = PinnedMemory(0, lambda address, size: None, lambda address: None)  # nothing is copied by itself
+        self.pinned = unlocked()  # nothing is copied by itself
+        self._pool = Pool(self.pinned)
 
     def reserve_slabs(self, count: int, size: int) -> None:
         if count == 0:
@@ -51,6 +57,14 @@ class CpuDevice(Device):
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+    def push(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A copy: gradients wait for their update, and would leave holes in the heap when they go one by one."""
+        return self._pool.empty(gradient.shape, gradient.dtype, "a gradient").copy_(gradient)
+
+    def running(self) -> AbstractContextManager:
+        """What stands in for device memory leaves the host's heap as it was."""
+        return apart_from_the_heap(_LARGE)
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         self.ledger.hold(tensors)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,6 +87,10 @@ class Device(ABC):
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host copy of a device tensor (d2h lane); it may alias it."""
 
+    def push(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A host copy of a gradient, which nothing else reads (d2h lane)."""
+        return self.download(gradient)
+
     def free(self, tensors: Sequence[torch.Tensor]) -> None:
         """The last reader of these tensors is done (compute lane)."""
 
@@ -103,6 +108,10 @@ class Device(ABC):
     @abstractmethod
     def peak_bytes(self) -> int:
         """Peak of device memory in bytes since `start_peak`."""
+
+    def running(self) -> AbstractContextManager:
+        """The caller gives work to the lanes."""
+        return nullcontext()
 
     def recover(self) -> None:
         """After a failure: wait until no lane works any more, forget what failed, free all slabs."""

@@ -147,16 +147,15 @@ class Runner:
         for position, gradient in zip(self._made, gradients, strict=True):
             given[position] = gradient is not None
         module = self._backward_for(tuple(given))
-        step.pushed = []
-        scale = self.server.begin_backward(step, module.graph, self.program.segments)
+        self.server.begin_backward(step, module.graph, self.program.segments)
+        scale = step.scale
         gradients = [g if g is None else g * scale for g in gradients] if scale != 1.0 else gradients
         returned = self._run(module.graph, step, [*stashes, *(Box([g]) for g in gradients if g is not None)])
-        self.server.end_backward(step)
         values = [i.index for i in self.captured.inputs if i.kind == "value"]
         found = {i: box.tensors[0] for i, box in zip(values, returned, strict=True) if box is not None and not box.absent}
         if scale != 1.0:
             found = {i: g / scale for i, g in found.items()}
-        found |= self.server.gradients(step, scale)
+        found |= self.server.end_backward(step)
         self.stats.backward_seconds += time.perf_counter() - start
         self.stats.peak_device_bytes = max(self.stats.peak_device_bytes, self.device.peak_bytes())
         return found
@@ -171,7 +170,7 @@ class Runner:
         slabs = self.options.prefetch + 1
         try:
             self.device.reserve_slabs(slabs, self._slab_bytes)
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):  # casts are in the blocks' graphs already
+            with self.device.running(), torch.no_grad(), torch.autocast("cpu", enabled=False):  # casts are in the blocks' graphs already
                 result = Executor(self.device, step, self.program.segments, slabs).run(graph, inputs)
                 self.device.synchronize()
             return result

@@ -75,7 +75,11 @@ def block_bindings(block: Block, bindings: Bindings, batch: sympy.Symbol | None,
 
 @dataclass(eq=False)
 class Step:
-    """What one forward and its backward share: arguments, sizes, seeds, and what comes back to the host."""
+    """What one forward and its backward share: arguments, sizes, seeds, and what comes back to the host.
+
+    scale      the factor on the gradients of the outputs in backward
+    returned   gradients for `p.grad` by index of the argument, filled by the host lane
+    """
 
     arguments: Sequence
     constants: dict[str, torch.Tensor]
@@ -87,9 +91,10 @@ class Step:
     server: ParameterServer
     gradient_wire: str | None = None
     use: Use | None = None
-    pushed: list[tuple[Segment, Box]] = field(default_factory=list)
     writes: dict[int, torch.Tensor] = field(default_factory=dict)
     seed: int | None = None
+    scale: float = 1.0
+    returned: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sizes = micro_batch_sizes(self.bindings[self.batch], self.micro_batches) if self.batch is not None else [1]

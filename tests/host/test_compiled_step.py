@@ -12,7 +12,8 @@ from torch import nn
 from l2l_compile import L2LError, synchronize
 from l2l_compile.host.compiled_step import CompiledStep, why_not_compiled
 from l2l_compile.host.torch_step import hyperparameters, step_on
-from l2l_compile.host.pages import PinnedMemory
+from l2l_compile.host.gradients import GradientMemory
+from l2l_compile.host.pages import unlocked
 from l2l_compile.host.wire import Wires
 from l2l_compile.session import session_of
 from models import Shared, Stack, compiled
@@ -62,10 +63,10 @@ def test_one_pass_is_the_step_and_the_cast(name, dtype):
     ours, theirs = parameters(), parameters()
     optimizer, reference = ELEMENTWISE[name](ours), ELEMENTWISE[name](theirs)
     assert why_not_compiled(optimizer) is None
-    wires = Wires(PinnedMemory(0, None, None))
+    wires = Wires(unlocked())
     widths = [dtype if p.dim() > 1 else torch.float32 for p in ours]
     wire = wires.load(ours, widths)
-    step = CompiledStep(optimizer, wires, threads=2)
+    step = CompiledStep(optimizer, wires, threads=2, memory=GradientMemory())
     for number in range(8):
         given, expected = gradients_of(ours, number, dtype), gradients_of(theirs, number, dtype)
         before = [p._version for p in ours]
@@ -133,7 +134,7 @@ OPERATIONS = {
 def test_operations(name):
     ours, theirs = parameters(), parameters()
     optimizer, reference = Odd(ours, OPERATIONS[name]), Odd(theirs, OPERATIONS[name])
-    step = CompiledStep(optimizer, Wires(PinnedMemory(0, None, None)), threads=2)
+    step = CompiledStep(optimizer, Wires(unlocked()), threads=2, memory=GradientMemory())
     for number in range(4):
         step.on(hyperparameters(optimizer), gradients_of(ours, number), 1.0)
         step_on(reference, hyperparameters(reference), gradients_of(theirs, number))

@@ -1,0 +1,61 @@
+"""Large tensors apart from the heap of the C library.
+
+glibc keeps a buffer that is freed for the next of its size, but aligned buffers, as tensors are, do not fit into the
+hole that an equal one has left. Where tensors that stay are made between tensors that go, the heap grows by all of them.
+"""
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from .hooks import weakly
+
+_M_MMAP_THRESHOLD = -3  # of mallopt
+_USUAL = 32 << 20  # bytes; where glibc's own adjustment of the threshold ends
+_active: list[int] = []
+_guard = threading.Lock()
+
+
+@contextmanager
+def apart_from_the_heap(size: int = 1 << 16) -> Iterator[None]:
+    """Memory of at least `size` bytes that anybody allocates meanwhile is mapped from the system, and goes back to it.
+
+    Does nothing where the C library is not glibc.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None:
+        yield
+        return
+    with _guard:
+        _active.append(size)
+        set_option(_M_MMAP_THRESHOLD, min(_active))
+    try:
+        yield
+    finally:
+        with _guard:
+            _active.remove(size)
+            set_option(_M_MMAP_THRESHOLD, min(_active, default=_USUAL))
+
+
+class StateApart:
+    """Has an optimizer make its state apart from the heap, in its own first step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._inside = ExitStack()
+        self._tried = False
+        optimizer.register_step_pre_hook(weakly(self._before_step))
+        optimizer.register_step_post_hook(weakly(self._after_step))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._inside.close()  # a step that failed may have left it open
+        if not self._tried:
+            self._inside.enter_context(apart_from_the_heap())
+
+    def _after_step(self, *_: Any) -> None:
+        self._tried = True
+        self._inside.close()
