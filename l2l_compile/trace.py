@@ -133,6 +133,11 @@ def trace_backward(
                 )
         found = {i: g for i, g in zip(wanted, gradients, strict=False) if g is not None}
         present[:] = [i in found for i in range(count)]
+        if any(g.layout is not torch.strided for g in found.values()):
+            raise LoweringError(
+                f"{block.name} gives a sparse gradient, which cannot cross the link: build the embedding with sparse=False "
+                "(and use another optimizer than SparseAdam)"
+            )
         return tuple(_own([found[i] for i in sorted(found)], arguments))
 
     def examples():

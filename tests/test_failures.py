@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import l2l_compile.session
+from l2l_compile import L2LError
 from models import Layer, Stack, assert_close, assert_same_gradients, compiled, rows
 
 POINTWISE = (torch.Tag.pointwise,)  # so that the layers are known to be row-wise, and run micro-batch by micro-batch
@@ -142,3 +143,11 @@ def test_label_out_of_range_is_an_index_error(block_compiler):
     with pytest.raises(IndexError):
         step(x, labels + 9)
     assert_close(step(x, labels).detach(), model(x, labels).detach(), 1e-10, "the next step's loss")
+
+
+def test_sparse_gradients_are_refused():
+    model = Stack()
+    model.embed = nn.Sequential(nn.Embedding(5, 8, sparse=True))
+    step = compiled(model)
+    with pytest.raises(L2LError, match="sparse gradient.*sparse=False"):
+        step(torch.randint(5, (6,))).sum().backward()

@@ -98,8 +98,14 @@ def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
 
     Tried on small tensors with the optimizer's class and hyperparameters: three steps, with gradients of other sizes.
     """
-    joint, counts = _trial(optimizer, together=True)
-    apart, counts_apart = _trial(optimizer, together=False)
+    try:
+        joint, counts = _trial(optimizer, together=True)
+        apart, counts_apart = _trial(optimizer, together=False)
+    except Exception as error:
+        raise L2LError(
+            f"a step of {type(optimizer).__name__} on small tensors failed, so it cannot update layer by layer: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}. Use update='at_step', or an optimizer that takes dense gradients of host tensors"
+        ) from error
     if counts != counts_apart or not all(torch.equal(a, b) for a, b in zip(joint, apart, strict=True)):
         raise L2LError(
             f"{type(optimizer).__name__} does not update parameters independently of each other (a norm over all of them, "

@@ -300,6 +300,13 @@ def test_a_program_without_parameters_of_the_optimizer_keeps_its_gradients():
     assert all(p.grad is None for p in model.second.parameters())
 
 
+def test_an_optimizer_that_cannot_take_a_step_of_its_own_is_refused():
+    model = Stack()
+    step = compiled(model, optimizer=torch.optim.SparseAdam(model.parameters()), update="in_backward")
+    with pytest.raises(L2LError, match="SparseAdam does not support dense gradients.*update='at_step'"):
+        step(data(0))
+
+
 def test_closures_are_refused():
     step, optimizer = step_of(Stack())
     step(data(1)).sum().backward()
