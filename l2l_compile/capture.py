@@ -46,6 +46,7 @@ class Captured:
     grad_enabled whether gradients were recorded where the graph was captured
     autocast     the dtype of the `torch.autocast` that was on there; None if none was
     break_reason why Dynamo ended the graph early, if it did
+    lookups      the specs of weights in blocks that only look rows up in them, where those are not in `specs`
     """
 
     graph: fx.Graph
@@ -60,6 +61,7 @@ class Captured:
     autocast: torch.dtype | None
     break_reason: str | None = None
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    lookups: dict[fx.Node, TensorSpec] = field(default_factory=dict)
 
     @property
     def outputs(self) -> tuple:

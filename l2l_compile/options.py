@@ -55,6 +55,11 @@ class Options:
     compile_update: bool = True
     pinned_memory: int | None = None
 
+    @property
+    def gradients_on_link(self) -> str | None:
+        """The precision in which gradients of matrices cross the link; None: that of the weights."""
+        return self.gradient_wire or (self.precision if self.precision != "fp32" else None)
+
     @classmethod
     def build(cls, options: Mapping[str, Any] | None = None) -> Options:
         """Options from a mapping.

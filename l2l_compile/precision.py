@@ -4,6 +4,10 @@ Before the passes see a captured graph, its specs are narrowed:
 
     parameters of two or more dimensions    cross the link in 16 bits; one-dimensional ones stay in fp32, they cost
                                             nothing and carry the error
+    tables of embeddings                    16 bits as well, but always fp16: autocast looks rows up in fp32, and eight bits
+                                            of precision would make this the largest error of all. Entries beyond 65504
+                                            become infinite. Where the same table is a matrix (a tied head), it is as other
+                                            matrices are
     activations between segments            16 bits: what is computed from parameters and has the rows of the batch.
                                             Within a block they are fp32, as under autocast: a residual stream is
                                             rounded once a layer, not once an addition
@@ -47,6 +51,7 @@ def narrow(captured: Captured, precision: str) -> None:
         spec = captured.specs[weight.node]
         if spec.dtype is torch.float32 and len(spec.shape) >= 2:
             captured.specs[weight.node] = replace(spec, dtype=captured.autocast)
+            captured.lookups[weight.node] = replace(spec, dtype=torch.float16, inside=torch.float32)
     for node in _activations(captured):
         spec = captured.specs[node]
         if spec.dtype is torch.float32:

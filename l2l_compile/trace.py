@@ -154,8 +154,11 @@ def _interpret(block: Block, bindings: Bindings, device: torch.device, operands:
 
 
 def _leaves(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Operands that record gradients: those of weights are as wide as the block computes with them."""
+    wide = [spec.inside or spec.dtype for spec in block.weights] + [spec.dtype for spec in block.values]
     return [
-        o.detach().requires_grad_(spec.differentiable) for o, spec in zip(operands, block.operands, strict=True)
+        o.detach().to(dtype).requires_grad_(spec.differentiable)
+        for o, dtype, spec in zip(operands, wide, block.operands, strict=True)
     ]
 
 

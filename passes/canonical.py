@@ -19,6 +19,7 @@ from torch import fx
 
 from ..capture import Input
 from ..ir.program import Block, symbolic_size
+from ..ir.values import TensorSpec
 from .line import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, Line, size_expression
 
 
@@ -175,10 +176,23 @@ def build_block(line: Line, piece: Piece, name: str) -> Block:
         graph=module,
         sizes=sizes,
         autocast=line.captured.autocast,
-        weights=tuple(specs[w.node] for w in piece.weights),
+        weights=tuple(_weight_spec(line, piece, w.node) for w in piece.weights),
         values=tuple(specs[v] for v in piece.values),
         outputs=tuple(specs[o] for o in piece.outputs),
     )
+
+
+def _weight_spec(line: Line, piece: Piece, weight: fx.Node) -> TensorSpec:
+    readers = [n for n in map(line.nodes.__getitem__, piece.span) if weight in n.all_input_nodes]
+    looked_up = weight in line.captured.lookups and all(_looks_rows_up(reader, weight) for reader in readers)
+    return line.captured.lookups[weight] if looked_up else line.captured.specs[weight]
+
+
+def _looks_rows_up(node: fx.Node, table: fx.Node) -> bool:
+    if node.target is not torch.nn.functional.embedding:
+        return False
+    given = dict(zip(("input", "weight", "padding_idx", "max_norm"), node.args, strict=False)) | node.kwargs
+    return given["weight"] is table and given.get("max_norm") is None  # with it, rows are written
 
 
 def _argument(line: Line, graph: fx.Graph, env: dict, attributes: dict, sizes: dict, node: fx.Node) -> Any:

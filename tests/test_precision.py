@@ -9,7 +9,7 @@ import torch
 import l2l_compile
 from l2l_compile import L2LError, OptionError, Options
 from models import Stack, compiled, rows
-from test_huggingface import gemma2, gpt2, llama, t5
+from test_huggingface import bert, gemma2, gpt2, llama, t5
 
 
 def gradient_error(model, reference) -> float:
@@ -19,7 +19,7 @@ def gradient_error(model, reference) -> float:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("make", [llama, gpt2, gemma2, t5])
+@pytest.mark.parametrize("make", [llama, gpt2, gemma2, bert, t5])
 def test_gradients_are_about_as_good_as_those_of_autocast(make, precision):
     model, inputs = make()
     exact, autocast = copy.deepcopy(model), copy.deepcopy(model)

@@ -18,7 +18,7 @@ from measuring import Limit, arguments, device_of, interleaved, llama, report, t
 
 import l2l_compile
 
-LOADS = (0.2, 0.7)  # host time as a share of the device's
+LOADS = (0.2, 0.5)  # host time as a share of the device's
 NEAR = 1.15  # the most that a step may take, in terms of the larger time, where the updates fit behind their half of the step
 
 

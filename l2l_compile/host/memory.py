@@ -53,13 +53,13 @@ class HostMemory:
 def host_memory(programs: Sequence[Program], options: Options) -> HostMemory:
     """What these programs of one model need of the host's memory."""
     parameters: dict[str, TensorSpec] = {}
-    wires: dict[tuple[str, ...], int] = {}
+    wires: dict[tuple, int] = {}
     pushes = []
     for program in programs:
         for segment in program.segments:
             weights = [(w.name, s) for w, s in zip(segment.weights, segment.block.weights, strict=True) if w.kind == "parameter"]
             parameters.update(weights)
-            wires[tuple(name for name, _ in weights)] = sum(aligned(s.bytes({})) for _, s in weights)
+            wires[tuple((name, s.dtype) for name, s in weights)] = sum(aligned(s.bytes({})) for _, s in weights)
             pushes.append(sum(_on_link(s, options) for _, s in weights if s.differentiable))
     narrow = options.precision != "fp32"
     master = sum(_count(s) * _master_width(s, options) for s in parameters.values())
@@ -100,4 +100,4 @@ def _master_width(spec: TensorSpec, options: Options) -> int:
 
 
 def _on_link(spec: TensorSpec, options: Options) -> int:
-    return _count(spec) * gradient_dtype(spec, options.gradient_wire).itemsize
+    return _count(spec) * gradient_dtype(spec, options.gradients_on_link).itemsize

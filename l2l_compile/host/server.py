@@ -82,7 +82,7 @@ class ParameterServer:
 
     def begin_forward(self, step: Step, parameters: Sequence[Parameter], to_train: bool) -> None:
         """A forward begins: updates of the step before are over or will be waited for, and the wire is copied anew."""
-        step.gradient_wire = self.options.gradient_wire
+        step.gradient_wire = self.options.gradients_on_link
         self.wires.begin_forward()
         if to_train and self.options.precision == "fp16" and self.options.optimizer is None:
             raise L2LError(

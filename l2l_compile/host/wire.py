@@ -87,7 +87,7 @@ class Wires:
 
     def __init__(self, memory: PinnedMemory):
         self._memory = memory
-        self._wires: dict[tuple[int, ...], Wire] = {}
+        self._wires: dict[tuple, Wire] = {}
         self._stale: set[Wire] = set()
         self._turn = 0
         self._copies: defaultdict[torch.Tensor, list[Copy]] = defaultdict(list)
@@ -99,7 +99,7 @@ class Wires:
 
     def load(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> Wire:
         """The wire of these parameters, up to date with what they were when this forward began."""
-        key = tuple(map(id, parameters))
+        key = tuple(zip(map(id, parameters), dtypes, strict=True))
         wire = self._wires.get(key)
         if wire is None:
             wire = self._wires[key] = Wire(parameters, dtypes, self._memory)
@@ -120,7 +120,7 @@ class Wires:
         latest = self.latest(parameter)
         for copy in self._copies.get(parameter, ()):
             if copy is not latest:
-                copy.view.copy_(latest.view)
+                copy.view.copy_(latest.view if latest.view.dtype is copy.view.dtype else parameter.detach())
             copy.written()
 
 
