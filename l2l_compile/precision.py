@@ -10,7 +10,8 @@ Before the passes see a captured graph, its specs are narrowed:
                                             matrices are
     activations between segments            16 bits: what is computed from parameters and has the rows of the batch.
                                             Within a block they are fp32, as under autocast: a residual stream is
-                                            rounded once a layer, not once an addition
+                                            rounded once a layer, not once an addition. So are their gradients, which
+                                            do not leave the device
     everything else                         as it is: masks, rotary tables, scalars, outputs of the model
 
 Every block then runs under `torch.autocast` of that dtype, which settles what is computed in which width within it.

@@ -6,6 +6,7 @@ are further outputs, and no output shares memory with an operand or with another
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -119,7 +120,7 @@ def trace_backward(
     def backward(*arguments):
         with torch.enable_grad():
             leaves = _leaves(block, arguments[:count])
-            outputs = _run(block, bindings, device, leaves)
+            outputs = _run(block, bindings, device, leaves, to_border=False)
             roots = [
                 (o, g)
                 for o, g in zip([o for o, wanted in zip(outputs, given, strict=True) if wanted], arguments[count:], strict=True)
@@ -141,7 +142,7 @@ def trace_backward(
         return tuple(_own([found[i] for i in sorted(found)], arguments))
 
     def examples():
-        gradients = [spec for spec, wanted in zip(block.outputs, given, strict=True) if wanted]
+        gradients = [replace(s, dtype=s.gradient_dtype) for s, wanted in zip(block.outputs, given, strict=True) if wanted]
         return example_operands((*block.operands, *gradients), bindings, device)
 
     return _trace(block, backward, examples, "backward"), tuple(present)
@@ -154,11 +155,10 @@ def _interpret(block: Block, bindings: Bindings, device: torch.device, operands:
 
 
 def _leaves(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Operands that record gradients: those of weights are as wide as the block computes with them."""
-    wide = [spec.inside or spec.dtype for spec in block.weights] + [spec.dtype for spec in block.values]
+    """Operands that record gradients, as wide as the block computes with them."""
     return [
-        o.detach().to(dtype).requires_grad_(spec.differentiable)
-        for o, dtype, spec in zip(operands, wide, block.operands, strict=True)
+        o.detach().requires_grad_(spec.differentiable)
+        for o, spec in zip(_inside(block, operands), block.operands, strict=True)
     ]
 
 
@@ -167,13 +167,18 @@ def _inside(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor
     return [o.to(spec.inside or spec.dtype) for o, spec in zip(operands, block.operands, strict=True)]
 
 
-def _run(block: Block, bindings: Bindings, device: torch.device, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Outputs and new contents of mutated operands. `operands` themselves stay as they were."""
+def _run(
+    block: Block, bindings: Bindings, device: torch.device, operands: Sequence[torch.Tensor], to_border: bool = True
+) -> list[torch.Tensor]:
+    """Outputs and new contents of mutated operands, in the dtypes of the border unless their gradients are wanted alone.
+
+    `operands` themselves stay as they were.
+    """
     own = [o.clone() if i in block.mutated else o for i, o in enumerate(_inside(block, operands))]
     outputs = _interpret(block, bindings, device, own)
     results = outputs + [own[i] for i in block.mutated]
     for index, (result, spec) in enumerate(zip(results, block.outputs, strict=True)):
-        results[index] = result.to(spec.dtype)  # only where the precision of the border is not that of the model
+        results[index] = result.to(spec.dtype if to_border else spec.gradient_dtype)
         if tuple(result.shape) != spec.sizes(bindings):
             raise LoweringError(
                 f"{block.name} gives a value of shape {tuple(result.shape)} where {spec} was captured, at {dict(bindings)}: "

@@ -21,7 +21,18 @@ def gradient_error(model, reference) -> float:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("make", [llama, gpt2, gemma2, bert, t5])
 def test_gradients_are_about_as_good_as_those_of_autocast(make, precision):
-    model, inputs = make()
+    """Of the mean over three draws of weights and data: in one, the rounding of either may happen to cancel."""
+    found, expected = 0.0, 0.0
+    for seed in range(3):
+        torch._dynamo.reset()
+        torch.manual_seed(seed)
+        ours, theirs = gradient_errors(*make(), precision)
+        found, expected = found + ours, expected + theirs
+    assert found <= 1.5 * expected
+
+
+def gradient_errors(model, inputs, precision) -> tuple[float, float]:
+    """Those of this backend and of `torch.autocast`, against fp32."""
     exact, autocast = copy.deepcopy(model), copy.deepcopy(model)
     exact(**inputs).loss.backward()
     with torch.autocast("cpu", {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
@@ -35,7 +46,7 @@ def test_gradients_are_about_as_good_as_those_of_autocast(make, precision):
         optimizer.zero_grad()
         step(**inputs).loss.backward()
     assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
-    assert gradient_error(model, exact) <= 1.5 * gradient_error(autocast, exact)
+    return gradient_error(model, exact), gradient_error(autocast, exact)
 
 
 def test_the_wire_carries_two_bytes_a_parameter():

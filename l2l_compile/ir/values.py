@@ -52,6 +52,11 @@ class TensorSpec:
     def differentiable(self) -> bool:
         return self.requires_grad and (self.dtype.is_floating_point or self.dtype.is_complex)
 
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype in which its gradient goes from block to block."""
+        return self.inside or self.dtype
+
     def sizes(self, bindings: Bindings) -> tuple[int, ...]:
         return tuple(evaluate(d, bindings) for d in self.shape)
 

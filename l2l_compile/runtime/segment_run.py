@@ -172,7 +172,7 @@ def run_backward(
                     totals[index] = gradient
         for result, total, spec in zip(results, totals[count:], block.values, strict=False):
             if not result.absent:
-                total = total.to(spec.dtype) if isinstance(total, torch.Tensor) else total
+                total = total.to(spec.gradient_dtype) if isinstance(total, torch.Tensor) else total
                 result.tensors = total if isinstance(total, list) else [total]
                 device.adopt(result.tensors)
         if not results[-1].absent:
