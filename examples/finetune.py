@@ -111,6 +111,8 @@ def runs_of_words(text: str, count: int = 8) -> set[str]:
 
 def read_file(path: Path) -> Examples:
     """The rows of a csv, tsv or jsonl file."""
+    if not path.is_file():
+        raise SystemExit(f"{path} is not a file")
     with path.open(newline="", encoding="utf-8") as file:
         if path.suffix == ".jsonl":
             rows = [json.loads(line) for line in file if line.strip()]
@@ -244,7 +246,7 @@ def train(args, model, optimizer, scheduler, train_data, validation_data, state:
         optimizer.zero_grad()
         step += 1
 
-        norm = l2l_compile.stats(compiled).gradient_norm  # of the last step whose gradients the host has looked at
+        norm = l2l_compile.stats(compiled).gradient_norm
         bar.set_description(f"epoch {epoch + 1}", refresh=False)
         bar.set_postfix_str(f"loss {loss.item():.3f}, |g| {norm:.2f}, lr {scheduler.get_last_lr()[0]:.1e}", refresh=False)
         bar.update()

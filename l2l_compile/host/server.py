@@ -63,6 +63,7 @@ class ParameterServer:
     def describe(self, stats: Stats) -> None:
         """Add the figures of the host side to those of the programs."""
         if self.updates is not None:
+            self.updates.wait_for_norm()
             stats.gradient_squares, stats.skipped_steps = self.updates.norm**2, self.updates.skipped
         elif self._scaled is not None:
             stats.skipped_steps = self._scaled.skipped

@@ -77,6 +77,7 @@ class Updates:
         self._order: dict[Parameter, int] = {}  # of the model's parameters: norms are summed in it
         self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._tickets: dict[Parameter, Ticket] = {}
+        self._decision: Ticket | None = None  # what is known of the last step's gradients (in_forward)
         check_layers_are_independent(self.optimizer)
         handles = [
             self.optimizer.register_step_pre_hook(weakly(self._before_step)),
@@ -156,6 +157,11 @@ class Updates:
         use.last = self._rounds == self.options.accumulate - 1
         use.ends_round = not self._uses
         self._rounds += use.ends_round
+
+    def wait_for_norm(self) -> None:
+        """Block until the gradients of the last step have been looked at: `norm`, `skipped` and `scale` are its own."""
+        if self._decision is not None:
+            self._decision.wait()
 
     def wait(self, parameters: Iterable[Parameter]) -> None:
         """Block until the updates of these parameters that were put off are done."""
@@ -251,7 +257,7 @@ class Updates:
         versions = {p: p._version for p in gradients}
         groups = self._snapshots[-1]
         decision: dict[str, float] = {}
-        self.worker.submit(lambda: decision.update(factor=self._look_at(gradients)))
+        self._decision = self.worker.submit(lambda: decision.update(factor=self._look_at(gradients)))
         for segment in [*reversed(self._pushed), tuple(gradients)]:  # a shared parameter goes with its first reader
             mine = {p: gradients[p] for p in segment if p in gradients and p not in self._tickets}
             ticket = self.worker.submit(lambda mine=mine: self._apply(mine, decision["factor"], groups, versions))

@@ -13,6 +13,7 @@ from torch import nn
 
 import l2l_compile
 from l2l_compile import L2LError
+from l2l_compile.session import session_of
 from models import Broken, Shared, Stack, TwoHeads, compiled, loss_of
 
 MODES = ("in_backward", "in_forward")
@@ -390,3 +391,23 @@ for _ in range(2):
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_norm_is_that_of_the_last_step():
+    """Read at once after the step, while the host lane is slow to look at the gradients."""
+    norms = {}
+    for update in ("at_step", "in_forward"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Stack()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = compiled(model, optimizer=optimizer, update=update)
+        norms[update] = []
+        for number in range(4):
+            step(data(number)).pow(2).mean().backward()
+            if update == "in_forward":
+                session_of(step).server.worker.submit(lambda: time.sleep(0.05))
+            optimizer.step()
+            norms[update].append(l2l_compile.stats(step).gradient_norm)
+            optimizer.zero_grad()
+    assert norms["in_forward"] == pytest.approx(norms["at_step"], rel=1e-6)
