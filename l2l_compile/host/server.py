@@ -43,6 +43,7 @@ class ParameterServer:
         weakref.finalize(self, self.worker.close)
         self._in_flight: deque[Ticket] = deque()  # the last work on each segment's gradients
         self._memory = GradientMemory()
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.updates: Updates | None = None
         self._scaled: ScaledStep | None = None
         if options.update != "at_step":
@@ -57,6 +58,7 @@ class ParameterServer:
 
     def watch(self, modules: Sequence[torch.nn.Module]) -> None:
         """The modules that own the parameters: their `state_dict` waits for updates that were put off."""
+        self._modules.update(modules)
         if self.updates is not None:
             self.updates.watch(modules)
 
@@ -90,12 +92,24 @@ class ParameterServer:
                 "precision='fp16' scales the loss and skips the step when a gradient overflows: it needs the option "
                 "'optimizer', the one of the training loop"
             )
+        if to_train and self.options.optimizer is not None:
+            self._check_owner(parameters)
         if self.updates is None:
             return
         if self.options.update == "in_backward":
             self.updates.synchronize()
         if to_train:
             step.use = self.updates.use(parameters)
+
+    def _check_owner(self, parameters: Sequence[Parameter]) -> None:
+        """Raise `L2LError` if the option `optimizer` has no parameter of the model, of which this is a program."""
+        trained = [p for p in parameters if p.requires_grad]
+        owned = {p for group in self.options.optimizer.param_groups for p in group["params"]}
+        if trained and owned.isdisjoint(trained) and owned.isdisjoint(p for m in self._modules for p in m.parameters()):
+            raise L2LError(
+                f"the option 'optimizer' holds none of the {len(trained)} parameters that this model trains: build it from "
+                "the parameters of the model that is compiled"
+            )
 
     def load(self, segment: Segment, weights: Sequence[torch.Tensor]) -> tuple[Wire | None, list[torch.Tensor]]:
         """The wire of a segment's parameters, up to date, and its other weights as they are (h2d lane)."""

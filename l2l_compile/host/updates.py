@@ -107,10 +107,7 @@ class Updates:
         return {p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
 
     def use(self, parameters: Iterable[Parameter]) -> Use | None:
-        """A forward through these parameters begins, which a backward may follow; None if the optimizer has none of them.
-
-        Raises `L2LError` if it has none of the whole model's.
-        """
+        """A forward through these parameters begins, which a backward may follow; None if the optimizer has none of them."""
         trained = {p for p in parameters if p.requires_grad}
         hooked = [p for p in trained if p._backward_hooks or p._post_accumulate_grad_hooks]
         if hooked:
@@ -119,11 +116,6 @@ class Updates:
                 "gradients never come to p.grad. Remove the hooks, or use update='at_step'"
             )
         mine = trained & self.managed
-        if trained and not mine and not self.managed & self._order.keys():
-            raise L2LError(
-                f"the option 'optimizer' holds none of the {len(trained)} parameters that this model trains: build it from "
-                "the parameters of the model that is compiled"
-            )
         if not mine:
             return None
         use = Use(self, mine)

@@ -278,8 +278,9 @@ def test_counts_of_a_group_are_counted_once_a_step(update):
     assert optimizer.state_dict()["param_groups"][0]["count"] == 3
 
 
-def test_an_optimizer_of_another_model_is_refused():
-    step, _ = step_of(Stack(), optimizer=torch.optim.SGD(Stack().parameters(), lr=0.1))
+@pytest.mark.parametrize("update", ["at_step", *MODES])
+def test_an_optimizer_of_another_model_is_refused(update):
+    step = compiled(Stack(), optimizer=torch.optim.SGD(Stack().parameters(), lr=0.1), update=update)
     with pytest.raises(L2LError, match="holds none of the 28 parameters"):
         step(data(1))
 
