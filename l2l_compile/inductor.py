@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
+from .errors import LoweringError
+
 aten = torch.ops.aten
 _LOOKUPS = (
     aten.embedding.default,
@@ -28,7 +30,11 @@ _LIBRARY = torch.library.Library("l2l_compile", "DEF")
 
 
 def compile_graph(module: fx.GraphModule, examples: Sequence[torch.Tensor], device: torch.device) -> Callable:
-    """Inductor's compilation of a functional ATen graph for operands like `examples`."""
+    """Inductor's compilation of a functional ATen graph for operands like `examples`.
+
+    What it returns raises `LoweringError` for operands of other dtypes: Inductor's kernels would read their bytes as
+    those of the examples. (It checks sizes and strides itself.)
+    """
     copy = fx.GraphModule(module, fx.Graph())
     copy.graph.output(copy.graph.graph_copy(module.graph, {}))
     if device.type == "cpu":
@@ -37,7 +43,16 @@ def compile_graph(module: fx.GraphModule, examples: Sequence[torch.Tensor], devi
                 node.target = _opaque(node.target)
     copy.recompile()
     with torch.no_grad():
-        return torch._inductor.compile(copy, list(examples))
+        compiled = torch._inductor.compile(copy, list(examples))
+    dtypes = [example.dtype for example in examples]
+
+    def run(*operands: torch.Tensor) -> Sequence[torch.Tensor]:
+        found = [operand.dtype for operand in operands]
+        if found != dtypes:
+            raise LoweringError(f"a graph compiled for operands of {dtypes} was called with {found}")
+        return compiled(*operands)
+
+    return run
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from .inductor import compile_graph
 from .ir.program import Block
 from .ir.values import Bindings
 from .randomness import Draw, hoist_draws
-from .trace import example_operands, trace_backward, trace_forward
+from .trace import example_inputs, trace_backward, trace_forward
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Lowering:
         key = (block, None, *map(bindings.__getitem__, block.symbols))
         if key not in self._done:
             graph = trace_forward(block, bindings, self.device)
-            self._done[key] = self._compile(block, graph, block.operands, bindings)
+            self._done[key] = self._compile(block, graph)
         return self._done[key]
 
     def backward(self, block: Block, bindings: Bindings, given: tuple[bool, ...]) -> Lowered:
@@ -58,15 +58,14 @@ class Lowering:
         key = (block, given, *map(bindings.__getitem__, block.symbols))
         if key not in self._done:
             graph, present = trace_backward(block, bindings, self.device, given)
-            gradients = tuple(spec for spec, wanted in zip(block.outputs, given, strict=True) if wanted)
-            self._done[key] = self._compile(block, graph, block.operands + gradients, bindings, present)
+            self._done[key] = self._compile(block, graph, present)
         return self._done[key]
 
-    def _compile(self, block: Block, graph: fx.GraphModule, specs, bindings: Bindings, present=()) -> Lowered:
+    def _compile(self, block: Block, graph: fx.GraphModule, present: tuple[bool, ...] = ()) -> Lowered:
+        examples = example_inputs(graph)
         draws, seeded = hoist_draws(graph)
         if self.block_compiler == "eager" or not any(n.op == "call_function" for n in graph.graph.nodes):
             return Lowered(graph, graph, draws, seeded, present)
-        examples = example_operands(specs, bindings, self.device)
         examples += [draw.make(torch.Generator(self.device)) for draw in draws]
         try:
             run = compile_graph(graph, examples, self.device)

@@ -74,6 +74,12 @@ def example_operands(specs: Sequence[TensorSpec], bindings: Bindings, device: to
     return [torch.empty(spec.sizes(bindings), dtype=spec.dtype, device=device) for spec in specs]
 
 
+def example_inputs(graph: fx.GraphModule) -> list[torch.Tensor]:
+    """Empty tensors like those that a graph was traced with."""
+    values = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    return [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in values]
+
+
 def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, ...]]:
     """The forward graph at these sizes, for analysis only, and the indices of the operands that it writes into.
 

@@ -5,11 +5,14 @@ import copy
 
 import pytest
 import torch
+import transformers as T
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import l2l_compile
-from l2l_compile import L2LError, OptionError, Options
+from l2l_compile import L2LError, LoweringError, OptionError, Options
+from l2l_compile.inductor import compile_graph
 from models import Stack, compiled, rows
-from test_huggingface import bert, gemma2, gpt2, llama, t5
+from test_huggingface import VOCAB, bert, gemma2, gpt2, language, llama
 
 
 def gradient_error(model, reference) -> float:
@@ -18,13 +21,16 @@ def gradient_error(model, reference) -> float:
     return (sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)).sqrt().item()
 
 
-SCATTERS = pytest.mark.xfail(reason="open: the error of so small a T5 in fp16 is 0.2 to 14 times autocast's, by seed", strict=False)
+def wide_t5():
+    """Wide enough to be measured: one element that rounding carries over a ReLU's edge is all of a tiny T5's error in fp16."""
+    return language(T.T5ForConditionalGeneration(T.T5Config(
+        vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=256, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+    )))
 
 
-@pytest.mark.parametrize("make, precision", [
-    *((make, precision) for make in (llama, gpt2, gemma2, bert) for precision in ("bf16", "fp16")),
-    (t5, "bf16"), pytest.param(t5, "fp16", marks=SCATTERS),
-])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("make", [llama, gpt2, gemma2, bert, wide_t5])
 def test_gradients_are_about_as_good_as_those_of_autocast(make, precision):
     """Of the mean over three draws of weights and data: in one, the rounding of either may happen to cancel."""
     found, expected = 0.0, 0.0
@@ -36,7 +42,20 @@ def test_gradients_are_about_as_good_as_those_of_autocast(make, precision):
     assert found <= 1.5 * expected
 
 
-def gradient_errors(model, inputs, precision) -> tuple[float, float]:
+def test_compiled_blocks_are_as_good():
+    found, expected = gradient_errors(*bert(), "bf16", block_compiler="inductor")
+    assert found <= 1.5 * expected
+
+
+def test_compiled_blocks_refuse_operands_of_other_dtypes():
+    graph = make_fx(lambda x: (x * 2,))(torch.ones(3))
+    run = compile_graph(graph, [torch.ones(3)], torch.device("cpu"))
+    assert torch.equal(run(torch.ones(3))[0], torch.full((3,), 2.0))
+    with pytest.raises(LoweringError, match="compiled for operands of .*float32.* called with .*float64"):
+        run(torch.ones(3, dtype=torch.float64))
+
+
+def gradient_errors(model, inputs, precision, **options) -> tuple[float, float]:
     """Those of this backend and of `torch.autocast`, against fp32."""
     exact, autocast = copy.deepcopy(model), copy.deepcopy(model)
     exact(**inputs).loss.backward()
@@ -44,7 +63,7 @@ def gradient_errors(model, inputs, precision) -> tuple[float, float]:
         loss = autocast(**inputs).loss
     loss.backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = compiled(model, precision=precision, optimizer=optimizer)
+    step = compiled(model, precision=precision, optimizer=optimizer, **options)
     step(**inputs).loss.backward()
     while not all(p.grad is None or p.grad.isfinite().all() for p in model.parameters()):  # fp16: the scale is halved
         optimizer.step()
