@@ -8,6 +8,8 @@ for those the executor seeds the device's default generator before each call.
 """
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +26,12 @@ class Draw:
 
     number: int
     make: Make
+
+
+def mixed(*numbers: int) -> int:
+    """A seed of 63 bits from numbers of 64: other numbers, or the same in another order, give an unrelated one."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}Q", *numbers), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def hoist_draws(module: fx.GraphModule) -> tuple[tuple[Draw, ...], bool]:

@@ -80,6 +80,25 @@ def test_masks_differ_between_steps_layers_and_micro_batches():
     assert not torch.equal(one[0, :2], one[0, 2:4])  # rows of two micro-batches
 
 
+def test_every_draw_of_a_step_has_a_mask_of_its_own():
+    class Masks(Layer):
+        def forward(self, x):
+            one, two = F.dropout(torch.ones_like(x), 0.5), F.dropout(torch.ones_like(x), 0.5)
+            return super().forward(x), one, two
+
+    class Model(Stack):
+        def forward(self, x):
+            x, masks = self.embed(x), []
+            for layer in self.layers:
+                x, *drawn = layer(x)
+                masks += drawn
+            return self.head(x), torch.stack(masks)
+
+    masks = compiled(Model([Masks() for _ in range(3)]), micro_batches=3)(rows(6, dtype=torch.float32))[1]
+    pieces = masks.unflatten(1, (3, 2)).flatten(0, 1).flatten(1)  # [draws of all layers * micro-batches, elements]
+    assert len(pieces) == 18 and len(pieces.unique(dim=0)) == 18
+
+
 def test_dropout_keeps_the_mean():
     step = compiled(lambda x: F.dropout(x, 0.25))
     kept = step(torch.ones(600, 100))

@@ -12,14 +12,13 @@ from ..ir.program import Block, Segment
 from ..ir.values import Bindings, TensorSpec
 from ..lower import Lowered, Lowering
 from ..precision import gradient_dtype
+from ..randomness import mixed
 from .device import Device
 
 if TYPE_CHECKING:
     from ..host.server import ParameterServer
     from ..host.updates import Use
     from .executor import Box
-
-_PRIME = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads consecutive numbers over all seeds
 
 
 @dataclass
@@ -227,7 +226,7 @@ def _seeds(step: Step, segment: Segment, lowered: Sequence[Lowered]) -> list[int
     if not any(run.random for run in lowered):
         return []
     base = step.base_seed()
-    return [(base + (segment.index * 65537 + turn) * _PRIME) % 2**63 for turn in range(len(lowered))]
+    return [mixed(base, segment.index, turn) for turn in range(len(lowered))]
 
 
 def _call(
@@ -236,7 +235,7 @@ def _call(
     try:
         if not run.random:
             return run.run(*arguments)
-        arguments += [d.make(_generator(device.torch_device, seeds[turn] + d.number * _PRIME)) for d in run.draws]
+        arguments += [d.make(_generator(device.torch_device, mixed(seeds[turn], d.number))) for d in run.draws]
         if not run.seeded:
             return run.run(*arguments)
         with torch.random.fork_rng([device.torch_device] if device.torch_device.type == "cuda" else []):
@@ -248,4 +247,4 @@ def _call(
 
 
 def _generator(device: torch.device, seed: int) -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed % 2**63)
+    return torch.Generator(device).manual_seed(seed)
