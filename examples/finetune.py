@@ -1,6 +1,6 @@
 """Fine-tune a BERT that classifies text with `torch.compile(model, backend="l2l")`, in a run that may be killed.
 
-    python examples/finetune.py                                           # which manual does a piece of Python's help come from?
+    python examples/finetune.py                                           # is a passage of Python's help prose or code?
     python examples/finetune.py --data reviews.csv --model bert-base-uncased --lr 3e-5 --epochs 3
     python examples/finetune.py --output runs/long --save-every 50 --resume    # the same line starts it and continues it
 
@@ -11,6 +11,7 @@ checkpoint holds all that a step depends on, and appears under its name only whe
 from __future__ import annotations
 
 import argparse
+import ast
 import csv
 import hashlib
 import json
@@ -18,6 +19,8 @@ import math
 import os
 import random
 import shutil
+import textwrap
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -32,15 +35,8 @@ import l2l_compile
 
 Examples = list[tuple[str, str]]  # text and label
 
-# The default task: topics of Python's help by subject. Names that a version of Python does not have are left out.
-SUBJECTS = {
-    "statements": "assert assignment augassign async break compound continue del global import nonlocal pass raise return yield "
-                  "class else for function if try while with",
-    "special methods": "specialnames attribute-access customization numeric-types sequence-types",
-    "strings": "string-methods formatstrings strings",
-    "debugger": "debugger",
-}
-WORDS = 24  # in a passage of the default task
+WORDS = 12  # in a passage of the default task
+STEPS = {"prose": WORDS, "code": WORDS // 4}  # words from one passage to the next: there is less code, so its passages overlap
 MAY_DIFFER = ("output", "save_every", "keep", "resume", "log_steps", "max_steps", "eval_every", "device")  # after a resume
 
 
@@ -52,11 +48,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="pretrained model by name or folder (default: a small BERT with random weights)")
     parser.add_argument("--layers", type=int, default=2, help="of the small BERT")
     parser.add_argument("--hidden", type=int, default=64, help="width of the small BERT, a multiple of 32")
-    parser.add_argument("--length", type=int, default=48, help="tokens a text: longer ones are cut, shorter ones are padded")
+    parser.add_argument("--length", type=int, default=64, help="tokens a text: longer ones are cut, shorter ones are padded")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--micro-batches", type=int, default=2, help="slices of the batch that go through a layer in turn")
-    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate; 3e-5 suits a pretrained model")
+    parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate; 3e-5 suits a pretrained model")
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--warmup", type=float, default=0.1, help="share of the steps in which the learning rate rises")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16",
@@ -83,24 +79,41 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def documentation() -> tuple[Examples, Examples]:
-    """Passages of Python's help with their subjects, for training and validation.
+    """Passages of Python's help, prose or code, for training and validation.
 
-    The words of a subject are cut into blocks, every fourth of which is for validation; passages overlap within a block
-    only. What the help says twice is used once, and training passages that share eight words in a row with validation go.
+    All words of a kind are cut into blocks, every fourth of which is for validation; passages stay inside of a block.
+    What the help says twice is used once, and training passages that share eight words in a row with validation go.
     """
-    seen: set[str] = set()
+    words: dict[str, list[str]] = {kind: [] for kind in STEPS}
+    for paragraph in dict.fromkeys(p for name in sorted(topics) for p in topics[name].split("\n\n")):
+        kind = kind_of(paragraph)
+        if kind:
+            words[kind] += paragraph.split()
     splits: tuple[Examples, Examples] = [], []
-    for subject, names in SUBJECTS.items():
-        paragraphs = [" ".join(p.split()) for name in names.split() for p in topics.get(name, "").split("\n\n")]
-        words = [w for p in dict.fromkeys(paragraphs) if p not in seen for w in p.split()]
-        seen.update(paragraphs)
-        for number, start in enumerate(range(0, len(words) - WORDS, 4 * WORDS)):
-            block = words[start : start + 4 * WORDS]
-            passages = [block[i : i + WORDS] for i in range(0, len(block) - WORDS + 1, WORDS // 4)]
-            splits[number % 4 == 3].extend((" ".join(p), subject) for p in passages)
+    size = 2 * WORDS
+    for kind, step in STEPS.items():
+        blocks = [words[kind][start : start + size] for start in range(0, len(words[kind]) - size + 1, size)]
+        for number, block in enumerate(blocks):
+            passages = [" ".join(block[i : i + WORDS]) for i in range(0, size - WORDS + 1, step)]
+            splits[number % 4 == 3].extend((passage, kind) for passage in passages)
     train, validation = splits
     held_out = set().union(*(runs_of_words(text) for text, _ in validation))
     return [e for e in train if held_out.isdisjoint(runs_of_words(e[0]))], validation
+
+
+def kind_of(paragraph: str) -> str | None:
+    """Sessions, grammar and what Python can parse are code; other sentences are prose; the rest is neither."""
+    text = paragraph.strip()
+    if len(text.split()) < 3:
+        return None
+    if ">>> " in text or "::=" in text:
+        return "code"
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            ast.parse(textwrap.dedent(paragraph.strip("\n")))
+    except SyntaxError:
+        return "prose" if text[0].isupper() and text.endswith(".") else None
+    return "code"
 
 
 def runs_of_words(text: str, count: int = 8) -> set[str]:
@@ -158,13 +171,12 @@ def load_examples(args: argparse.Namespace) -> tuple[Examples, Examples]:
 
 
 def build_tokenizer(texts: list[str], size: int = 6000) -> transformers.PreTrainedTokenizerBase:
-    """WordPiece with the most frequent words of the texts; other words are written in characters."""
+    """WordPiece with the most frequent words of the texts; words that come once are unknown."""
     split = BertPreTokenizer().pre_tokenize_str
     count = Counter(word for text in texts for word, _ in split(text.lower()))
     words = sorted((w for w in count if count[w] > 1), key=lambda w: (-count[w], w))[:size]
-    characters = sorted(set("".join(count)))
-    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters, *("##" + c for c in characters), *words]
-    return transformers.BertTokenizer(vocab={entry: i for i, entry in enumerate(dict.fromkeys(entries))})
+    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    return transformers.BertTokenizer(vocab={entry: i for i, entry in enumerate(entries)})
 
 
 def encode(examples: Examples, labels: list[str], tokenizer, length: int) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -301,6 +302,11 @@ class Updates:
         self.norm = float(norm)
         if not finite:
             self.skipped += 1
+            if self.scale is None:  # a loss scale that was too large is no news
+                warnings.warn(
+                    f"the gradients' norm is {self.norm}, so this step updates nothing (stats().skipped_steps counts such steps)",
+                    RuntimeWarning, stacklevel=2,
+                )
             return 0.0
         most = self.options.max_grad_norm
         clip = torch.clamp(most / (norm + 1e-6), max=1.0) if most is not None else 1.0  # as clip_grad_norm_ does

@@ -1,0 +1,151 @@
+"""What a host optimizer cannot do right is refused with a sentence, and the next step works."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import l2l_compile
+from l2l_compile import L2LError
+from models import Broken, Stack, TwoHeads, compiled, loss_of
+from test_updates import MODES, data, step_of
+
+
+class Coupled(torch.optim.SGD):
+    """Divides by the norm over all parameters."""
+
+    def step(self, closure=None):
+        norm = torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data -= group["lr"] * p.grad / norm
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step()
+
+
+def test_an_optimizer_that_couples_parameters_is_refused():
+    model = Stack()
+    with pytest.raises(L2LError, match="Coupled does not update parameters independently.*at_step"):
+        step_of(model, optimizer=Coupled(model.parameters(), lr=0.1))[0](data(1))
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_counts_of_a_group_are_counted_once_a_step(update):
+    model = Stack()
+    step, optimizer = step_of(model, update, Counting(model.parameters(), lr=0.1))
+    for number in range(3):
+        step(data(number)).sum().backward()
+        optimizer.step()
+    assert optimizer.state_dict()["param_groups"][0]["count"] == 3
+
+
+@pytest.mark.parametrize("update", ["at_step", *MODES])
+def test_an_optimizer_of_another_model_is_refused(update):
+    step = compiled(Stack(), optimizer=torch.optim.SGD(Stack().parameters(), lr=0.1), update=update)
+    with pytest.raises(L2LError, match="holds none of the 28 parameters"):
+        step(data(1))
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_parameters_that_the_optimizer_lacks_keep_their_gradients(update):
+    model = TwoHeads()
+    *most, last = model.parameters()
+    step, optimizer = step_of(model, update, torch.optim.SGD(most, lr=0.1))
+    loss_of(step(data(1))).backward()
+    assert last.grad is not None and all(p.grad is None for p in most)
+
+
+def test_a_program_without_parameters_of_the_optimizer_keeps_its_gradients():
+    model = Broken()
+    step, optimizer = step_of(model, optimizer=torch.optim.SGD(model.second.parameters(), lr=0.1))
+    step(data(1)).sum().backward()
+    assert all(p.grad is not None for p in model.first.parameters())
+    assert all(p.grad is None for p in model.second.parameters())
+
+
+def test_an_optimizer_that_cannot_take_a_step_of_its_own_is_refused():
+    model = Stack()
+    step = compiled(model, optimizer=torch.optim.SparseAdam(model.parameters()), update="in_backward")
+    with pytest.raises(L2LError, match="SparseAdam does not support dense gradients.*update='at_step'"):
+        step(data(0))
+
+
+def test_closures_are_refused():
+    step, optimizer = step_of(Stack())
+    step(data(1)).sum().backward()
+    with pytest.raises(L2LError, match="closure"):
+        optimizer.step(lambda: None)
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_a_wrong_number_of_backward_calls_is_refused_and_the_next_step_works(update):
+    model = Stack()
+    step, optimizer = step_of(model, update, accumulate=2)
+    step(data(1)).sum().backward()
+    with pytest.raises(L2LError, match="after 1 backward calls.*accumulate is 2"):
+        optimizer.step()
+    before = copy.deepcopy(model.state_dict())
+    for number in range(2):
+        step(data(number)).sum().backward()
+    with pytest.raises(L2LError, match="3 backward calls without optimizer.step.*accumulate"):
+        step(data(3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["head.weight"], before["head.weight"])
+
+
+def test_gradient_hooks_and_second_backwards_are_refused():
+    model = Stack()
+    step, _ = step_of(model)
+    handle = model.head.weight.register_hook(lambda g: g)
+    with pytest.raises(L2LError, match="gradient hooks"):
+        step(data(1))
+    handle.remove()
+    loss = step(data(1)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(L2LError, match="backward ran twice"):
+        loss.backward()
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_in_forward_and_is_an_error_in_backward():
+    model = Stack()
+    step, optimizer = step_of(model)
+    before = copy.deepcopy(model.state_dict())
+    (step(data(1)).sum() * float("nan")).backward()
+    with pytest.warns(RuntimeWarning, match="the gradients' norm is nan, so this step updates nothing"):
+        optimizer.step()
+        l2l_compile.synchronize(step)
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    assert l2l_compile.stats(step).skipped_steps == 1
+
+    step, optimizer = step_of(Stack(), "in_backward")
+    with pytest.raises(L2LError, match="not finite.*in_forward"):  # in backward already, or at the end of the step
+        (step(data(1)).sum() * float("nan")).backward()
+        optimizer.step()
+    step(data(1)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_an_error_of_the_optimizer_reaches_the_user_and_the_next_step_works(update):
+    model = Stack()
+    step, optimizer = step_of(model, update)
+    step(data(1)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = None  # no number
+    with pytest.raises(TypeError):
+        step(data(1)).sum().backward()
+        optimizer.step()
+        l2l_compile.synchronize(step)
+    optimizer.param_groups[0]["lr"] = 0.1
+    step(data(1)).sum().backward()
+    optimizer.step()
+    l2l_compile.synchronize(step)
