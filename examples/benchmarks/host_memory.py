@@ -1,7 +1,8 @@
 """Resident memory of the host for each parameter more, by how updates are made, next to what `explain` says.
 
 Every figure is the difference of two processes that train models of the same width and different depth, so the
-interpreter, PyTorch and what does not depend on depth cancel out. AdamW, bf16.
+interpreter, PyTorch and what does not depend on depth cancel out. AdamW, bf16. Buffers alone are 18, 16 and 14 bytes;
+what the interpreter and the allocator keep for a layer comes on top, and the limits leave 2 % for it.
 
     python examples/benchmarks/host_memory.py
 """
@@ -18,7 +19,7 @@ from measuring import Limit, arguments, device_of, llama, report, token_batch
 
 import l2l_compile
 
-MODES = {"at_step": 18.0, "in_forward": 18.0, "in_backward": 14.0}  # most bytes for each parameter
+MODES = {"at_step": 1.02 * 18, "in_forward": 18.0, "in_backward": 1.02 * 14}  # most bytes for each parameter
 
 
 def resident_peak() -> int:
@@ -32,15 +33,15 @@ def train(layers: int, width: int, update: str, device: torch.device, steps: int
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = token_batch(2, tokens=32)
     options = {"precision": "bf16", "optimizer": optimizer, "update": update, "block_compiler": "eager", "device": device}
-    said = l2l_compile.explain(model, options)(input_ids=ids, labels=ids).host_memory
     compiled = torch.compile(model, backend="l2l", options=options)
     for _ in range(steps):
         compiled(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     l2l_compile.synchronize(compiled)
-    parameters = sum(p.numel() for p in model.parameters())
-    return {"parameters": parameters, "peak": resident_peak(), "said": said.total}
+    peak = resident_peak()
+    said = l2l_compile.explain(model, options)(input_ids=ids, labels=ids).host_memory
+    return {"parameters": sum(p.numel() for p in model.parameters()), "peak": peak, "said": said.total}
 
 
 def in_process(layers: int, width: int, update: str, device: torch.device) -> dict:

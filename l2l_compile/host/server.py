@@ -16,7 +16,7 @@ from ..options import Options
 from ..runtime.device import Device
 from .compiled_step import CompiledStep
 from .gradients import GradientMemory
-from .heap import StateApart
+from .heap import SpareStep
 from .loss_scale import LossScale
 from .scaled_step import ScaledStep
 from .torch_step import TorchStep
@@ -53,7 +53,7 @@ class ParameterServer:
                 step = TorchStep(options.optimizer, self._memory)
             self.updates = Updates(options, self.worker, step, self._memory)
         elif options.optimizer is not None:
-            self._state = StateApart(options.optimizer)
+            self._state = SpareStep(options.optimizer)
             self._scaled = ScaledStep(options.optimizer) if options.precision == "fp16" else None
 
     def watch(self, modules: Sequence[torch.nn.Module]) -> None:
