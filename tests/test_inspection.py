@@ -226,3 +226,13 @@ def test_programs_print_short():
     step(rows(4, dtype=torch.float32))
     (program,) = l2l_compile.programs(step)
     assert all(len(repr(thing)) < 100 for thing in (program, *program.segments, *program.blocks))
+
+
+def test_stats_print_by_the_names_that_users_read():
+    step = compiled(Stack())
+    step(rows(6, dtype=torch.float32)).sum().backward()
+    stats = l2l_compile.stats(step)
+    printed = dict(line.split() for line in str(stats).splitlines())
+    assert printed["fetched_bytes"] == f"{stats.fetched_bytes:,}" and printed["loss_scale"] == "1"
+    assert {"seconds", "gradient_norm", "peak_device_bytes", "skipped_steps"} < printed.keys()
+    assert not {"gradient_squares", "forward_seconds"} & printed.keys()

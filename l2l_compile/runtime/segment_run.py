@@ -58,6 +58,12 @@ class Stats:
         """Seconds in forward and backward programs, transfers of outputs and gradients included."""
         return self.forward_seconds + self.backward_seconds
 
+    def __str__(self) -> str:
+        """A figure a line, by the names that users read."""
+        parts = {"forward_seconds", "backward_seconds", "gradient_squares"}
+        names = [f.name for f in fields(self) if f.name not in parts] + ["seconds", "gradient_norm"]
+        return "\n".join(f"{name:18} {getattr(self, name):,.10g}" for name in names)
+
 
 def micro_batch_sizes(rows: int, micro_batches: int) -> list[int]:
     """Rows of each micro-batch: as equal as can be, none empty, the larger ones first."""
