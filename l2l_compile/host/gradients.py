@@ -1,15 +1,19 @@
 """Memory for gradients on the host that are summed, or as wide as their parameters."""
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from .pages import Pool, unlocked
+from ..runtime.device import aligned
+from .pages import Lease, Pool, unlocked
 
 
 class GradientMemory:
     """Buffers that are used again from step to step.
 
-    Gradients that go one by one would leave holes in the heap, which fit nothing that comes after them.
+    Gradients that go one by one would leave holes in the heap, which fit nothing that comes after them. Those of a segment
+    can share a buffer, which is a wire's while there are none.
     """
 
     def __init__(self) -> None:
@@ -20,6 +24,23 @@ class GradientMemory:
         if gradient.dtype == dtype:
             return gradient
         return self._pool.empty(gradient.shape, dtype, "a gradient").copy_(gradient)
+
+    def wire(self, parameters: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+        """The first `size` bytes of a buffer for gradients as wide as these parameters."""
+        return self._together(parameters).tensor(0, torch.Size([size]), torch.uint8)
+
+    def widen_together(self, gradients: list[torch.Tensor | None], parameters: Sequence[torch.Tensor]) -> None:
+        """Put gradients that are narrower than their parameters into a buffer that they share, in the list's place."""
+        lease, start = None, 0
+        for position, (gradient, parameter) in enumerate(zip(gradients, parameters, strict=True)):
+            if gradient is not None and gradient.dtype != parameter.dtype:
+                lease = lease or self._together(parameters)
+                gradients[position] = lease.tensor(start, gradient.shape, parameter.dtype).copy_(gradient)
+            start += aligned(parameter.numel() * parameter.element_size())
+
+    def _together(self, parameters: Sequence[torch.Tensor]) -> Lease:
+        size = sum(aligned(p.numel() * p.element_size()) for p in parameters)
+        return self._pool.lease(max(size, 1), "the gradients of a segment")
 
     def added(self, total: torch.Tensor | None, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A sum in this dtype, in the memory of `total`; a single gradient stays as it came over the link."""

@@ -43,6 +43,11 @@ class PinnedMemory:
         self._lock, self._unlock = lock, unlock
         self._guard = threading.RLock()  # a buffer may be given back at any moment, by the garbage collector
 
+    def has_room(self, size: int) -> bool:
+        """Whether `take` would give page-locked memory."""
+        with self._guard:
+            return size > 0 and (self.budget is None or self.used + size <= self.budget)
+
     def take(self, size: int, purpose: str) -> tuple[torch.Tensor, bool]:
         """A uint8 tensor of `size` bytes, and whether it is page-locked: it is unless the budget is used up.
 
@@ -50,7 +55,7 @@ class PinnedMemory:
         """
         buffer = pages(size, purpose)
         with self._guard:
-            if size == 0 or (self.budget is not None and self.used + size > self.budget):
+            if not self.has_room(size):
                 return buffer, False
             self.used += size
         address = buffer.data_ptr()
@@ -89,21 +94,23 @@ class Pool:
         self._memory, self._is_done = memory, is_done
         self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)
         self._guard = threading.RLock()  # a buffer may be given back at any moment, by the garbage collector
-        self._leases: weakref.WeakValueDictionary[int, _Lease] = weakref.WeakValueDictionary()
+        self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
 
     def empty(self, shape: torch.Size, dtype: torch.dtype, purpose: str) -> torch.Tensor:
-        """A tensor in a buffer of the pool."""
+        """A tensor in a buffer of its own."""
         size = shape.numel() * dtype.itemsize
-        if size == 0:
-            return torch.empty(shape, dtype=dtype)
+        return self.lease(size, purpose).tensor(0, shape, dtype) if size else torch.empty(shape, dtype=dtype)
+
+    def lease(self, size: int, purpose: str) -> Lease:
+        """A buffer for several tensors, of which there is at least a byte."""
         with self._guard:
             free = self._free[size]
             found = next((b for b in free if all(map(self._is_done, b.events))), None)
             if found is not None:
                 free.remove(found)
-        lease = _Lease.of(found or _Buffer(self._memory.take(size, purpose)[0]), self)
+        lease = Lease.of(found or _Buffer(self._memory.take(size, purpose)[0]), self)
         self._leases[lease.buffer.memory.data_ptr()] = lease
-        return torch.frombuffer(lease, dtype=dtype).view(shape)
+        return lease
 
     def reads(self, tensor: torch.Tensor, event: Any) -> None:
         """A copy out of a tensor, if it is one of this pool, is done when the event has happened."""
@@ -121,18 +128,25 @@ class _Buffer:
         self.memory, self.events = memory, []
 
 
-class _Lease(ctypes.Array):
-    """What a tensor of the pool holds on to: memory that goes back to the pool when the tensor is gone."""
+class Lease(ctypes.Array):
+    """What tensors of the pool hold on to: memory that goes back to the pool when the last of them is gone."""
 
     _type_, _length_ = ctypes.c_uint8, 0
 
     @staticmethod
-    def of(buffer: _Buffer, pool: Pool) -> _Lease:
+    def of(buffer: _Buffer, pool: Pool) -> Lease:
         size = buffer.memory.numel()
         lease = _lease_of_size(size).from_address(buffer.memory.data_ptr())
         buffer.events = []
         lease.buffer, lease.pool = buffer, pool
         return lease
+
+    def tensor(self, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with a storage of its own, some bytes into the buffer."""
+        count = shape.numel()
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self, dtype=dtype, count=count, offset=offset).view(shape)
 
     def __del__(self) -> None:
         if (pool := getattr(self, "pool", None)) is not None:
@@ -140,5 +154,5 @@ class _Lease(ctypes.Array):
 
 
 @functools.cache
-def _lease_of_size(size: int) -> type[_Lease]:
-    return type("_Lease", (_Lease,), {"_type_": ctypes.c_uint8, "_length_": size})
+def _lease_of_size(size: int) -> type[Lease]:
+    return type("Lease", (Lease,), {"_type_": ctypes.c_uint8, "_length_": size})

@@ -38,11 +38,11 @@ class ParameterServer:
 
     def __init__(self, options: Options, device: Device):
         self.options, self.device = options, device
-        self.wires = Wires(device.pinned)
         self.worker = Worker(threads := _worker_threads(device))
         weakref.finalize(self, self.worker.close)
         self._in_flight: deque[Ticket] = deque()  # the last work on each segment's gradients
         self._memory = GradientMemory()
+        self.wires = Wires(device.pinned, self._memory if options.update == "at_step" else None)
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.updates: Updates | None = None
         self._scaled: ScaledStep | None = None
@@ -111,14 +111,17 @@ class ParameterServer:
                 "the parameters of the model that is compiled"
             )
 
-    def load(self, segment: Segment, weights: Sequence[torch.Tensor]) -> tuple[Wire | None, list[torch.Tensor]]:
-        """The wire of a segment's parameters, up to date, and its other weights as they are (h2d lane)."""
+    def load(self, step: Step, segment: Segment, weights: Sequence[torch.Tensor]) -> tuple[Wire | None, list[torch.Tensor]]:
+        """The wire of a segment's parameters, up to date, and its other weights as they are (h2d lane).
+
+        With update='at_step', every forward copies the wire anew: backward lets go of it where gradients take its place.
+        """
         mine = [(w, spec) for w, spec, i in zip(weights, segment.block.weights, segment.weights, strict=True) if i.kind == "parameter"]
         if self.updates is not None:
             self.updates.wait(p for p, _ in mine)
         if self.options.precision == "fp32" or not mine:
             return None, list(weights)
-        wire = self.wires.load([p for p, _ in mine], [spec.dtype for _, spec in mine])
+        wire = self.wires.load([p for p, _ in mine], [spec.dtype for _, spec in mine], keep=not step.drops_wires)
         return wire, [w for w, i in zip(weights, segment.weights, strict=True) if i.kind != "parameter"]
 
     # ---- backward ----------------------------------------------------------------------------------------------------
@@ -126,6 +129,7 @@ class ParameterServer:
     def begin_backward(self, step: Step, graph: fx.Graph, segments: Sequence[Segment]) -> None:
         """A backward begins; sets `step.scale`, the factor by which the gradients of its outputs are to be multiplied."""
         step.returned, step.scale = {}, self._scale.value if self._scale is not None else 1.0
+        step.drops_wires = self.updates is None
         if step.use is not None:
             pushes = graph.find_nodes(op="call_function", target=nodes.push_gradients)
             managed = Counter(p for n in pushes for p in _managed(step, segments[n.args[0]]).values())
@@ -149,12 +153,14 @@ class ParameterServer:
             if step.use is not None:
                 mine = [(p, arrived.pop(index, None)) for index, p in _managed(step, segment).items()]
                 self.updates.collect(step.use, mine)
-            while arrived:
-                index, gradient = arrived.popitem()
-                dtype = step.arguments[index].dtype
-                gradient = self._memory.widened(gradient, dtype)
-                gradient = gradient.div_(step.scale) if step.scale != 1.0 else gradient
-                step.returned[index] = self._memory.added(step.returned.get(index), gradient, dtype)
+            indices = [w.index for w in segment.weights if w.kind == "parameter" or w.index in arrived]
+            parameters = [step.arguments[index] for index in indices]
+            gradients = [arrived.pop(index, None) for index in indices]
+            self._memory.widen_together(gradients, parameters)
+            for index, parameter, gradient in zip(indices, parameters, gradients, strict=True):
+                if gradient is not None:
+                    gradient = gradient.div_(step.scale) if step.scale != 1.0 else gradient
+                    step.returned[index] = self._memory.added(step.returned.get(index), gradient, parameter.dtype)
 
         while len(self._in_flight) >= segments_in_flight(self.options):
             self._in_flight.popleft().wait()

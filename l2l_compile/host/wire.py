@@ -3,10 +3,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import torch
 
 from ..runtime.device import aligned
+from .gradients import GradientMemory
 from .pages import PinnedMemory
 
 _STRIDE = 251  # prime: entries that far apart fall into every column of a matrix, and into every run of 251 entries
@@ -18,16 +20,24 @@ class Wire:
     buffer   uint8
     pinned   whether the device can copy from it directly
     views    the copies, one per parameter, in the order given
+
+    spare   where there is memory if none can be page-locked, which the wire gives back when it goes
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], memory: PinnedMemory):
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], memory: PinnedMemory,
+        spare: GradientMemory | None = None,
+    ):
         self.parameters = tuple(parameters)
         sizes = [p.numel() * dtype.itemsize for p, dtype in zip(parameters, dtypes, strict=True)]
         self.spans, end = [], 0
         for size in sizes:
             self.spans.append((end, end + size))
             end += aligned(size)
-        self.buffer, self.pinned = memory.take(end, "the weights that cross the link")
+        if spare is not None and end and not memory.has_room(end):
+            self.buffer, self.pinned = spare.wire(parameters, end), False
+        else:
+            self.buffer, self.pinned = memory.take(end, "the weights that cross the link")
         self.dtypes = tuple(dtypes)
         self.views = self.in_slab(self.buffer)
         self.copies = [Copy(p, view) for p, view in zip(parameters, self.views, strict=True)]
@@ -83,11 +93,15 @@ class Copy:
 
 
 class Wires:
-    """The wires of all segments, by their parameters."""
+    """The wires of all segments, by their parameters.
 
-    def __init__(self, memory: PinnedMemory):
-        self._memory = memory
+    With `spare`, one that is not page-locked is in memory that later holds the gradients of its parameters.
+    """
+
+    def __init__(self, memory: PinnedMemory, spare: GradientMemory | None = None):
+        self._memory, self._spare = memory, spare
         self._wires: dict[tuple, Wire] = {}
+        self._leaving: WeakValueDictionary[tuple, Wire] = WeakValueDictionary()  # let go, and still in use
         self._stale: set[Wire] = set()
         self._turn = 0
         self._copies: defaultdict[torch.Tensor, list[Copy]] = defaultdict(list)
@@ -97,18 +111,25 @@ class Wires:
         self._stale = set(self._wires.values())
         self._turn += 1
 
-    def load(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> Wire:
-        """The wire of these parameters, up to date with what they were when this forward began."""
+    def load(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], keep: bool = True) -> Wire:
+        """The wire of these parameters, up to date with what they were when this forward began.
+
+        Unless it is to be kept, or is page-locked, its memory is free as soon as the caller has done with it.
+        """
         key = tuple(zip(map(id, parameters), dtypes, strict=True))
-        wire = self._wires.get(key)
+        wire = self._wires.get(key) or self._leaving.get(key)
         if wire is None:
-            wire = self._wires[key] = Wire(parameters, dtypes, self._memory)
+            wire = self._wires[key] = Wire(parameters, dtypes, self._memory, self._spare)
             self._stale.add(wire)
             for copy in wire.copies:
                 self._copies[copy.parameter].append(copy)
         if wire in self._stale:
             self._stale.discard(wire)
             wire.refresh(self._turn)
+        if not (keep or wire.pinned) and self._wires.pop(key, None) is not None:
+            self._leaving[key] = wire
+            for copy in wire.copies:
+                self._copies[copy.parameter].remove(copy)
         return wire
 
     def latest(self, parameter: torch.Tensor) -> Copy | None:

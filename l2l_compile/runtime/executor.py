@@ -89,7 +89,7 @@ class Executor:
             self.device.lanes["h2d"].wait(self.slab_free[slab])
 
         def work() -> None:
-            wire, loose = self.step.server.load(segment, weights)
+            wire, loose = self.step.server.load(self.step, segment, weights)
             loaded = self.device.load_weights(slab, wire, loose)
             self.step.stats.fetched_bytes += _bytes(loaded)
             sent, others = iter(loaded[: len(loaded) - len(loose)]), iter(loaded[len(loaded) - len(loose) :])
