@@ -15,9 +15,7 @@ from .ir.program import Program
 from .lower import Lowering
 from .options import Options
 from .passes.compilation import Compilation
-from .passes.line import Line
-from .passes.pipeline import SEGMENTATION, STREAMING, run
-from .precision import narrow
+from .passes.pipeline import SEGMENTATION, STREAMING, begin, run
 from .propagation import remember_propagation
 from .runtime.runner import Runner
 from .runtime.segment_run import block_bindings
@@ -56,9 +54,7 @@ def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
 
 def compile_program(captured: Captured, options: Options, lowering: Lowering) -> tuple[Program, Compilation]:
     """Run the passes over a captured graph."""
-    if options.precision != "fp32":
-        narrow(captured, options.precision)
-    compilation = Compilation(captured, options, Line(captured))
+    compilation = begin(captured, options)
     run(compilation)
     backward = compilation.backward
     program = Program(

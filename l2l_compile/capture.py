@@ -6,6 +6,7 @@ import re
 import types
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import sympy
 import torch
@@ -47,6 +48,7 @@ class Captured:
     autocast     the dtype of the `torch.autocast` that was on there; None if none was
     break_reason why Dynamo ended the graph early, if it did
     lookups      the specs of weights in blocks that only look rows up in them, where those are not in `specs`
+    terms        nodes that stand for what rows contribute to a loss: never rounded to 16 bits
     """
 
     graph: fx.Graph
@@ -62,6 +64,7 @@ class Captured:
     break_reason: str | None = None
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     lookups: dict[fx.Node, TensorSpec] = field(default_factory=dict)
+    terms: set[fx.Node] = field(default_factory=set)
 
     @property
     def outputs(self) -> tuple:
@@ -81,6 +84,7 @@ def capture(gm: fx.GraphModule) -> Captured:
     inline_subgraphs(gm)
     _refuse_data_dependence(gm.graph)
     _specialize_floats(gm.graph)
+    _spell_sizes(gm.graph)
     _drop_dead(gm.graph)
     _check_on_host(gm)
     inputs = tuple(_describe(i, n) for i, n in enumerate(gm.graph.find_nodes(op="placeholder")))
@@ -130,6 +134,45 @@ def _specialize_floats(graph: fx.Graph) -> None:
                 continue  # computed from a size: specialising it would fix the size of the batch
             node.replace_all_uses_with(float(value) if isinstance(value, torch.SymFloat) else bool(value))
             graph.erase_node(node)
+
+
+def _spell_sizes(graph: fx.Graph) -> None:
+    """`x.size()`, read by others as a whole or entry by entry, becomes its entries, which are numbers."""
+    for node in list(graph.nodes):
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.Size) or node.op == "placeholder":
+            continue
+        entries = _entries(graph, node)
+        for user in list(node.users):
+            if user.target is operator.getitem and isinstance(user.args[1], int) and isinstance(entries[user.args[1]], fx.Node):
+                user.replace_all_uses_with(entries[user.args[1]])
+                graph.erase_node(user)
+            else:
+                user.args, user.kwargs = _replaced((user.args, user.kwargs), node, tuple(entries))
+
+
+def _entries(graph: fx.Graph, node: fx.Node) -> list:
+    """The numbers of a size: of a tensor, or made from sizes that are spelled out already."""
+    if isinstance(node.args[0], tuple):
+        return list(node.target(*node.args, **node.kwargs))
+    entries: list = []
+    with graph.inserting_after(node):
+        for dim, size in enumerate(node.meta["example_value"]):
+            if isinstance(size, torch.SymInt):
+                entries.append(graph.call_method("size", (node.args[0], dim)))
+                entries[-1].meta = {**node.meta, "example_value": size}
+            else:
+                entries.append(size)
+    return entries
+
+
+def _replaced(arguments: Any, node: fx.Node, by: tuple) -> Any:
+    """Arguments of a call with a tuple in the place of a node."""
+    if isinstance(arguments, (tuple, list)):
+        return type(arguments)(_replaced(a, node, by) for a in arguments)
+    if isinstance(arguments, dict):
+        return {k: _replaced(a, node, by) for k, a in arguments.items()}
+    return by if arguments is node else arguments
 
 
 def _drop_dead(graph: fx.Graph) -> None:

@@ -68,4 +68,4 @@ def _activations(captured: Captured) -> set:
             computed.add(node)
             if node in captured.specs and captured.specs[node].batch is not None:
                 found.add(node)
-    return found - set(captured.outputs)
+    return found - set(captured.outputs) - captured.terms

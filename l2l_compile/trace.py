@@ -6,7 +6,7 @@ are further outputs, and no output shares memory with an operand or with another
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -14,6 +14,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .errors import LoweringError
 from .ir.program import Block, symbolic_size
@@ -69,6 +70,22 @@ class _Writes(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class _Recorder(_BlockInterpreter):
+    """Notes which nodes write into memory that was there before them."""
+
+    def __init__(self, block: Block, bindings: Bindings, device: torch.device):
+        super().__init__(block, bindings, device)
+        self.writers: set[fx.Node] = set()
+
+    def run_node(self, n: fx.Node):
+        there = {t.untyped_storage()._cdata for t in tree_leaves(list(self.env.values())) if isinstance(t, torch.Tensor)}
+        with _Writes() as writes:
+            result = super().run_node(n)
+        if writes.storages & there:
+            self.writers.add(n)
+        return result
+
+
 def example_operands(specs: Sequence[TensorSpec], bindings: Bindings, device: torch.device) -> list[torch.Tensor]:
     """Empty contiguous tensors of the specs' sizes (fake ones inside of a FakeTensorMode)."""
     return [torch.empty(spec.sizes(bindings), dtype=spec.dtype, device=device) for spec in specs]
@@ -91,12 +108,43 @@ def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, 
         with torch.no_grad():
             own = [o.clone() for o in _inside(block, operands)]
             with _Writes() as writes:
-                outputs = _interpret(block, bindings, _HOST, own)
+                outputs = _interpret(block, own, _BlockInterpreter(block, bindings, _HOST))
             mutated[:] = [i for i, o in enumerate(own) if o.untyped_storage()._cdata in writes.storages]
             return tuple(outputs + [own[i] for i in mutated])
 
     module = _trace(block, forward, lambda: example_operands(block.operands, bindings, _HOST), "forward")
     return module, tuple(mutated)
+
+
+@dataclass
+class Values:
+    """What the operations of a block make: `graph` returns every tensor; `made_by` has the node of `Block.graph` behind each.
+
+    writers   the nodes that write into what others have made, or into an operand
+    """
+
+    graph: fx.Graph
+    made_by: list[fx.Node]
+    writers: set[fx.Node]
+
+
+def probe_values(block: Block, bindings: Bindings) -> Values:
+    """The forward graph at these sizes, for analysis only, with every intermediate tensor as an output."""
+    made_by: list[fx.Node] = []
+    interpreter = _Recorder(block, bindings, _HOST)
+
+    def forward(*operands):
+        with torch.no_grad():
+            _interpret(block, [o.clone() for o in _inside(block, operands)], interpreter)
+            tensors = [
+                (node, leaf) for node, value in interpreter.env.items() if node.op.startswith("call_")
+                for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)
+            ]
+            made_by[:] = [node for node, _ in tensors]
+            return tuple(tensor for _, tensor in tensors)
+
+    module = _trace(block, forward, lambda: example_operands(block.operands, bindings, _HOST), "forward")
+    return Values(module.graph, made_by, interpreter.writers)
 
 
 def trace_forward(block: Block, bindings: Bindings, device: torch.device) -> fx.GraphModule:
@@ -154,10 +202,10 @@ def trace_backward(
     return _trace(block, backward, examples, "backward"), tuple(present)
 
 
-def _interpret(block: Block, bindings: Bindings, device: torch.device, operands: Sequence[torch.Tensor]) -> list:
+def _interpret(block: Block, operands: Sequence[torch.Tensor], interpreter: _BlockInterpreter) -> list:
     enabled = block.autocast is not None
-    with torch.autocast(device.type, dtype=block.autocast, enabled=enabled, cache_enabled=False):
-        return list(_BlockInterpreter(block, bindings, device).run(*operands))
+    with torch.autocast(interpreter.device.type, dtype=block.autocast, enabled=enabled, cache_enabled=False):
+        return list(interpreter.run(*operands))
 
 
 def _leaves(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -181,7 +229,7 @@ def _run(
     `operands` themselves stay as they were.
     """
     own = [o.clone() if i in block.mutated else o for i, o in enumerate(_inside(block, operands))]
-    outputs = _interpret(block, bindings, device, own)
+    outputs = _interpret(block, own, _BlockInterpreter(block, bindings, device))
     results = outputs + [own[i] for i in block.mutated]
     for index, (result, spec) in enumerate(zip(results, block.outputs, strict=True)):
         results[index] = result.to(spec.dtype if to_border else spec.gradient_dtype)

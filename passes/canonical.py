@@ -22,6 +22,8 @@ from ..ir.program import Block, symbolic_size
 from ..ir.values import TensorSpec
 from .line import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, Line, size_expression
 
+OPERATION = "operation"  # in the meta of a block's nodes: which operation of its pieces they are
+
 
 @dataclass(eq=False)
 class Piece:
@@ -56,8 +58,7 @@ class _Reader:
 
     def __init__(self, line: Line, span: range):
         self.line = line
-        operations = [line.nodes[i] for i in span if size_expression(line.nodes[i]) is None]  # sizes are put in as numbers
-        self.inside = {node: i for i, node in enumerate(operations)}
+        self.inside = {node: i for i, node in enumerate(operations(line, span))}
         self.operands: dict[fx.Node, int] = {}
 
     def operation(self, node: fx.Node) -> tuple:
@@ -122,6 +123,11 @@ def _graph_form(body: fx.GraphModule) -> tuple:
     return tuple(map(operation, body.graph.nodes))
 
 
+def operations(line: Line, span: range) -> list[fx.Node]:
+    """The operations of a range, without those that compute sizes: these are put in as numbers."""
+    return [node for node in (line.nodes[i] for i in span) if size_expression(node) is None]
+
+
 def _read_outside(node: fx.Node, inside: dict[fx.Node, int]) -> bool:
     return any(user not in inside for user in node.users)
 
@@ -158,10 +164,9 @@ def build_block(line: Line, piece: Piece, name: str) -> Block:
     env.update(opened)
     attributes: dict[str, Any] = {}
     sizes: dict[str, sympy.Expr] = {}
-    for position in piece.span:
-        node = line.nodes[position]
-        if size_expression(node) is None:
-            env[node] = graph.node_copy(node, lambda n: _argument(line, graph, env, attributes, sizes, n))
+    for number, node in enumerate(operations(line, piece.span)):
+        env[node] = graph.node_copy(node, lambda n: _argument(line, graph, env, attributes, sizes, n))
+        env[node].meta[OPERATION] = number
     for autocast in reversed(end.autocasts):
         graph.call_function(EXIT_AUTOCAST, (env[autocast],))
     if end.grad != line.captured.grad_enabled:

@@ -30,6 +30,7 @@ class Compilation:
     forced_cuts  cuts between layers that module names ask for                       find_blocks
     segments     instances of blocks, in program order                               cut_segments
     blocks       what they are instances of; batched or not                          cut_segments, trace_batch
+    forms        the blocks by the canonical form of their pieces                    cut_segments, split_regions
     gradients    what backward needs                                                 differentiate
     forward      program graph                                                       stream and after
     backward     program graph for the outputs in `given`; None without gradients    stream and after
@@ -43,6 +44,7 @@ class Compilation:
     forced_cuts: set[int] = field(default_factory=set)
     segments: list[Segment] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
+    forms: dict[tuple, Block] = field(default_factory=dict)
     gradients: Gradients | None = None
     forward: fx.Graph | None = None
     backward: fx.Graph | None = None

@@ -36,23 +36,29 @@ class CutSegments:
             edges = [gap.start, *inside, gap.stop]
             for a, b in zip(edges, edges[1:], strict=False):
                 ranges += _narrow(line, range(a, b), limit)
-        ranges.sort(key=lambda r: r.start)
-        pieces = [Piece.of(line, r) for r in _without_empty(line, ranges)]
-        _name(pieces)
-        blocks: dict[tuple, Block] = {}
-        for index, piece in enumerate(pieces):
-            block = blocks.get(piece.form)
-            if block is None:
-                block = blocks[piece.form] = build_block(line, piece, f"block_{len(blocks)}")
-            block.repeats += 1
-            compilation.segments.append(
-                Segment(
-                    index, piece.name, block, piece.weights,
-                    tuple(map(Value, piece.values)), tuple(map(Value, piece.outputs)),
-                    parameter_bytes=sum(line.weight_bytes(w) for w in piece.weights if w.kind == "parameter"),
-                )
+        instantiate(compilation, ranges)
+
+
+def instantiate(compilation: Compilation, ranges: list[range]) -> None:
+    """Make the segments of these ranges of the line; blocks that are known by their form stay."""
+    line = compilation.line
+    pieces = [Piece.of(line, r) for r in _without_empty(line, sorted(ranges, key=lambda r: r.start))]
+    _name(pieces)
+    known, compilation.forms, compilation.segments = compilation.forms, {}, []
+    for index, piece in enumerate(pieces):
+        block = compilation.forms.get(piece.form)
+        if block is None:
+            block = known.get(piece.form) or build_block(line, piece, "")
+            block.name, block.repeats = f"block_{len(compilation.forms)}", 0
+            compilation.forms[piece.form] = block
+        block.repeats += 1
+        compilation.segments.append(
+            Segment(
+                index, piece.name, block, piece.weights, tuple(map(Value, piece.values)), tuple(map(Value, piece.outputs)),
+                parameter_bytes=sum(line.weight_bytes(w) for w in piece.weights if w.kind == "parameter"), span=piece.span,
             )
-        compilation.blocks = list(blocks.values())
+        )
+    compilation.blocks = list(compilation.forms.values())
 
 
 def _gaps(layers: list[range], length: int) -> list[range]:

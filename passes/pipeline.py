@@ -3,22 +3,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..capture import Captured
 from ..errors import L2LError
+from ..options import Options
+from ..precision import narrow
 from .compilation import Compilation, Pass
 from .cut_segments import CutSegments
 from .differentiate import Differentiate
 from .find_blocks import FindBlocks
+from .line import Line
+from .loss_terms import gather_loss_terms
 from .place_stash import PlaceStash
 from .place_updates import PlaceUpdates
 from .prefetch import Prefetch
 from .release import Release
 from .stream import Stream
+from .split_regions import SplitRegions
 from .trace_batch import TraceBatch
 from .verify import verify
 
-SEGMENTATION: tuple[Pass, ...] = (FindBlocks(), CutSegments(), TraceBatch())
+SEGMENTATION: tuple[Pass, ...] = (FindBlocks(), CutSegments(), SplitRegions(), TraceBatch())
 STREAMING: tuple[Pass, ...] = (Differentiate(), Stream(), PlaceStash(), Prefetch(), Release(), PlaceUpdates())
 PIPELINE: tuple[Pass, ...] = SEGMENTATION + STREAMING
+
+
+def begin(captured: Captured, options: Options) -> Compilation:
+    """A captured graph, ready for the passes: losses written row by row, specs narrowed to the precision."""
+    if options.micro_batches > 1:
+        gather_loss_terms(captured)
+    if options.precision != "fp32":
+        narrow(captured, options.precision)
+    return Compilation(captured, options, Line(captured))
 
 
 def check_order(passes: Sequence[Pass], given: frozenset[str] = frozenset()) -> None:

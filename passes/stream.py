@@ -57,7 +57,7 @@ class Builder:
         return node
 
     def describe(self, node: fx.Node, value: Value | str, spec: TensorSpec, split: bool) -> fx.Node:
-        node.meta.update(value=str(value), spec=spec, split=split and spec.batch is not None)
+        node.meta.update(value=str(value), spec=spec, split=split and spec.splits)
         return node
 
     def derived(self, function: Callable, source: fx.Node, *rest, split: bool | None = None) -> fx.Node:
@@ -68,7 +68,7 @@ class Builder:
 
     def convert(self, node: fx.Node, split: bool) -> fx.Node:
         """The node, cut or joined if it is not in the wanted form. A value without rows has one form only."""
-        if node.meta["split"] == split or node.meta["spec"].batch is None:
+        if node.meta["split"] == split or not node.meta["spec"].splits:
             return node
         return self.derived(nodes.split if split else nodes.merge, node, split=split)
 
@@ -138,7 +138,8 @@ def _write_backs(compilation: Compilation, build: Builder) -> list[fx.Node]:
 def _stash(build: Builder, inputs: dict[fx.Node, fx.Node], value: Value) -> fx.Node:
     if value.version == 0 and value.node in inputs:
         return inputs[value.node]  # still on the host
-    held = next(build.held[value, form] for form in (True, False) if (value, form) in build.held)
+    forms = (True, False) if build.captured.specs[value.node].batch is not None else (False,)
+    held = next((build.held[value, form] for form in forms if (value, form) in build.held), None) or build.get(value, False)
     return build.derived(nodes.stash, held)
 
 

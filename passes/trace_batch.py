@@ -1,26 +1,18 @@
-"""Decide which blocks run micro-batch by micro-batch, by proof.
+"""Settle which blocks run micro-batch by micro-batch (`proof`), and which values their writes make.
 
-Each block is traced to ATen at two batch sizes, primes that divide no size of the model, and `batch_rules` follows
-the rows of the batch through the two graphs. A block is inner-looped only if every output is proven to be row-wise
-(or the same for every micro-batch); otherwise it sees the whole batch, and `Block.reason` names the operation that
-decided. The same traces show which operands a block writes into; those become new versions of the value.
+An operand that a block writes into becomes a new version of the value, which later segments read.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from ..errors import L2LError, LoweringError
-from ..ir.batch import Batch
-from ..ir.program import Block, Segment, Value
-from ..ir.values import Bindings, evaluate
-from ..trace import probe
-from .batch_rules import Mixing, analyse
+from ..errors import L2LError
+from ..ir.program import Segment, Value
 from .compilation import Compilation
-
-_PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109)
+from .proof import decide
 
 
 @dataclass(frozen=True)
@@ -28,117 +20,21 @@ class TraceBatch:
     """Provides `batching`: `Block.inner_looped`, `Block.reason`, `Block.mutated` and versions of values."""
 
     name: str = "trace_batch"
-    requires: frozenset[str] = frozenset({"segments", "blocks"})
+    requires: frozenset[str] = frozenset({"regions"})
     provides: frozenset[str] = frozenset({"batching"})
 
     def apply(self, compilation: Compilation) -> None:
         captured = compilation.captured
         for block in compilation.blocks:
-            self._decide(compilation, block)
+            if block.inner_looped is None:
+                decide(compilation, block)
         rows = captured.hints.get(captured.batch, 1)
         for segment in compilation.segments:
             if segment.block.inner_looped:
                 segment.micro_batches = min(compilation.options.micro_batches, rows)
+                for value, spec in zip(segment.outputs, segment.block.outputs, strict=False):
+                    captured.specs[value.node] = replace(captured.specs[value.node], partial=spec.partial)
         _version_values(compilation)
-
-    def _decide(self, compilation: Compilation, block: Block) -> None:
-        captured = compilation.captured
-        batched = captured.batch is not None and any(v.batch for v in block.values)
-        odd = [e for e in block.sizes.values() if not _is_multiple(e, captured.batch)]
-        if compilation.options.micro_batches == 1 or not batched or odd:
-            _, block.mutated = probe(block, captured.hints)
-            _extend_outputs(block)
-            block.reason = _why_not_tried(compilation, block, odd)
-            return
-        primes = _suitable_primes(block, captured.hints, captured.batch)
-        try:
-            small, mutated = probe(block, {**captured.hints, captured.batch: primes[0]})
-            large, _ = probe(block, {**captured.hints, captured.batch: primes[1]})
-        except LoweringError as error:
-            _, block.mutated = probe(block, captured.hints)
-            _extend_outputs(block)
-            block.reason = f"cannot be traced at another batch size: {str(error).splitlines()[0]}"
-            return
-        block.mutated = mutated
-        _extend_outputs(block)
-        block.reason = _refusal(block, analyse(
-            small.graph, large.graph, primes[0], primes[1], [None] * len(block.weights) + [v.batch for v in block.values]
-        ))
-        block.inner_looped = block.reason is None
-        if block.inner_looped:
-            block.summed_whole = _summed_whole(block, small.graph)
-
-
-def _is_multiple(size, batch) -> bool:
-    """Whether a size does not depend on the batch, or is a multiple of it."""
-    return batch is None or batch not in size.free_symbols or batch not in (size / batch).free_symbols
-
-
-def _why_not_tried(compilation: Compilation, block: Block, odd: list) -> str:
-    captured = compilation.captured
-    if compilation.options.micro_batches == 1:
-        return "micro_batches is 1"
-    if captured.batch is None:
-        return captured.why_static
-    if any(v.mixed for v in block.values):
-        return "a value that it reads has no dimension that holds the rows of the batch in order"
-    if odd and any(v.batch for v in block.values):
-        return f"it computes with the size of the batch: {odd[0]}"
-    return "it reads no batched value"
-
-
-def _extend_outputs(block: Block) -> None:
-    block.outputs = block.outputs + tuple(block.operands[i] for i in block.mutated)
-
-
-def _suitable_primes(block: Block, hints: Bindings, batch) -> list[int]:
-    """Primes that divide no size in the block, so that a multiple of one can only come from the batch."""
-    sizes = {evaluate(d, {**hints, batch: 1}) for spec in (*block.operands, *block.outputs) for d in spec.shape}
-    suitable = [p for p in _PRIMES if not any(size and size % p == 0 for size in sizes)]
-    return suitable if len(suitable) >= 2 else [10007, 10009]
-
-
-def _refusal(block: Block, states: list[Batch | Mixing | None]) -> str | None:
-    """Why the block cannot be inner-looped; None if every output is proven."""
-    for state, spec in zip(states, block.outputs, strict=True):
-        if isinstance(state, Mixing):
-            return f"{state.op} {state.reason}"
-        if spec.mixed or state != spec.batch:
-            return f"an output {spec} does not hold the rows of the batch in order"
-    if not any(spec.batch for spec in block.outputs):
-        return "it makes no batched value"
-    if any(v.mixed for v in block.values):
-        return "a value that it reads has no dimension that holds the rows of the batch in order"
-    return None
-
-
-def _summed_whole(block: Block, graph: fx.Graph) -> tuple[int, ...]:
-    """The invariant float64 operands from which invariants of a narrower dtype are computed."""
-    placeholders = graph.find_nodes(op="placeholder")
-    varying = {p for p, spec in zip(placeholders, block.operands, strict=True) if spec.batch is not None}
-    for node in graph.nodes:
-        if any(a in varying for a in node.all_input_nodes):
-            varying.add(node)
-    wide = [
-        (i, p) for i, (p, spec) in enumerate(zip(placeholders, block.operands, strict=True))
-        if spec.differentiable and spec.dtype is torch.float64 and p not in varying
-    ]
-    return tuple(i for i, p in wide if any(_is_narrow(n) for n in _reached(p, varying)))
-
-
-def _reached(start: fx.Node, without: set[fx.Node]) -> set[fx.Node]:
-    found, waiting = set(), [start]
-    while waiting:
-        for user in waiting.pop().users:
-            if user not in without and user not in found:
-                found.add(user)
-                waiting.append(user)
-    return found
-
-
-def _is_narrow(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype is not torch.float64
 
 
 def _version_values(compilation: Compilation) -> None:

@@ -11,8 +11,7 @@ from torch import nn
 from l2l_compile.capture import capture
 from l2l_compile.options import Options
 from l2l_compile.passes.compilation import Compilation
-from l2l_compile.passes.line import Line
-from l2l_compile.passes.pipeline import PIPELINE, run
+from l2l_compile.passes.pipeline import PIPELINE, begin, run
 
 WIDTH = 8
 
@@ -267,8 +266,7 @@ class _Recorder:
         self.options, self.passes, self.found = options, passes, []
 
     def __call__(self, gm, example_inputs):
-        captured = capture(gm)
-        compilation = Compilation(captured, self.options, Line(captured))
+        compilation = begin(capture(gm), self.options)
         run(compilation, self.passes)
         self.found.append(compilation)
         return gm.forward

@@ -1,19 +1,34 @@
 """Where the rows of the batch stand in a value."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A *batched* value: dimension `dim` has `multiple * B` entries for a batch of `B` rows, row outermost in it.
+    """A *batched* value: dimension `dim` has `outer * B * multiple` entries for a batch of `B` rows.
 
-    Entry `row * multiple + i` of that dimension belongs to `row`, so rows `[a, b)` are entries
-    `[a * multiple, b * multiple)`. A value without a `Batch` is *invariant*: the same for every micro-batch.
+    Entry `(o * B + row) * multiple + i` of that dimension belongs to `row`. With `outer` 1, rows `[a, b)` are entries
+    `[a * multiple, b * multiple)`, a slice; a larger `outer` is only met inside of a block (values of several layers joined
+    along the batch, time folded before it). A value without a `Batch` is *invariant*: the same for every micro-batch.
+
+    uniform   all entries along `dim` are alike, so any other `outer` and `multiple` with the same product describe it too
     """
 
     dim: int
     multiple: int = 1
+    outer: int = 1
+    uniform: bool = field(default=False, compare=False)
+
+    @property
+    def factor(self) -> int:
+        """Entries of the dimension for each row."""
+        return self.outer * self.multiple
+
+    def at(self, dim: int) -> Batch:
+        """The same in another dimension."""
+        return replace(self, dim=dim)
 
     def __str__(self) -> str:
-        return f"batch in dim {self.dim}" + (f" x{self.multiple}" if self.multiple != 1 else "")
+        outer = f"{self.outer} x " if self.outer != 1 else ""
+        return f"{outer}batch in dim {self.dim}" + (f" x{self.multiple}" if self.multiple != 1 else "")

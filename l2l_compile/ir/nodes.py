@@ -44,7 +44,7 @@ def split(x):
 
 @_operation(COMPUTE)
 def merge(x):
-    """Join the micro-batches of a split value into one whole value."""
+    """Join the micro-batches of a split value into one whole value: rows are put together, parts of a sum are added up."""
     _not_run("merge")
 
 

@@ -34,7 +34,7 @@ class Block:
     values         spec of each value operand
     outputs        spec of each output; the last `len(mutated)` are the new contents of operands that it writes into
     mutated        indices (into weights + values) of operands that the block writes into
-    inner_looped   whether it runs micro-batch by micro-batch; otherwise `reason` says why not
+    inner_looped   whether it runs micro-batch by micro-batch; otherwise `reason` says why not; None: not decided yet
     summed_whole   indices of invariant float64 operands that the block itself casts to a narrower dtype: the rounding
                    of their gradients depends on the order of the sum over the batch, so they are summed over the
                    whole batch at once, as eager does
@@ -49,7 +49,7 @@ class Block:
     values: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     mutated: tuple[int, ...] = ()
-    inner_looped: bool = False
+    inner_looped: bool | None = None
     summed_whole: tuple[int, ...] = ()
     reason: str | None = None
     repeats: int = 0
@@ -103,6 +103,7 @@ class Segment:
     values    the values that it reads, in the block's order
     outputs   the values that it makes, in the block's order; where the block writes into a weight operand, the new
               contents of that weight
+    span      its operations, by position in the line of the captured graph
     """
 
     index: int
@@ -113,6 +114,7 @@ class Segment:
     outputs: tuple[Value, ...]
     micro_batches: int = 1
     parameter_bytes: int = 0
+    span: range = range(0)
 
     def __repr__(self) -> str:
         return f"<Segment {self.name} of {self.block.name}, {format_bytes(self.parameter_bytes)}>"

@@ -32,7 +32,9 @@ class TensorSpec:
 
     `mixed` marks a value in which the batch symbol stands in a way that no slice along one dimension gives its rows
     (a [B, B] matrix, B + 1 entries): it can only be handled for the whole batch. `inside` is the dtype in which blocks
-    compute with it, where that is not the one in which it is handed from block to block.
+    compute with it, where that is not the one in which it is handed from block to block. `partial` marks a sum over rows, of
+    which an inner-looped block makes a part in every micro-batch: "sum" if the parts add up, "mean" if they do when each is
+    multiplied by its micro-batch's part of the rows.
     """
 
     shape: tuple[Dim, ...]
@@ -41,6 +43,7 @@ class TensorSpec:
     batch: Batch | None = None
     mixed: bool = False
     inside: torch.dtype | None = None
+    partial: str | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor, batch_symbol: sympy.Symbol | None) -> TensorSpec:
@@ -65,6 +68,11 @@ class TensorSpec:
         for size in self.sizes(bindings):
             count *= size
         return count * self.dtype.itemsize
+
+    @property
+    def splits(self) -> bool:
+        """Whether an inner-looped block makes it micro-batch by micro-batch."""
+        return self.batch is not None or self.partial is not None
 
     def detached(self) -> TensorSpec:
         return replace(self, requires_grad=False)

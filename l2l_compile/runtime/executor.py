@@ -132,8 +132,10 @@ class Executor:
         return self._reform(node, env, lambda tensors: self.step.split(tensors[0], node.meta["spec"]))
 
     def _merge(self, node: fx.Node, env: dict) -> Box:
-        dim = node.meta["spec"].batch.dim
-        return self._reform(node, env, lambda tensors: [torch.cat(tensors, dim) if len(tensors) > 1 else tensors[0]])
+        spec = node.meta["spec"]
+        if spec.batch is None:
+            return self._reform(node, env, lambda parts: [sum(p * self.step.share(i, spec) for i, p in enumerate(parts))])
+        return self._reform(node, env, lambda parts: [torch.cat(parts, spec.batch.dim) if len(parts) > 1 else parts[0]])
 
     def _reform(self, node: fx.Node, env: dict, change) -> Box:
         source, box = env[node.args[0]], Box()

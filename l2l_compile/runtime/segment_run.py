@@ -112,6 +112,10 @@ class Step:
         parts = tensor.split([size * multiple for size in self.sizes], dim)
         return [part.contiguous() for part in parts]
 
+    def share(self, turn: int, spec: TensorSpec) -> float:
+        """What a micro-batch's part of a sum counts for."""
+        return self.sizes[turn] / sum(self.sizes) if spec.partial == "mean" else 1
+
     def bindings_of(self, block: Block) -> list[Bindings]:
         """The sizes of each run of a block: one per micro-batch, or the whole batch once."""
         return block_bindings(block, self.bindings, self.batch, self.micro_batches)
@@ -165,7 +169,7 @@ def run_backward(
         totals: list = [None] * len(block.operands)
         for turn, run in enumerate(lowered):
             arguments = [*weights.tensors, *(_turn(o, turn) for o in operands)]
-            arguments += [_gradient(g, turn, _split(block, spec)) for g, spec in arriving]
+            arguments += [_gradient(step, block, g, turn, spec) for g, spec in arriving]
             made = iter(_call(segment, "backward", turn, run, arguments, seeds, device))
             for index, spec in enumerate(block.operands):
                 if present[index]:
@@ -191,7 +195,7 @@ def run_backward(
 
 
 def _split(block: Block, spec: TensorSpec) -> bool:
-    return block.inner_looped and spec.batch is not None
+    return block.inner_looped and spec.splits
 
 
 def _turn(operand: Box, turn: int) -> torch.Tensor:
@@ -203,9 +207,11 @@ def _join(operand: Box, spec: TensorSpec) -> torch.Tensor:
     return torch.cat(operand.tensors, spec.batch.dim) if len(operand.tensors) > 1 else operand.tensors[0]
 
 
-def _gradient(box: Box, turn: int, split: bool) -> torch.Tensor:
-    """A gradient for one micro-batch. That of a value which all micro-batches share counts once."""
-    if split or turn == 0:
+def _gradient(step: Step, block: Block, box: Box, turn: int, spec: TensorSpec) -> torch.Tensor:
+    """A gradient for one micro-batch. That of a value which all micro-batches share counts once, that of a sum in each."""
+    if block.inner_looped and spec.partial is not None:
+        return box.tensors[0] * step.share(turn, spec)
+    if _split(block, spec) or turn == 0:
         return box.tensors[turn]
     return torch.zeros_like(box.tensors[0])
 

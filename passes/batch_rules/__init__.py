@@ -5,6 +5,7 @@ on invariant values, and on nothing else. `analyse` decides that for each output
 has one of these states:
 
     Batch(dim, k)      batched: rows outermost in `dim`, `k` entries a row
+    Partial(how)       a sum over rows, of which each micro-batch has a part
     None               invariant: the same for every micro-batch
     Mixing(op, why)    not proven; carries the first op that decided, through everything that reads it
     RowIds(dim)        internal: `arange(B)`, whose only use may be to index the batch dimension
@@ -14,6 +15,7 @@ constant) depends on the batch; a rule has to say that it takes a differing argu
 number computed from the batch and mixes. Each op then falls to the first of
 
     a Mixing argument               -> the same Mixing
+    a Partial argument              -> what `sums.py` says, if the op is linear; else Mixing("needs the sum ...")
     nothing batched in its arguments -> invariant (unless it draws random numbers)
     a rule of this package          -> what the rule says, checked against the shapes of both traces
     torch.Tag.pointwise             -> the batched arguments, broadcast, must agree
@@ -28,7 +30,7 @@ from __future__ import annotations
 
 from . import (attention, convolution, factories, indexing, joins, losses, matmul, normalisation, pointwise, reductions,
                views)
-from .values import Mixing
-from .walk import analyse, same_program
+from .values import PARTS, Mixing, Partial
+from .walk import analyse, regions, same_program
 
-__all__ = ["Mixing", "analyse", "same_program"]
+__all__ = ["PARTS", "Mixing", "Partial", "analyse", "regions", "same_program"]

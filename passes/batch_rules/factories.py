@@ -7,11 +7,17 @@ from .rules import rule
 from .values import USES_BATCH_AS_NUMBER, Batch, Call, Refused, RowIds, State, Varying
 
 
-@rule("zeros.default", "ones.default", "full.default", "empty.memory_format", "rand.default", "randn.default",
-      "randint.default", "randint.low", "new_zeros.default", "new_ones.default", "new_full.default", "new_empty.default",
-      "empty_strided.default", "new_empty_strided.default", sizes=("size", "stride"))
+@rule("zeros.default", "ones.default", "full.default", "empty.memory_format", "new_zeros.default", "new_ones.default",
+      "new_full.default", "new_empty.default", "empty_strided.default", "new_empty_strided.default", sizes=("size", "stride"),
+      keeps_uniform=True)
 def filled(call: Call) -> State:
-    """Every entry alike, or drawn on its own: rows are where the size says."""
+    """Every entry alike: rows are where the size says."""
+    return call.batch_in_result(uniform=True)
+
+
+@rule("rand.default", "randn.default", "randint.default", "randint.low", sizes=("size",))
+def drawn(call: Call) -> State:
+    """Every entry on its own: rows are where the size says."""
     return call.batch_in_result()
 
 

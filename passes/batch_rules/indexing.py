@@ -21,7 +21,7 @@ def index_select(call: Call) -> Batch:
     value, index = call["self"], call.rows("index")
     dim = call["dim"] % max(value.ndim, 1)
     if value.state is None:
-        return Batch(dim, index.multiple)
+        return index.at(dim)
     if index is not None or value.state.dim == dim:
         raise Refused(PICKS)
     return value.state
@@ -48,9 +48,10 @@ def scatter(call: Call) -> Batch:
     value, place = call.batched()
     if place.dim == call["dim"] % value.ndim:
         raise Refused("writes rows by number")
-    if call.rows("index") != place or (isinstance(call["src"], Value) and call.rows("src") != place):
+    sources = [call.rows(name) for name in ("index", "src") if isinstance(call[name], Value)]
+    if None in sources:
         raise Refused("combines rows that stand in different dimensions")
-    return place
+    return agree([place, *sources])
 
 
 @rule("index_add.default", "index_copy.default", "index_fill.int_Scalar", "index_fill.int_Tensor",
@@ -95,7 +96,7 @@ def _fill_masked(call: Call, value: Value, place: Batch) -> Batch:
     (position, mask), values = given[0], call["values"]
     if len(given) > 1 or values.state is not None or values.ndim > value.ndim - mask.ndim:
         raise Refused("picks as many entries as the data says")
-    if mask.state is not None and Batch(mask.state.dim + position, mask.state.multiple) != place:
+    if mask.state is not None and mask.state.at(mask.state.dim + position) != place:
         raise Refused("combines rows that stand in different dimensions")
     return place
 
@@ -116,18 +117,18 @@ def advanced_index(value: Value, indices: list[Value | None]) -> Batch:
     start = first if last - first + 1 == len(given) else 0
     own = value.state.dim if value.state else None
     for dim, index in given.items():
-        if isinstance(index.state, RowIds) and (dim != own or value.state.multiple != 1):
+        if isinstance(index.state, RowIds) and (dim != own or value.state.factor != 1):
             raise Refused("computes with the number of a row")
-    indexed = agree([Batch(i.state.dim + k - i.ndim, getattr(i.state, "multiple", 1))
-                     for i in given.values() if i.state is not None])
+    places = (i.state if isinstance(i.state, Batch) else Batch(i.state.dim) for i in given.values() if i.state is not None)
+    indexed = agree([p.at(p.dim + k - i.ndim) for p, i in zip(places, (i for i in given.values() if i.state is not None))])
     if own is not None and own not in given:
         if indexed is not None:
             raise Refused("looks every row's indices up in every row")
         before = own - sum(dim < own for dim in given)
-        return Batch(before + k if before >= start else before, value.state.multiple)
+        return value.state.at(before + k if before >= start else before)
     if own is not None and not isinstance(given[own].state, RowIds):
         raise Refused(PICKS)
-    return Batch(start + indexed.dim, indexed.multiple)
+    return indexed.at(start + indexed.dim)
 
 
 def _index_ndim(indices: list[Value | None]) -> int:

@@ -1,29 +1,33 @@
 """Values put together, repeated, padded or moved along a dimension."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .rules import rule
-from .values import Batch, Call, Refused, State, aligned, dims
+from .values import Batch, Call, Refused, State, agree, aligned, dims
 
 
 def _alike(call: Call) -> Batch:
-    places = {value.state for value in call.values() if value.shape != (0,)}  # cat skips empty vectors
-    if len(places) != 1 or None in places:
+    places = [value.state for value in call.values() if value.shape != (0,)]  # cat skips empty vectors
+    if None in places:
         raise Refused("combines rows that stand in different dimensions")
-    return places.pop()
+    return agree(places)
 
 
 @rule("cat.default")
 def cat(call: Call) -> Batch:
-    place = _alike(call)
-    if call["dim"] % len(call.out_sizes) == place.dim:
-        raise Refused("joins values along the batch")
-    return place
+    """Along the batch, the rows of the second value come after those of the first: one more `outer` run of them."""
+    dim = call["dim"] % len(call.out_sizes)
+    places = [value.state for value in call.values() if value.shape != (0,)]
+    if None in places or any(place.dim != dim or place.multiple != places[0].multiple for place in places):
+        return _alike(call)
+    return Batch(dim, places[0].multiple, sum(place.outer for place in places))
 
 
 @rule("stack.default")
 def stack(call: Call) -> Batch:
     place = _alike(call)
-    return Batch(place.dim + (call["dim"] % len(call.out_sizes) <= place.dim), place.multiple)
+    return place.at(place.dim + (call["dim"] % len(call.out_sizes) <= place.dim))
 
 
 @rule("repeat.default", sizes=("repeats",))
@@ -31,16 +35,11 @@ def repeat(call: Call) -> State:
     """Tiles; a value that every row shares becomes one tile a row."""
     place = aligned(call["self"], len(call.out_sizes))
     if place is None:
-        result = call.batch_in_result()
-        value = call["self"]
-        tile = ([1] * (len(call.out_sizes) - value.ndim) + list(value.shape))[result.dim] if result else 1
-        # A tile holds `tile` entries; a multiple of it (repeat(3 * B)) is several tiles a row, still row by row.
-        if result is not None and result.multiple % max(tile, 1):
-            raise Refused("does not repeat once for each row")
-        return result
-    if call["repeats"][place.dim] != 1:
-        raise Refused("repeats the batch as a whole")
-    return place
+        return call.batch_in_result()
+    times = call["repeats"][place.dim]
+    if not isinstance(times, int):
+        raise Refused("repeats the batch as often as it has rows")
+    return replace(place, outer=place.outer * times)
 
 
 @rule("flip.default")

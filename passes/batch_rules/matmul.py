@@ -21,7 +21,12 @@ def product(a: Value, b: Value) -> Batch | None:
 
 @rule("mm.default", "bmm.default")
 def mm(call: Call) -> State:
-    return product(call["self"], call["mat2"])
+    """A product that sums over the batch is the sum of the micro-batches' products."""
+    a, b = call["self"], call["mat2"]
+    if a.state and b.state and (a.state.dim, b.state.dim) == (a.ndim - 1, b.ndim - 2):
+        agree([a.state.at(0), b.state.at(0)])
+        return call.part("sum", CONTRACTS)
+    return product(a, b)
 
 
 @rule("addmm.default", "_addmm_activation.default")
@@ -46,7 +51,7 @@ def addmv(call: Call) -> Batch:
 
 
 def _matrix_vector(call: Call, matrix: str) -> Batch:
-    if call.rows("vec") is not None or call.rows(matrix) == Batch(1, getattr(call.rows(matrix), "multiple", 1)):
+    if call.rows("vec") is not None or getattr(call.rows(matrix), "dim", 0) == 1:
         raise Refused(CONTRACTS)
     return call.batched(matrix)[1]
 

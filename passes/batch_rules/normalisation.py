@@ -39,7 +39,7 @@ def batch_norm(call: Call) -> tuple[State, ...]:
     saved = Mixing(str(call.op), "keeps statistics that are no rows")
     rest = len(call.small_out) - 1
     if place.dim == 1:
-        if set(others.values()) - {Batch(0, place.multiple)}:
+        if set(others.values()) - {place.at(0)}:
             raise Refused("takes rows of the batch as its channels")
         return place, *(saved,) * rest
     if place.dim != 0 or _training(call):

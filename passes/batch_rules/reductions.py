@@ -2,16 +2,27 @@
 from __future__ import annotations
 
 from .rules import rule
-from .values import Batch, Call, Refused, State, dims
+from .values import Call, Refused, State, agree, dims
 
 REDUCES = "reduces the batch dimension"
+
+
+_ADDS = {"sum": "sum", "nansum": "sum", "count_nonzero": "sum", "dot": "sum", "vdot": "sum", "mean": "mean"}  # the ops that add rows up
+
+
+def _over_rows(call: Call) -> State:
+    """A sum over all rows is the sum of the micro-batches' sums; other reductions need all of them."""
+    how = _ADDS.get(call.op._schema.name.removeprefix("aten::"))
+    if how is None:
+        raise Refused(REDUCES)
+    return call.part(how, REDUCES)
 
 
 def _reduce(call: Call, over: list[int], keepdim: bool) -> State | tuple[State, ...]:
     _, place = call.batched()
     if place.dim in over:
-        raise Refused(REDUCES)
-    state = place if keepdim else Batch(place.dim - sum(dim < place.dim for dim in over), place.multiple)
+        return _over_rows(call)
+    state = place if keepdim else place.at(place.dim - sum(dim < place.dim for dim in over))
     return (state,) * len(call.small_out) if isinstance(call.small_out, (list, tuple)) else state
 
 
@@ -29,7 +40,8 @@ def reduce_dims(call: Call) -> State | tuple[State, ...]:
       "median.default", "nanmedian.default", "norm.Scalar", "norm.ScalarOpt_dtype", "count_nonzero.default",
       "dot.default", "vdot.default", "trace.default")
 def reduce_all(call: Call) -> State:
-    raise Refused(REDUCES)
+    agree([value.state for value in call.values()])
+    return _over_rows(call)
 
 
 @rule("_softmax.default", "_log_softmax.default", "_safe_softmax.default", "cumsum.default", "cumprod.default",

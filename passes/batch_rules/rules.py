@@ -26,6 +26,7 @@ class Rule:
     apply: Callable[[Call], State | tuple[State, ...]]
     sizes: tuple[str, ...] = ()  # arguments that are shapes: they may be computed from the size of the batch
     keeps_row_ids: bool = False  # moves entries and computes none: RowIds stay RowIds
+    keeps_uniform: bool = False  # entries that are alike along the batch stay alike
     reads_row_ids: bool = False  # takes RowIds itself, as an index
     writes: tuple[str, ...] = ()  # arguments that are written though the schema does not say so
     leaves_sizes: bool = False  # an in-place op on the view itself that leaves it as it was but for meaningless strides
@@ -79,7 +80,7 @@ def broadcast(call: Call) -> State | tuple[State, ...]:
     return (place,) * len(call.small_out) if several else place
 
 
-POINTWISE = Rule(broadcast)
+POINTWISE = Rule(broadcast, keeps_uniform=True)
 
 
 def _takes_and_gives_tensors(op: torch._ops.OpOverload) -> bool:

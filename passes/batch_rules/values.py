@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,9 +28,23 @@ class RowIds:
     dim: int
 
 
+@dataclass(frozen=True)
+class Partial:
+    """A sum over rows, of which each micro-batch has a part; the value has no batch dimension.
+
+    how   "sum": the parts add up. "mean": they do when each is multiplied by its micro-batch's part of the rows
+    """
+
+    how: str
+
+
 USES_BATCH_AS_NUMBER = "uses the size of the batch as a number"
 
-State = Batch | Mixing | RowIds | None
+State = Batch | Mixing | RowIds | Partial | None
+
+
+# Sums in narrower dtypes would be rounded once a micro-batch, and sums of integers wrap as those of the whole batch do.
+PARTS = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128, torch.int64, torch.int32})
 
 
 class Refused(Exception):
@@ -78,16 +92,20 @@ class Call:
     large_out: Any
     small_batch: int
     large_batch: int
+    parts: frozenset[torch.dtype] = PARTS
+
+    def part(self, how: str, why: str) -> Partial:
+        """The state of a result that adds rows up, if the sum may be taken in parts; raises Refused(why) if not."""
+        if self.small_out.dtype not in self.parts:
+            raise Refused(why)
+        return Partial(how)
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments.get(name)
 
     def values(self) -> Iterator[Value]:
         """Every tensor argument, those in lists too."""
-        for argument in self.arguments.values():
-            for item in argument if isinstance(argument, (list, tuple)) else (argument,):
-                if isinstance(item, Value):
-                    yield item
+        return (item for argument in self.arguments.values() for item in flattened(argument) if isinstance(item, Value))
 
     def rows(self, name: str) -> Batch | None:
         """Where the rows of a tensor argument stand; None when it is invariant or was not given."""
@@ -112,9 +130,15 @@ class Call:
         """Sizes of a single result in the two traces."""
         return list(zip(self.small_out.shape, self.large_out.shape, strict=True))
 
-    def batch_in_result(self) -> Batch | None:
+    def batch_in_result(self, uniform: bool = False) -> Batch | None:
         """The dimension of a single result whose size is a multiple of the batch; None if no size depends on it."""
-        return batch_of_sizes(self.out_sizes, self.small_batch, self.large_batch)
+        found = batch_of_sizes(self.out_sizes, self.small_batch, self.large_batch)
+        return replace(found, uniform=uniform) if found is not None else None
+
+
+def flattened(argument: Any) -> Sequence[Any]:
+    """The items of an argument that is a list; the argument alone if it is none."""
+    return argument if isinstance(argument, (list, tuple)) else (argument,)
 
 
 def batch_of_sizes(sizes: Sequence[tuple[int, int]], small_batch: int, large_batch: int) -> Batch | None:
@@ -146,12 +170,13 @@ def aligned(value: Value, ndim: int) -> Batch | None:
     """Where the rows of `value` stand once it is broadcast, from the right, to `ndim` dimensions."""
     if value.state is None:
         return None
-    return Batch(value.state.dim + ndim - value.ndim, value.state.multiple)
+    return value.state.at(value.state.dim + ndim - value.ndim)
 
 
 def agree(places: Sequence[Batch | None]) -> Batch | None:
     """The one place where the rows of all batched values stand; raises Refused if there are two."""
     distinct = {place for place in places if place is not None}
-    if len(distinct) > 1:
+    certain = {place for place in places if place is not None and not place.uniform} or distinct
+    if len(certain) > 1 or any((p.dim, p.factor) != (c.dim, c.factor) for p in distinct for c in certain):
         raise Refused("combines rows that stand in different dimensions")
-    return next(iter(distinct), None)
+    return next(iter(certain), None)

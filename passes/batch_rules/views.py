@@ -19,15 +19,16 @@ def same_dims(call: Call) -> Batch:
 
 @rule("view.default", "_unsafe_view.default", "_reshape_alias.default", sizes=("size", "stride"), keeps_row_ids=True)
 def reshape(call: Call) -> Batch:
-    """Rows stay outermost in their dimension when as many entries come before it as did."""
+    """As many entries stand before the rows as did, in dimensions before theirs or outermost in it."""
     value, place = call.batched()
     result = call.batch_in_result()
     if result is None:
         raise Refused("does not keep the rows of the batch in one dimension")
-    before = math.prod(size for size, _ in value.sizes[:place.dim])
-    if before != math.prod(size for size, _ in call.out_sizes[:result.dim]):
+    before = math.prod(size for size, _ in value.sizes[:place.dim]) * place.outer
+    outer, rest = divmod(before, math.prod(size for size, _ in call.out_sizes[:result.dim]))
+    if rest or outer < 1 or result.factor % outer:
         raise Refused("folds the batch behind another dimension")
-    return result
+    return Batch(result.dim, result.factor // outer, outer)
 
 
 @rule("view.dtype")
@@ -39,18 +40,18 @@ def reinterpret(call: Call) -> Batch:
     return place
 
 
-@rule("expand.default", sizes=("size",), keeps_row_ids=True)
+@rule("expand.default", sizes=("size",), keeps_row_ids=True, keeps_uniform=True)
 def expand(call: Call) -> State:
     """Repeats entries; a value that every row shares gets the rows of the dimension it is expanded to."""
     place = aligned(call["self"], len(call.out_sizes))
-    return call.batch_in_result() if place is None else place
+    return call.batch_in_result(uniform=True) if place is None else place
 
 
-@rule("unsqueeze.default", keeps_row_ids=True)
+@rule("unsqueeze.default", keeps_row_ids=True, keeps_uniform=True)
 def unsqueeze(call: Call) -> Batch:
     value, place = call.batched()
     added = call["dim"] % (value.ndim + 1)
-    return Batch(place.dim + (added <= place.dim), place.multiple)
+    return place.at(place.dim + (added <= place.dim))
 
 
 @rule("squeeze.dim", "squeeze.dims", keeps_row_ids=True)
@@ -59,7 +60,7 @@ def squeeze(call: Call) -> Batch:
     asked = dims(call["dim"], value.ndim) if call["dim"] != [] else []
     if place.dim in asked:
         raise Refused("drops the batch dimension of a micro-batch of one row")
-    return Batch(place.dim - sum(value.shape[dim] == 1 for dim in asked if dim < place.dim), place.multiple)
+    return place.at(place.dim - sum(value.shape[dim] == 1 for dim in asked if dim < place.dim))
 
 
 @rule("squeeze.default")
@@ -67,18 +68,18 @@ def squeeze_all(call: Call) -> State:
     raise Refused("drops the batch dimension of a micro-batch of one row")
 
 
-@rule("permute.default", keeps_row_ids=True)
+@rule("permute.default", keeps_row_ids=True, keeps_uniform=True)
 def permute(call: Call) -> Batch:
     value, place = call.batched()
     order = [dim % value.ndim for dim in call["dims"]]
-    return Batch(order.index(place.dim), place.multiple)
+    return place.at(order.index(place.dim))
 
 
-@rule("transpose.int", "t.default", keeps_row_ids=True)
+@rule("transpose.int", "t.default", keeps_row_ids=True, keeps_uniform=True)
 def transpose(call: Call) -> Batch:
     value, place = call.batched()
     one, other = (0, value.ndim - 1) if call["dim0"] is None else (call["dim0"] % value.ndim, call["dim1"] % value.ndim)
-    return Batch({one: other, other: one}.get(place.dim, place.dim), place.multiple)
+    return place.at({one: other, other: one}.get(place.dim, place.dim))
 
 
 @rule("select.int", "unbind.int", keeps_row_ids=True)
@@ -88,7 +89,7 @@ def take_out(call: Call) -> State | tuple[State, ...]:
     dim = call["dim"] % value.ndim
     if dim == place.dim:
         raise Refused(CUTS)
-    state = Batch(place.dim - (dim < place.dim), place.multiple)
+    state = place.at(place.dim - (dim < place.dim))
     return (state,) * len(call.small_out) if isinstance(call.small_out, (list, tuple)) else state
 
 
@@ -131,7 +132,7 @@ def diagonal(call: Call) -> Batch:
     taken = dims([call["dim1"], call["dim2"]], value.ndim)
     if place.dim in taken:
         raise Refused("takes a diagonal across the batch")
-    return Batch(place.dim - sum(dim < place.dim for dim in taken), place.multiple)
+    return place.at(place.dim - sum(dim < place.dim for dim in taken))
 
 
 @rule("as_strided_.default", sizes=("size", "stride"), leaves_sizes=True)
@@ -156,6 +157,6 @@ def write_back(call: Call) -> Batch:
         raise Refused("writes some rows of the batch")
     source = call.rows("src")
     dropped = dim < place.dim and call["src"].ndim < value.ndim
-    if source != Batch(place.dim - dropped, place.multiple):
+    if source != place.at(place.dim - dropped):
         raise Refused("combines rows that stand in different dimensions")
     return place

@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,24 +15,29 @@ from l2l_compile.ir.batch import Batch
 
 from .memory import States, each, may_write
 from .rules import Rule, find_rule
-from .values import USES_BATCH_AS_NUMBER, Call, Mixing, Refused, RowIds, State, Value, Varying, batch_of_sizes
+from .sums import of_parts
+from .values import PARTS, USES_BATCH_AS_NUMBER, Call, Mixing, Partial, Refused, RowIds, State, Value, Varying, batch_of_sizes
 
 ABSENT = object()
 
 
 def analyse(small: fx.Graph, large: fx.Graph, small_batch: int, large_batch: int,
-            inputs: Sequence[Batch | None]) -> list[Batch | Mixing | None]:
+            inputs: Sequence[Batch | None], parts: frozenset[torch.dtype] = PARTS) -> list[Batch | Partial | Mixing | None]:
     """States of the outputs of an ATen graph, given those of its placeholders.
 
     `small` and `large` are the same function traced with static shapes at two batch sizes, best two primes that divide
     no other size. A write into a placeholder is seen for the sake of what reads it afterwards in this graph; what the
-    written input itself means to the next micro-batch is the caller's to decide.
+    written input itself means to the next micro-batch is the caller's to decide. `parts` are the dtypes in which sums over the
+    batch may be taken in parts.
 
     Raises ValueError if an input's state does not fit its sizes.
     """
     if not same_program(small, large):
         return _unproven_outputs(small, inputs)
-    walk = _Walk(small_batch, large_batch)
+    return _run(_Walk(small_batch, large_batch, parts), small, large, inputs)
+
+
+def _run(walk: _Walk, small: fx.Graph, large: fx.Graph, inputs: Sequence[Batch | None]) -> list[Batch | Mixing | None]:
     remaining = iter(inputs)
     for here, there in zip(small.nodes, large.nodes, strict=True):
         if here.op == "placeholder":
@@ -43,6 +49,21 @@ def analyse(small: fx.Graph, large: fx.Graph, small_batch: int, large_batch: int
         elif here.op == "output":
             return walk.leave(here, there)
     raise ValueError("the graph has no output node")
+
+
+def regions(small: fx.Graph, large: fx.Graph, small_batch: int, large_batch: int,
+            inputs: Sequence[Batch | None], parts: frozenset[torch.dtype] = PARTS) -> list[Batch | Partial | Mixing | None] | None:
+    """As `analyse`, for a graph that returns the results of all its steps: each state as if its operands were given.
+
+    A step that mixes rows is run on the whole batch; what reads its result finds the rows where its sizes show them. None
+    if the graph is not the same at both sizes.
+    """
+    if not same_program(small, large):
+        return None
+    walk = _Walk(small_batch, large_batch, parts)
+    output = next(n for n in small.nodes if n.op == "output")
+    walk.given_anew = set(pytree.tree_leaves(output.args[0]))
+    return _run(walk, small, large, inputs)
 
 
 def same_program(one: fx.Graph, other: fx.Graph) -> bool:
@@ -74,16 +95,21 @@ def _unproven_outputs(graph: fx.Graph, inputs: Sequence[Batch | None]) -> list[B
 class _Walk:
     """States of the values met so far, and which of them share memory."""
 
-    def __init__(self, small_batch: int, large_batch: int) -> None:
-        self.small_batch, self.large_batch = small_batch, large_batch
+    def __init__(self, small_batch: int, large_batch: int, parts: frozenset[torch.dtype]) -> None:
+        self.small_batch, self.large_batch, self.parts = small_batch, large_batch, parts
         self.states = States()
+        self.given_anew: set[fx.Node] = set()  # results that are taken as given by those who read them
+        self.mixed: dict[fx.Node, Mixing] = {}
 
     # ---- the four kinds of node ------------------------------------------------------------------------------------
 
-    def enter(self, here: fx.Node, there: fx.Node, given: Batch | None) -> None:
+    def enter(self, here: fx.Node, there: fx.Node, given: Batch | Mixing | None) -> None:
         values = here.meta.get("val"), there.meta.get("val")
         if not isinstance(values[0], torch.Tensor):
             self.states.add(here, given if _equal(*values) else Mixing(str(here.target), USES_BATCH_AS_NUMBER))
+            return
+        if isinstance(given, Mixing):
+            self.states.add(here, given)
             return
         fitted = self._fit(str(here.target), given, *values)
         if fitted != given:
@@ -110,13 +136,24 @@ class _Walk:
         rule = find_rule(here.target)
         self.states.add(here, self._result(here, there, arguments, rule))
         self.states.write(here, rule)
+        if here in self.given_anew and isinstance(self.states[here], Mixing):
+            self.mixed[here] = self.states[here]
+            self.states.of[here] = self._by_sizes(here, there)
+
+    def _by_sizes(self, here: fx.Node, there: fx.Node) -> Batch | Mixing | None:
+        """Where the rows of a value stand that has been made from the whole batch."""
+        small, large = here.meta.get("val"), there.meta.get("val")
+        try:
+            return batch_of_sizes(list(zip(small.shape, large.shape, strict=True)), self.small_batch, self.large_batch)
+        except Refused as why:
+            return Mixing(str(here.target), str(why))
 
     def leave(self, here: fx.Node, there: fx.Node) -> list[Batch | Mixing | None]:
         states: list[Batch | Mixing | None] = []
         for leaf, other in zip(*(pytree.tree_leaves(node.args[0]) for node in (here, there)), strict=True):
             state: Any = None
             if isinstance(leaf, fx.Node):
-                state = self.states[leaf]
+                state = self.mixed.get(leaf, self.states[leaf])
                 if isinstance(state, RowIds):
                     state = Mixing(str(leaf.target), "numbers the rows of the batch")
                 elif isinstance(state, tuple):
@@ -166,6 +203,9 @@ class _Walk:
                 if random:
                     raise Refused("draws random numbers that every row shares")
                 return self._fit_all(op, each(None, small), small, large)
+            call = Call(here.target, arguments, small, large, self.small_batch, self.large_batch, self.parts)
+            if any(isinstance(state, Partial) for state in states):
+                return self._fit_all(op, of_parts(call), small, large)
             if rule is None:
                 raise Refused("has no rule")
             if not varying <= set(rule.sizes):
@@ -174,10 +214,12 @@ class _Walk:
             if row_ids and not (rule.keeps_row_ids or rule.reads_row_ids):
                 raise Refused("computes with the number of a row")
             if row_ids and rule.keeps_row_ids:
-                arguments = {n: _as_rows(a) for n, a in arguments.items()}
-            result = rule.apply(Call(here.target, arguments, small, large, self.small_batch, self.large_batch))
+                call = replace(call, arguments={n: _as_rows(a) for n, a in arguments.items()})
+            result = rule.apply(call)
             if row_ids and rule.keeps_row_ids:
                 result = _as_row_ids(result, small)
+            if random or not rule.keeps_uniform:
+                result = tuple(map(_any, result)) if isinstance(result, tuple) else _any(result)
             result = self._fit_all(op, result, small, large)
             if random and not isinstance(result, tuple) and result is None:
                 raise Refused("draws random numbers that every row shares")
@@ -208,7 +250,10 @@ class _Walk:
         except Refused as why:
             return Mixing(op, str(why))
         expected = Batch(state.dim) if isinstance(state, RowIds) else state
-        return state if seen == expected else Mixing(op, "does not keep the rows of the batch in one dimension")
+        if isinstance(expected, Partial):
+            expected = None
+        same = seen == expected if None in (seen, expected) else (seen.dim, seen.factor) == (expected.dim, expected.factor)
+        return state if same else Mixing(op, "does not keep the rows of the batch in one dimension")
 
 
 def _attribute(node: fx.Node) -> Any:
@@ -229,6 +274,11 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def _any(state: State) -> State:
+    """A state whose entries need not be alike."""
+    return replace(state, uniform=False) if isinstance(state, Batch) and state.uniform else state
+
+
 def _as_rows(argument: Any) -> Any:
     if isinstance(argument, list):
         return [_as_rows(item) for item in argument]
@@ -240,6 +290,6 @@ def _as_rows(argument: Any) -> Any:
 def _as_row_ids(result: Any, value: Any) -> State | tuple[State, ...]:
     if isinstance(result, tuple):
         return tuple(_as_row_ids(*pair) for pair in zip(result, value, strict=True))
-    if not isinstance(result, Batch) or result.multiple != 1 or value.dtype not in (torch.int64, torch.int32):
+    if not isinstance(result, Batch) or result.factor != 1 or value.dtype not in (torch.int64, torch.int32):
         raise Refused("computes with the number of a row")
     return RowIds(result.dim)

@@ -128,13 +128,15 @@ no("searchsorted.Tensor", lambda w, x: torch.searchsorted(w, x), X(3, 5), X(3, "
 ok("view.default", lambda x: x.view(-1, 4), X("B", 3, 4))
 ok("view.default", lambda x: x.view(x.shape[0] // 3, 3, 4), X("3B", 4))
 ok("view.default", lambda x: x.view(2, x.shape[1] * 3), X(2, "B", 3))
-no("view.default", lambda x: x.view(-1, 4), X(3, "B", 4), why="behind another dimension")
+ok("view.default", lambda x: x.view(-1, 4), X(3, "B", 4))
+ok("view.default", lambda x: x.view(-1, 6).view(3, -1, 2), X(3, "2B", 3))
 no("view.default", lambda x: x.view(3, -1), X("B", 3), why="behind another dimension")
 no("view.default", lambda x: x.view(-1) * x.numel(), X("B", 3), why="size of the batch as a number")
 ok("_unsafe_view.default", lambda x: aten._unsafe_view(x, [-1, 4]), X("B", 3, 4))
-no("_unsafe_view.default", lambda x: aten._unsafe_view(x, [-1]), X(3, "B"), why="behind another dimension")
+no("_unsafe_view.default", lambda x: aten._unsafe_view(x, [2, -1]), X(3, "B", 4), why="behind another dimension")
 ok("_reshape_alias.default", lambda x: aten._reshape_alias(x, [x.shape[0] * 3], [1]), X("B", 3))
-no("_reshape_alias.default", lambda x: aten._reshape_alias(x, [x.shape[1] * 3], [1]), X(3, "B"), why="behind another")
+no("_reshape_alias.default", lambda x: aten._reshape_alias(x, [2, x.shape[1] * 6], [x.shape[1] * 6, 1]), X(3, "B", 4),
+   why="behind another")
 ok("view.dtype", lambda x: x.view(torch.int32), X("B", 4))
 no("view.dtype", lambda x: x.view(torch.int32), X(4, "B"), why="several rows as one entry")
 ok("_conj.default", lambda x: x.conj(), C("B", 4))
@@ -153,7 +155,8 @@ no("squeeze.default", lambda x: x.squeeze(), X("B", 1, 4), why="micro-batch of o
 ok("permute.default", lambda x: x.permute(2, 0, 1), X("B", 4, 5))
 ok("transpose.int", lambda x: (x.transpose(0, 1), x.transpose(1, 2)), X("B", 4, 5))
 ok("t.default", lambda x: x.t(), X("B", 4))
-no("t.default", lambda x: x.t().reshape(-1), X("B", 4), why="behind another dimension")
+ok("t.default", lambda x: x.t().reshape(-1), X("B", 4))
+no("t.default", lambda x: x.t().reshape(-1, 2), X("B", 4), why="behind another dimension")
 both("select.int", (1, 2), (0, 0), X("B", 4), why="some rows of the batch")
 both("unbind.int", (1,), (0,), X("B", 4), why="batch")
 both("slice.Tensor", (1, 1, 3), (0, 0, 5), X("B", 4), why="some rows of the batch")
@@ -179,13 +182,17 @@ no("select_scatter.default", lambda x, y: aten.select_scatter(x, y, 0, 1), X("B"
 # ---- joins -----------------------------------------------------------------------------------------------------------
 
 ok("cat.default", lambda x, y: torch.cat([x, y], 1), X("B", 4), X("B", 2))
-no("cat.default", lambda x, y: torch.cat([x, y]), X("B", 4), X("B", 4), why="along the batch")
+ok("cat.default", lambda x, y: torch.cat([x, y]), X("B", 4), X("B", 4))
+ok("cat.default", lambda x, y: torch.cat([torch.cat([x, y]), x]).view(3, -1, 4), X("2B", 4), X("2B", 4))
+no("cat.default", lambda x, y: torch.cat([x, y]), X("B", 4), X("2B", 4), why=MISPLACED)
 no("cat.default", lambda x, w: torch.cat([x, w]), X("B", 4), X(3, 4), why=MISPLACED)
 ok("stack.default", lambda x, y: (torch.stack([x, y]), torch.stack([x, y], 1)), X("B", 4), X("B", 4))
-no("stack.default", lambda x: torch.stack([x, x]).reshape(-1), X("B", 4), why="behind another dimension")
+ok("stack.default", lambda x: torch.stack([x, x]).reshape(-1), X("B", 4))
+no("stack.default", lambda x, y: torch.stack([torch.cat([x, x]), y]), X("B"), X("2B"), why=MISPLACED)
 ok("repeat.default", lambda x: x.repeat(2, 1, 3), X("B", 4))
 ok("repeat.default", lambda x, w: w.repeat(x.shape[0], 2), X("B", 4), X(3, 4))
-no("repeat.default", lambda x: x.repeat(2, 1), X("B", 4), why="repeats the batch")
+ok("repeat.default", lambda x: x.repeat(2, 1), X("B", 4))
+no("repeat.default", lambda x: x.repeat(x.shape[0], 1), X("B", 4), why="repeats the batch")
 both("flip.default", ([1],), ([0, 1],), X("B", 4), why="order of the rows")
 both("roll.default", ([1], [1]), ([1],), X("B", 4), why="along the batch")
 both("constant_pad_nd.default", ([1, 2], 0.5), ([0, 0, 1, 0], 0.5), X("B", 4), why="pads the batch")
@@ -203,7 +210,13 @@ no("diag_embed.default", lambda x: torch.diag_embed(x, 0, 0, 1), X("B", 4), why=
 # ---- reductions ------------------------------------------------------------------------------------------------------
 
 REDUCES = "reduces the batch dimension"
-for op in ("sum.dim_IntList", "mean.dim", "nansum.default", "amax.default", "amin.default", "logsumexp.default"):
+for op in ("sum.dim_IntList", "mean.dim", "nansum.default"):
+    for over in ([0], [1], [0, 2], [0, 1, 2]):
+        ok(op, call(op, over, True), X("B", 4, 3))
+        ok(op, call(op, over), X(3, "B", 4))
+    ok(op, call(op, [0]), X("2B", 4))
+    no(op, lambda x, op=op: call(op, [0])(x.half()), X("B", 4), why=REDUCES)
+for op in ("amax.default", "amin.default", "logsumexp.default"):
     both(op, ([1], True), ([0],), X("B", 4), why=REDUCES)
     both(op, ([0, -1],), ([0, 1],), X(3, "B", 4), why=REDUCES)
 for op in ("var.correction", "std.correction", "var_mean.correction", "std_mean.correction"):
@@ -214,20 +227,23 @@ for op in ("prod.dim_int", "any.dim", "all.dim", "max.dim", "min.dim", "argmax.d
 for op in ("any.dims", "all.dims"):
     both(op, ([1],), ([0],), X("B", 4), why=REDUCES)
 no("argmax.default", lambda x: x.argmax(), X("B", 4), why=REDUCES)
-no("sum.dim_IntList", lambda x: x.sum(0), X("2B", 4), why=REDUCES)
 ok("aminmax.default", lambda x: aten.aminmax(x, dim=1), X("B", 4))
 no("aminmax.default", lambda x: aten.aminmax(x), X("B", 4), why=REDUCES)
 both("linalg_vector_norm.default", (2, [1]), (2,), X("B", 4), why=REDUCES)
 both("norm.ScalarOpt_dim", (2, [1]), (2, [0]), X("B", 4), why=REDUCES)
 both("norm.ScalarOpt_dim_dtype", (2, [1], False), (2, [0], False), X("B", 4), dtype=torch.float64, why=REDUCES)
 both("kthvalue.default", (2, 1), (2, 0), X("B", 4), why=REDUCES)
-both("count_nonzero.dim_IntList", ([1],), ([0],), X("B", 4), why=REDUCES)
-for op in ("sum", "mean", "prod", "any", "all", "max", "min", "median", "nanmedian", "count_nonzero"):
+ok("count_nonzero.dim_IntList", call("count_nonzero.dim_IntList", [1]), I("B", 4))
+ok("count_nonzero.dim_IntList", call("count_nonzero.dim_IntList", [0]), I("B", 4))
+for op in ("sum", "mean", "count_nonzero"):
+    ok(f"{op}.default", call(f"{op}.default"), X("B", 4))
+for op in ("prod", "any", "all", "max", "min", "median", "nanmedian"):
     no(f"{op}.default", call(f"{op}.default"), X("B", 4), why=REDUCES)
 no("norm.Scalar", call("norm.Scalar"), X("B", 4), why=REDUCES)
 no("norm.ScalarOpt_dtype", call("norm.ScalarOpt_dtype", 2, dtype=torch.float64), X("B", 4), why=REDUCES)
-no("dot.default", torch.dot, X("B"), X("B"), why=REDUCES)
-no("vdot.default", torch.vdot, X("B"), X("B"), why=REDUCES)
+ok("dot.default", torch.dot, X("B"), X("B"))
+ok("vdot.default", torch.vdot, X("2B"), X("2B"))
+no("dot.default", lambda x, y: torch.dot(torch.cat([x, x]), y), X("B"), X("2B"), why=MISPLACED)
 no("trace.default", torch.trace, X("B", 4), why=REDUCES)
 ALONG = "along the batch dimension"
 for op, rest in [("_softmax.default", (False,)), ("_log_softmax.default", (False,)), ("cumsum.default", ()),
@@ -243,13 +259,36 @@ both("_fft_c2c.default", ([1], 0, True), ([0], 0, True), C("B", 4), why=ALONG)
 ok("_fft_c2r.default", call("_fft_c2r.default", [1], 0, 6), C("B", 4))
 no("_fft_c2r.default", lambda x: aten._fft_c2r(x, [0], 0, 2 * x.shape[0] - 2), C("B", 4), why="as a number")
 
+# ---- parts of sums ---------------------------------------------------------------------------------------------------
+
+for function in (lambda x: -x.sum(0) * 3, lambda x: x.sum(0).view(2, 2).t().unsqueeze(0).expand(5, 2, 2), lambda x: x.mean(0)[1:].sum(),
+                 lambda x: torch.stack([x.sum(0), x.pow(2).sum(0)]).flatten(), lambda x: torch.cat([x.mean(0), x.exp().mean(0)]),
+                 lambda x: x.sum(0) + x.sin().sum(0) - 0, lambda x: (x.mean(0) + 1) * 2 - x.cos().mean(0), lambda x: x.sum() / x.shape[0],
+                 lambda x: x.sum(0).clone(), lambda x: 1 - x.mean(), lambda x: x.sum(0) / (2 * x.shape[0])):
+    ok("neg.default", lambda x, f=function: (f(x), x.neg()), X("B", 4))
+ok("mul.Tensor", lambda x, w: w * x.sum(0) / w, X("B", 4), X(4))
+ok("sub.Tensor", lambda x, w: w - x.mean(0), X("B", 4), X(4))
+ok("mm.default", lambda x, y: x.t() @ y, X("B", 4), X("B", 3))
+ok("bmm.default", lambda x, y: x.transpose(1, 2) @ y, X(2, "3B", 4), X(2, "3B", 3))
+NEEDS = "needs the sum over the whole batch"
+for function in (lambda x: x.sum(0) ** 2, lambda x: x.sum(0) + 1, lambda x: x.sum(0) * x.mean(0), lambda x: x.mean(0) + x.sum(0),
+                 lambda x: x - x.mean(0), lambda x: 1 / x.sum(0), lambda x: x.mean(0) / x.shape[0], lambda x: x.sum(0).long(),
+                 lambda x: torch.cat([x.mean(0), x.sum(0)]), lambda x: x.sum(0) > 0, lambda x: x.sum(0).half(),
+                 lambda x: x.sum(0).clamp(min=1), lambda x: x.sum(0) + x.shape[0], lambda x: x.mean(0).sum() * x.shape[0]):
+    no("neg.default", lambda x, f=function: (f(x), x.neg()), X("B", 4), why=NEEDS)
+
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 for op, rest in [("mse_loss.default", ()), ("smooth_l1_loss.default", ()), ("huber_loss.default", ()),
                  ("soft_margin_loss.default", ())]:
-    both(op, (0,), (1,), X("B", 4), X("B", 4), why=REDUCES)
-both("binary_cross_entropy.default", (None, 0), (None, 2), P("B", 4), P("B", 4), why=REDUCES)
-both("binary_cross_entropy_with_logits.default", (None, None, 0), (None, None, 1), X("B", 4), P("B", 4), why=REDUCES)
+    for reduction in (0, 1, 2):
+        ok(op, call(op, reduction), X("B", 4), X("B", 4))
+for reduction in (0, 1, 2):
+    ok("binary_cross_entropy.default", call("binary_cross_entropy.default", None, reduction), P("B", 4), P("B", 4))
+    ok("binary_cross_entropy_with_logits.default", call("binary_cross_entropy_with_logits.default", None, None, reduction),
+       X("B", 4), P("B", 4))
+no("mse_loss.default", lambda x, y: aten.mse_loss(x.half(), y.half(), 1), X("B", 4), X("B", 4), why=REDUCES)
+no("mse_loss.default", lambda x, y: aten.mse_loss(torch.cat([x, x]), y, 2), X("B", 4), X("2B", 4), why=MISPLACED)
 both("nll_loss_forward.default", (None, 0, -100), (None, 1, -100), X("B", 4), I("B"), why=REDUCES)
 both("nll_loss2d_forward.default", (None, 0, -100), (None, 1, -100), X("B", 4, 3, 3), I("B", 3, 3), why=REDUCES)
 
@@ -259,13 +298,13 @@ SUMS = "sums over the batch"
 EVERY = "every row with every other"
 ok("mm.default", lambda x, w: x @ w, X("2B", 4), X(4, 5))
 ok("mm.default", lambda w, x: w @ x, X(5, 4), X(4, "B"))
-no("mm.default", lambda x, y: x.t() @ y, X("B", 4), X("B", 5), why=SUMS)
+ok("mm.default", lambda x, y: x.t() @ y, X("B", 4), X("B", 5))
 no("mm.default", lambda x: x @ x.t(), X("B", 4), why=EVERY)
 ok("bmm.default", torch.bmm, X("2B", 3, 4), X("2B", 4, 5))
 ok("bmm.default", torch.bmm, X(2, "B", 4), X(2, 4, 5))
 ok("bmm.default", torch.bmm, X(2, 3, 4), X(2, 4, "B"))
 no("bmm.default", torch.bmm, X(2, "B", 4), X(2, 4, "B"), why=EVERY)
-no("bmm.default", torch.bmm, X(2, 3, "B"), X(2, "B", 4), why=SUMS)
+ok("bmm.default", torch.bmm, X(2, 3, "B"), X(2, "B", 4))
 for op in ("addmm.default", "_addmm_activation.default"):
     ok(op, call(op), X(5), X("B", 4), X(4, 5))
     no(op, call(op), X(5), X(3, "B"), X("B", 5), why=SUMS)
@@ -492,7 +531,7 @@ ok("add_.Tensor", write_through_view, X("B", 4), X("B", 1))
 ok("copy_.default", lambda x: torch.zeros(x.shape[0], 4).copy_(x), X("B", 4))
 ok("cumsum_.default", lambda x: x.clone().cumsum_(1), X("B", 4))
 ok("index_put_.default", lambda x, i: x.clone().index_put_([torch.arange(x.shape[0]), i], torch.tensor(2.0).double()), X("B", 4), I("B"))
-no("copy_.default", write_rows_into_shared, X("B", 4), X(4), why=REDUCES)
+no("copy_.default", write_rows_into_shared, X("B", 4), X(4), why="needs the sum")
 no("fill_.Scalar", write_one_row, X("B", 4), why="some rows of the batch")
 no("add_.Tensor", write_before_the_read, X("B", 4), X(4), why="a value that every row shares")
 no("unsqueeze_.default", lambda x: x.clone().unsqueeze_(0), X("B", 4), why="shares")

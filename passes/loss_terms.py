@@ -1,0 +1,121 @@
+"""Write a cross entropy as what each row contributes, then the reduction over these contributions.
+
+    cross_entropy(scores, target)    =>    scores = log_softmax(scores, 1)                     row by row: large
+                                           picked = gather(scores, 1, target)                  one number a target
+                                           nll_loss(picked, zeros)                             over all rows: small
+
+A mean over the targets that count (`ignore_index`) is no mean of the micro-batches' means. The reduction runs once, on
+the gathered numbers of the whole batch, in the order and by the kernel that PyTorch would have used: losses without
+class weights keep their bits. What depends on the classes stays in one piece, which `trace_batch` can prove row-wise.
+
+Other reductions need no rewriting: the batch rules split them as they are.
+"""
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from ..capture import Captured
+from ..ir.values import TensorSpec
+
+_LOSSES = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
+_SKIPPED = -100  # the class index that the kernel leaves out
+
+
+def gather_loss_terms(captured: Captured) -> None:
+    """Rewrite every cross entropy and negative log likelihood of a batch in a captured graph, in place."""
+    if captured.batch is None:
+        return
+    for node in list(captured.graph.nodes):
+        if node.op == "call_function" and node.target in _LOSSES:
+            loss = _Loss.of(captured, node)
+            if loss is not None:
+                node.replace_all_uses_with(loss.write())
+                captured.graph.erase_node(node)
+
+
+@dataclass
+class _Loss:
+    """A call that can be rewritten: [N, C, ...] scores and [N, ...] classes, rows outermost in both."""
+
+    captured: Captured
+    node: fx.Node
+    scores: fx.Node
+    target: fx.Node
+    weight: fx.Node | None
+    ignored: int
+    mean: bool
+    smoothing: float
+    are_logits: bool
+
+    @classmethod
+    def of(cls, captured: Captured, node: fx.Node) -> _Loss | None:
+        bound = _LOSSES[node.target].bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        scores, target = (captured.specs.get(given[name]) if isinstance(given[name], fx.Node) else None for name in ("input", "target"))
+        if scores is None or target is None or given["reduction"] not in ("mean", "sum"):
+            return None
+        rows = scores.batch is not None and scores.batch.dim == 0 and target.batch == scores.batch
+        classes = len(target.shape) == len(scores.shape) - 1 and not target.dtype.is_floating_point
+        if not rows or not classes or given["size_average"] is not None or given["reduce"] is not None:
+            return None
+        return cls(captured, node, given["input"], given["target"], given["weight"], given["ignore_index"],
+                   given["reduction"] == "mean", given.get("label_smoothing", 0.0), node.target is F.cross_entropy)
+
+    def write(self) -> fx.Node:
+        """The rewritten loss, in front of the call."""
+        put, target = self._put, self.target
+        scores = put(F.log_softmax, self.scores, 1) if self.are_logits else self.scores
+        skipped = put(operator.eq, target, self.ignored)
+        known = put(torch.masked_fill, target, skipped, 0)
+        picked = put(torch.gather, scores, 1, put(torch.unsqueeze, known, 1))
+        weights = None
+        if self.weight is not None:
+            weights = put(torch.masked_fill, put(operator.getitem, self.weight, known), skipped, 0.0)
+        loss = self._likelihood(picked, skipped, known, weights)
+        if not self.smoothing:
+            return loss
+        even = scores
+        if self.weight is not None:
+            shape = [1, -1] + [1] * (len(self.captured.specs[self.target].shape) - 1)
+            even = put(operator.mul, scores, put(torch.reshape, self.weight, shape))
+        even = put(torch.masked_fill, put(operator.neg, put(torch.sum, even, 1)), skipped, 0.0)
+        even = self._reduced(even, skipped, weights)
+        classes = self.captured.specs[self.scores].shape[1]
+        return put(operator.add, put(operator.mul, loss, 1 - self.smoothing), put(operator.mul, even, self.smoothing / classes))
+
+    def _likelihood(self, picked: fx.Node, skipped: fx.Node, known: fx.Node, weights: fx.Node | None) -> fx.Node:
+        put = self._put
+        if weights is None:
+            zeros = put(torch.masked_fill, put(torch.zeros_like, known), skipped, _SKIPPED)
+            return put(F.nll_loss, picked, zeros, ignore_index=_SKIPPED, reduction="mean" if self.mean else "sum")
+        terms = put(operator.neg, put(operator.mul, put(torch.squeeze, picked, 1), weights))
+        return self._reduced(put(torch.masked_fill, terms, skipped, 0.0), skipped, weights)
+
+    def _reduced(self, terms: fx.Node, skipped: fx.Node, weights: fx.Node | None) -> fx.Node:
+        """The sum, over what counts where the loss is a mean."""
+        put = self._put
+        total = put(torch.sum, terms)
+        if not self.mean:
+            return total
+        return put(operator.truediv, total, put(torch.sum, weights if weights is not None else put(operator.invert, skipped)))
+
+    def _put(self, function: Callable, *args, **kwargs) -> fx.Node:
+        """A call in front of the rewritten one, described as Dynamo would have."""
+        graph, captured = self.captured.graph, self.captured
+        with graph.inserting_before(self.node):
+            made = graph.call_function(function, args, kwargs)
+        examples = fx.node.map_arg((args, kwargs), lambda n: n.meta["example_value"])
+        with self.node.meta["example_value"].fake_mode, torch.set_grad_enabled(captured.grad_enabled):
+            value = function(*examples[0], **examples[1])
+        made.meta = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "stack_trace")} | {"example_value": value}
+        captured.specs[made] = TensorSpec.of(value, captured.batch)
+        captured.terms.add(made)
+        return made
