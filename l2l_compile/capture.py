@@ -85,6 +85,7 @@ def capture(gm: fx.GraphModule) -> Captured:
     _refuse_data_dependence(gm.graph)
     _specialize_floats(gm.graph)
     _spell_sizes(gm.graph)
+    _count_in_place(gm.graph)
     _drop_dead(gm.graph)
     _check_on_host(gm)
     inputs = tuple(_describe(i, n) for i, n in enumerate(gm.graph.find_nodes(op="placeholder")))
@@ -173,6 +174,18 @@ def _replaced(arguments: Any, node: fx.Node, by: tuple) -> Any:
     if isinstance(arguments, dict):
         return {k: _replaced(a, node, by) for k, a in arguments.items()}
     return by if arguments is node else arguments
+
+
+def _count_in_place(graph: fx.Graph) -> None:
+    """`torch.arange` over a symbolic size is made anew for each reader: a segment that numbers rows sees that it does."""
+    for node in graph.find_nodes(op="call_function", target=torch.arange):
+        size = node.meta["example_value"].shape[0]
+        for reader in list(node.users)[1:] if isinstance(size, torch.SymInt) else ():
+            with graph.inserting_before(reader):
+                own = graph.node_copy(node)
+            reader.replace_input_with(node, own)
+        if isinstance(size, torch.SymInt) and node.users:
+            next(iter(node.users)).prepend(node)
 
 
 def _drop_dead(graph: fx.Graph) -> None:

@@ -18,6 +18,7 @@ Every block then runs under `torch.autocast` of that dtype, which settles what i
 """
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import torch
@@ -38,7 +39,7 @@ def gradient_dtype(spec: TensorSpec, gradient_wire: str | None) -> torch.dtype:
 def narrow(captured: Captured, precision: str) -> None:
     """Narrow the specs of a captured graph to `precision` ("bf16" or "fp16"), and autocast its blocks.
 
-    Raises `L2LError` for a model under an autocast of its own, or with parameters in float64.
+    Raises `L2LError` for a model under an autocast of its own, or with parameters in float64; warns of 16-bit ones.
     """
     option = f"the option precision={precision!r}"
     if captured.autocast is not None:
@@ -47,6 +48,12 @@ def narrow(captured: Captured, precision: str) -> None:
     wide = [i.name for i in parameters if captured.specs[i.node].dtype is torch.float64]
     if wide:
         raise L2LError(f"parameter '{wide[0]}' is float64, but {option} keeps float32 on the host: convert the model with .float()")
+    short = [i.name for i in parameters if captured.specs[i.node].dtype in (torch.bfloat16, torch.float16)]
+    if short:
+        warnings.warn(
+            f"{len(short)} parameters such as '{short[0]}' have 16 bits on the host: {option} keeps no wider copy of them, and small "
+            "updates are lost. Convert the model with .float()", stacklevel=2,
+        )
     captured.autocast = DTYPES[precision]
     for weight in parameters:
         spec = captured.specs[weight.node]

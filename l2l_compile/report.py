@@ -48,7 +48,7 @@ class Report:
                   is in no program
     whole_batch   the segments that do not run micro-batch by micro-batch
     host_memory   what the model needs of the host's memory
-    outputs       the tensors that the model returns, the largest first
+    outputs       the tensors that the model returns, and those that cross a graph break, the largest first
     update        how the host updates parameters behind the device; None if it does not
     """
 
@@ -170,7 +170,7 @@ class _Explainer:
             tuple(p.break_reason for p in programs if p.break_reason),
             tuple(map(str, self.skipped)),
             tuple(WholeBatch(s.name, s.block.reason) for p in programs for s in p.whole_batch),
-            tuple(sorted(_returned(programs[-1:]), key=lambda o: -o.bytes)),
+            tuple(sorted(_returned(programs), key=lambda o: -o.bytes)),
             host_memory(programs, self.options),
             _how_updated(self.options),
         )

@@ -17,12 +17,15 @@ from torch import fx
 from ..errors import LoweringError
 from ..ir.program import Block, Segment
 from ..trace import probe_values
-from .batch_rules import Mixing, regions
+from .batch_rules import Mixing, RowIds, regions
 from .canonical import OPERATION, operations
 from .compilation import Compilation
 from .cut_segments import instantiate
 from .line import Line
 from .proof import decide, parts_of, states_of_operands, suitable_primes
+
+
+_KINDS = {Mixing: "mixes", RowIds: "numbers", type(None): "free"}  # else "rows"
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,10 @@ class SplitRegions:
 
 @dataclass
 class _Kinds:
-    """What each operation of a block does, by number: "rows", "mixes", or "free" if it reads no rows. Those that write."""
+    """What each operation of a block does, by number, and those that write.
+
+    "rows", "mixes", "free" if it reads no rows, or "numbers" if it numbers them, which is to be done where that is read
+    """
 
     of: dict[int, str]
     writers: set[int]
@@ -68,7 +74,7 @@ def _kinds(compilation: Compilation, block: Block) -> _Kinds | None:
         return None
     kinds: dict[int, str] = {}
     for node, state in zip(small.made_by, states, strict=True):
-        kind = "mixes" if isinstance(state, Mixing) else "free" if state is None else "rows"
+        kind = _KINDS.get(type(state), "rows")
         before = kinds.get(node.meta[OPERATION])
         kinds[node.meta[OPERATION]] = kind if before in (None, "free") or kind == "mixes" else before
     return _Kinds(kinds, {n.meta[OPERATION] for n in small.writers if OPERATION in n.meta})
@@ -87,21 +93,24 @@ def _phases(line: Line, segment: Segment, found: _Kinds) -> list[int]:
             operation = number.get(line.nodes[position])
             if phase == pointless and kinds.get(operation) == "rows":
                 kinds[operation] = "mixes"
-                if len(set(kinds.values()) - {"free"}) == 1:
+                if "rows" not in kinds.values():
                     return [0] * len(segment.span)
 
 
 def _assign(line: Line, span: range, number: dict[fx.Node, int], kinds: dict[int, str], writers: set[int]) -> list[int]:
     phase: dict[fx.Node, int] = {}
     floor = top = 0
+    numbering = [node for node in (line.nodes[i] for i in span) if kinds.get(number.get(node)) == "numbers"]
     for node in (line.nodes[i] for i in span):
         kind = kinds.get(number.get(node), "free")
         found = max([floor, *(phase.get(a, 0) for a in node.all_input_nodes)])
-        if kind != "free":
+        if kind in ("rows", "mixes"):
             found += found % 2 != (kind == "mixes")
         if number.get(node) in writers or node.meta.get("example_value") is None:  # nothing may pass a write or a switch of modes
-            found = floor = found + max(0, top - found + ((top - found) % 2 if kind != "free" else 0))
+            found = floor = found + max(0, top - found + ((top - found) % 2 if kind in ("rows", "mixes") else 0))
         phase[node], top = found, max(top, found)
+    for node in reversed(numbering):
+        phase[node] = min((phase[u] for u in node.users if u in phase), default=phase[node])
     return list(phase.values())
 
 

@@ -178,3 +178,8 @@ def test_closures_are_refused_in_fp16():
     compiled(model, precision="fp16", optimizer=optimizer)(rows(6, dtype=torch.float32)).sum().backward()
     with pytest.raises(L2LError, match="closure"):
         optimizer.step(lambda: None)
+
+
+def test_a_model_in_16_bits_has_no_wider_copy():
+    with pytest.warns(UserWarning, match="have 16 bits on the host"):
+        compiled(Stack(3).bfloat16(), precision="bf16")(rows(6, dtype=torch.bfloat16))

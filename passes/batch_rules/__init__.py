@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from . import (attention, convolution, factories, indexing, joins, losses, matmul, normalisation, pointwise, reductions,
                views)
-from .values import PARTS, Mixing, Partial
+from .values import PARTS, Mixing, Partial, RowIds
 from .walk import analyse, regions, same_program
 
-__all__ = ["PARTS", "Mixing", "Partial", "analyse", "regions", "same_program"]
+__all__ = ["PARTS", "Mixing", "Partial", "RowIds", "analyse", "regions", "same_program"]

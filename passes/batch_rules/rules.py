@@ -67,6 +67,7 @@ def find_rule(op: object) -> Rule | None:
         twin = overload(f"{packet[:-1]}.{op._overloadname}")
         if twin in RULES:
             return RULES[twin]
+        op = twin or op
     if torch.Tag.pointwise in op.tags and _takes_and_gives_tensors(op):
         return POINTWISE
     return None

@@ -52,11 +52,11 @@ def _run(walk: _Walk, small: fx.Graph, large: fx.Graph, inputs: Sequence[Batch |
 
 
 def regions(small: fx.Graph, large: fx.Graph, small_batch: int, large_batch: int,
-            inputs: Sequence[Batch | None], parts: frozenset[torch.dtype] = PARTS) -> list[Batch | Partial | Mixing | None] | None:
+            inputs: Sequence[Batch | None], parts: frozenset[torch.dtype] = PARTS) -> list[State] | None:
     """As `analyse`, for a graph that returns the results of all its steps: each state as if its operands were given.
 
-    A step that mixes rows is run on the whole batch; what reads its result finds the rows where its sizes show them. None
-    if the graph is not the same at both sizes.
+    A step that mixes rows is run on the whole batch; what reads its result finds the rows where its sizes show them. A step
+    that numbers the rows (RowIds) has to run where its result is read. None if the graph is not the same at both sizes.
     """
     if not same_program(small, large):
         return None
@@ -154,7 +154,7 @@ class _Walk:
             state: Any = None
             if isinstance(leaf, fx.Node):
                 state = self.mixed.get(leaf, self.states[leaf])
-                if isinstance(state, RowIds):
+                if isinstance(state, RowIds) and not self.given_anew:
                     state = Mixing(str(leaf.target), "numbers the rows of the batch")
                 elif isinstance(state, tuple):
                     state = Mixing(str(leaf.target), "has several results, which are returned as one")

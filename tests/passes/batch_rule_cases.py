@@ -529,6 +529,7 @@ def write_before_the_read(x, w):
 
 ok("add_.Tensor", write_through_view, X("B", 4), X("B", 1))
 ok("copy_.default", lambda x: torch.zeros(x.shape[0], 4).copy_(x), X("B", 4))
+ok("masked_fill_.Scalar", lambda x, m: x.clone().masked_fill_(m, 1.0), X("B", 4), M("B", 1))
 ok("cumsum_.default", lambda x: x.clone().cumsum_(1), X("B", 4))
 ok("index_put_.default", lambda x, i: x.clone().index_put_([torch.arange(x.shape[0]), i], torch.tensor(2.0).double()), X("B", 4), I("B"))
 no("copy_.default", write_rows_into_shared, X("B", 4), X(4), why="needs the sum")

@@ -139,3 +139,21 @@ def test_sizes_may_be_read_on_both_sides_of_a_cut(size):
             return {"loss": self.second(y.amax(0) + y).reshape(shape).pow(2).mean()}
 
     assert_parity(Model().double(), rows(6), rows(7))
+
+
+def test_each_reader_numbers_the_rows_itself():
+    """`arange` over the batch is made where it is read: in the inner loop for a look-up, whole for the targets of a loss."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = Stack(3), nn.Linear(WIDTH, 3)
+
+        def forward(self, x, last):
+            numbers = torch.arange(len(x))
+            y = self.head(self.body.layers[0](self.body.embed(x))[numbers, last])
+            return {"loss": F.cross_entropy(y @ y.t(), numbers)}
+
+    step = assert_parity(Model().double(), (rows(6, 4, 5), torch.randint(4, (6,))))
+    assert [s.micro_batches for p in l2l_compile.programs(step) for s in p.segments if s.parameter_names] == [3, 3, 3]
+    assert min(runs(step).values()) == 1
