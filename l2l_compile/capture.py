@@ -48,6 +48,7 @@ class Captured:
     autocast     the dtype of the `torch.autocast` that was on there; None if none was
     break_reason why Dynamo ended the graph early, if it did
     lookups      the specs of weights in blocks that only look rows up in them, where those are not in `specs`
+    dropped      outputs that are not made, by position: there is None in their place
     terms        nodes that stand for what rows contribute to a loss: never rounded to 16 bits
     """
 
@@ -65,6 +66,7 @@ class Captured:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     lookups: dict[fx.Node, TensorSpec] = field(default_factory=dict)
     terms: set[fx.Node] = field(default_factory=set)
+    dropped: dict[int, TensorSpec] = field(default_factory=dict)
 
     @property
     def outputs(self) -> tuple:
@@ -174,6 +176,19 @@ def _replaced(arguments: Any, node: fx.Node, by: tuple) -> Any:
     if isinstance(arguments, dict):
         return {k: _replaced(a, node, by) for k, a in arguments.items()}
     return by if arguments is node else arguments
+
+
+def drop_outputs(captured: Captured) -> None:
+    """Make no outputs with the batch dimension, and nothing that only they need, where there is a loss beside them."""
+    specs = {i: captured.specs[o] for i, o in enumerate(captured.outputs) if isinstance(o, fx.Node) and o in captured.specs and o.op != "placeholder"}
+    batched = {i: spec for i, spec in specs.items() if spec.batch is not None or spec.mixed}
+    if not any(spec.differentiable for i, spec in specs.items() if i not in batched):
+        return
+    captured.dropped = batched
+    captured.graph.output_node().args = (tuple(None if i in batched else o for i, o in enumerate(captured.outputs)),)
+    _drop_dead(captured.graph)
+    there = set(captured.graph.nodes)
+    captured.specs = {node: spec for node, spec in captured.specs.items() if node in there}
 
 
 def _count_in_place(graph: fx.Graph) -> None:

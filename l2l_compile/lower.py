@@ -4,11 +4,13 @@ A lowered block is called with a flat list: weights, values, (for backward) grad
 """
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from .errors import LoweringError
 from .inductor import compile_graph
@@ -25,6 +27,7 @@ class Lowered:
     draws    random draws to append to the operands, in the order of forward's operations
     seeded   whether operations remain that draw from the device's default generator themselves
     present  backward only: which operands have a gradient; `run` returns just those
+    inside   most bytes that its operations hold at once beside the operands, where each runs by itself
     """
 
     graph: fx.GraphModule
@@ -32,10 +35,33 @@ class Lowered:
     draws: tuple[Draw, ...]
     seeded: bool
     present: tuple[bool, ...] = ()
+    inside: int = 0
 
     @property
     def random(self) -> bool:
         return self.seeded or bool(self.draws)
+
+
+def most_bytes(graph: fx.Graph) -> int:
+    """Most bytes that the results of an ATen graph's operations take at once, each freed after its last reader."""
+    size: dict[int, int] = {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for position, node in enumerate(graph.nodes):
+        for storage in _storages(node):
+            if node.op != "placeholder" and storage._cdata not in first:
+                first[storage._cdata], size[storage._cdata] = position, storage.nbytes()
+        for read in (node, *node.all_input_nodes):
+            last.update({storage._cdata: position for storage in _storages(read)})
+    change = [0] * (len(graph.nodes) + 1)
+    for key, position in first.items():
+        change[position] += size[key]
+        change[last[key] + 1] -= size[key]
+    return max(itertools.accumulate(change), default=0)
+
+
+def _storages(node: fx.Node) -> list[torch.UntypedStorage]:
+    return [v.untyped_storage() for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor) and v.layout is torch.strided]
 
 
 class Lowering:
@@ -64,8 +90,9 @@ class Lowering:
     def _compile(self, block: Block, graph: fx.GraphModule, present: tuple[bool, ...] = ()) -> Lowered:
         examples = example_inputs(graph)
         draws, seeded = hoist_draws(graph)
+        inside = most_bytes(graph.graph)
         if self.block_compiler == "eager" or not any(n.op == "call_function" for n in graph.graph.nodes):
-            return Lowered(graph, graph, draws, seeded, present)
+            return Lowered(graph, graph, draws, seeded, present, inside)
         examples += [draw.make(torch.Generator(self.device)) for draw in draws]
         try:
             run = compile_graph(graph, examples, self.device)
@@ -74,5 +101,5 @@ class Lowering:
                 f"{block.name} cannot be compiled by Inductor: {type(error).__name__}: {error}. "
                 "The option block_compiler='eager' runs it uncompiled"
             ) from error
-        return Lowered(graph, run, draws, seeded, present)
+        return Lowered(graph, run, draws, seeded, present, inside)
 

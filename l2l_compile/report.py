@@ -161,7 +161,7 @@ class _Explainer:
         lowering = Lowering(self.options.device, self.options.block_compiler)
         program, _ = compile_program(capture(gm), self.options, lowering)
         self.programs.append(program)
-        return lambda *arguments: [_placeholder(program, node, arguments) for node in program.captured.outputs]
+        return lambda *arguments: [_placeholder(program, i, arguments) for i in range(len(program.captured.outputs))]
 
     def report(self) -> Report:
         programs = tuple(self.programs)
@@ -176,8 +176,11 @@ class _Explainer:
         )
 
 
-def _placeholder(program: Program, node: Any, arguments: Sequence[Any]) -> Any:
+def _placeholder(program: Program, position: int, arguments: Sequence[Any]) -> Any:
     """Zeros in the place of an output; arguments and constants as they are."""
+    node, dropped = program.captured.outputs[position], program.captured.dropped.get(position)
+    if dropped is not None:
+        return torch.empty(dropped.sizes(program.bindings), dtype=dropped.dtype, device="meta")
     spec = program.captured.specs.get(node)
     if spec is None:
         return node.meta.get("example_value") if isinstance(node, fx.Node) else node

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..capture import Captured
+from ..capture import Captured, drop_outputs
 from ..errors import L2LError
 from ..options import Options
 from ..precision import narrow
@@ -29,6 +29,8 @@ PIPELINE: tuple[Pass, ...] = SEGMENTATION + STREAMING
 
 def begin(captured: Captured, options: Options) -> Compilation:
     """A captured graph, ready for the passes: losses written row by row, specs narrowed to the precision."""
+    if options.outputs == "loss":
+        drop_outputs(captured)
     if options.micro_batches > 1:
         gather_loss_terms(captured)
     if options.precision != "fp32":

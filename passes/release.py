@@ -30,8 +30,10 @@ class Release:
 
 def holds_device_memory(node: fx.Node) -> bool:
     """Whether a node stands for memory of the device that must be released."""
+    if node.meta.get("host", False):
+        return False
     if node.op == "placeholder":
-        return not node.meta["host"]
+        return True
     return node.op == "call_function" and node.target not in _NO_MEMORY
 
 

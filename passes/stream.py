@@ -85,6 +85,12 @@ class Builder:
             self.held[value, split] = self.convert(self.held[value, not split], split)
         return self.held[value, split]
 
+    def any_form(self, value: Value) -> fx.Node:
+        """The node that holds a value in the form in which it was made; a sum over rows in its whole."""
+        if self.captured.specs[value.node].partial is not None:
+            return self.get(value, False)
+        return next(self.held[value, form] for form in (True, False) if (value, form) in self.held)
+
     def input(self, name: str, spec: TensorSpec, split: bool, kind: str) -> fx.Node:
         """A placeholder: an input of the captured graph, a stash or a gradient, on the host unless a pass moves it."""
         node = self.graph.placeholder(name)
@@ -103,10 +109,10 @@ def _forward(compilation: Compilation) -> fx.Graph:
         for value in segment.values:
             if value.version == 0 and value.node in inputs and not build.holds(value):
                 build.hold(value, build.derived(nodes.restore, inputs[value.node]))
-        _run_forward(build, segment)
+        sent = _run_forward(build, segment, _only_returned(compilation, segment))
         for value in segment.outputs:
             if value in compilation.outputs:
-                returned[value] = build.derived(nodes.offload, build.get(value, False))
+                returned[value] = sent.get(value) or build.derived(nodes.offload, build.any_form(value))
     writes = _write_backs(compilation, build)
     outputs = tuple(map(returned.get, compilation.outputs))
     stashes = tuple(_stash(build, inputs, value) for value in compilation.gradients.kept)
@@ -114,14 +120,33 @@ def _forward(compilation: Compilation) -> fx.Graph:
     return build.graph
 
 
-def _run_forward(build: Builder, segment: Segment) -> None:
+def _only_returned(compilation: Compilation, segment: Segment) -> tuple[int, ...]:
+    """Indices of the outputs that are for the user alone and are made micro-batch by micro-batch."""
+    if not segment.block.inner_looped:
+        return ()
+    read = {v for s in compilation.segments[segment.index + 1 :] for v in s.values}
+    return tuple(
+        i for i, (value, spec) in enumerate(zip(segment.outputs, segment.block.outputs, strict=True))
+        if value in compilation.outputs and value not in read and not value.version and spec.batch is not None
+    )
+
+
+def _run_forward(build: Builder, segment: Segment, send: tuple[int, ...]) -> dict[Value, fx.Node]:
+    """Write the nodes of a segment; the outputs that are on the host then."""
     split, specs = segment.block.inner_looped, build.captured.specs
     weights = build.emit(nodes.fetch_weights, segment.index, segment=segment) if segment.weights else None
     operands = tuple(build.get(v, split) for v in segment.values)
-    made = build.emit(nodes.forward, segment.index, weights, operands, segment=segment)
+    made = build.emit(nodes.forward, segment.index, weights, operands, *([send] if send else []), segment=segment)
+    sent = {}
     for index, value in enumerate(segment.outputs):
         node = build.emit(operator.getitem, made, index, segment=segment)
-        build.hold(value, build.describe(node, value, specs[value.node], split))
+        build.describe(node, value, specs[value.node], split)
+        if index in send:
+            node.meta["host"] = True
+            sent[value] = node
+        else:
+            build.hold(value, node)
+    return sent
 
 
 def _write_backs(compilation: Compilation, build: Builder) -> list[fx.Node]:
@@ -138,9 +163,7 @@ def _write_backs(compilation: Compilation, build: Builder) -> list[fx.Node]:
 def _stash(build: Builder, inputs: dict[fx.Node, fx.Node], value: Value) -> fx.Node:
     if value.version == 0 and value.node in inputs:
         return inputs[value.node]  # still on the host
-    forms = (True, False) if build.captured.specs[value.node].batch is not None else (False,)
-    held = next((build.held[value, form] for form in forms if (value, form) in build.held), None) or build.get(value, False)
-    return build.derived(nodes.stash, held)
+    return build.derived(nodes.stash, build.any_form(value))
 
 
 def _backward(compilation: Compilation) -> fx.Graph:

@@ -75,7 +75,7 @@ def _defined(node: fx.Node, position: dict[fx.Node, int]) -> None:
 
 
 def _on_host(node: fx.Node) -> bool:
-    return node.meta["host"] if node.op == "placeholder" else node.target in _HOST_SOURCES
+    return node.meta.get("host", False) or node.target in _HOST_SOURCES
 
 
 def _lane(node: fx.Node) -> None:

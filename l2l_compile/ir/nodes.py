@@ -58,8 +58,11 @@ def fetch_weights(segment, after=None):
 
 
 @_operation(COMPUTE)
-def forward(segment, weights, values):
-    """Run the segment on every micro-batch; the outputs, as a tuple of values."""
+def forward(segment, weights, values, sent=()):
+    """Run the segment on every micro-batch; the outputs, as a tuple of values.
+
+    Outputs whose index is in `sent` go to the host micro-batch by micro-batch, as they are made.
+    """
     _not_run("forward")
 
 

@@ -63,6 +63,7 @@ def _argument(value) -> str:
 def _describe(node: fx.Node, bindings: Bindings) -> str:
     spec = node.meta["spec"]
     form = " split" if node.meta["split"] else ""
+    form += " sent to the host" if node.op == "call_function" and node.meta.get("host") else ""
     return f"{spec}{form}  {format_bytes(spec.bytes(bindings))}"
 
 

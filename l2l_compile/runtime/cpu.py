@@ -35,7 +35,7 @@ class CpuDevice(Device):
     """Runs a program on the host, where weights and stashes are already: nothing is copied.
 
     `peak_bytes` is what a device would hold: weights from fetch to release, activations and gradients while program
-    values hold them.
+    values hold them, and within a block what its operations make, each by itself.
     """
 
     def __init__(self) -> None:
@@ -71,6 +71,9 @@ class CpuDevice(Device):
 
     def free(self, tensors: Sequence[torch.Tensor]) -> None:
         self.ledger.drop(tensors)
+
+    def computes(self, inside: int) -> None:
+        self.ledger.pass_by(inside)
 
     def start_peak(self) -> None:
         self.ledger.start_peak()

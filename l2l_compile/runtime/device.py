@@ -97,6 +97,9 @@ class Device(ABC):
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         """These tensors have just been made by a program value."""
 
+    def computes(self, inside: int) -> None:
+        """Operations run now that need up to so many bytes beside their operands (compute lane)."""
+
     def wait_on_host(self, event: Any) -> None:
         """Block the calling thread until an event of a lane (not None) has happened."""
         event.wait()

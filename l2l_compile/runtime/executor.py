@@ -155,9 +155,48 @@ class Executor:
         operands = [env[n] for n in node.args[2]]
         box = Box()
         box.results = [Box() for _ in segment.block.outputs]
-        work = run_forward(self.step, self.device, segment, weights, operands, box.results)
-        self.submit("compute", (weights, *operands), box.results, work)
+        turns = run_forward(self.step, self.device, segment, weights, operands, box.results)
+        sent = [box.results[i] for i in node.args[3]] if len(node.args) > 3 else []
+        if not sent:
+            self.submit("compute", (weights, *operands), box.results, lambda: [work() for work in turns])
+            return box
+        copied = None
+        for turn, work in enumerate(turns):
+            self.submit("compute", (weights, *operands), box.results, work)
+            if turn:
+                self._free_sent(sent, turn - 1, copied)
+            copied = self._send(sent, turn)
+        self._free_sent(sent, len(turns) - 1, copied)
+        for result in sent:
+            result.lane, result.event = "d2h", copied
         return box
+
+    def _send(self, sent: Sequence[Box], turn: int) -> Any:
+        """Copy what a micro-batch has just made to the host; the event after which it is there."""
+        d2h, made = self.device.lanes["d2h"], self.device.lanes["compute"].record()
+        if made is not None:
+            d2h.wait(made)
+
+        def work() -> None:
+            for result in sent:
+                on_host = self.device.download(result.tensors[turn])
+                self.step.stats.offloaded_bytes += _bytes([on_host])
+                result.tensors[turn] = (result.tensors[turn], on_host)
+
+        d2h.run(work)
+        return d2h.record()
+
+    def _free_sent(self, sent: Sequence[Box], turn: int, copied: Any) -> None:
+        compute = self.device.lanes["compute"]
+        if copied is not None:
+            compute.wait(copied)
+
+        def work() -> None:
+            for result in sent:
+                on_device, result.tensors[turn] = result.tensors[turn]
+                self.device.free([on_device])
+
+        compute.run(work)
 
     def _backward(self, node: fx.Node, env: dict) -> Box:
         segment = self.segments[node.args[0]]

@@ -31,6 +31,11 @@ class Ledger:
                     self.held += entry[1]
             self.peak = max(self.peak, self.held)
 
+    def pass_by(self, size: int) -> None:
+        """So many bytes more are in use for a moment."""
+        with self._lock:
+            self.peak = max(self.peak, self.held + size)
+
     def drop(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A program value lets go of these tensors; those that nobody holds any more."""
         gone = []

@@ -13,7 +13,7 @@ from ..dynamo import graph_is_kept
 from ..errors import DeviceError, L2LError
 from ..host.server import ParameterServer
 from ..ir.program import Program
-from ..ir.values import dim_of, evaluate
+from ..ir.values import TensorSpec, dim_of, evaluate
 from ..lower import Lowering
 from ..options import Options
 from .device import Device, aligned
@@ -45,6 +45,11 @@ class Stashes:
 
 def _on_device(box: Box) -> bool:
     return box.lane == "compute"
+
+
+def _joined(box: Box, spec: TensorSpec) -> torch.Tensor:
+    """A value on the host, of all micro-batches."""
+    return torch.cat(box.tensors, spec.batch.dim) if len(box.tensors) > 1 else box.tensors[0]
 
 
 class Runner:
@@ -83,10 +88,13 @@ class Runner:
             made = _Streamed.apply(self, *arguments)
         else:
             made, _, _ = self.forward(arguments, to_train=False)
-        return [
+        outputs = [
             self._plain(node, arguments) if source is None else made[source]
             for node, source in zip(self.captured.outputs, self._source, strict=True)
         ]
+        for position, spec in self.captured.dropped.items():
+            outputs[position] = torch.empty(spec.sizes(self.captured.bindings(arguments)), dtype=spec.dtype, device="meta")
+        return outputs
 
     def _plain(self, node: Any, arguments: Sequence) -> Any:
         """An output that no segment makes: an argument as it came, a size, a constant."""
@@ -131,7 +139,7 @@ class Runner:
             for index, contents in step.writes.items():
                 arguments[index].copy_(contents)
         stashes = Stashes(self.device, kept)
-        made = [outputs[position].tensors[0] for position in self._made]
+        made = [_joined(outputs[position], captured.specs[captured.outputs[position]]) for position in self._made]
         kept_memory = {t.untyped_storage().data_ptr() for box in kept for t in box.tensors}
         made = [t.clone() if t.untyped_storage().data_ptr() in kept_memory else t for t in made]
         self.stats.forward_seconds = time.perf_counter() - start

@@ -1,6 +1,7 @@
 """The inner loop: every micro-batch of the batch through one segment, forward or backward."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
@@ -129,22 +130,26 @@ class Step:
 
 def run_forward(
     step: Step, device: Device, segment: Segment, weights: Box, operands: Sequence[Box], results: Sequence[Box]
-) -> Callable[[], None]:
-    """Work for the compute lane that runs a segment forward and fills `results`. Lowers now, on the caller's thread."""
+) -> list[Callable[[], None]]:
+    """Work for the compute lane, one for each micro-batch, that runs a segment forward and adds to `results`.
+
+    Lowers now, on the caller's thread.
+    """
     block = segment.block
     lowered = [_lower(segment, "forward", step.lowering.forward, block, b) for b in step.bindings_of(block)]
     seeds = _seeds(step, segment, lowered)
+    for result in results:
+        result.tensors = []
 
-    def work() -> None:
-        made = []
-        for turn, run in enumerate(lowered):
-            arguments = [*weights.tensors, *(_turn(o, turn) for o in operands)]
-            made.append(_call(segment, "forward", turn, run, arguments, seeds, device))
-        for index, (result, spec) in enumerate(zip(results, block.outputs, strict=True)):
-            result.tensors = [m[index] for m in made] if _split(block, spec) else [made[0][index]]
-            device.adopt(result.tensors)
+    def work(turn: int) -> None:
+        arguments = [*weights.tensors, *(_turn(o, turn) for o in operands)]
+        made = _call(segment, "forward", turn, lowered[turn], arguments, seeds, device)
+        for result, spec, tensor in zip(results, block.outputs, made, strict=True):
+            if turn == 0 or _split(block, spec):
+                result.tensors.append(tensor)
+                device.adopt([tensor])
 
-    return work
+    return [functools.partial(work, turn) for turn in range(len(lowered))]
 
 
 def run_backward(
@@ -246,6 +251,7 @@ def _seeds(step: Step, segment: Segment, lowered: Sequence[Lowered]) -> list[int
 def _call(
     segment: Segment, which: str, turn: int, run: Lowered, arguments: list, seeds: Sequence[int], device: Device
 ) -> Sequence[torch.Tensor]:
+    device.computes(run.inside)
     try:
         if not run.random:
             return run.run(*arguments)

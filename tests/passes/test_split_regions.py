@@ -155,5 +155,5 @@ def test_each_reader_numbers_the_rows_itself():
             return {"loss": F.cross_entropy(y @ y.t(), numbers)}
 
     step = assert_parity(Model().double(), (rows(6, 4, 5), torch.randint(4, (6,))))
-    assert [s.micro_batches for p in l2l_compile.programs(step) for s in p.segments if s.parameter_names] == [3, 3, 3]
+    assert {s.micro_batches for p in l2l_compile.programs(step) for s in p.segments if s.parameter_names} == {3}
     assert min(runs(step).values()) == 1

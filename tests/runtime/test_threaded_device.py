@@ -125,9 +125,19 @@ def test_release_that_does_not_wait_for_copies_fails(threaded, monkeypatch):
 
     threaded.delay = 0.01
     model, x, expected = with_reference()
-    step = compiled(model)
+    step = compiled(model, micro_batches=1)  # the output is copied as a whole
     assert not goes_wrong(step, model, x, expected)
     monkeypatch.setitem(executor._HANDLERS, nodes.release, release)
+    assert any(goes_wrong(step, model, x, expected) for _ in range(8))
+
+
+def test_outputs_that_are_freed_before_they_are_copied_fail(threaded, monkeypatch):
+    threaded.delay = 0.01
+    model, x, expected = with_reference()
+    step = compiled(model)
+    assert not goes_wrong(step, model, x, expected)
+    free = executor.Executor._free_sent
+    monkeypatch.setattr(executor.Executor, "_free_sent", lambda self, sent, turn, copied: free(self, sent, turn, None))
     assert any(goes_wrong(step, model, x, expected) for _ in range(8))
 
 

@@ -1,0 +1,96 @@
+"""What a model returns: copied to the host micro-batch by micro-batch, or not made at all."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import l2l_compile
+from models import Broken, Stack, TwoHeads, assert_close, assert_parity, assert_same_gradients, compiled, rows
+
+
+class Language(nn.Module):
+    """Scores over a vocabulary next to their loss; the scores alone without targets."""
+
+    def __init__(self, vocabulary: int = 50, depth: int = 3, width: int = 8):
+        super().__init__()
+        self.table = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList([Stack(1, width).layers[0] for _ in range(depth)])
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids, labels=None):
+        x = self.table(ids)
+        states = [x]
+        for layer in self.layers:
+            states.append(x := layer(x))
+        scores = self.head(x)
+        if labels is None:
+            return {"scores": scores}
+        return {"loss": F.cross_entropy(scores.flatten(0, 1), labels.flatten()), "scores": scores, "states": states}
+
+
+def ids(batch: int, tokens: int = 7, vocabulary: int = 50) -> torch.Tensor:
+    return torch.randint(vocabulary, (batch, tokens))
+
+
+def test_only_the_loss_is_made():
+    model, x = Language().double(), ids(6)
+    reference = copy.deepcopy(model)
+    step = compiled(model, outputs="loss")
+    found, expected = step(x, x), reference(x, x)
+    assert_close(found["loss"].detach(), expected["loss"].detach(), 1e-12, "loss")
+    assert found["scores"].is_meta and found["scores"].shape == (6, 7, 50) and found["scores"].dtype is torch.float64
+    assert all(s.is_meta and s.shape == (6, 7, 8) for s in found["states"])
+    found["loss"].backward()
+    expected["loss"].backward()
+    assert_same_gradients(model, reference)
+    assert step(ids(4), ids(4))["scores"].shape == (4, 7, 50)  # the shape follows the batch
+
+
+def test_without_a_loss_everything_is_made():
+    """Evaluation without labels, and what one program hands to the next across a graph break."""
+    model, x = Language().double(), ids(6)
+    assert_close(compiled(model, outputs="loss")(x)["scores"].detach(), model(x)["scores"].detach(), 1e-12, "scores")
+    assert_parity(Broken().double(), rows(6), outputs="loss")
+
+
+def test_explain_knows_that_outputs_are_not_made():
+    x = ids(6)
+    report = l2l_compile.explain(Language(), {"micro_batches": 3, "device": "cpu", "outputs": "loss"})(x, x)
+    assert [o.shape for o in report.outputs] == [()]
+
+
+def peak(model: nn.Module, x: torch.Tensor, **options) -> int:
+    step = compiled(model, **options)
+    step(x, x)["loss"].backward()
+    return l2l_compile.stats(step).peak_device_bytes
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_outputs_leave_the_device_micro_batch_by_micro_batch(micro_batches):
+    """Scores of two micro-batches at most are there next to what the loss alone needs; the numbers are eager's."""
+    vocabulary = 5000
+    model, x = Language(vocabulary).double(), ids(8, 7, vocabulary)
+    found, expected = compiled(model, micro_batches=micro_batches)(x, x), model(x, x)
+    assert_close(found["scores"].detach(), expected["scores"].detach(), 1e-12, "scores")
+    more = peak(model, x, micro_batches=micro_batches) - peak(model, x, micro_batches=micro_batches, outputs="loss")
+    assert more <= 2 * found["scores"].nbytes / micro_batches + 20_000
+
+
+def test_every_device_sends_outputs_in_order(threaded):
+    """Scores, a result without gradient, hidden states that the next layer reads as well."""
+    for _ in range(3):
+        x = ids(6)
+        assert_parity(Language().double(), (x, x), micro_batches=3, device="cuda" if torch.cuda.is_available() else "cpu")
+        assert_parity(TwoHeads().double(), rows(7), micro_batches=3)
+
+
+def test_the_head_does_not_grow_with_the_batch():
+    """Sixteen micro-batches need little more of the device than one of the same size."""
+    vocabulary = 8000
+    model = Language(vocabulary, depth=2)
+    one, sixteen = ids(2, 16, vocabulary), ids(32, 16, vocabulary)
+    assert peak(model, sixteen, micro_batches=16, outputs="loss") <= 1.2 * peak(model, one, outputs="loss", micro_batches=1)
