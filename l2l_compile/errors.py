@@ -27,6 +27,10 @@ class LoweringError(L2LError):
     """A segment could not be traced or compiled for the device."""
 
 
+class CheckError(L2LError):
+    """A block gives other numbers for rows together than for rows apart (option `check`)."""
+
+
 class VerifyError(L2LError):
     """A program breaks a rule of its vocabulary. `rule` is the rule's name, `node` the offending node's name."""
 

@@ -27,6 +27,8 @@ class Options:
     prefetch        how many layers ahead weights and stashes are fetched; also the number of extra weight slabs.
     outputs         "all", or "loss": a program that makes a loss (an output without the batch dimension that takes a gradient)
                     makes only outputs without the batch dimension; the others come back on the "meta" device, as shapes.
+    check           whether every inner-looped block is run on rows of two micro-batches together and apart when it first
+                    runs, and an error raised where the results differ.
     block_compiler  "inductor" compiles each block once; "eager" runs its ATen graph as traced.
     precision       "fp32" computes in the dtype of the parameters; "bf16" and "fp16" keep fp32 parameters on the host and
                     send, compute and stash in 16 bits (CMP).
@@ -48,6 +50,7 @@ class Options:
     stash: str = "host"
     prefetch: int = 1
     outputs: str = "all"
+    check: bool = False
     block_compiler: str = "inductor"
     precision: str = "fp32"
     gradient_wire: str | None = None
@@ -81,6 +84,7 @@ class Options:
         _check_int(given, "prefetch", 0)
         _check_choice(given, "stash", ("device", "host"))
         _check_choice(given, "outputs", ("all", "loss"))
+        _check_choice(given, "check", (False, True))
         _check_choice(given, "block_compiler", ("inductor", "eager"))
         _check_choice(given, "precision", _PRECISIONS)
         _check_choice(given, "gradient_wire", (None, *_PRECISIONS))

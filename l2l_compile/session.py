@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from . import dynamo
+from .check import Check
 from .host.server import ParameterServer
 from .lower import Lowering
 from .options import Options
@@ -28,6 +29,7 @@ class Session:
         self.options = options
         self.device = device or open_device(options)
         self.lowering = Lowering(self.device.torch_device, options.block_compiler)
+        self.check = Check(self.device.torch_device) if options.check else None
         self.server = ParameterServer(options, self.device)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: what it forgets is gone here as well
         self._step: list[weakref.ref[Runner]] = []

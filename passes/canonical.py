@@ -133,7 +133,10 @@ def _read_outside(node: fx.Node, inside: dict[fx.Node, int]) -> bool:
 
 
 def _common_name(line: Line, span: range) -> str:
-    """The module path shared by the operations that read parameters (by all that have a path, if none does)."""
+    """The module path shared by the operations that read parameters (by all that have a path, if none does).
+
+    Operations outside of all modules go by the name of the last one that makes a tensor.
+    """
     paths = [line.paths[i] for i in span if line.paths[i]]
     with_weights = [
         line.paths[i] for i in span
@@ -142,7 +145,8 @@ def _common_name(line: Line, span: range) -> str:
     ]
     paths = with_weights or paths
     if not paths:
-        return "graph"
+        made = [line.nodes[i].target for i in span if line.nodes[i] in line.captured.specs]
+        return next((t if isinstance(t, str) else getattr(t, "__name__", "graph") for t in reversed(made)), "graph")
     counts = Counter(path[:n] for path in paths for n in range(1, len(path) + 1))
     full = [prefix for prefix, count in counts.items() if count == len(paths)]
     if full:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import sympy
 import torch
 from torch import fx
 
@@ -35,10 +36,8 @@ def decide(compilation: Compilation, block: Block) -> None:
         _extend_outputs(block)
         block.reason = _why_not_tried(compilation, block, odd)
         return
-    primes = suitable_primes(block, captured.hints, captured.batch)
     try:
-        small, mutated = probe(block, {**captured.hints, captured.batch: primes[0]})
-        large, _ = probe(block, {**captured.hints, captured.batch: primes[1]})
+        small, large, primes, mutated = probes(block, captured.hints, captured.batch)
     except LoweringError as error:
         _, block.mutated = probe(block, captured.hints)
         _extend_outputs(block)
@@ -46,14 +45,21 @@ def decide(compilation: Compilation, block: Block) -> None:
         return
     block.mutated = mutated
     _extend_outputs(block)
-    states = analyse(small.graph, large.graph, *primes[:2], states_of_operands(block), parts_of(captured))
+    states = analyse(small, large, *primes, states_of_operands(block), parts_of(captured))
     block.reason = _refusal(block, states)
     block.inner_looped = block.reason is None
     if block.inner_looped:
         block.outputs = tuple(
             replace(o, partial=s.how) if isinstance(s, Partial) else o for o, s in zip(block.outputs, states, strict=True)
         )
-        block.summed_whole = _summed_whole(block, small.graph)
+        block.summed_whole = _summed_whole(block, small)
+
+
+def probes(block: Block, hints: Bindings, batch: sympy.Symbol) -> tuple[fx.Graph, fx.Graph, tuple[int, int], tuple[int, ...]]:
+    """The forward graph of a block at two batch sizes, the sizes, and the operands that it writes into."""
+    primes = suitable_primes(block, hints, batch)[:2]
+    (small, mutated), (large, _) = (probe(block, {**hints, batch: prime}) for prime in primes)
+    return small.graph, large.graph, tuple(primes), mutated
 
 
 def states_of_operands(block: Block) -> list[Batch | Mixing | None]:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ..capture import Captured
+from ..check import Check
 from ..dynamo import graph_is_kept
 from ..errors import DeviceError, L2LError
 from ..host.server import ParameterServer
@@ -59,18 +60,20 @@ class Runner:
     differentiable   which outputs can have one
     rebuild          makes the backward graph for other gradients: given -> graph module
     started          called with the runner before every forward
+    check            compares blocks on rows together and apart, if the user asked for it
     """
 
     def __init__(
         self, program: Program, options: Options, device: Device, lowering: Lowering, server: ParameterServer, *,
         given: tuple[bool, ...], differentiable: tuple[bool, ...],
         rebuild: Callable[[tuple[bool, ...]], fx.GraphModule], started: Callable[[Runner], None],
+        check: Check | None = None,
     ):
         self.program, self.options, self.device, self.lowering, self.server = program, options, device, lowering, server
         self.captured: Captured = program.captured
         self.stats = Stats()
         self._backwards = {given: program.backward}
-        self._rebuild, self._started = rebuild, started
+        self._rebuild, self._started, self._check_blocks = rebuild, started, check
         hints = self.captured.hints
         self._slab_bytes = max((sum(aligned(w.bytes(hints)) for w in s.block.weights) for s in program.segments), default=0)
         self._argument_of = {i.node: i.index for i in self.captured.inputs}
@@ -129,7 +132,7 @@ class Runner:
             held[index] = arguments[index].detach().clone()
         step = Step(
             held, captured.constants, captured.bindings(arguments), captured.batch, self.options.micro_batches,
-            self.lowering, self.stats, self.server,
+            self.lowering, self.stats, self.server, check=self._check_blocks,
         )
         self.server.begin_forward(step, [a for a, i in zip(arguments, captured.inputs, strict=True) if i.kind == "parameter"], to_train)
         self.program.bindings = step.bindings

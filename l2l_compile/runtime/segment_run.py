@@ -17,6 +17,7 @@ from ..randomness import mixed
 from .device import Device
 
 if TYPE_CHECKING:
+    from ..check import Check
     from ..host.server import ParameterServer
     from ..host.updates import Use
     from .executor import Box
@@ -96,6 +97,7 @@ class Step:
     lowering: Lowering
     stats: Stats
     server: ParameterServer
+    check: Check | None = None
     gradient_wire: str | None = None
     use: Use | None = None
     writes: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -138,10 +140,13 @@ def run_forward(
     block = segment.block
     lowered = [_lower(segment, "forward", step.lowering.forward, block, b) for b in step.bindings_of(block)]
     seeds = _seeds(step, segment, lowered)
+    compare = step.check and step.check.forward(step, segment, weights, operands)
     for result in results:
         result.tensors = []
 
     def work(turn: int) -> None:
+        if compare and turn == 0:
+            compare()
         arguments = [*weights.tensors, *(_turn(o, turn) for o in operands)]
         made = _call(segment, "forward", turn, lowered[turn], arguments, seeds, device)
         for result, spec, tensor in zip(results, block.outputs, made, strict=True):
@@ -170,7 +175,11 @@ def run_backward(
     if block.summed_whole and len(lowered) > 1 and not lowered[0].random:
         whole = _lower(segment, "backward", step.lowering.backward, block, step.bindings, given)
 
+    compare = step.check and step.check.backward(step, segment, weights, operands, gradients)
+
     def work() -> None:
+        if compare:
+            compare()
         totals: list = [None] * len(block.operands)
         for turn, run in enumerate(lowered):
             arguments = [*weights.tensors, *(_turn(o, turn) for o in operands)]

@@ -31,6 +31,6 @@ from __future__ import annotations
 from . import (attention, convolution, factories, indexing, joins, losses, matmul, normalisation, pointwise, reductions,
                views)
 from .values import PARTS, Mixing, Partial, RowIds
-from .walk import analyse, regions, same_program
+from .walk import analyse, regions, same_program, states_of_nodes
 
-__all__ = ["PARTS", "Mixing", "Partial", "RowIds", "analyse", "regions", "same_program"]
+__all__ = ["PARTS", "Mixing", "Partial", "RowIds", "analyse", "regions", "same_program", "states_of_nodes"]

@@ -66,6 +66,14 @@ def regions(small: fx.Graph, large: fx.Graph, small_batch: int, large_batch: int
     return _run(walk, small, large, inputs)
 
 
+def states_of_nodes(small: fx.Graph, large: fx.Graph, small_batch: int, large_batch: int,
+                    inputs: Sequence[Batch | None], parts: frozenset[torch.dtype] = PARTS) -> list[State | tuple[State, ...]]:
+    """The state of every node of `small`, in order, for two graphs that are the same program."""
+    walk = _Walk(small_batch, large_batch, parts)
+    _run(walk, small, large, inputs)
+    return [walk.states.of.get(node) for node in small.nodes]
+
+
 def same_program(one: fx.Graph, other: fx.Graph) -> bool:
     """Whether two graphs are the same ops on the same values; constants and sizes may differ."""
     if len(one.nodes) != len(other.nodes):

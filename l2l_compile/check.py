@@ -1,0 +1,200 @@
+"""Option `check`: on real rows of the first batch, a block gives the same for rows together and for them apart.
+
+What is proven about a block rests on what its operations say of themselves; a custom operation can be wrong about that.
+For every inner-looped block, the rows of the first two micro-batches are run together and apart, the first time that the
+block runs forward and backward. Random draws are the same for every row here.
+"""
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from .errors import CheckError
+from .ir.program import Block, Segment
+from .ir.values import TensorSpec
+from .lower import Lowered, Lowering
+from .passes.batch_rules import Partial, same_program, states_of_nodes
+from .passes.proof import probes, states_of_operands
+from .trace import probe
+
+if TYPE_CHECKING:
+    from .ir.batch import Batch
+    from .runtime.executor import Box
+    from .runtime.segment_run import Step
+
+_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}  # narrower: 3e-2
+
+
+class Check:
+    """Compares every block once, forward and backward. Raises `CheckError`, which names segment and operation."""
+
+    def __init__(self, device: torch.device):
+        self._plain = Lowering(device, "eager")
+        self._done: set[tuple] = set()
+
+    def forward(self, step: Step, segment: Segment, weights: Box, operands: Sequence[Box]) -> Callable[[], None] | None:
+        """Work for the compute lane that compares the outputs of a segment; None if there is nothing to compare."""
+        block = segment.block
+        if not self._begins(step, (block, "forward")):
+            return None
+        pair = _Pair(step, segment, "outputs", lambda lowering, b: lowering.forward(block, b), self._plain)
+        return lambda: pair.compare(weights, operands, (), (), block.outputs, block.outputs)
+
+    def backward(
+        self, step: Step, segment: Segment, weights: Box, operands: Sequence[Box], gradients: Sequence[Box]
+    ) -> Callable[[], None] | None:
+        """The same for the gradients of its operands."""
+        block, given = segment.block, tuple(not g.absent for g in gradients)
+        if not self._begins(step, (block, given)):
+            return None
+        pair = _Pair(step, segment, "gradients", lambda lowering, b: lowering.backward(block, b, given), self._plain)
+        arriving = [(g, spec) for g, spec in zip(gradients, block.outputs, strict=True) if not g.absent]
+        made = [_summed(spec) for spec, there in zip(block.operands, pair.together.present, strict=True) if there]
+        return lambda: pair.compare(weights, operands, *zip(*arriving, strict=True), made, made)
+
+    def _begins(self, step: Step, key: tuple) -> bool:
+        if not key[0].inner_looped or len(step.sizes) < 2 or key in self._done:
+            return False
+        self._done.add(key)
+        return True
+
+
+class _Pair:
+    """The first two micro-batches of a step through one block, together and apart. Lowers when it is made."""
+
+    def __init__(self, step: Step, segment: Segment, what: str, lower: Callable[[Lowering, dict], Lowered], plain: Lowering):
+        self.step, self.segment, self.what, self.sizes = step, segment, what, step.sizes[:2]
+        self.bindings = [{**step.bindings, step.batch: size} for size in (*self.sizes, sum(self.sizes))]
+        self.apart = [lower(step.lowering, b) for b in self.bindings[:2]]
+        self.together = lower(plain, self.bindings[2])
+
+    def compare(self, weights, operands, gradients, arriving, made: Sequence[TensorSpec], expected: Sequence[TensorSpec]) -> None:
+        block = self.segment.block
+        if self.together.seeded:
+            warnings.warn(f"check=True cannot compare '{self.segment.name}': an operation of it draws random numbers by itself", stacklevel=2)
+            return
+        apart, together = [], [*weights.tensors]
+        for turn in range(2):
+            apart.append([*weights.tensors, *(_piece(o, turn) for o in operands)])
+            apart[-1] += [self._gradient(g, turn, spec) for g, spec in zip(gradients, arriving, strict=True)]
+        together += [_joined(o.tensors, spec) for o, spec in zip(operands, block.values, strict=True)]
+        together += [_joined(g.tensors, spec) for g, spec in zip(gradients, arriving, strict=True)]
+        found = [run.run(*a, *_draws(run)) for run, a in zip(self.apart, apart, strict=True)]
+        whole = self.together.run(*together, *_draws(self.together))
+        tolerance = _tolerance(self.together.graph)
+        for index, spec in enumerate(made):
+            pieces = [f[index] for f in found]
+            for actual in self._values(pieces, spec):
+                if (error := _error(actual, whole[index])) > tolerance:
+                    raise CheckError(self._message(index, error, apart, together))
+
+    def _values(self, pieces: list[torch.Tensor], spec: TensorSpec) -> list[torch.Tensor]:
+        """What should be the value of the two micro-batches together."""
+        if spec.batch is not None:
+            return [torch.cat(pieces, spec.batch.dim)]
+        if spec.partial is not None:
+            return [sum(p * self._share(i, spec) for i, p in enumerate(pieces))]
+        return pieces
+
+    def _share(self, turn: int, spec: TensorSpec) -> float:
+        return self.sizes[turn] / sum(self.sizes) if spec.partial == "mean" else 1
+
+    def _gradient(self, box: Box, turn: int, spec: TensorSpec) -> torch.Tensor:
+        if spec.partial is not None:
+            return box.tensors[0] * self._share(turn, spec)
+        return box.tensors[turn] if spec.batch is not None else box.tensors[0] * (turn == 0)
+
+    def _message(self, index: int, error: float, apart: list[list], together: list) -> str:
+        block, count = self.segment.block, len(self.segment.block.operands)
+        name = self._first_that_differs([a[:count] for a in apart], together[:count])
+        if name is None:
+            custom = sorted({str(n.target) for n in self.together.graph.graph.nodes if getattr(n.target, "namespace", "aten") not in ("aten", "prims")})
+            name = f"an operation in its backward{': ' + ', '.join(custom) if custom else ''}"
+        rows = " and ".join(map(str, self.sizes))
+        return (
+            f"check=True: segment '{self.segment.name}' gives other {self.what} for {sum(self.sizes)} rows together than for {rows} rows "
+            f"apart ({self.what} {index} differ by {error:.1e}): {name} mixes the rows of the batch, but is not known to. "
+            "Use micro_batches=1, or take the tag torch.Tag.pointwise off a custom operator that is not pointwise"
+        )
+
+    def _first_that_differs(self, apart: list[list], together: list) -> str | None:
+        """The first ATen operation of forward that treats the rows together and apart differently."""
+        block = self.segment.block
+        small, large, primes, _ = probes(block, self.step.bindings, self.step.batch)
+        graphs = [probe(block, b)[0] for b in self.bindings]
+        if not all(same_program(small, g.graph) for g in graphs):
+            return None
+        states = states_of_nodes(small, large, *primes, states_of_operands(block))
+        one, other, whole = (_values_of(g, a) for g, a in zip(graphs, [*apart, together], strict=True))
+        tolerance = _tolerance(graphs[2])
+        for position, (node, state) in enumerate(zip(small.nodes, states, strict=True)):
+            values = whole[position], one[position], other[position]
+            if node.op == "call_function" and all(isinstance(v, torch.Tensor) for v in values):
+                if any(_error(a, values[0]) > tolerance for a in self._by_state(list(values[1:]), state)):
+                    return str(node.target)
+        return None
+
+    def _by_state(self, pieces: list[torch.Tensor], state: Batch | Partial | object | None) -> list[torch.Tensor]:
+        if state is None:
+            return pieces
+        if isinstance(state, Partial):
+            return [sum(p * (self.sizes[i] / sum(self.sizes) if state.how == "mean" else 1) for i, p in enumerate(pieces))]
+        if not hasattr(state, "outer"):
+            return []  # mixes rows and is known to
+        opened = [p.unflatten(state.dim, (state.outer, -1, state.multiple)) for p in pieces]
+        return [torch.cat(opened, state.dim + 1).flatten(state.dim, state.dim + 2)]
+
+
+def _summed(spec: TensorSpec) -> TensorSpec:
+    """How gradients of an operand come together: rows side by side, those of what micro-batches share as a sum."""
+    return spec if spec.batch is not None else TensorSpec(spec.shape, spec.dtype, partial="sum")
+
+
+def _piece(box: Box, turn: int) -> torch.Tensor:
+    return box.tensors[turn] if len(box.tensors) > 1 else box.tensors[0]
+
+
+def _joined(tensors: list[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
+    return torch.cat(tensors[:2], spec.batch.dim) if spec.batch is not None else tensors[0]
+
+
+def _draws(run: Lowered) -> list[torch.Tensor]:
+    """The same draw for every row: masks that keep all, and one number."""
+    drawn = [d.make(torch.Generator(_device(run)).manual_seed(0)) for d in run.draws]
+    return [torch.ones_like(d) if d.dtype is torch.bool else torch.full_like(d, 0.5 if d.is_floating_point() else 0) for d in drawn]
+
+
+def _device(run: Lowered) -> torch.device:
+    return next(n.meta["val"].device for n in run.graph.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
+
+
+def _values_of(module: fx.GraphModule, operands: list[torch.Tensor]) -> list:
+    interpreter = fx.Interpreter(module, garbage_collect_values=False)
+    with torch.no_grad():
+        interpreter.run(*operands)
+    return [interpreter.env.get(node) for node in module.graph.nodes]
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm-wise relative; entries that are not finite have to be the same."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    if not (actual.is_floating_point() or actual.is_complex()):
+        return float(not torch.equal(actual, expected))
+    wide = torch.complex128 if actual.is_complex() else torch.float64
+    a, e = actual.to(wide), expected.to(wide)
+    finite = torch.isfinite(e)
+    if not torch.equal(finite, torch.isfinite(a)):
+        return float("inf")
+    a, e = torch.where(finite, a, 0), torch.where(finite, e, 0)
+    return float((a - e).norm() / e.norm().clamp_min(1e-6 * max(1, e.numel()) ** 0.5))
+
+
+def _tolerance(module: fx.GraphModule) -> float:
+    """For the narrowest dtype in which a graph computes."""
+    values = (n.meta.get("val") for n in module.graph.nodes)
+    return max((_TOLERANCE.get(v.dtype, 3e-2) for v in values if isinstance(v, torch.Tensor) and v.dtype.is_floating_point), default=1e-9)
