@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from . import dynamo
+from .batch_dimension import look_elsewhere
 from .capture import Captured, capture
 from .errors import L2LError, OptionError
 from .ir.program import Program
@@ -57,6 +58,7 @@ def compile_program(captured: Captured, options: Options, lowering: Lowering) ->
     """Run the passes over a captured graph."""
     compilation = begin(captured, options)
     run(compilation)
+    look_elsewhere(captured, compilation)
     backward = compilation.backward
     program = Program(
         captured,

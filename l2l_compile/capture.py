@@ -266,10 +266,10 @@ def _check_on_host(gm: fx.GraphModule) -> None:
 
 
 def _batch_symbol(inputs: tuple[Input, ...]) -> tuple[sympy.Symbol | None, str | None]:
-    """The symbol of dimension 0 that most inputs share; inputs of the same size are taken to share the batch."""
+    """The symbol that most inputs share, in dimension 0 or where it was marked; equal sizes are taken to share the batch."""
     values = [i.node.meta["example_value"] for i in inputs if i.kind == "value" and i.node.meta["example_value"].dim()]
     data = [v for v in values if not v.requires_grad] or values
-    candidates = [v.shape[0] for v in data]
+    candidates = [next((s for s in v.shape[:2] if isinstance(s, torch.SymInt)), v.shape[0]) for v in data]
     symbolic = [s for s in candidates if isinstance(dim_of(s), sympy.Symbol)]
     if not symbolic:
         if not candidates:

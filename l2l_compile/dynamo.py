@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import innermost_backend, reset_code
-from torch._dynamo.exc import Unsupported, UserError
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis, Unsupported, UserError
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
 from torch._dynamo.variables import builder
@@ -41,7 +41,7 @@ def apart_from_compilation() -> AbstractContextManager:
 
 
 def mark_batches(is_ours: Callable[[Any], bool]) -> None:
-    """From now on, frames whose backend `is_ours` see dimension 0 of their tensor inputs as symbolic.
+    """From now on, frames whose backend `is_ours` see dimension 0 of their tensor inputs (see `trace_again`) as symbolic.
 
     Parameters, buffers and other tensors of modules stay static, and so does a tensor that the user marked.
     """
@@ -61,7 +61,10 @@ def mark_batches(is_ours: Callable[[Any], bool]) -> None:
         )
         if not marks:
             return original(e, tx, source, static_shapes, *args, **kwargs)
-        torch._dynamo.maybe_mark_dynamic(e, 0)
+        dimension = _batch_dimension(tx, source)
+        if dimension is None:
+            return original(e, tx, source, static_shapes, *args, **kwargs)
+        torch._dynamo.maybe_mark_dynamic(e, dimension)
         try:
             return original(e, tx, source, static_shapes, *args, **kwargs)
         finally:
@@ -71,6 +74,44 @@ def mark_batches(is_ours: Callable[[Any], bool]) -> None:
 
     automatic_dynamic._l2l = True
     builder._automatic_dynamic = automatic_dynamic
+
+
+_CHOICES = "_l2l_batch_dimensions"  # on the object of a torch.compile call: by code, what `trace_again` was given
+
+
+def _batch_dimension(tx: Any, source: Any) -> int | None:
+    choice = getattr(innermost_backend(tx.output.compiler_fn), _CHOICES, {}).get(tx.output.root_tx.f_code)
+    return 0 if choice is None or choice.dimensions is None else choice.dimensions.get(_name(source))
+
+
+def batch_choice() -> Any:
+    """What `trace_again` was given for the frame that is being compiled; None if it was not called."""
+    try:
+        output = InstructionTranslator.current_tx().output
+    except AttributeError:  # called by hand
+        return None
+    return getattr(innermost_backend(output.compiler_fn), _CHOICES, {}).get(output.root_tx.f_code)
+
+
+def trace_again(choice: Any, reason: str) -> None:
+    """Have Dynamo trace the frame that is being compiled again, with the batch where `choice.dimensions` says.
+
+    Does not return, unless nobody traces (the backend was called by hand).
+    """
+    try:
+        tx = InstructionTranslator.current_tx()
+    except AttributeError:
+        return
+    owner = innermost_backend(tx.output.compiler_fn)
+    if not hasattr(owner, _CHOICES):
+        setattr(owner, _CHOICES, {})
+    getattr(owner, _CHOICES)[tx.output.root_tx.f_code] = choice
+    tx.speculation_log.clear()
+    raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def _name(source: Any) -> str:
+    return source.name() if callable(source.name) else source.name
 
 
 @dataclass(frozen=True)
@@ -180,7 +221,7 @@ def graph_break(gm: torch.fx.GraphModule) -> str | None:
 def source_name(placeholder: torch.fx.Node) -> str:
     """Dynamo's expression for a graph input, such as `L['self']._modules['head']._parameters['weight']`."""
     source = getattr(placeholder, "_dynamo_source", None)
-    return source.name if source is not None else placeholder.name
+    return _name(source) if source is not None else placeholder.name
 
 
 def is_module_attribute(placeholder: torch.fx.Node) -> bool:
