@@ -88,6 +88,7 @@ def capture(gm: fx.GraphModule) -> Captured:
     _specialize_floats(gm.graph)
     _spell_sizes(gm.graph)
     _count_in_place(gm.graph)
+    _write_anew(gm.graph)
     _drop_dead(gm.graph)
     _check_on_host(gm)
     inputs = tuple(_describe(i, n) for i, n in enumerate(gm.graph.find_nodes(op="placeholder")))
@@ -189,6 +190,33 @@ def drop_outputs(captured: Captured) -> None:
     _drop_dead(captured.graph)
     there = set(captured.graph.nodes)
     captured.specs = {node: spec for node, spec in captured.specs.items() if node in there}
+
+
+_ANEW = {operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul, operator.itruediv: operator.truediv}
+
+
+def _write_anew(graph: fx.Graph) -> None:
+    """`x += y` on an intermediate value that nobody reads under its old name afterwards becomes `x = x + y`."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    sharing: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor):
+            sharing.setdefault(value.untyped_storage()._cdata, []).append(node)
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in _ANEW:
+            continue
+        written, value = node.args[0], node.meta.get("example_value")
+        if not isinstance(value, torch.Tensor) or not isinstance(written, fx.Node) or value.requires_grad and value.is_leaf:
+            continue
+        others = [n for n in sharing[value.untyped_storage()._cdata] if order[n] < order[node]]
+        read_later = any(order[user] > order[node] for n in others for user in n.users)
+        if read_later or any(n.op != "call_function" and n.op != "call_method" for n in others):
+            continue  # an input, or seen through another value
+        operands = [a.meta.get("example_value") if isinstance(a, fx.Node) else a for a in node.args]
+        if all(isinstance(o, torch.Tensor | int | float) for o in operands) and torch.result_type(*operands) == value.dtype:
+            if not isinstance(operands[1], torch.Tensor) or torch.broadcast_shapes(value.shape, operands[1].shape) == value.shape:
+                node.target = _ANEW[node.target]
 
 
 def _count_in_place(graph: fx.Graph) -> None:

@@ -1,8 +1,8 @@
 """Write a cross entropy as what each row contributes, then the reduction over these contributions.
 
     cross_entropy(scores, target)    =>    scores = log_softmax(scores, 1)                     row by row: large
-                                           picked = gather(scores, 1, target)                  one number a target
-                                           nll_loss(picked, zeros)                             over all rows: small
+                                           terms = nll_loss(scores, target, "none")            one number a target
+                                           nll_loss(-terms, zeros)                             over all rows: small
 
 A mean over the targets that count (`ignore_index`) is no mean of the micro-batches' means. The reduction runs once, on
 the gathered numbers of the whole batch, in the order and by the kernel that PyTorch would have used: losses without
@@ -74,12 +74,12 @@ class _Loss:
         put, target = self._put, self.target
         scores = put(F.log_softmax, self.scores, 1) if self.are_logits else self.scores
         skipped = put(operator.eq, target, self.ignored)
-        known = put(torch.masked_fill, target, skipped, 0)
-        picked = put(torch.gather, scores, 1, put(torch.unsqueeze, known, 1))
+        terms = put(F.nll_loss, scores, target, ignore_index=self.ignored, reduction="none")
         weights = None
         if self.weight is not None:
+            known = put(torch.masked_fill, target, skipped, 0)
             weights = put(torch.masked_fill, put(operator.getitem, self.weight, known), skipped, 0.0)
-        loss = self._likelihood(picked, skipped, known, weights)
+        loss = self._likelihood(terms, skipped, weights)
         if not self.smoothing:
             return loss
         even = scores
@@ -91,13 +91,13 @@ class _Loss:
         classes = self.captured.specs[self.scores].shape[1]
         return put(operator.add, put(operator.mul, loss, 1 - self.smoothing), put(operator.mul, even, self.smoothing / classes))
 
-    def _likelihood(self, picked: fx.Node, skipped: fx.Node, known: fx.Node, weights: fx.Node | None) -> fx.Node:
+    def _likelihood(self, terms: fx.Node, skipped: fx.Node, weights: fx.Node | None) -> fx.Node:
         put = self._put
         if weights is None:
-            zeros = put(torch.masked_fill, put(torch.zeros_like, known), skipped, _SKIPPED)
+            zeros = put(torch.masked_fill, put(torch.zeros_like, self.target), skipped, _SKIPPED)
+            picked = put(torch.unsqueeze, put(operator.neg, terms), 1)
             return put(F.nll_loss, picked, zeros, ignore_index=_SKIPPED, reduction="mean" if self.mean else "sum")
-        terms = put(operator.neg, put(operator.mul, put(torch.squeeze, picked, 1), weights))
-        return self._reduced(put(torch.masked_fill, terms, skipped, 0.0), skipped, weights)
+        return self._reduced(put(operator.mul, terms, weights), skipped, weights)
 
     def _reduced(self, terms: fx.Node, skipped: fx.Node, weights: fx.Node | None) -> fx.Node:
         """The sum, over what counts where the loss is a mean."""

@@ -86,15 +86,17 @@ def _phases(line: Line, segment: Segment, found: _Kinds) -> list[int]:
     number = {node: i for i, node in enumerate(operations(line, segment.span))}
     while True:
         phases = _assign(line, segment.span, number, kinds, found.writers)
-        pointless = next((p for p in sorted(set(phases)) if p % 2 == 0 and not _is_worth_it(line, segment, phases, p)), None)
-        if pointless is None or len(set(phases)) == 1:
-            return phases
+        row_wise: dict[int, list[int]] = {}  # operations of each row-wise phase
         for position, phase in zip(segment.span, phases, strict=True):
             operation = number.get(line.nodes[position])
-            if phase == pointless and kinds.get(operation) == "rows":
-                kinds[operation] = "mixes"
-                if "rows" not in kinds.values():
-                    return [0] * len(segment.span)
+            if kinds.get(operation) == "rows":
+                row_wise.setdefault(phase, []).append(operation)
+        pointless = next((p for p in sorted(row_wise) if not _is_worth_it(line, segment, phases, p)), None)
+        if pointless is None:
+            return phases
+        kinds.update(dict.fromkeys(row_wise[pointless], "mixes"))
+        if len(row_wise) == 1:
+            return [0] * len(segment.span)
 
 
 def _assign(line: Line, span: range, number: dict[fx.Node, int], kinds: dict[int, str], writers: set[int]) -> list[int]:

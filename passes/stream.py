@@ -94,6 +94,7 @@ class Builder:
     def input(self, name: str, spec: TensorSpec, split: bool, kind: str) -> fx.Node:
         """A placeholder: an input of the captured graph, a stash or a gradient, on the host unless a pass moves it."""
         node = self.graph.placeholder(name)
+        node.target = node.name  # unique, where the values "x_1" and "x", version 1, meet
         node.meta.update(segment=None, kind=kind, host=True)
         return self.describe(node, name, spec, split)
 
