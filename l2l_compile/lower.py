@@ -60,6 +60,21 @@ def most_bytes(graph: fx.Graph) -> int:
     return max(itertools.accumulate(change), default=0)
 
 
+def _reshape_where_needed(module: fx.GraphModule) -> None:
+    """Views copy where kernels lay their results out otherwise than tracing foresaw, unless something writes through them."""
+    written = {
+        storage._cdata
+        for node in module.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        for read in node.all_input_nodes
+        for storage in _storages(read)
+    }
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        if not any(storage._cdata in written for storage in _storages(node)):
+            node.target = torch.ops.aten.reshape.default
+    module.recompile()
+
+
 def _storages(node: fx.Node) -> list[torch.UntypedStorage]:
     return [v.untyped_storage() for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor) and v.layout is torch.strided]
 
@@ -92,6 +107,7 @@ class Lowering:
         draws, seeded = hoist_draws(graph)
         inside = most_bytes(graph.graph)
         if self.block_compiler == "eager" or not any(n.op == "call_function" for n in graph.graph.nodes):
+            _reshape_where_needed(graph)
             return Lowered(graph, graph, draws, seeded, present, inside)
         examples += [draw.make(torch.Generator(self.device)) for draw in draws]
         try:
