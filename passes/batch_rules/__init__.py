@@ -28,7 +28,7 @@ The rules stand one family a file; `rules.py` says how one is written.
 """
 from __future__ import annotations
 
-from . import (attention, convolution, factories, indexing, joins, losses, matmul, normalisation, pointwise, reductions,
+from . import (attention, convolution, factories, indexing, joins, linalg, losses, matmul, normalisation, pointwise, reductions,
                views)
 from .values import PARTS, Mixing, Partial, RowIds
 from .walk import analyse, regions, same_program, states_of_nodes

@@ -537,4 +537,29 @@ no("fill_.Scalar", write_one_row, X("B", 4), why="some rows of the batch")
 no("add_.Tensor", write_before_the_read, X("B", 4), X(4), why="a value that every row shares")
 no("unsqueeze_.default", lambda x: x.clone().unsqueeze_(0), X("B", 4), why="shares")
 no("squeeze_.dim", lambda x: x.clone().squeeze_(0), X("B", 4), why="of one row")
-no("linalg_inv_ex.default", lambda x: torch.linalg.inv(x), X("B", 4, 4), why="has no rule")
+no("histc.default", lambda x: torch.histc(x), X("B"), why="has no rule")
+
+# ---- linear algebra --------------------------------------------------------------------------------------------------
+
+ACROSS = "matrix across the batch"
+
+
+def positive(x):
+    """Symmetric and positive definite."""
+    return x @ x.mT + 4 * torch.eye(x.shape[-1], dtype=x.dtype)
+
+
+ok("linalg_solve_triangular.default", lambda a, b: torch.linalg.solve_triangular(positive(a), b, upper=False), X("B", 3, 3), X("B", 3, 2))
+ok("linalg_solve_triangular.default", lambda a, b: torch.linalg.solve_triangular(positive(a), b, upper=True), X(3, 3), X(2, "B", 3, 2))
+no("linalg_solve_triangular.default", lambda a, b: torch.linalg.solve_triangular(a, b, upper=True), X(3, 3), X(3, "B"), why=ACROSS)
+ok("linalg_inv_ex.default", lambda x: torch.linalg.inv(positive(x)), X(2, "B", 3, 3))
+ok("linalg_cholesky_ex.default", lambda x: torch.linalg.cholesky(positive(x)), X("B", 3, 3))
+ok("linalg_qr.default", lambda x: torch.linalg.qr(x), X("2B", 3, 3))
+ok("linalg_lu_factor_ex.default", lambda x: torch.linalg.lu_factor(positive(x)), X("B", 3, 3))
+ok("linalg_matrix_exp.default", torch.linalg.matrix_exp, X("B", 3, 3))
+ok("_linalg_solve_ex.default", lambda a, b: torch.linalg.solve(positive(a), b), X("B", 3, 3), X("B", 3, 2))
+ok("_linalg_det.default", torch.linalg.det, X("B", 3, 3))
+ok("_linalg_slogdet.default", torch.linalg.slogdet, X("B", 3, 3))
+ok("_linalg_svd.default", lambda x: torch.linalg.svdvals(x), X("B", 3, 3))
+ok("_linalg_eigh.default", lambda x: torch.linalg.eigvalsh(positive(x)), X("B", 3, 3))
+ok("cholesky_solve.default", lambda b, a: torch.cholesky_solve(b, torch.linalg.cholesky(positive(a))), X("B", 3, 2), X("B", 3, 3))
