@@ -275,6 +275,7 @@ def _functional_weight(found: Input, batch: sympy.Symbol | None) -> Input:
 
 def _readable(source: str) -> str:
     """`L['self']._modules['h']._modules['0']._parameters['w']` -> `h.0.w`; `L['kwargs']['labels']` -> `labels`."""
+    source = re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", source)
     name = re.sub(r"\._(modules|parameters|buffers)\['([^']*)'\]", r".\2", source)
     name = re.sub(r"^L\['\w+'\]\.(__self__\.)?(?=.)", "", name)
     name = re.sub(r"\['?([^']*?)'?\]", r".\1", name)

@@ -157,4 +157,4 @@ def _module_path(node: fx.Node) -> tuple[str, ...]:
     path = list(stack.values())[-1][0]
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
-    return tuple(part for part in path.split(".") if part and part != "__self__")
+    return tuple(part for part in path.split(".") if part and part not in ("__self__", "__dict__", "_modules"))

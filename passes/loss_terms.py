@@ -25,19 +25,29 @@ from ..capture import Captured
 from ..ir.values import TensorSpec
 
 _LOSSES = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
+TERM = "loss_term"  # in the meta of the nodes that a loss was written as
 _SKIPPED = -100  # the class index that the kernel leaves out
 
 
-def gather_loss_terms(captured: Captured) -> None:
-    """Rewrite every cross entropy and negative log likelihood of a batch in a captured graph, in place."""
+def gather_loss_terms(captured: Captured, only_largest: bool) -> None:
+    """Rewrite every cross entropy and negative log likelihood of a batch in a captured graph, in place.
+
+    `only_largest` leaves those alone whose scores are smaller than some other value of the graph.
+    """
     if captured.batch is None:
         return
+    sizes = {node: _entries(spec, captured) for node, spec in captured.specs.items() if spec.batch is not None and spec.dtype.is_floating_point}
+    least = max(sizes.values(), default=0) if only_largest else 0
     for node in list(captured.graph.nodes):
         if node.op == "call_function" and node.target in _LOSSES:
             loss = _Loss.of(captured, node)
-            if loss is not None:
+            if loss is not None and sizes.get(loss.scores, 0) >= least:
                 node.replace_all_uses_with(loss.write())
                 captured.graph.erase_node(node)
+
+
+def _entries(spec: TensorSpec, captured: Captured) -> int:
+    return spec.bytes(captured.hints) // spec.dtype.itemsize
 
 
 @dataclass
@@ -115,7 +125,7 @@ class _Loss:
         examples = fx.node.map_arg((args, kwargs), lambda n: n.meta["example_value"])
         with self.node.meta["example_value"].fake_mode, torch.set_grad_enabled(captured.grad_enabled):
             value = function(*examples[0], **examples[1])
-        made.meta = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "stack_trace")} | {"example_value": value}
+        made.meta = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "stack_trace")} | {"example_value": value, TERM: True}
         captured.specs[made] = TensorSpec.of(value, captured.batch)
         captured.terms.add(made)
         return made

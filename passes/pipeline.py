@@ -32,7 +32,7 @@ def begin(captured: Captured, options: Options) -> Compilation:
     if options.outputs == "loss":
         drop_outputs(captured)
     if options.micro_batches > 1:
-        gather_loss_terms(captured)
+        gather_loss_terms(captured, only_largest=options.precision != "fp32")
     if options.precision != "fp32":
         narrow(captured, options.precision)
     return Compilation(captured, options, Line(captured))

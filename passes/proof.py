@@ -68,7 +68,13 @@ def states_of_operands(block: Block) -> list[Batch | Mixing | None]:
 
 
 def parts_of(captured: Captured) -> frozenset[torch.dtype]:
-    """The dtypes in which a sum may be taken in parts: in a model in float64, sums of float32 keep the order of eager."""
+    """The dtypes in which a sum may be taken in parts: in a model in float64, sums of float32 keep the order of eager.
+
+    None under autocast, where every micro-batch would round its part of the gradients to 16 bits: parts of a head's
+    gradients are often larger than their sum.
+    """
+    if captured.autocast is not None:
+        return frozenset()
     wide = any(captured.specs[i.node].dtype is torch.float64 for i in captured.inputs if i.kind == "parameter")
     return PARTS - {torch.float32, torch.complex64} if wide else PARTS
 

@@ -21,7 +21,8 @@ from .batch_rules import Mixing, RowIds, regions
 from .canonical import OPERATION, operations
 from .compilation import Compilation
 from .cut_segments import instantiate
-from .line import Line
+from .line import Line, size_expression
+from .loss_terms import TERM
 from .proof import decide, parts_of, states_of_operands, suitable_primes
 
 
@@ -62,6 +63,8 @@ class _Kinds:
 def _kinds(compilation: Compilation, block: Block) -> _Kinds | None:
     """For a refused block; None where nothing is known or nothing can be gained."""
     batch, hints = compilation.captured.batch, compilation.captured.hints
+    if compilation.captured.autocast is not None and not any(TERM in n.meta for n in block.graph.graph.nodes):
+        return None  # see proof.parts_of
     if compilation.options.micro_batches == 1 or batch is None or not any(v.batch for v in block.values):
         return None
     primes = suitable_primes(block, hints, batch)
@@ -102,8 +105,9 @@ def _phases(line: Line, segment: Segment, found: _Kinds) -> list[int]:
 def _assign(line: Line, span: range, number: dict[fx.Node, int], kinds: dict[int, str], writers: set[int]) -> list[int]:
     phase: dict[fx.Node, int] = {}
     floor = top = 0
-    numbering = [node for node in (line.nodes[i] for i in span) if kinds.get(number.get(node)) == "numbers"]
-    for node in (line.nodes[i] for i in span):
+    inside = [line.nodes[i] for i in span]
+    numbering = [node for node in inside if kinds.get(number.get(node)) == "numbers" or _is_no_value(line, node)]
+    for node in inside:
         kind = kinds.get(number.get(node), "free")
         found = max([floor, *(phase.get(a, 0) for a in node.all_input_nodes)])
         if kind in ("rows", "mixes"):
@@ -112,8 +116,16 @@ def _assign(line: Line, span: range, number: dict[fx.Node, int], kinds: dict[int
             found = floor = found + max(0, top - found + ((top - found) % 2 if kind in ("rows", "mixes") else 0))
         phase[node], top = found, max(top, found)
     for node in reversed(numbering):
-        phase[node] = min((phase[u] for u in node.users if u in phase), default=phase[node])
+        readers = {phase[u] for u in node.users if u in phase}
+        if len(readers) > 1 and _is_no_value(line, node):
+            return [0] * len(span)  # it cannot be handed on
+        phase[node] = min(readers, default=phase[node])
     return list(phase.values())
+
+
+def _is_no_value(line: Line, node: fx.Node) -> bool:
+    """Whether a node holds neither a tensor nor a size: a float computed from a size, a tuple."""
+    return node not in line.captured.specs and size_expression(node) is None and node.meta.get("example_value") is not None
 
 
 def _is_worth_it(line: Line, segment: Segment, phases: list[int], phase: int) -> bool:

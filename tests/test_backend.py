@@ -253,8 +253,9 @@ def test_only_outputs_that_got_a_gradient_are_differentiated():
 def test_batch_norm_in_training_is_exact_whole_batch_and_the_op_is_named():
     model = Stack([Layer(norm=nn.BatchNorm1d) for _ in range(3)]).double()
     step = assert_parity(model, rows(6), rows(7))  # running statistics too: once a step, not once more in recompute
-    layers = [s for s in programs_of(step)[0].segments if s.name.startswith("layers.")]
-    assert all("batch_norm" in s.block.reason and ".eval()" in s.block.reason for s in layers)
+    whole = programs_of(step)[0].whole_batch
+    assert [s.name for s in whole] == [f"layers.{i}.norm" for i in range(3)]
+    assert all("batch_norm" in s.block.reason and ".eval()" in s.block.reason for s in whole)
     assert int(model.layers[0].norm.num_batches_tracked) == 2
 
 

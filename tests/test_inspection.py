@@ -43,9 +43,9 @@ def test_explain_runs_nothing_and_changes_nothing():
 
 def test_explain_names_the_op_that_decided():
     report = explain(Stack([Layer(norm=nn.BatchNorm1d) for _ in range(3)]), rows(6, dtype=torch.float32))
-    assert {w.segment for w in report.whole_batch} == {"layers.0", "layers.1", "layers.2"}
+    assert {w.segment for w in report.whole_batch} == {"layers.0.norm", "layers.1.norm", "layers.2.norm"}
     assert all("batch_norm" in w.reason for w in report.whole_batch)
-    assert "batch_norm" in str(report) and "layers.0" in str(report)
+    assert "batch_norm" in str(report) and "layers.0.norm" in str(report)
 
 
 def test_explain_shows_blocks_breaks_and_outputs():

@@ -139,11 +139,15 @@ class _Walk:
                 same = here.args[1] == there.args[1]
                 state = state[here.args[1]] if same else Mixing("getitem", USES_BATCH_AS_NUMBER)
             self.states.add(here, state)
+            self._give_anew(here, there)
             return
         arguments = self._arguments(here, there)
         rule = find_rule(here.target)
         self.states.add(here, self._result(here, there, arguments, rule))
         self.states.write(here, rule)
+        self._give_anew(here, there)
+
+    def _give_anew(self, here: fx.Node, there: fx.Node) -> None:
         if here in self.given_anew and isinstance(self.states[here], Mixing):
             self.mixed[here] = self.states[here]
             self.states.of[here] = self._by_sizes(here, there)

@@ -35,15 +35,11 @@ forward:
   %getitem = %forward[0]                                     none    float32[B, 8] split  192 B
   release(%split)                                            none
   release(%fetch_weights)                                    none
-  %forward_1 = forward('two', %fetch_weights_1, (%getitem))  compute block_1 x 3 micro-batches
-  %getitem_1 = %forward_1[0]                                 none    float32[B, 2] split  48 B
+  %forward_1 = forward('two', %fetch_weights_1, (%getitem), (0))  compute block_1 x 3 micro-batches
+  %getitem_1 = %forward_1[0]                                 none    float32[B, 2] split sent to the host  48 B
   release(%fetch_weights_1)                                  none
-  %merge = merge(%getitem_1)                                 compute float32[B, 2]  48 B
-  release(%getitem_1)                                        none
-  %offload = offload(%merge)                                 d2h     float32[B, 2]  48 B
-  release(%merge)                                            none
   %stash = stash(%getitem)                                   none    float32[B, 8] split  192 B
-  return ((%offload), (%l_args_0_, %stash), ())
+  return ((%getitem_1), (%l_args_0_, %stash), ())
 
 backward:
   %stash_l_args_0_ = stash                                                      host    float32[B, 4]  96 B
