@@ -1,0 +1,89 @@
+"""Worker processes that do one job after the other; one that dies or hangs is replaced, and the others do not notice."""
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+Work = Callable[[Any], dict]
+
+
+def run(
+    jobs: Iterable, work: Work, workers: int = 2, seconds: float = 180, lifetime: int = 50
+) -> Iterator[tuple[Any, dict]]:
+    """Do jobs in processes: yields each with its result as it comes, and the `seconds` that it took.
+
+    The result is `{"status": "hang"}` where there is none in time, and `{"status": "death"}` where the process ended. A
+    worker is replaced after `lifetime` jobs, so that what they leave in memory does not add up.
+    """
+    todo = list(jobs)[::-1]
+    pool = [Worker(work) for _ in range(min(workers, len(todo)))]
+    try:
+        while pool:
+            wait([w.connection for w in pool], timeout=0.5)
+            for worker in list(pool):
+                result = worker.answer(seconds)
+                if worker.job is not None and result is not None:
+                    yield worker.job, {**result, "seconds": round(worker.age, 1)}
+                    worker.job = None
+                if worker.alive and worker.job is None and todo and worker.served < lifetime:
+                    worker.give(todo.pop())
+                elif worker.job is None:
+                    worker.stop()
+                    pool.remove(worker)
+                    pool += [Worker(work)] if todo else []
+    finally:
+        for worker in pool:
+            worker.stop()
+
+
+class Worker:
+    """A process with the job that it has now."""
+
+    def __init__(self, work: Work):
+        context = multiprocessing.get_context("spawn")
+        self.connection, end = context.Pipe()
+        self.process = context.Process(target=_serve, args=(work, end), daemon=True)
+        self.process.start()
+        end.close()
+        self.job, self.served, self.alive, self.started = None, 0, True, 0.0
+
+    @property
+    def age(self) -> float:
+        """Seconds since the job was given."""
+        return time.monotonic() - self.started
+
+    def give(self, job: Any) -> None:
+        self.job, self.started = job, time.monotonic()
+        self.served += 1
+        self.connection.send(job)
+
+    def answer(self, seconds: float) -> dict | None:
+        """The result of the job, if it is there or will not come."""
+        if self.connection.poll():
+            try:
+                return self.connection.recv()
+            except (EOFError, ConnectionError):
+                self.process.join()
+                self.alive = False
+                return {"status": "death", "reason": f"exit code {self.process.exitcode}"}
+        if self.job is not None and self.age > seconds:
+            self.alive = False
+            return {"status": "hang", "reason": f"no result after {seconds:g} s"}
+        return None
+
+    def stop(self) -> None:
+        """An idle process ends by itself when its pipe closes; any other is killed."""
+        self.connection.close()
+        self.process.join(timeout=10 if self.alive and self.job is None else 0)
+        self.process.kill()
+        self.process.join()
+
+
+def _serve(work: Work, connection: Connection) -> None:
+    with contextlib.suppress(EOFError):
+        while True:
+            connection.send(work(connection.recv()))
