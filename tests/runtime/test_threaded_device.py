@@ -117,20 +117,6 @@ def test_without_the_waits_of_one_lane_parity_fails(threaded, monkeypatch, lane)
     assert any(goes_wrong(step, model, x, expected) for _ in range(8))
 
 
-def test_release_that_does_not_wait_for_copies_fails(threaded, monkeypatch):
-    def release(self, node, env):
-        box = env[node.args[0]]
-        box.readers = {}
-        return executor.Executor._release(self, node, env)
-
-    threaded.delay = 0.01
-    model, x, expected = with_reference()
-    step = compiled(model, micro_batches=1)  # the output is copied as a whole
-    assert not goes_wrong(step, model, x, expected)
-    monkeypatch.setitem(executor._HANDLERS, nodes.release, release)
-    assert any(goes_wrong(step, model, x, expected) for _ in range(8))
-
-
 def test_outputs_that_are_freed_before_they_are_copied_fail(threaded, monkeypatch):
     threaded.delay = 0.01
     model, x, expected = with_reference()
