@@ -3,12 +3,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+
+from l2l_compile.ir.batch import Batch
 
 from .rules import Rule
 from .values import Mixing, State
@@ -28,8 +30,8 @@ class States:
     """The state of every value met so far; values that share memory lose theirs together.
 
     Memory is shared where storages are the same, and where the schema says so. A write keeps all states if it leaves the
-    written value in its own: rows written to rows are rows in every view of them. Otherwise every value in that memory
-    becomes Mixing. Writes into an invariant input do so too: the next micro-batch would find it written.
+    written value in its own: rows written to rows are rows in every view of them, though no longer alike. Otherwise every
+    value in that memory becomes Mixing. Writes into an invariant input do so too: the next micro-batch would find it written.
     """
 
     def __init__(self) -> None:
@@ -54,6 +56,9 @@ class States:
             if not (is_result and result == self.of[written] and self._stays_proven(memory, result)):
                 why = next((state for state in flat(result) if isinstance(state, Mixing)), None)
                 self._lose(memory, why or Mixing(str(node.target), "writes into a value that every row shares"))
+            for other in memory.nodes:
+                if other is not node:
+                    self.of[other] = not_alike(self.of[other])
 
     def _stays_proven(self, memory: _Shared, result: State) -> bool:
         kinds = {type(s) for node in memory.nodes for s in self._of_tensors(node) if not isinstance(s, Mixing)}
@@ -91,6 +96,13 @@ class States:
 def flat(state: State | tuple[State, ...]) -> tuple[State, ...]:
     """The states of all results of an op."""
     return state if isinstance(state, tuple) else (state,)
+
+
+def not_alike(state: State | tuple[State, ...]) -> State | tuple[State, ...]:
+    """The same rows, of which nothing more is known."""
+    if isinstance(state, tuple):
+        return tuple(map(not_alike, state))
+    return replace(state, uniform=False) if isinstance(state, Batch) and state.uniform else state
 
 
 def each(state: State, value: Any) -> State | tuple[State, ...]:

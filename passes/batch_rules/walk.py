@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from l2l_compile.ir.batch import Batch
 
-from .memory import States, each, may_write
+from .memory import States, each, may_write, not_alike
 from .rules import Rule, find_rule
 from .sums import of_parts
 from .values import PARTS, USES_BATCH_AS_NUMBER, Call, Mixing, Partial, Refused, RowIds, State, Value, Varying, batch_of_sizes
@@ -231,7 +231,7 @@ class _Walk:
             if row_ids and rule.keeps_row_ids:
                 result = _as_row_ids(result, small)
             if random or not rule.keeps_uniform:
-                result = tuple(map(_any, result)) if isinstance(result, tuple) else _any(result)
+                result = not_alike(result)
             result = self._fit_all(op, result, small, large)
             if random and not isinstance(result, tuple) and result is None:
                 raise Refused("draws random numbers that every row shares")
@@ -284,11 +284,6 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, float) and math.isnan(a):
         return math.isnan(b)
     return bool(a == b)
-
-
-def _any(state: State) -> State:
-    """A state whose entries need not be alike."""
-    return replace(state, uniform=False) if isinstance(state, Batch) and state.uniform else state
 
 
 def _as_rows(argument: Any) -> Any:

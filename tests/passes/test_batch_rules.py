@@ -190,6 +190,22 @@ def test_a_write_into_memory_is_seen_through_every_view_of_it() -> None:
     assert all(isinstance(state, Mixing) and "roll" in state.op for state in states[2:])
 
 
+def test_values_that_are_written_are_no_longer_alike() -> None:
+    """Zeros may be seen as any order of rows; what was written into them stands in one."""
+    def function(x, y):
+        base = x.new_zeros(2 * x.shape[0], 4)
+        view, layers = base.t(), torch.cat([x, x])
+        zeros = base + layers
+        base.copy_(y)
+        return zeros, base + y, view.t() + layers, base + layers
+
+    specs = X("B", 4), X("2B", 4)
+    states = states_of(function, specs)
+    assert states[:2] == [Batch(0, 1, 2), Batch(0, 2)]
+    assert all(isinstance(state, Mixing) for state in states[2:])
+    check_numbers(function, specs, states)
+
+
 def test_frozen_statistics_are_not_written() -> None:
     def twice(x, mean, var):
         norm = torch.nn.functional.batch_norm
