@@ -1,12 +1,9 @@
 """From Dynamo's graph to a `Captured` graph: inputs sorted by kind, one batch symbol, every value described."""
 from __future__ import annotations
 
-import operator
 import re
-import types
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import sympy
 import torch
@@ -17,8 +14,10 @@ from . import dynamo
 from .errors import DeviceError, L2LError
 from .inline import inline_subgraphs
 from .ir.values import Bindings, TensorSpec, dim_of
+from .simplify import drop_dead, simplify
 
-_SILENT = {torch._C._log_api_usage_once}  # calls that only count uses of an API
+LOSS_TERM = "loss_term"  # in the meta of a node that stands for what rows contribute to a loss: never rounded to 16 bits
+
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class Captured:
     break_reason why Dynamo ended the graph early, if it did
     lookups      the specs of weights in blocks that only look rows up in them, where those are not in `specs`
     dropped      outputs that are not made, by position: there is None in their place
-    terms        nodes that stand for what rows contribute to a loss: never rounded to 16 bits
     """
 
     graph: fx.Graph
@@ -65,7 +63,6 @@ class Captured:
     break_reason: str | None = None
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     lookups: dict[fx.Node, TensorSpec] = field(default_factory=dict)
-    terms: set[fx.Node] = field(default_factory=set)
     dropped: dict[int, TensorSpec] = field(default_factory=dict)
 
     @property
@@ -85,11 +82,7 @@ def capture(gm: fx.GraphModule) -> Captured:
     """Describe Dynamo's graph module. Raises `DeviceError` when a tensor is not on the host."""
     inline_subgraphs(gm)
     _refuse_data_dependence(gm.graph)
-    _specialize_floats(gm.graph)
-    _spell_sizes(gm.graph)
-    _count_in_place(gm.graph)
-    _write_anew(gm.graph)
-    _drop_dead(gm.graph)
+    simplify(gm.graph)
     _check_on_host(gm)
     inputs = tuple(_describe(i, n) for i, n in enumerate(gm.graph.find_nodes(op="placeholder")))
     batch, why_static = _batch_symbol(inputs)
@@ -129,127 +122,22 @@ def _refuse_data_dependence(graph: fx.Graph) -> None:
             )
 
 
-def _specialize_floats(graph: fx.Graph) -> None:
-    """A Python float that Dynamo made symbolic (a dropout rate that changed) becomes its value, under a guard."""
-    for node in list(graph.nodes):
-        value = node.meta.get("example_value")
-        if isinstance(value, (torch.SymFloat, torch.SymBool)) and node.op.startswith("call_"):
-            if any(s.is_integer for s in value.node.expr.free_symbols):
-                continue  # computed from a size: specialising it would fix the size of the batch
-            node.replace_all_uses_with(float(value) if isinstance(value, torch.SymFloat) else bool(value))
-            graph.erase_node(node)
-
-
-def _spell_sizes(graph: fx.Graph) -> None:
-    """`x.size()`, read by others as a whole or entry by entry, becomes its entries, which are numbers."""
-    for node in list(graph.nodes):
-        value = node.meta.get("example_value")
-        if not isinstance(value, torch.Size) or node.op == "placeholder":
-            continue
-        entries = _entries(graph, node)
-        for user in list(node.users):
-            if user.target is operator.getitem and isinstance(user.args[1], int) and isinstance(entries[user.args[1]], fx.Node):
-                user.replace_all_uses_with(entries[user.args[1]])
-                graph.erase_node(user)
-            else:
-                user.args, user.kwargs = _replaced((user.args, user.kwargs), node, tuple(entries))
-
-
-def _entries(graph: fx.Graph, node: fx.Node) -> list:
-    """The numbers of a size: of a tensor, or made from sizes that are spelled out already."""
-    if isinstance(node.args[0], tuple):
-        return list(node.target(*node.args, **node.kwargs))
-    entries: list = []
-    with graph.inserting_after(node):
-        for dim, size in enumerate(node.meta["example_value"]):
-            if isinstance(size, torch.SymInt):
-                entries.append(graph.call_method("size", (node.args[0], dim)))
-                entries[-1].meta = {**node.meta, "example_value": size}
-            else:
-                entries.append(size)
-    return entries
-
-
-def _replaced(arguments: Any, node: fx.Node, by: tuple) -> Any:
-    """Arguments of a call with a tuple in the place of a node."""
-    if isinstance(arguments, (tuple, list)):
-        return type(arguments)(_replaced(a, node, by) for a in arguments)
-    if isinstance(arguments, dict):
-        return {k: _replaced(a, node, by) for k, a in arguments.items()}
-    return by if arguments is node else arguments
-
-
 def drop_outputs(captured: Captured) -> None:
-    """Make no outputs with the batch dimension, and nothing that only they need, where there is a loss beside them."""
+    """Make no outputs with the batch dimension, and nothing that only they need, where there is a loss beside them.
+
+    A graph that Dynamo ended early keeps its outputs: the next one reads them.
+    """
+    if captured.break_reason is not None:
+        return
     specs = {i: captured.specs[o] for i, o in enumerate(captured.outputs) if isinstance(o, fx.Node) and o in captured.specs and o.op != "placeholder"}
     batched = {i: spec for i, spec in specs.items() if spec.batch is not None or spec.mixed}
     if not any(spec.differentiable for i, spec in specs.items() if i not in batched):
         return
     captured.dropped = batched
     captured.graph.output_node().args = (tuple(None if i in batched else o for i, o in enumerate(captured.outputs)),)
-    _drop_dead(captured.graph)
+    drop_dead(captured.graph)
     there = set(captured.graph.nodes)
     captured.specs = {node: spec for node, spec in captured.specs.items() if node in there}
-
-
-_ANEW = {operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul, operator.itruediv: operator.truediv}
-
-
-def _write_anew(graph: fx.Graph) -> None:
-    """`x += y` on an intermediate value that nobody reads under its old name afterwards becomes `x = x + y`."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    sharing: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor):
-            sharing.setdefault(value.untyped_storage()._cdata, []).append(node)
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target not in _ANEW:
-            continue
-        written, value = node.args[0], node.meta.get("example_value")
-        if not isinstance(value, torch.Tensor) or not isinstance(written, fx.Node) or value.requires_grad and value.is_leaf:
-            continue
-        others = [n for n in sharing[value.untyped_storage()._cdata] if order[n] < order[node]]
-        read_later = any(order[user] > order[node] for n in others for user in n.users)
-        if read_later or any(n.op != "call_function" and n.op != "call_method" for n in others):
-            continue  # an input, or seen through another value
-        operands = [a.meta.get("example_value") if isinstance(a, fx.Node) else a for a in node.args]
-        if all(isinstance(o, torch.Tensor | int | float) for o in operands) and torch.result_type(*operands) == value.dtype:
-            if not isinstance(operands[1], torch.Tensor) or torch.broadcast_shapes(value.shape, operands[1].shape) == value.shape:
-                node.target = _ANEW[node.target]
-
-
-def _count_in_place(graph: fx.Graph) -> None:
-    """`torch.arange` over a symbolic size is made anew for each reader: a segment that numbers rows sees that it does."""
-    for node in graph.find_nodes(op="call_function", target=torch.arange):
-        size = node.meta["example_value"].shape[0]
-        for reader in list(node.users)[1:] if isinstance(size, torch.SymInt) else ():
-            with graph.inserting_before(reader):
-                own = graph.node_copy(node)
-            reader.replace_input_with(node, own)
-        if isinstance(size, torch.SymInt) and node.users:
-            next(iter(node.users)).prepend(node)
-
-
-def _drop_dead(graph: fx.Graph) -> None:
-    """Erase operations whose result nobody reads and that change nothing; in doubt, they stay."""
-    for node in reversed(list(graph.nodes)):
-        if node.op.startswith("call_") and not node.users and (node.target in _SILENT or is_pure(node)):
-            graph.erase_node(node)
-
-
-def is_pure(node: fx.Node) -> bool:
-    """Whether an operation surely writes into none of its arguments; in doubt, it is not pure."""
-    if not isinstance(node.meta.get("example_value"), (torch.Tensor, torch.SymInt, int)):
-        return False
-    if any(a is True for a in node.args) or "inplace" in node.kwargs or "out" in node.kwargs:
-        return False  # functional.relu(x, True) writes into x
-    if node.op == "call_method":
-        return not node.target.endswith("_")
-    name = getattr(node.target, "__name__", "")
-    if getattr(operator, name, None) is node.target:
-        return name != "setitem" and not (name.startswith("i") and hasattr(operator, name[1:]))
-    return isinstance(node.target, types.BuiltinFunctionType) and not name.endswith("_")
 
 
 def _describe(index: int, node: fx.Node) -> Input:

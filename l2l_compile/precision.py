@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import torch
 
-from .capture import Captured
+from .capture import LOSS_TERM, Captured
 from .errors import L2LError
 from .ir.values import TensorSpec
 
@@ -67,12 +67,12 @@ def narrow(captured: Captured, precision: str) -> None:
 
 
 def _activations(captured: Captured) -> set:
-    """Batched values that are computed from parameters, without the outputs of the model."""
+    """Batched values that are computed from parameters, without the outputs of the model and the terms of its losses."""
     computed = {i.node for i in captured.inputs if i.kind == "parameter"}
     found = set()
     for node in captured.graph.nodes:
         if node.op.startswith("call_") and any(a in computed for a in node.all_input_nodes):
             computed.add(node)
-            if node in captured.specs and captured.specs[node].batch is not None:
+            if node in captured.specs and captured.specs[node].batch is not None and LOSS_TERM not in node.meta:
                 found.add(node)
-    return found - set(captured.outputs) - captured.terms
+    return found - set(captured.outputs)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..capture import Captured, Input, is_pure
+from ..capture import Captured, Input
 from ..ir.values import dim_of
+from ..simplify import is_pure
 
 # Regions that a cut may not enter: what runs inside depends on interpreter state that is not re-made after a cut.
 _OPEN = re.compile(r"^_?(vmap_increment_nesting|grad_increment_nesting|jvp_increment_nesting|enter_\w+|saved_tensors_hooks_disable|functorch_\w*enter\w*)$")

@@ -21,11 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ..capture import Captured
+from ..capture import LOSS_TERM, Captured
 from ..ir.values import TensorSpec
 
 _LOSSES = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
-TERM = "loss_term"  # in the meta of the nodes that a loss was written as
 _SKIPPED = -100  # the class index that the kernel leaves out
 
 
@@ -125,7 +124,6 @@ class _Loss:
         examples = fx.node.map_arg((args, kwargs), lambda n: n.meta["example_value"])
         with self.node.meta["example_value"].fake_mode, torch.set_grad_enabled(captured.grad_enabled):
             value = function(*examples[0], **examples[1])
-        made.meta = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "stack_trace")} | {"example_value": value, TERM: True}
+        made.meta = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "stack_trace")} | {"example_value": value, LOSS_TERM: True}
         captured.specs[made] = TensorSpec.of(value, captured.batch)
-        captured.terms.add(made)
         return made

@@ -17,8 +17,8 @@ from .place_stash import PlaceStash
 from .place_updates import PlaceUpdates
 from .prefetch import Prefetch
 from .release import Release
-from .stream import Stream
 from .split_regions import SplitRegions
+from .stream import Stream
 from .trace_batch import TraceBatch
 from .verify import verify
 

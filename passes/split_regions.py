@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ..capture import LOSS_TERM
 from ..errors import LoweringError
 from ..ir.program import Block, Segment
 from ..trace import probe_values
@@ -22,9 +23,7 @@ from .canonical import OPERATION, operations
 from .compilation import Compilation
 from .cut_segments import instantiate
 from .line import Line, size_expression
-from .loss_terms import TERM
 from .proof import decide, parts_of, states_of_operands, suitable_primes
-
 
 _KINDS = {Mixing: "mixes", RowIds: "numbers", type(None): "free"}  # else "rows"
 
@@ -63,7 +62,7 @@ class _Kinds:
 def _kinds(compilation: Compilation, block: Block) -> _Kinds | None:
     """For a refused block; None where nothing is known or nothing can be gained."""
     batch, hints = compilation.captured.batch, compilation.captured.hints
-    if compilation.captured.autocast is not None and not any(TERM in n.meta for n in block.graph.graph.nodes):
+    if compilation.captured.autocast is not None and not any(LOSS_TERM in n.meta for n in block.graph.graph.nodes):
         return None  # see proof.parts_of
     if compilation.options.micro_batches == 1 or batch is None or not any(v.batch for v in block.values):
         return None

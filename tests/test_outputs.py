@@ -57,6 +57,27 @@ def test_without_a_loss_everything_is_made():
     assert_parity(Broken().double(), rows(6), outputs="loss")
 
 
+class BrokenAfterALoss(Broken):
+    """Beside the states, the first graph makes a number with a gradient."""
+
+    def forward(self, x):
+        y = self.first(x)
+        auxiliary = y.pow(2).mean()
+        torch._dynamo.graph_break()
+        z = self.second(torch.cat([y, x[:, :2]], 1))
+        return {"loss": z.pow(2).sum() + auxiliary, "states": z}
+
+
+def test_what_the_next_graph_reads_is_made():
+    model, x = BrokenAfterALoss().double(), rows(6)
+    reference = copy.deepcopy(model)
+    found = compiled(model, outputs="loss")(x)
+    assert found["states"].is_meta
+    found["loss"].backward()
+    reference(x)["loss"].backward()
+    assert_same_gradients(model, reference)
+
+
 def test_explain_knows_that_outputs_are_not_made():
     x = ids(6)
     report = l2l_compile.explain(Language(), {"micro_batches": 3, "device": "cpu", "outputs": "loss"})(x, x)

@@ -27,7 +27,7 @@ def of_parts(call: Call) -> State | tuple[State, ...]:
     if not all(isinstance(value.state, Partial | None) for value in call.values()):
         raise Refused(NEEDS_ALL)
     apply = LINEAR.get(call.op)
-    if apply is None:
+    if apply is None or not all(result.dtype in call.parts for result in flattened(call.small_out)):
         raise Refused(NEEDS_ALL)
     return apply(call)
 
@@ -58,10 +58,10 @@ def alone(call: Call) -> State | tuple[State, ...]:
 
 @linear("_to_copy.default")
 def cast(call: Call) -> State:
-    """To another dtype in which parts of sums are exact enough."""
+    """To another dtype, unless that rounds to whole numbers."""
     if call["self"].small.dtype.is_floating_point and not call.small_out.dtype.is_floating_point:
         raise Refused(NEEDS_ALL)
-    return call.part(_only(call).how, NEEDS_ALL)
+    return _only(call)
 
 
 @linear("mul.Tensor")

@@ -273,7 +273,7 @@ ok("bmm.default", lambda x, y: x.transpose(1, 2) @ y, X(2, "3B", 4), X(2, "3B", 
 NEEDS = "needs the sum over the whole batch"
 for function in (lambda x: x.sum(0) ** 2, lambda x: x.sum(0) + 1, lambda x: x.sum(0) * x.mean(0), lambda x: x.mean(0) + x.sum(0),
                  lambda x: x - x.mean(0), lambda x: 1 / x.sum(0), lambda x: x.mean(0) / x.shape[0], lambda x: x.sum(0).long(),
-                 lambda x: torch.cat([x.mean(0), x.sum(0)]), lambda x: x.sum(0) > 0, lambda x: x.sum(0).half(),
+                 lambda x: torch.cat([x.mean(0), x.sum(0)]), lambda x: x.sum(0) > 0, lambda x: x.sum(0).half(), lambda x: x.sum(0).sum(dtype=torch.half),
                  lambda x: x.sum(0).clamp(min=1), lambda x: x.sum(0) + x.shape[0], lambda x: x.mean(0).sum() * x.shape[0]):
     no("neg.default", lambda x, f=function: (f(x), x.neg()), X("B", 4), why=NEEDS)
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import l2l_compile
 from models import Stack, assert_close, assert_parity, assert_same_gradients, compiled, rows
 
 IGNORED = 2
@@ -42,7 +43,7 @@ def test_cross_entropy(reduction, weighted, smoothing, places, ignored):
     model = Classifier(places, lambda s, t: F.cross_entropy(
         s, t, weight, ignore_index=ignored, reduction=reduction, label_smoothing=smoothing)).double()
     step = assert_parity(model, (rows(6), targets(6, *places)), (rows(5), targets(5, *places)))
-    head = next(s for p in programs(step) for s in p.segments if "head.weight" in s.parameter_names)
+    head = next(s for p in l2l_compile.programs(step) for s in p.segments if "head.weight" in s.parameter_names)
     assert head.micro_batches == 3
 
 
@@ -118,11 +119,5 @@ def test_losses_in_parts(name):
             return {"loss": LOSSES[name](self.body(x))}
 
     step = assert_parity(Model().double(), rows(8), rows(5), micro_batches=3)
-    head = next(s for p in programs(step) for s in p.segments if "body.head.weight" in s.parameter_names)
+    head = next(s for p in l2l_compile.programs(step) for s in p.segments if "body.head.weight" in s.parameter_names)
     assert head.micro_batches == 3, head.block.reason
-
-
-def programs(step):
-    import l2l_compile
-
-    return l2l_compile.programs(step)

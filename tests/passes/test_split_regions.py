@@ -91,14 +91,18 @@ def test_a_product_of_two_means_runs_once():
     assert len(whole) == 1 and not any(spec.batch for spec in whole[0].block.values)  # it reads sums, no rows
 
 
+class Two(nn.Module):
+    """Two layers, and whatever stands between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+
 def test_operations_between_writes_and_modes_keep_their_order():
     """A write into a value, and regions without gradients, where the row-wise part could overtake them."""
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(5, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+    class Model(Two):
         def forward(self, x):
             y = self.first(x)
             before = y.sin()
@@ -114,11 +118,7 @@ def test_operations_between_writes_and_modes_keep_their_order():
 
 
 def test_rows_that_are_ordered_by_the_batch_are_whole():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(5, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+    class Model(Two):
         def forward(self, x):
             return self.second(self.first(x).cumsum(0).sort(0).values.tanh())
 
@@ -128,11 +128,7 @@ def test_rows_that_are_ordered_by_the_batch_are_whole():
 
 @pytest.mark.parametrize("size", [lambda y: y.size(), lambda y: y.shape[:2] + (1,), lambda y: (y.shape[0], -1, 1)])
 def test_sizes_may_be_read_on_both_sides_of_a_cut(size):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(5, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+    class Model(Two):
         def forward(self, x):
             y = self.first(x)
             shape = size(y)
