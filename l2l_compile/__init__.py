@@ -2,7 +2,7 @@
 
 `explain` shows what would be compiled, `programs` what was, `stats` what the last step moved and held.
 """
-from .errors import DeviceError, L2LError, LoweringError, OptionError, VerifyError
+from .errors import CheckError, DeviceError, L2LError, LoweringError, OptionError, VerifyError
 from .inspection import programs, stats, synchronize
 from .ir.program import Block, Program, Segment
 from .options import Options
@@ -11,6 +11,7 @@ from .runtime.segment_run import Stats
 
 __all__ = [
     "Block",
+    "CheckError",
     "DeviceError",
     "L2LError",
     "LoweringError",

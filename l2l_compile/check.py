@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -19,6 +21,7 @@ from .ir.values import TensorSpec
 from .lower import Lowered, Lowering
 from .passes.batch_rules import Partial, same_program, states_of_nodes
 from .passes.proof import probes, states_of_operands
+from .runtime.segment_run import gradient_of, joined, turn_of
 from .trace import probe
 
 if TYPE_CHECKING:
@@ -34,7 +37,8 @@ class Check:
 
     def __init__(self, device: torch.device):
         self._plain = Lowering(device, "eager")
-        self._done: set[tuple] = set()
+        self._passed: set[tuple] = set()
+        self._begun: WeakKeyDictionary[Step, set[tuple]] = WeakKeyDictionary()
 
     def forward(self, step: Step, segment: Segment, weights: Box, operands: Sequence[Box]) -> Callable[[], None] | None:
         """Work for the compute lane that compares the outputs of a segment; None if there is nothing to compare."""
@@ -42,7 +46,12 @@ class Check:
         if not self._begins(step, (block, "forward")):
             return None
         pair = _Pair(step, segment, "outputs", lambda lowering, b: lowering.forward(block, b), self._plain)
-        return lambda: pair.compare(weights, operands, (), (), block.outputs, block.outputs)
+
+        def work() -> None:
+            pair.compare(weights, operands, (), block.outputs)
+            self._passed.add((block, "forward"))
+
+        return work
 
     def backward(
         self, step: Step, segment: Segment, weights: Box, operands: Sequence[Box], gradients: Sequence[Box]
@@ -54,12 +63,18 @@ class Check:
         pair = _Pair(step, segment, "gradients", lambda lowering, b: lowering.backward(block, b, given), self._plain)
         arriving = [(g, spec) for g, spec in zip(gradients, block.outputs, strict=True) if not g.absent]
         made = [_summed(spec) for spec, there in zip(block.operands, pair.together.present, strict=True) if there]
-        return lambda: pair.compare(weights, operands, *zip(*arriving, strict=True), made, made)
+
+        def work() -> None:
+            pair.compare(weights, operands, arriving, made)
+            self._passed.add((block, given))
+
+        return work
 
     def _begins(self, step: Step, key: tuple) -> bool:
-        if not key[0].inner_looped or len(step.sizes) < 2 or key in self._done:
+        begun = self._begun.setdefault(step, set())
+        if not key[0].inner_looped or len(step.sizes) < 2 or key in self._passed | begun:
             return False
-        self._done.add(key)
+        begun.add(key)
         return True
 
 
@@ -67,46 +82,42 @@ class _Pair:
     """The first two micro-batches of a step through one block, together and apart. Lowers when it is made."""
 
     def __init__(self, step: Step, segment: Segment, what: str, lower: Callable[[Lowering, dict], Lowered], plain: Lowering):
-        self.step, self.segment, self.what, self.sizes = step, segment, what, step.sizes[:2]
-        self.bindings = [{**step.bindings, step.batch: size} for size in (*self.sizes, sum(self.sizes))]
+        self.segment, self.what = segment, what
+        self.step = replace(step, micro_batches=2, bindings={**step.bindings, step.batch: sum(step.sizes[:2])})
+        self.bindings = [{**step.bindings, step.batch: size} for size in (*self.step.sizes, sum(self.step.sizes))]
         self.apart = [lower(step.lowering, b) for b in self.bindings[:2]]
         self.together = lower(plain, self.bindings[2])
 
-    def compare(self, weights, operands, gradients, arriving, made: Sequence[TensorSpec], expected: Sequence[TensorSpec]) -> None:
+    def compare(self, weights: Box, operands: Sequence[Box], gradients: Sequence[tuple[Box, TensorSpec]], made: Sequence[TensorSpec]) -> None:
+        """Raises `CheckError` unless the block makes the same values, which are described by `made`."""
         block = self.segment.block
         if self.together.seeded:
             warnings.warn(f"check=True cannot compare '{self.segment.name}': an operation of it draws random numbers by itself", stacklevel=2)
             return
-        apart, together = [], [*weights.tensors]
-        for turn in range(2):
-            apart.append([*weights.tensors, *(_piece(o, turn) for o in operands)])
-            apart[-1] += [self._gradient(g, turn, spec) for g, spec in zip(gradients, arriving, strict=True)]
-        together += [_joined(o.tensors, spec) for o, spec in zip(operands, block.values, strict=True)]
-        together += [_joined(g.tensors, spec) for g, spec in zip(gradients, arriving, strict=True)]
+        values = [(o.tensors[:2], spec) for o, spec in zip(operands, block.values, strict=True)]
+        arriving = [(g.tensors[:2], spec) for g, spec in gradients]
+        apart = [
+            [*weights.tensors, *(turn_of(v, turn) for v, _ in values), *(gradient_of(self.step, block, g, turn, spec) for g, spec in arriving)]
+            for turn in range(2)
+        ]
+        together = [*weights.tensors, *(joined(v, spec) for v, spec in (*values, *arriving))]
         found = [run.run(*a, *_draws(run)) for run, a in zip(self.apart, apart, strict=True)]
         whole = self.together.run(*together, *_draws(self.together))
-        tolerance = _tolerance(self.together.graph)
+        tolerance, rounding = _tolerance(self.together.graph)
+        noise = rounding * max((_norm(w) for w in whole), default=0.0)
         for index, spec in enumerate(made):
-            pieces = [f[index] for f in found]
-            for actual in self._values(pieces, spec):
-                if (error := _error(actual, whole[index])) > tolerance:
-                    raise CheckError(self._message(index, error, apart, together))
+            for actual in self._values([f[index] for f in found], spec):
+                error, norm = _error(actual, whole[index]), _norm(whole[index])
+                if error > tolerance * norm + noise:
+                    raise CheckError(self._message(index, error / norm if norm else error, apart, together))
 
     def _values(self, pieces: list[torch.Tensor], spec: TensorSpec) -> list[torch.Tensor]:
         """What should be the value of the two micro-batches together."""
         if spec.batch is not None:
             return [torch.cat(pieces, spec.batch.dim)]
         if spec.partial is not None:
-            return [sum(p * self._share(i, spec) for i, p in enumerate(pieces))]
+            return [sum(p * self.step.share(i, spec.partial) for i, p in enumerate(pieces))]
         return pieces
-
-    def _share(self, turn: int, spec: TensorSpec) -> float:
-        return self.sizes[turn] / sum(self.sizes) if spec.partial == "mean" else 1
-
-    def _gradient(self, box: Box, turn: int, spec: TensorSpec) -> torch.Tensor:
-        if spec.partial is not None:
-            return box.tensors[0] * self._share(turn, spec)
-        return box.tensors[turn] if spec.batch is not None else box.tensors[0] * (turn == 0)
 
     def _message(self, index: int, error: float, apart: list[list], together: list) -> str:
         block, count = self.segment.block, len(self.segment.block.operands)
@@ -114,9 +125,9 @@ class _Pair:
         if name is None:
             custom = sorted({str(n.target) for n in self.together.graph.graph.nodes if getattr(n.target, "namespace", "aten") not in ("aten", "prims")})
             name = f"an operation in its backward{': ' + ', '.join(custom) if custom else ''}"
-        rows = " and ".join(map(str, self.sizes))
+        rows = " and ".join(map(str, self.step.sizes))
         return (
-            f"check=True: segment '{self.segment.name}' gives other {self.what} for {sum(self.sizes)} rows together than for {rows} rows "
+            f"check=True: segment '{self.segment.name}' gives other {self.what} for {sum(self.step.sizes)} rows together than for {rows} rows "
             f"apart ({self.what} {index} differ by {error:.1e}): {name} mixes the rows of the batch, but is not known to. "
             "Use micro_batches=1, or take the tag torch.Tag.pointwise off a custom operator that is not pointwise"
         )
@@ -130,11 +141,11 @@ class _Pair:
             return None
         states = states_of_nodes(small, large, *primes, states_of_operands(block))
         one, other, whole = (_values_of(g, a) for g, a in zip(graphs, [*apart, together], strict=True))
-        tolerance = _tolerance(graphs[2])
+        tolerance, _ = _tolerance(graphs[2])
         for position, (node, state) in enumerate(zip(small.nodes, states, strict=True)):
             values = whole[position], one[position], other[position]
             if node.op == "call_function" and all(isinstance(v, torch.Tensor) for v in values):
-                if any(_error(a, values[0]) > tolerance for a in self._by_state(list(values[1:]), state)):
+                if any(_error(a, values[0]) > tolerance * _norm(values[0]) for a in self._by_state(list(values[1:]), state)):
                     return str(node.target)
         return None
 
@@ -142,7 +153,7 @@ class _Pair:
         if state is None:
             return pieces
         if isinstance(state, Partial):
-            return [sum(p * (self.sizes[i] / sum(self.sizes) if state.how == "mean" else 1) for i, p in enumerate(pieces))]
+            return [sum(p * self.step.share(i, state.how) for i, p in enumerate(pieces))]
         if not hasattr(state, "outer"):
             return []  # mixes rows and is known to
         opened = [p.unflatten(state.dim, (state.outer, -1, state.multiple)) for p in pieces]
@@ -152,14 +163,6 @@ class _Pair:
 def _summed(spec: TensorSpec) -> TensorSpec:
     """How gradients of an operand come together: rows side by side, those of what micro-batches share as a sum."""
     return spec if spec.batch is not None else TensorSpec(spec.shape, spec.dtype, partial="sum")
-
-
-def _piece(box: Box, turn: int) -> torch.Tensor:
-    return box.tensors[turn] if len(box.tensors) > 1 else box.tensors[0]
-
-
-def _joined(tensors: list[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
-    return torch.cat(tensors[:2], spec.batch.dim) if spec.batch is not None else tensors[0]
 
 
 def _draws(run: Lowered) -> list[torch.Tensor]:
@@ -180,21 +183,30 @@ def _values_of(module: fx.GraphModule, operands: list[torch.Tensor]) -> list:
 
 
 def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm-wise relative; entries that are not finite have to be the same."""
+    """The norm of the difference; infinite where whole numbers, entries that are not finite, or the sizes are not the same."""
     if actual.shape != expected.shape:
         return float("inf")
     if not (actual.is_floating_point() or actual.is_complex()):
-        return float(not torch.equal(actual, expected))
-    wide = torch.complex128 if actual.is_complex() else torch.float64
-    a, e = actual.to(wide), expected.to(wide)
-    finite = torch.isfinite(e)
-    if not torch.equal(finite, torch.isfinite(a)):
+        return 0.0 if torch.equal(actual, expected) else float("inf")
+    finite = torch.isfinite(expected)
+    if not torch.equal(finite, torch.isfinite(actual)):
         return float("inf")
-    a, e = torch.where(finite, a, 0), torch.where(finite, e, 0)
-    return float((a - e).norm() / e.norm().clamp_min(1e-6 * max(1, e.numel()) ** 0.5))
+    return _norm(torch.where(finite, actual, 0) - torch.where(finite, expected, 0))
 
 
-def _tolerance(module: fx.GraphModule) -> float:
-    """For the narrowest dtype in which a graph computes."""
+def _norm(value: torch.Tensor) -> float:
+    """Of the finite entries; 0.0 for whole numbers."""
+    if not (value.is_floating_point() or value.is_complex()):
+        return 0.0
+    return torch.where(torch.isfinite(value), value, 0).to(torch.complex128 if value.is_complex() else torch.float64).norm().item()
+
+
+def _tolerance(module: fx.GraphModule) -> tuple[float, float]:
+    """For the narrowest dtype in which a graph computes: relative to a value, and to the largest value beside it.
+
+    Where terms cancel, a value is nothing but the rounding of the larger ones that it was made from.
+    """
     values = (n.meta.get("val") for n in module.graph.nodes)
-    return max((_TOLERANCE.get(v.dtype, 3e-2) for v in values if isinstance(v, torch.Tensor) and v.dtype.is_floating_point), default=1e-9)
+    found = {v.dtype for v in values if isinstance(v, torch.Tensor) and (v.dtype.is_floating_point or v.dtype.is_complex)}
+    tolerance = max((_TOLERANCE.get(dtype, 3e-2) for dtype in found), default=1e-9)
+    return tolerance, 16 * max((torch.finfo(dtype).eps for dtype in found), default=0.0)

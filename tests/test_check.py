@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import l2l_compile
-from l2l_compile.errors import CheckError
+from l2l_compile import CheckError
 from models import WIDTH, Layer, Stack, assert_parity, compiled, loss_of, rows
 
 
@@ -74,6 +74,26 @@ def test_a_backward_that_mixes_rows():
     output = step(rows(6, WIDTH))
     with pytest.raises(CheckError, match=r"segment 'layers.2'.*gradients.*l2l_check.spread"):
         loss_of(output).backward()
+
+
+def test_what_failed_is_compared_again():
+    """A caller who catches the error does not train on, unchecked, with the next step."""
+    step = compiled(Custom(centre).double(), check=True)
+    for _ in range(2):
+        with pytest.raises(CheckError, match="l2l_check.centre"):
+            step(rows(6, WIDTH))
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_size_of_the_gradients_does_not_matter(scale, dtype):
+    def step(operator):
+        output = compiled(Custom(operator).to(dtype), check=True)(rows(6, WIDTH, dtype=dtype))
+        (loss_of(output) * scale).backward()
+
+    step(F.relu)
+    with pytest.raises(CheckError, match="l2l_check.spread"):
+        step(honest)
 
 
 class Everything(nn.Module):

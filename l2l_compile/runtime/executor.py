@@ -134,7 +134,7 @@ class Executor:
     def _merge(self, node: fx.Node, env: dict) -> Box:
         spec = node.meta["spec"]
         if spec.batch is None:
-            return self._reform(node, env, lambda parts: [sum(p * self.step.share(i, spec) for i, p in enumerate(parts))])
+            return self._reform(node, env, lambda parts: [sum(p * self.step.share(i, spec.partial) for i, p in enumerate(parts))])
         return self._reform(node, env, lambda parts: [torch.cat(parts, spec.batch.dim) if len(parts) > 1 else parts[0]])
 
     def _reform(self, node: fx.Node, env: dict, change) -> Box:

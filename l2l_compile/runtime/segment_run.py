@@ -115,9 +115,9 @@ class Step:
         parts = tensor.split([size * multiple for size in self.sizes], dim)
         return [part.contiguous() for part in parts]
 
-    def share(self, turn: int, spec: TensorSpec) -> float:
-        """What a micro-batch's part of a sum counts for."""
-        return self.sizes[turn] / sum(self.sizes) if spec.partial == "mean" else 1
+    def share(self, turn: int, partial: str | None) -> float:
+        """What a micro-batch's part of a sum counts for; `partial` is that of `TensorSpec`."""
+        return self.sizes[turn] / sum(self.sizes) if partial == "mean" else 1
 
     def bindings_of(self, block: Block) -> list[Bindings]:
         """The sizes of each run of a block: one per micro-batch, or the whole batch once."""
@@ -147,7 +147,7 @@ def run_forward(
     def work(turn: int) -> None:
         if compare and turn == 0:
             compare()
-        arguments = [*weights.tensors, *(_turn(o, turn) for o in operands)]
+        arguments = [*weights.tensors, *(turn_of(o.tensors, turn) for o in operands)]
         made = _call(segment, "forward", turn, lowered[turn], arguments, seeds, device)
         for result, spec, tensor in zip(results, block.outputs, made, strict=True):
             if turn == 0 or _split(block, spec):
@@ -182,15 +182,15 @@ def run_backward(
             compare()
         totals: list = [None] * len(block.operands)
         for turn, run in enumerate(lowered):
-            arguments = [*weights.tensors, *(_turn(o, turn) for o in operands)]
-            arguments += [_gradient(step, block, g, turn, spec) for g, spec in arriving]
+            arguments = [*weights.tensors, *(turn_of(o.tensors, turn) for o in operands)]
+            arguments += [gradient_of(step, block, g.tensors, turn, spec) for g, spec in arriving]
             made = iter(_call(segment, "backward", turn, run, arguments, seeds, device))
             for index, spec in enumerate(block.operands):
                 if present[index]:
                     totals[index] = _collect(totals[index], next(made), _split(block, spec), len(lowered) > 1)
         if whole is not None:
             read = [(b, s) for b, s in zip(operands, block.values, strict=True)] + arriving
-            arguments = [*weights.tensors, *(_join(b, s) for b, s in read)]
+            arguments = [*weights.tensors, *(joined(b.tensors, s) for b, s in read)]
             made = iter(_call(segment, "backward", 0, whole, arguments, seeds, device))
             for index, gradient in ((i, next(made)) for i, exists in enumerate(present) if exists):
                 if index in block.summed_whole:
@@ -212,22 +212,23 @@ def _split(block: Block, spec: TensorSpec) -> bool:
     return block.inner_looped and spec.splits
 
 
-def _turn(operand: Box, turn: int) -> torch.Tensor:
-    return operand.tensors[turn] if len(operand.tensors) > 1 else operand.tensors[0]
+def turn_of(tensors: Sequence[torch.Tensor], turn: int) -> torch.Tensor:
+    """A value for one micro-batch: its own part of it, or the one tensor that all share."""
+    return tensors[turn] if len(tensors) > 1 else tensors[0]
 
 
-def _join(operand: Box, spec: TensorSpec) -> torch.Tensor:
-    """An operand for the whole batch."""
-    return torch.cat(operand.tensors, spec.batch.dim) if len(operand.tensors) > 1 else operand.tensors[0]
+def joined(tensors: Sequence[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
+    """A value for all micro-batches at once."""
+    return torch.cat(list(tensors), spec.batch.dim) if len(tensors) > 1 else tensors[0]
 
 
-def _gradient(step: Step, block: Block, box: Box, turn: int, spec: TensorSpec) -> torch.Tensor:
+def gradient_of(step: Step, block: Block, tensors: Sequence[torch.Tensor], turn: int, spec: TensorSpec) -> torch.Tensor:
     """A gradient for one micro-batch. That of a value which all micro-batches share counts once, that of a sum in each."""
     if block.inner_looped and spec.partial is not None:
-        return box.tensors[0] * step.share(turn, spec)
+        return tensors[0] * step.share(turn, spec.partial)
     if _split(block, spec) or turn == 0:
-        return box.tensors[turn]
-    return torch.zeros_like(box.tensors[0])
+        return tensors[turn]
+    return torch.zeros_like(tensors[0])
 
 
 def _collect(total, gradient: torch.Tensor, split: bool, several: bool):
