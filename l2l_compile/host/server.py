@@ -121,7 +121,10 @@ class ParameterServer:
             self.updates.wait(p for p, _ in mine)
         if self.options.precision == "fp32" or not mine:
             return None, list(weights)
-        wire = self.wires.load([p for p, _ in mine], [spec.dtype for _, spec in mine], keep=not step.drops_wires)
+        key = _indices(segment)
+        if key in step.last_fetches:
+            step.last_fetches[key] -= 1
+        wire = self.wires.load([p for p, _ in mine], [spec.dtype for _, spec in mine], keep=step.last_fetches.get(key) != 0)
         return wire, [w for w, i in zip(weights, segment.weights, strict=True) if i.kind != "parameter"]
 
     # ---- backward ----------------------------------------------------------------------------------------------------
@@ -129,7 +132,9 @@ class ParameterServer:
     def begin_backward(self, step: Step, graph: fx.Graph, segments: Sequence[Segment]) -> None:
         """A backward begins; sets `step.scale`, the factor by which the gradients of its outputs are to be multiplied."""
         step.returned, step.scale = {}, self._scale.value if self._scale is not None else 1.0
-        step.drops_wires = self.updates is None
+        if self.updates is None:
+            fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
+            step.last_fetches = Counter(_indices(segments[n.args[0]]) for n in fetches)
         if step.use is not None:
             pushes = graph.find_nodes(op="call_function", target=nodes.push_gradients)
             managed = Counter(p for n in pushes for p in _managed(step, segments[n.args[0]]).values())
@@ -207,6 +212,10 @@ def _managed(step: Step, segment: Segment) -> dict[int, Parameter]:
     weights = zip(segment.weights, segment.block.weights, strict=True)
     found = {w.index: step.arguments[w.index] for w, spec in weights if w.index >= 0 and spec.differentiable}
     return {index: p for index, p in found.items() if p in step.use.parameters}
+
+
+def _indices(segment: Segment) -> tuple[int, ...]:
+    return tuple(w.index for w in segment.weights if w.kind == "parameter")
 
 
 def _worker_threads(device: Device) -> int:

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -101,7 +100,6 @@ class Wires:
     def __init__(self, memory: PinnedMemory, spare: GradientMemory | None = None):
         self._memory, self._spare = memory, spare
         self._wires: dict[tuple, Wire] = {}
-        self._leaving: WeakValueDictionary[tuple, Wire] = WeakValueDictionary()  # let go, and still in use
         self._stale: set[Wire] = set()
         self._turn = 0
         self._copies: defaultdict[torch.Tensor, list[Copy]] = defaultdict(list)
@@ -114,10 +112,10 @@ class Wires:
     def load(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], keep: bool = True) -> Wire:
         """The wire of these parameters, up to date with what they were when this forward began.
 
-        Unless it is to be kept, or is page-locked, its memory is free as soon as the caller has done with it.
+        One that is not to be kept, and not page-locked, is the caller's alone: its memory is free once that is done with it.
         """
         key = tuple(zip(map(id, parameters), dtypes, strict=True))
-        wire = self._wires.get(key) or self._leaving.get(key)
+        wire = self._wires.get(key)
         if wire is None:
             wire = self._wires[key] = Wire(parameters, dtypes, self._memory, self._spare)
             self._stale.add(wire)
@@ -126,8 +124,8 @@ class Wires:
         if wire in self._stale:
             self._stale.discard(wire)
             wire.refresh(self._turn)
-        if not (keep or wire.pinned) and self._wires.pop(key, None) is not None:
-            self._leaving[key] = wire
+        if not (keep or wire.pinned):
+            del self._wires[key]
             for copy in wire.copies:
                 self._copies[copy.parameter].remove(copy)
         return wire

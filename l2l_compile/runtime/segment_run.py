@@ -86,7 +86,7 @@ class Step:
 
     scale      the factor on the gradients of the outputs in backward
     returned   gradients for `p.grad` by index of the argument, filled by the host lane
-    drops_wires   whether a wire is of no use after this fetch
+    last_fetches   how often parameters (by their indices) are still fetched, where their wire is of no use afterwards
     """
 
     arguments: Sequence
@@ -104,7 +104,7 @@ class Step:
     seed: int | None = None
     scale: float = 1.0
     returned: dict[int, torch.Tensor] = field(default_factory=dict)
-    drops_wires: bool = False
+    last_fetches: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sizes = micro_batch_sizes(self.bindings[self.batch], self.micro_batches) if self.batch is not None else [1]

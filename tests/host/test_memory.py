@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import l2l_compile
+from l2l_compile.host.wire import Wire
 from l2l_compile.session import session_of
-from models import Stack, compiled, rows
+from models import Shared, Stack, compiled, rows
 
 
 def bytes_a_parameter(**options):
@@ -60,6 +61,21 @@ def test_at_step_a_wire_is_where_gradients_were():
         assert not leases
     assert len(in_forward[2]) >= 4 and in_backward[2]
     assert len(in_forward[2] | in_backward[2]) <= len(in_forward[2]) + 2  # a gradient before its wire is gone, for two sizes
+
+
+def test_layers_that_share_weights_are_cast_twice_a_step(monkeypatch):
+    """Once for forward and all of backward where the wire stays there until its last layer."""
+    made = []
+    make = Wire.__init__
+    monkeypatch.setattr(Wire, "__init__", lambda self, *a, **k: (made.append(self), make(self, *a, **k))[1])
+    model = Shared(4)
+    step = compiled(model, precision="bf16", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    segments = 0
+    for _ in range(2):
+        step(rows(4, dtype=torch.float32)).sum().backward()
+        segments = segments or len(made)
+    assert segments <= len({s.parameter_names for p in l2l_compile.programs(step) for s in p.segments if s.parameter_names})
+    assert len(made) == 2 * segments  # all anew in the next forward, none in backward
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")

@@ -117,6 +117,22 @@ def test_without_the_waits_of_one_lane_parity_fails(threaded, monkeypatch, lane)
     assert any(goes_wrong(step, model, x, expected) for _ in range(8))
 
 
+def test_release_that_does_not_wait_for_copies_fails(threaded, monkeypatch):
+    """What a layer made is freed when the next one has read it: here long before its copy to the host is done."""
+    def release(self, node, env):
+        env[node.args[0]].readers = {}
+        return keep(self, node, env)
+
+    model, x, expected = with_reference()
+    step = compiled(model)
+    assert not goes_wrong(step, model, x, expected)
+    threaded.devices[-1].lanes["d2h"]._delay = 0.05
+    assert not goes_wrong(step, model, x, expected)
+    keep = executor._HANDLERS[nodes.release]
+    monkeypatch.setitem(executor._HANDLERS, nodes.release, release)
+    assert goes_wrong(step, model, x, expected)
+
+
 def test_outputs_that_are_freed_before_they_are_copied_fail(threaded, monkeypatch):
     threaded.delay = 0.01
     model, x, expected = with_reference()
