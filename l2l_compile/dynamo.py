@@ -81,7 +81,7 @@ _CHOICES = "_l2l_batch_dimensions"  # on the object of a torch.compile call: by 
 
 def _batch_dimension(tx: Any, source: Any) -> int | None:
     choice = getattr(innermost_backend(tx.output.compiler_fn), _CHOICES, {}).get(tx.output.root_tx.f_code)
-    return 0 if choice is None or choice.dimensions is None else choice.dimensions.get(_name(source))
+    return 0 if choice is None or choice.dimensions is None else choice.dimensions.get(source.name)
 
 
 def batch_choice() -> Any:
@@ -108,10 +108,6 @@ def trace_again(choice: Any, reason: str) -> None:
     getattr(owner, _CHOICES)[tx.output.root_tx.f_code] = choice
     tx.speculation_log.clear()
     raise TensorifyScalarRestartAnalysis(restart_reason=reason)
-
-
-def _name(source: Any) -> str:
-    return source.name() if callable(source.name) else source.name
 
 
 @dataclass(frozen=True)
@@ -221,7 +217,7 @@ def graph_break(gm: torch.fx.GraphModule) -> str | None:
 def source_name(placeholder: torch.fx.Node) -> str:
     """Dynamo's expression for a graph input, such as `L['self']._modules['head']._parameters['weight']`."""
     source = getattr(placeholder, "_dynamo_source", None)
-    return _name(source) if source is not None else placeholder.name
+    return source.name if source is not None else placeholder.name
 
 
 def is_module_attribute(placeholder: torch.fx.Node) -> bool:

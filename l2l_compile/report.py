@@ -106,6 +106,8 @@ def _program_lines(number: int, program: Program) -> list[str]:
     title = f"program {number}: {len(program.segments)} segments, instances of {len(program.blocks)} blocks"
     if program.captured.why_static:
         title += f"; not split: {program.captured.why_static}"
+    places = {i.name: program.captured.specs[i.node].batch for i in program.captured.inputs if i.kind == "value"}
+    title += "".join(f"; '{name}' has the batch in dimension {place.dim}" for name, place in places.items() if place and place.dim)
     return [title, *("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)) + "  " + row[4] for row in rows)]
 
 

@@ -78,16 +78,16 @@ def _write_anew(graph: fx.Graph) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     sharing: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor):
-            sharing.setdefault(value.untyped_storage()._cdata, []).append(node)
+        if (memory := _memory(node)) is not None:
+            sharing.setdefault(memory, []).append(node)
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _ANEW:
             continue
         written, value = node.args[0], node.meta.get("example_value")
-        if not isinstance(value, torch.Tensor) or not isinstance(written, fx.Node) or value.requires_grad and value.is_leaf:
+        memory = _memory(node)
+        if memory is None or not isinstance(written, fx.Node) or value.requires_grad and value.is_leaf:
             continue
-        others = [n for n in sharing[value.untyped_storage()._cdata] if order[n] < order[node]]
+        others = [n for n in sharing[memory] if order[n] < order[node]]
         read_later = any(order[user] > order[node] for n in others for user in n.users)
         if read_later or any(n.op != "call_function" and n.op != "call_method" for n in others):
             continue  # an input, or seen through another value
@@ -95,6 +95,15 @@ def _write_anew(graph: fx.Graph) -> None:
         if all(isinstance(o, torch.Tensor | int | float) for o in operands) and torch.result_type(*operands) == value.dtype:
             if not isinstance(operands[1], torch.Tensor) or torch.broadcast_shapes(value.shape, operands[1].shape) == value.shape:
                 node.target = _ANEW[node.target]
+
+
+def _memory(node: fx.Node) -> int | None:
+    """The storage of a tensor; None for other values, and within functorch's transforms."""
+    value = node.meta.get("example_value")
+    try:
+        return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    except NotImplementedError:
+        return None
 
 
 def _count_in_place(graph: fx.Graph) -> None:

@@ -53,6 +53,14 @@ def test_time_first(time, batch):
     assert micro_batches_of_weights(step) == {3}
 
 
+def test_the_report_tells_where_the_batch_is():
+    options = {"micro_batches": 3, "device": "cpu"}
+    report = l2l_compile.explain(Encoder(False), options)(x=rows(9, 6, 16, dtype=torch.float32), target=classes(6))
+    assert "'x' has the batch in dimension 1" in str(report) and "'target' has" not in str(report)
+    report = l2l_compile.explain(Encoder(True), options)(rows(6, 9, 16, dtype=torch.float32), classes(6))
+    assert "has the batch in" not in str(report)
+
+
 def test_batch_first():
     step = assert_parity(Encoder(True).double(), (rows(6, 9, 16), classes(6)))
     assert micro_batches_of_weights(step) == {3}
