@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from . import dynamo
 from .capture import Captured
 from .passes.compilation import Compilation
-
+from .simplify import hint_of
 
 _ENOUGH = 0.95  # parts of the parameters; a BatchNorm's are few
 
@@ -49,12 +49,8 @@ def _part_in_inner_loop(compilation: Compilation) -> float:
 def _second_dimensions(captured: Captured) -> dict[str, int]:
     """Where inputs have the size that is the second of the largest one; {} if that is no batch."""
     values = [i for i in captured.inputs if i.kind == "value"]
-    shapes = {dynamo.source_name(i.node): tuple(map(_hint, i.node.meta["example_value"].shape)) for i in values}
+    shapes = {dynamo.source_name(i.node): tuple(map(hint_of, i.node.meta["example_value"].shape)) for i in values}
     long = [s for s in shapes.values() if len(s) > 1]
     batch = max(long, key=len)[1] if long else 1
     found = {name: next((dim for dim in (1, 0) if len(s) > dim and s[dim] == batch), None) for name, s in shapes.items()}
     return {name: dim for name, dim in found.items() if dim is not None} if batch > 1 else {}
-
-
-def _hint(size) -> int:
-    return size if isinstance(size, int) else size.node.hint

@@ -1,12 +1,15 @@
 """Rewrites of Dynamo's graph that change no number: sizes and constants spelled out, writes and dead operations removed."""
 from __future__ import annotations
 
+import inspect
 import operator
 import types
 from typing import Any
 
 import torch
 from torch import fx
+
+from .errors import L2LError
 
 _SILENT = {torch._C._log_api_usage_once}  # calls that only count uses of an API
 
@@ -15,8 +18,9 @@ def simplify(graph: fx.Graph) -> None:
     """Bring a graph, in place, into the form that the passes read."""
     _specialize_floats(graph)
     _spell_sizes(graph)
-    _count_in_place(graph)
+    _make_in_place(graph)
     _write_anew(graph)
+    _lay_out_for_strides(graph)
     drop_dead(graph)
 
 
@@ -106,16 +110,79 @@ def _memory(node: fx.Node) -> int | None:
         return None
 
 
-def _count_in_place(graph: fx.Graph) -> None:
-    """`torch.arange` over a symbolic size is made anew for each reader: a segment that numbers rows sees that it does."""
-    for node in graph.find_nodes(op="call_function", target=torch.arange):
-        size = node.meta["example_value"].shape[0]
-        for reader in list(node.users)[1:] if isinstance(size, torch.SymInt) else ():
+def _make_in_place(graph: fx.Graph) -> None:
+    """What is made of numbers alone is made anew for each reader, in its segment.
+
+    A segment then sees that it numbers rows (`torch.arange` over a symbolic size), and a number that PyTorch holds in a tensor
+    (`torch.div` of two of them) may be a size, for which its value has to be known.
+    """
+    for node in reversed(list(graph.nodes)):
+        if not _is_of_numbers(node) or not node.users:
+            continue
+        for reader in list(node.users)[1:]:
             with graph.inserting_before(reader):
                 own = graph.node_copy(node)
             reader.replace_input_with(node, own)
-        if isinstance(size, torch.SymInt) and node.users:
-            next(iter(node.users)).prepend(node)
+        next(iter(node.users)).prepend(node)
+
+
+def _lay_out_for_strides(graph: fx.Graph) -> None:
+    """`x.as_strided(...)` reads the memory of `x`: it is given one that is laid out as that of `x` was, wherever `x` comes from.
+
+    Raises `L2LError` where that memory holds more than `x`, or is written into afterwards.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.target not in ("as_strided", torch.as_strided) or _memory(node) is None:
+            continue
+        source = node.args[0] if node.args else node.kwargs["input"]
+        dims = _dims_of_memory(source.meta["example_value"])
+        sharing = [n for n in order if _memory(n) == _memory(node)]
+        written = any(order.get(user, 0) > order[node] and _writes(user) for n in sharing for user in n.users)
+        if dims is None or written:
+            raise L2LError(
+                f"'{node.name}' is a view by strides (as_strided) of memory that {'is written into' if written else 'holds more than its tensor'}, "
+                "which cannot be cut into segments: use slices or unfold, or a copy of the tensor (x.clone())"
+            )
+        for method, args in (("permute", (dims,)), ("contiguous", ())):
+            with graph.inserting_before(node):
+                made = graph.call_method(method, (source, *args))
+            made.meta = {**node.meta, "example_value": getattr(source.meta["example_value"], method)(*args)}
+            source = made
+        node.args, node.kwargs = ((source, *node.args[1:]), node.kwargs) if node.args else ((), {**node.kwargs, "input": source})
+
+
+def _dims_of_memory(value: torch.Tensor) -> list[int] | None:
+    """The dimensions of a tensor in the order of its memory, outermost first; None if that holds other entries as well."""
+    sizes, strides = ([hint_of(n) for n in numbers] for numbers in (value.shape, value.stride()))
+    dims = sorted(range(value.ndim), key=lambda dim: -strides[dim])
+    inner = 1
+    for dim in reversed([dim for dim in dims if sizes[dim] != 1]):
+        if strides[dim] != inner:
+            return None
+        inner *= sizes[dim]
+    alone = hint_of(value.untyped_storage().nbytes()) == inner * value.element_size()
+    return dims if alone and hint_of(value.storage_offset()) == 0 else None
+
+
+def hint_of(size: int | torch.SymInt) -> int:
+    """The number that a size has in this capture."""
+    return size if isinstance(size, int) else size.node.hint
+
+
+def _is_of_numbers(node: fx.Node) -> bool:
+    if node.op == "call_function" and node.target is torch.arange:
+        return isinstance(node.meta["example_value"].shape[0], torch.SymInt)
+    return may_be_size(node) and all(user.op == "output" or is_pure(user) for user in node.users)
+
+
+def may_be_size(node: fx.Node) -> bool:
+    """Whether a node makes, of numbers alone, a tensor that is a whole number: PyTorch takes such a one as a size."""
+    value = node.meta.get("example_value")
+    return (
+        node.op == "call_function" and isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype in (torch.int64, torch.int32)
+        and getattr(value, "constant", None) is not None and is_pure(node)
+    )
 
 
 def drop_dead(graph: fx.Graph) -> None:
@@ -123,6 +190,19 @@ def drop_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op.startswith("call_") and not node.users and (node.target in _SILENT or is_pure(node)):
             graph.erase_node(node)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether an operation says that it writes into an argument."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    if not node.op.startswith("call_"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    inplace = node.kwargs.get("inplace")
+    if isinstance(node.target, types.FunctionType):
+        inplace = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get("inplace")
+    return name.endswith("_") and not name.endswith("__") or name == "setitem" or node.target in _ANEW or "out" in node.kwargs or bool(inplace)
 
 
 def is_pure(node: fx.Node) -> bool:

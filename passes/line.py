@@ -15,7 +15,7 @@ from torch import fx
 
 from ..capture import Captured, Input
 from ..ir.values import dim_of
-from ..simplify import is_pure
+from ..simplify import is_pure, may_be_size
 
 # Regions that a cut may not enter: what runs inside depends on interpreter state that is not re-made after a cut.
 _OPEN = re.compile(r"^_?(vmap_increment_nesting|grad_increment_nesting|jvp_increment_nesting|enter_\w+|saved_tensors_hooks_disable|functorch_\w*enter\w*)$")
@@ -97,7 +97,7 @@ class Line:
             last = max((self.position.get(u, len(self.nodes) - 1) for u in node.users), default=start)
             if last <= start or node.target in (ENTER_AUTOCAST, SET_GRAD):
                 continue
-            if node in self.captured.specs:
+            if node in self.captured.specs and not may_be_size(node):
                 size = self.captured.specs[node].bytes(self.captured.hints)
                 change[start + 1] += size
                 change[min(last + 1, len(self.nodes))] -= size

@@ -17,6 +17,7 @@ from torch import fx
 from ..capture import LOSS_TERM
 from ..errors import LoweringError
 from ..ir.program import Block, Segment
+from ..simplify import may_be_size
 from ..trace import probe_values
 from .batch_rules import Mixing, RowIds, regions
 from .canonical import OPERATION, operations
@@ -123,7 +124,9 @@ def _assign(line: Line, span: range, number: dict[fx.Node, int], kinds: dict[int
 
 
 def _is_no_value(line: Line, node: fx.Node) -> bool:
-    """Whether a node holds neither a tensor nor a size: a float computed from a size, a tuple."""
+    """Whether a node holds what no segment hands on: a float computed from a size, a tuple, a tensor that is a size."""
+    if may_be_size(node):
+        return True
     return node not in line.captured.specs and size_expression(node) is None and node.meta.get("example_value") is not None
 
 

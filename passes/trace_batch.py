@@ -63,11 +63,12 @@ def _check_unshared(compilation: Compilation, writer: Segment, written: fx.Node,
     later = compilation.segments[writer.index + 1 :]
     read_later = {v.node for s in later for v in s.values} | set(compilation.captured.outputs)
     read_later |= {i.node for i in compilation.captured.inputs if i.kind == "value"}  # the user sees them
+    read_later |= {v.node for v in writer.values}  # maybe after the write
     shared = [n for n in read_later if n is not written and _storage(n) == _storage(written)]
     for other in (n for n in shared if n not in {v.node for v in writer.outputs}):
         raise L2LError(
             f"segment '{writer.name}' writes in place into '{written.name}', whose memory '{other.name}' shares, which "
-            "is read later. Write into a copy (x = x.clone()), or use the operation that is not in place"
+            "is read as well. Write into a copy (x = x.clone()), or use the operation that is not in place"
         )
     name = next((w.name for w in writer.weights if w.node is written), written.name)
     if is_weight and any(w.node is written for s in compilation.segments if s is not writer for w in s.weights):

@@ -76,3 +76,44 @@ def test_a_write_that_nobody_sees_splits_no_layer():
     step = assert_parity(Model().double(), rows(6, WIDTH))
     (program,) = l2l_compile.programs(step)
     assert max(block.repeats for block in program.blocks) >= 3 and not program.whole_batch
+
+
+class Windows(nn.Module):
+    """As in Longformer: layers that read windows by strides, of memory that is laid out batch first or time first."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.read = read
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + self.read(layer(x)).tanh()
+        return x
+
+
+def windows(x, count):
+    rows, time, width = x.shape
+    strides = list(x.stride())
+    made = x.as_strided((rows, time // 2 - 1, 4, width), (strides[0], 2 * strides[1], strides[1], strides[2]))
+    return made.sum((1, 2)).unsqueeze(1) / torch.div(count, 2, rounding_mode="trunc")
+
+
+@pytest.mark.parametrize("read", [
+    lambda x: windows(x, 7),
+    lambda x: windows(x.transpose(0, 1).contiguous().transpose(0, 1), 7),
+    lambda x: windows(x.transpose(1, 2).contiguous().transpose(1, 2), 7),
+    lambda x: windows(x, 7) + x.new_zeros((x.shape[0], torch.div(9, 2, rounding_mode="trunc") * 2, 1)),
+], ids=["rows", "time first", "width first", "sizes in tensors"])
+def test_views_by_strides(read):
+    step = assert_parity(Windows(read).double(), rows(6, 8, WIDTH), rows(5, 8, WIDTH))
+    assert not any(p.whole_batch for p in l2l_compile.programs(step))
+
+
+@pytest.mark.parametrize("read, why", [
+    (lambda x: x[:, 2:].as_strided((x.shape[0], 4, WIDTH), (8 * WIDTH, WIDTH, 1)).sum(1, keepdim=True), "holds more than"),
+    (lambda x: (y := x * 1, y.as_strided((x.shape[0], 4, WIDTH), (8 * WIDTH, WIDTH, 1)).mul_(2), y)[-1], "is written into"),
+], ids=["a slice", "a write"])
+def test_views_by_strides_that_cannot_be_cut(read, why):
+    with pytest.raises(l2l_compile.L2LError, match=why):
+        assert_parity(Windows(read).double(), rows(6, 8, WIDTH))

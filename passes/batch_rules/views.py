@@ -135,6 +135,30 @@ def diagonal(call: Call) -> Batch:
     return place.at(place.dim - sum(dim < place.dim for dim in taken))
 
 
+@rule("as_strided.default", sizes=("size", "stride"))
+def strided(call: Call) -> Batch:
+    """Windows over contiguous memory, [outer, rows, inner], that do not reach from a row into the next.
+
+    A stride is a number of steps along `outer` and a rest along `inner`.
+    """
+    value, place = call.batched()
+    result = call.batch_in_result()
+    if result is None or place.outer != 1 or call["storage_offset"] not in (None, 0):
+        raise Refused(CUTS)
+    inner = place.multiple * math.prod(value.shape[place.dim + 1:])
+    windows = []
+    for source, made, batch in ((value.small, call.small_out, call.small_batch), (value.large, call.large_out, call.large_batch)):
+        steps = list(zip(made.shape, made.stride(), strict=True))
+        apart = steps.pop(result.dim)[1]
+        windows.append([(size, *divmod(stride, batch * inner)) for size, stride in steps if size != 1])
+        reach = 1 + sum((size - 1) * rest for size, _, rest in windows[-1])
+        if not source.is_contiguous() or source.storage_offset() or apart * result.multiple != inner or reach > apart:
+            raise Refused("reads other rows, or memory that is not laid out row by row")
+    if windows[0] != windows[1]:
+        raise Refused(USES_BATCH_AS_NUMBER)
+    return result
+
+
 @rule("as_strided_.default", sizes=("size", "stride"), leaves_sizes=True)
 def restride(call: Call) -> Batch:
     """Changes the strides of dimensions of one entry, and nothing else (average pooling to one, channels last)."""

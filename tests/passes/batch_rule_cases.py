@@ -174,6 +174,17 @@ both("unfold.default", (1, 2, 1), (0, 2, 1), X("B", 4), why="window over the bat
 both("diagonal.default", (0, 0, 2), (0, 0, 1), X(4, "B", 4), why="diagonal across the batch")
 ok("as_strided_.default", lambda x: torch.nn.functional.adaptive_avg_pool1d(x.transpose(1, 2), 1), X("B", 4, 3))
 no("as_strided_.default", lambda x: x.clone().as_strided_((x.shape[0], 4), (1, x.shape[0])), X("B", 4), why="in memory anew")
+ok("as_strided.default", lambda x: x.as_strided((x.shape[0], 3, 2), (6, 2, 1)), X("B", 6))
+ok("as_strided.default", lambda x: x.as_strided((2 * x.shape[0], 2, 2), (3, 1, 1)), X("B", 6))  # windows that overlap
+ok("as_strided.default", lambda x: x.as_strided((2, x.shape[0], 1), (3, 6, x.shape[0])), X("B", 1, 6))
+ok("as_strided.default", lambda x: x.as_strided((2 * x.shape[1], 3, 2, 2), (3, 6 * x.shape[1], 1, 1)), X(4, "B", 6))  # time first
+no("as_strided.default", lambda x: x.as_strided((x.shape[1], 2, 4), (6, 18, 1)), X(4, "B", 6), why="reads other rows")
+no("as_strided.default", lambda x: x.as_strided((x.shape[1], 2, 4), (6, 6 * x.shape[1] - 6, 1)), X(4, "B", 6), why="reads other rows")
+for rest, stride in (((6,), (1, 1)), ((3,), (3, 1)), ((2, 2), (3, 3, 1))):
+    no("as_strided.default", lambda x, rest=rest, stride=stride: x.as_strided((x.shape[0], *rest), stride), X("B", 6), why="reads other rows")
+ok("as_strided.default", lambda x: x.as_strided((x.shape[1], 4), (1, x.shape[1])), X(4, "B"))
+no("as_strided.default", lambda x: x.as_strided((x.shape[0], 2), (6, 1), 1), X("B", 6), why="takes some rows")
+no("as_strided.default", lambda x: x.as_strided((6, 2), (1, 1)), X("B", 6), why="takes some rows")
 ok("slice_scatter.default", lambda x, y: aten.slice_scatter(x, y, 1, 1, 3), X("B", 4), X("B", 2))
 no("slice_scatter.default", lambda x, y: aten.slice_scatter(x, y, 0, 1, 3), X("B", 4), X(2, 4), why="some rows")
 ok("select_scatter.default", lambda x, y: aten.select_scatter(x, y, 0, 1), X(4, "B"), X("B"))
