@@ -13,12 +13,17 @@ class Batch:
     along the batch, time folded before it). A value without a `Batch` is *invariant*: the same for every micro-batch.
 
     uniform   all entries along `dim` are alike, so any other `outer` and `multiple` with the same product describe it too
+    below     entries are whole numbers from 0 on and below this; None if that is not known
+    order     what the entries along `dim` are sorted by, in every micro-batch its own; None if they stand row by row. Only met
+              inside of a block
     """
 
     dim: int
     multiple: int = 1
     outer: int = 1
     uniform: bool = field(default=False, compare=False)
+    below: int | None = field(default=None, compare=False)
+    order: object | None = None
 
     @property
     def factor(self) -> int:

@@ -9,6 +9,7 @@ has one of these states:
     None               invariant: the same for every micro-batch
     Mixing(op, why)    not proven; carries the first op that decided, through everything that reads it
     RowIds(dim)        internal: `arange(B)`, whose only use may be to index the batch dimension
+    Order(key), ...    internal: entries that are sorted and put back, see `orders.py`
 
 How a graph is read (`walk.py`): it comes traced twice, at two batch sizes. What differs between the two (a size, a
 constant) depends on the batch; a rule has to say that it takes a differing argument as a *shape*, anywhere else it is a
@@ -28,7 +29,7 @@ The rules stand one family a file; `rules.py` says how one is written.
 """
 from __future__ import annotations
 
-from . import (attention, convolution, factories, indexing, joins, linalg, losses, matmul, normalisation, pointwise, reductions,
+from . import (attention, convolution, factories, indexing, joins, linalg, losses, matmul, normalisation, orders, pointwise, reductions,
                views)
 from .values import PARTS, Mixing, Partial, RowIds
 from .walk import analyse, regions, same_program, states_of_nodes

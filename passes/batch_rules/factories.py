@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import torch
 
+from .orders import COUNTS, EntryIds
 from .rules import rule
 from .values import USES_BATCH_AS_NUMBER, Batch, Call, Refused, RowIds, State, Varying
 
@@ -22,14 +23,14 @@ def drawn(call: Call) -> State:
 
 
 @rule("arange.default", "arange.start", "arange.start_step", sizes=("end",))
-def arange(call: Call) -> RowIds:
-    """`arange(B)` numbers the rows."""
+def arange(call: Call) -> RowIds | EntryIds:
+    """`arange(B)` numbers the rows, `arange(B * m)` the entries of a dimension with `m` a row."""
     end, start, step = call["end"], call["start"], call["step"]
-    whole = isinstance(end, Varying) and (end.small, end.large) == (call.small_batch, call.large_batch)
-    if start not in (None, 0) or step not in (None, 1) or not whole or call.small_out.dtype not in (
-            torch.int64, torch.int32):
-        raise Refused("counts something other than the rows of the batch")
-    return RowIds(0)
+    multiple, rest = divmod(end.small, call.small_batch) if isinstance(end, Varying) else (0, 0)
+    whole = start in (None, 0) and step in (None, 1) and not rest and multiple > 0 and end.large == multiple * call.large_batch
+    if not whole or call.small_out.dtype not in (torch.int64, torch.int32):
+        raise Refused(COUNTS)
+    return RowIds(0) if multiple == 1 else EntryIds(multiple)
 
 
 @rule("scalar_tensor.default", "eye.default", "eye.m", "linspace.default")

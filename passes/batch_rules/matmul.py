@@ -19,7 +19,7 @@ def product(a: Value, b: Value) -> Batch | None:
     return a.state or b.state
 
 
-@rule("mm.default", "bmm.default")
+@rule("mm.default", "bmm.default", keeps_order=True)
 def mm(call: Call) -> State:
     """A product that sums over the batch is the sum of the micro-batches' products."""
     a, b = call["self"], call["mat2"]
@@ -29,7 +29,7 @@ def mm(call: Call) -> State:
     return product(a, b)
 
 
-@rule("addmm.default", "_addmm_activation.default")
+@rule("addmm.default", "_addmm_activation.default", keeps_order=True)
 def addmm(call: Call) -> State:
     return agree([_product_if_batched(call, "mat1", "mat2"), aligned(call["self"], 2)])
 

@@ -53,6 +53,8 @@ class States:
         result = self.of[node]
         for written, is_result in _written(node, rule):
             memory = self.memory[written]
+            if is_result and set(memory.nodes) == {written, node} and not isinstance(result, Mixing) and self.of[written] is not None:
+                self.of[written] = result  # nothing else sees it
             if not (is_result and result == self.of[written] and self._stays_proven(memory, result)):
                 why = next((state for state in flat(result) if isinstance(state, Mixing)), None)
                 self._lose(memory, why or Mixing(str(node.target), "writes into a value that every row shares"))
@@ -98,11 +100,11 @@ def flat(state: State | tuple[State, ...]) -> tuple[State, ...]:
     return state if isinstance(state, tuple) else (state,)
 
 
-def not_alike(state: State | tuple[State, ...]) -> State | tuple[State, ...]:
-    """The same rows, of which nothing more is known."""
+def not_alike(state: State | tuple[State, ...], below: bool = False) -> State | tuple[State, ...]:
+    """The same rows, of which nothing more is known, but their range if that is to be kept."""
     if isinstance(state, tuple):
-        return tuple(map(not_alike, state))
-    return replace(state, uniform=False) if isinstance(state, Batch) and state.uniform else state
+        return tuple(not_alike(s, below) for s in state)
+    return replace(state, uniform=False, below=state.below if below else None) if isinstance(state, Batch) else state
 
 
 def each(state: State, value: Any) -> State | tuple[State, ...]:

@@ -30,7 +30,7 @@ def _reduce(call: Call, over: list[int], keepdim: bool) -> State | tuple[State, 
       "var_mean.correction", "std_mean.correction", "prod.dim_int", "any.dim", "any.dims", "all.dim",
       "all.dims", "max.dim", "min.dim", "argmax.default", "argmin.default", "aminmax.default", "logsumexp.default",
       "linalg_vector_norm.default", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "median.dim", "nanmedian.dim",
-      "mode.default", "kthvalue.default", "count_nonzero.dim_IntList")
+      "mode.default", "kthvalue.default", "count_nonzero.dim_IntList", keeps_order=True)
 def reduce_dims(call: Call) -> State | tuple[State, ...]:
     value, _ = call.batched()
     return _reduce(call, dims(call["dim"], value.ndim), bool(call["keepdim"]))
@@ -45,8 +45,8 @@ def reduce_all(call: Call) -> State:
 
 
 @rule("_softmax.default", "_log_softmax.default", "_safe_softmax.default", "cumsum.default", "cumprod.default",
-      "logcumsumexp.default", "sort.default", "sort.stable", "topk.default", "cummax.default", "cummin.default",
-      "glu.default", "_fft_r2c.default", "_fft_c2c.default", "_fft_c2r.default")
+      "logcumsumexp.default", "topk.default", "cummax.default", "cummin.default", "glu.default",
+      "_fft_r2c.default", "_fft_c2c.default", "_fft_c2r.default", keeps_order=True)
 def along(call: Call) -> State | tuple[State, ...]:
     """Computes along its `dim`, each line of it alone; the dimension stays, at another size perhaps."""
     value, place = call.batched()

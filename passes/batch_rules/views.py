@@ -11,7 +11,7 @@ CUTS = "takes some rows of the batch"
 
 
 @rule("alias.default", "detach.default", "_conj.default", "_neg_view.default",
-      "view_as_real.default", "view_as_complex.default", keeps_row_ids=True)
+      "view_as_real.default", "view_as_complex.default", keeps_row_ids=True, keeps_order=True)
 def same_dims(call: Call) -> Batch:
     """Leading dimensions stay where they are."""
     return call.batched()[1]
@@ -28,7 +28,7 @@ def reshape(call: Call) -> Batch:
     outer, rest = divmod(before, math.prod(size for size, _ in call.out_sizes[:result.dim]))
     if rest or outer < 1 or result.factor % outer:
         raise Refused("folds the batch behind another dimension")
-    return Batch(result.dim, result.factor // outer, outer)
+    return Batch(result.dim, result.factor // outer, outer, below=place.below)
 
 
 @rule("view.dtype")
@@ -40,21 +40,21 @@ def reinterpret(call: Call) -> Batch:
     return place
 
 
-@rule("expand.default", sizes=("size",), keeps_row_ids=True, keeps_uniform=True)
+@rule("expand.default", sizes=("size",), keeps_row_ids=True, keeps_order=True, keeps_uniform=True)
 def expand(call: Call) -> State:
     """Repeats entries; a value that every row shares gets the rows of the dimension it is expanded to."""
     place = aligned(call["self"], len(call.out_sizes))
     return call.batch_in_result(uniform=True) if place is None else place
 
 
-@rule("unsqueeze.default", keeps_row_ids=True, keeps_uniform=True)
+@rule("unsqueeze.default", keeps_row_ids=True, keeps_order=True, keeps_uniform=True)
 def unsqueeze(call: Call) -> Batch:
     value, place = call.batched()
     added = call["dim"] % (value.ndim + 1)
     return place.at(place.dim + (added <= place.dim))
 
 
-@rule("squeeze.dim", "squeeze.dims", keeps_row_ids=True)
+@rule("squeeze.dim", "squeeze.dims", keeps_row_ids=True, keeps_order=True)
 def squeeze(call: Call) -> Batch:
     value, place = call.batched()
     asked = dims(call["dim"], value.ndim) if call["dim"] != [] else []
@@ -68,21 +68,21 @@ def squeeze_all(call: Call) -> State:
     raise Refused("drops the batch dimension of a micro-batch of one row")
 
 
-@rule("permute.default", keeps_row_ids=True, keeps_uniform=True)
+@rule("permute.default", keeps_row_ids=True, keeps_order=True, keeps_uniform=True)
 def permute(call: Call) -> Batch:
     value, place = call.batched()
     order = [dim % value.ndim for dim in call["dims"]]
     return place.at(order.index(place.dim))
 
 
-@rule("transpose.int", "t.default", keeps_row_ids=True, keeps_uniform=True)
+@rule("transpose.int", "t.default", keeps_row_ids=True, keeps_order=True, keeps_uniform=True)
 def transpose(call: Call) -> Batch:
     value, place = call.batched()
     one, other = (0, value.ndim - 1) if call["dim0"] is None else (call["dim0"] % value.ndim, call["dim1"] % value.ndim)
     return place.at({one: other, other: one}.get(place.dim, place.dim))
 
 
-@rule("select.int", "unbind.int", keeps_row_ids=True)
+@rule("select.int", "unbind.int", keeps_row_ids=True, keeps_order=True)
 def take_out(call: Call) -> State | tuple[State, ...]:
     """Drops one dimension, at one position or at each."""
     value, place = call.batched()
@@ -93,7 +93,7 @@ def take_out(call: Call) -> State | tuple[State, ...]:
     return (state,) * len(call.small_out) if isinstance(call.small_out, (list, tuple)) else state
 
 
-@rule("slice.Tensor", sizes=("end",), keeps_row_ids=True)
+@rule("slice.Tensor", sizes=("end",), keeps_row_ids=True, keeps_order=True)
 def slice_along(call: Call) -> Batch:
     """A slice of another dimension, or all of the batch: `x[:]` and `x[:B]`, not `x[:100]`, which holds up to 100 rows."""
     value, place = call.batched()
@@ -109,7 +109,7 @@ def slice_along(call: Call) -> Batch:
     return place
 
 
-@rule("split.Tensor", "split_with_sizes.default", keeps_row_ids=True)
+@rule("split.Tensor", "split_with_sizes.default", keeps_row_ids=True, keeps_order=True)
 def split(call: Call) -> tuple[State, ...]:
     value, place = call.batched()
     if call["dim"] % value.ndim == place.dim:

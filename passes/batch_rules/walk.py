@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from l2l_compile.ir.batch import Batch
 
-from .memory import States, each, may_write, not_alike
+from .memory import States, each, flat, may_write, not_alike
+from .orders import concerns, layout, of_orders, why_not_rows, with_range
 from .rules import Rule, find_rule
 from .sums import of_parts
 from .values import PARTS, USES_BATCH_AS_NUMBER, Call, Mixing, Partial, Refused, RowIds, State, Value, Varying, batch_of_sizes
@@ -55,15 +56,19 @@ def regions(small: fx.Graph, large: fx.Graph, small_batch: int, large_batch: int
             inputs: Sequence[Batch | None], parts: frozenset[torch.dtype] = PARTS) -> list[State] | None:
     """As `analyse`, for a graph that returns the results of all its steps: each state as if its operands were given.
 
-    A step that mixes rows is run on the whole batch; what reads its result finds the rows where its sizes show them. A step
-    that numbers the rows (RowIds) has to run where its result is read. None if the graph is not the same at both sizes.
+    A step that mixes rows is run on the whole batch; what reads its result finds the rows where its sizes show them. Sorting
+    does so as well, unless all that reads the order can be followed. A step that numbers the rows (RowIds) has to run where its result is read. None if the graph is not the same at both sizes.
     """
     if not same_program(small, large):
         return None
-    walk = _Walk(small_batch, large_batch, parts)
     output = next(n for n in small.nodes if n.op == "output")
-    walk.given_anew = set(pytree.tree_leaves(output.args[0]))
-    return _run(walk, small, large, inputs)
+    for without_orders in (False, True):
+        walk = _Walk(small_batch, large_batch, parts)
+        walk.given_anew, walk.without_orders = set(pytree.tree_leaves(output.args[0])), without_orders
+        states = _run(walk, small, large, inputs)
+        if not walk.orders_are_read:
+            break
+    return states
 
 
 def states_of_nodes(small: fx.Graph, large: fx.Graph, small_batch: int, large_batch: int,
@@ -108,6 +113,7 @@ class _Walk:
         self.states = States()
         self.given_anew: set[fx.Node] = set()  # results that are taken as given by those who read them
         self.mixed: dict[fx.Node, Mixing] = {}
+        self.without_orders = self.orders_are_read = False  # whether sorting mixes rows; whether a refused call reads what is sorted
 
     # ---- the four kinds of node ------------------------------------------------------------------------------------
 
@@ -168,6 +174,8 @@ class _Walk:
                 state = self.mixed.get(leaf, self.states[leaf])
                 if isinstance(state, RowIds) and not self.given_anew:
                     state = Mixing(str(leaf.target), "numbers the rows of the batch")
+                elif concerns(state) and not self.given_anew:
+                    state = Mixing(str(leaf.target), why_not_rows(state))
                 elif isinstance(state, tuple):
                     state = Mixing(str(leaf.target), "has several results, which are returned as one")
             elif not _equal(leaf, other):
@@ -216,6 +224,8 @@ class _Walk:
                     raise Refused("draws random numbers that every row shares")
                 return self._fit_all(op, each(None, small), small, large)
             call = Call(here.target, arguments, small, large, self.small_batch, self.large_batch, self.parts)
+            if any(concerns(state) for state in states):
+                return self._fit_all(op, of_orders(call, rule), small, large)
             if any(isinstance(state, Partial) for state in states):
                 return self._fit_all(op, of_parts(call), small, large)
             if rule is None:
@@ -231,15 +241,20 @@ class _Walk:
             if row_ids and rule.keeps_row_ids:
                 result = _as_row_ids(result, small)
             if random or not rule.keeps_uniform:
-                result = not_alike(result)
+                result = not_alike(result, below=True)
+            result = with_range(call, result, rule.keeps_row_ids)
             result = self._fit_all(op, result, small, large)
             if random and not isinstance(result, tuple) and result is None:
                 raise Refused("draws random numbers that every row shares")
             return result
         except Refused as why:
+            self.orders_are_read |= any(concerns(state) for state in states)
             return each(Mixing(op, str(why)), small)
 
     def _fit_all(self, op: str, state: Any, small: Any, large: Any) -> State | tuple[State, ...]:
+        moved = next((s for s in flat(state) if concerns(s)), None)
+        if self.without_orders and moved is not None:
+            raise Refused(why_not_rows(moved))
         if not isinstance(small, (list, tuple)):
             return self._fit(op, state, small, large)
         if len(small) != len(large):
@@ -261,7 +276,7 @@ class _Walk:
             seen = batch_of_sizes(list(zip(small.shape, large.shape)), self.small_batch, self.large_batch)
         except Refused as why:
             return Mixing(op, str(why))
-        expected = Batch(state.dim) if isinstance(state, RowIds) else state
+        expected = Batch(state.dim) if isinstance(state, RowIds) else layout(state)
         if isinstance(expected, Partial):
             expected = None
         same = seen == expected if None in (seen, expected) else (seen.dim, seen.factor) == (expected.dim, expected.factor)

@@ -116,6 +116,8 @@ no("fill.Scalar", lambda x: aten.fill.Scalar(x, x.shape[0]), X("B", 4), why="siz
 ok("fill.Tensor", lambda x, w: aten.fill.Tensor(x, w), X("B", 4), X())
 ok("_prelu_kernel.default", aten._prelu_kernel, X("B", 4), X(1, 4))
 ok("polar.default", torch.polar, P("B", 4), X(4))
+ok("floor_divide.default", lambda x, y: x // y, X("B", 4), P("B", 4))
+ok("masked_fill.Tensor", lambda x, m, v: x.masked_fill(m, v), X("B", 4), M("B", 4), X())
 ok("complex.default", torch.complex, X("B", 4), X(4))
 ok("bucketize.Tensor", lambda x, w: torch.bucketize(x, w.sort()[0]), X("B", 4), X(5))
 no("bucketize.Tensor", lambda w, x: torch.bucketize(w, x), X(4), X("B"), why="as its 'boundaries'")
