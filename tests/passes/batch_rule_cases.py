@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from l2l_compile.ir.batch import Batch
+
 aten = torch.ops.aten
 
 
@@ -16,6 +18,22 @@ class Input:
     sizes: tuple[int | str, ...]
     kind: str = "float"  # "float", "int" (0 to 2), "bool", "complex", "positive"
     device: str = "cpu"
+
+    def place(self) -> Batch | None:
+        for dim, size in enumerate(self.sizes):
+            if isinstance(size, str):
+                return Batch(dim, int(size[:-1] or 1))
+        return None
+
+    def draw(self, batch: int, generator: torch.Generator | None = None) -> torch.Tensor:
+        sizes = [batch * int(s[:-1] or 1) if isinstance(s, str) else s for s in self.sizes]
+        if self.kind == "int":
+            return torch.randint(3, sizes, device=self.device, generator=generator)
+        if self.kind == "bool":
+            return torch.randint(2, sizes, device=self.device, generator=generator) > 0
+        dtype = {"complex": torch.complex128}.get(self.kind, torch.float32 if self.device == "cuda" else torch.float64)
+        drawn = torch.randn(sizes, dtype=dtype, device=self.device, generator=generator)
+        return drawn.abs().clamp(0.1, 0.9) if self.kind == "positive" else drawn
 
 
 def X(*sizes):

@@ -7,113 +7,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from batch_rule_cases import CASES, Case, I, Input, M, X
+from batch_rule_checker import LARGE, SAME, SMALL, check_numbers, proven, states_of, trace
 from l2l_compile.ir.batch import Batch
 from l2l_compile.passes.batch_rules import Mixing, Partial, analyse, rules
-
-SMALL, LARGE = 7, 11
-CUTS = ([2, 2, 2], [2, 4], [1, 5])  # micro-batches of a batch of six rows
-
-
-# ---- the checker -----------------------------------------------------------------------------------------------------
-
-
-def place(spec: Input) -> Batch | None:
-    for dim, size in enumerate(spec.sizes):
-        if isinstance(size, str):
-            return Batch(dim, int(size[:-1] or 1))
-    return None
-
-
-def tensor(spec: Input, batch: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    sizes = [batch * int(s[:-1] or 1) if isinstance(s, str) else s for s in spec.sizes]
-    if spec.kind == "int":
-        return torch.randint(3, sizes, device=spec.device, generator=generator)
-    if spec.kind == "bool":
-        return torch.randint(2, sizes, device=spec.device, generator=generator) > 0
-    dtype = {"complex": torch.complex128}.get(spec.kind, torch.float32 if spec.device == "cuda" else torch.float64)
-    drawn = torch.randn(sizes, dtype=dtype, device=spec.device, generator=generator)
-    return drawn.abs().clamp(0.1, 0.9) if spec.kind == "positive" else drawn
-
-
-def trace(function: Callable, specs: tuple[Input, ...], batch: int, pre_dispatch: bool = False) -> torch.fx.Graph:
-    def flat(*tensors):
-        return pytree.tree_leaves(function(*tensors))
-
-    with FakeTensorMode():
-        return make_fx(flat, pre_dispatch=pre_dispatch)(*(tensor(spec, batch) for spec in specs)).graph
-
-
-def states_of(function: Callable, specs: tuple[Input, ...], calls: Callable | None = None) -> list[Batch | Mixing | None]:
-    """What `analyse` says of a function; `calls` is an op that its graph has to hold."""
-    keep_whole = calls is not None and composite(calls)
-    small, large = (trace(function, specs, batch, keep_whole) for batch in (SMALL, LARGE))
-    targets = {node.target for node in small.nodes}
-    assert calls is None or calls in targets, f"the case does not call {calls}:\n{small}"
-    return analyse(small, large, SMALL, LARGE, [place(spec) for spec in specs])
-
-
-def rows(value: torch.Tensor, where: Batch, first: int, last: int) -> torch.Tensor:
-    opened = value.unflatten(where.dim, (where.outer, -1, where.multiple))
-    return opened.narrow(where.dim + 1, first, last - first).flatten(where.dim, where.dim + 2)
-
-
-def joined(pieces: list[torch.Tensor], where: Batch) -> torch.Tensor:
-    opened = [piece.unflatten(where.dim, (where.outer, -1, where.multiple)) for piece in pieces]
-    return torch.cat(opened, where.dim + 1).flatten(where.dim, where.dim + 2)
-
-
-def check_numbers(function: Callable, specs: tuple[Input, ...], states: list[Batch | Mixing | None]) -> None:
-    """Fails where the states promise rows that the numbers do not show."""
-    generator = torch.Generator().manual_seed(0)
-    whole = [tensor(spec, 6, generator) for spec in specs]
-
-    def run(first: int, last: int) -> list:
-        piece = [t if place(s) is None else rows(t, place(s), first, last) for t, s in zip(whole, specs, strict=True)]
-        return pytree.tree_leaves(function(*(t.clone() for t in piece)))
-
-    expected = run(0, 6)
-    for sizes in CUTS:
-        ends = torch.tensor(sizes).cumsum(0).tolist()
-        pieces = [run(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        for i, state in enumerate(states):
-            if isinstance(state, Batch):
-                assert_same(joined([piece[i] for piece in pieces], state), expected[i])
-            elif isinstance(state, Partial):
-                shares = [size / 6 if state.how == "mean" else 1 for size in sizes]
-                assert_same(sum(share * piece[i] for share, piece in zip(shares, pieces, strict=True)), expected[i])
-            elif state is None:
-                for piece in pieces:
-                    assert_same(piece[i], expected[i])
-
-
-def assert_same(actual: object, expected: object) -> None:
-    if isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
-    else:
-        assert actual == expected
-
-
-def proven(function: Callable, *specs: Input) -> list[Batch | Mixing | None]:
-    """The states of a function's outputs, once the numbers bear them out."""
-    states = states_of(function, specs)
-    check_numbers(function, specs, states)
-    return states
-
 
 # ---- every rule ------------------------------------------------------------------------------------------------------
 
 
 def overload(name: str) -> torch._ops.OpOverload | None:
     return rules.overload(name)
-
-
-def composite(op: torch._ops.OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -294,9 +198,6 @@ def all_of(steps: list[str]) -> Callable:
 
 
 # ---- the checker is worth something ----------------------------------------------------------------------------------
-
-SAME = rules.Rule(lambda call: next(v.state for v in call.values() if v.state is not None))
-
 
 @pytest.mark.parametrize("name, function, specs", [
     ("cumsum.default", lambda x: x.cumsum(0), (X("B", 4),)),
