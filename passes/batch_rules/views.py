@@ -25,7 +25,8 @@ def reshape(call: Call) -> Batch:
     if result is None:
         raise Refused("does not keep the rows of the batch in one dimension")
     before = math.prod(size for size, _ in value.sizes[:place.dim]) * place.outer
-    outer, rest = divmod(before, math.prod(size for size, _ in call.out_sizes[:result.dim]))
+    ahead = math.prod(size for size, _ in call.out_sizes[:result.dim])
+    outer, rest = divmod(before, ahead) if ahead else (0, 0)
     if rest or outer < 1 or result.factor % outer:
         raise Refused("folds the batch behind another dimension")
     return Batch(result.dim, result.factor // outer, outer, below=place.below)

@@ -106,6 +106,7 @@ ok("add.Tensor", lambda x, y: x + y, X("B", 4), X(3, "B", 4))
 no("add.Tensor", lambda x, y: x + y, X("B", 1), X("B"), why=MISPLACED)
 no("mul.Tensor", lambda x: x * x.shape[0], X("B", 4), why="size of the batch as a number")
 no("div.Tensor", lambda x: x / x.shape[0], X("B", 4), why="size of the batch as a number")
+no("mul.Tensor", lambda x: x * (2 if x.shape[0] == 7 else 2.5), X("B", 4), why="size of the batch as a number")
 ok("where.self", torch.where, M("B", 4), X("B", 4), X(4))
 ok("masked_fill.Scalar", lambda x, m: x.masked_fill(m, 1.0), X("B", 4), M("B", 1))
 for op, rest in [("_to_copy.default", {"dtype": torch.float32}), ("clone.default", {}), ("lift_fresh_copy.default", {}),
@@ -152,6 +153,9 @@ ok("view.default", lambda x: x.view(-1, 4), X(3, "B", 4))
 ok("view.default", lambda x: x.view(-1, 6).view(3, -1, 2), X(3, "2B", 3))
 no("view.default", lambda x: x.view(3, -1), X("B", 3), why="behind another dimension")
 no("view.default", lambda x: x.view(-1) * x.numel(), X("B", 3), why="size of the batch as a number")
+no("view.default", lambda x: x.view(0, x.shape[0]), X("B", 0), why="behind another dimension")
+no("view.default", lambda x: x.view(x.shape[1], 0), X(0, "B"), why="behind another dimension")
+no("view.default", lambda x: x.view(0), X("B", 0), why="does not keep the rows")
 ok("_unsafe_view.default", lambda x: aten._unsafe_view(x, [-1, 4]), X("B", 3, 4))
 no("_unsafe_view.default", lambda x: aten._unsafe_view(x, [2, -1]), X(3, "B", 4), why="behind another dimension")
 ok("_reshape_alias.default", lambda x: aten._reshape_alias(x, [x.shape[0] * 3], [1]), X("B", 3))
@@ -159,6 +163,7 @@ no("_reshape_alias.default", lambda x: aten._reshape_alias(x, [2, x.shape[1] * 6
    why="behind another")
 ok("view.dtype", lambda x: x.view(torch.int32), X("B", 4))
 no("view.dtype", lambda x: x.view(torch.int32), X(4, "B"), why="several rows as one entry")
+no("view.dtype", lambda x: x.view(torch.int64), X("B"), why="several rows as one entry")
 ok("_conj.default", lambda x: x.conj(), C("B", 4))
 ok("_neg_view.default", lambda x: torch._neg_view(x), X("B", 4))
 ok("view_as_real.default", torch.view_as_real, C("B", 4))
@@ -178,13 +183,17 @@ ok("t.default", lambda x: x.t(), X("B", 4))
 ok("t.default", lambda x: x.t().reshape(-1), X("B", 4))
 no("t.default", lambda x: x.t().reshape(-1, 2), X("B", 4), why="behind another dimension")
 both("select.int", (1, 2), (0, 0), X("B", 4), why="some rows of the batch")
+no("select.int", lambda x: x.select(-2, 0), X("B", 4), why="some rows of the batch")
+no("select.int", lambda x: x.select(1, x.shape[0] - 7), X("B", 50), why="size of the batch as a number")
 both("unbind.int", (1,), (0,), X("B", 4), why="batch")
 both("slice.Tensor", (1, 1, 3), (0, 0, 5), X("B", 4), why="some rows of the batch")
 ok("slice.Tensor", lambda x: x[0:, :, 1:3], X("B", 4, 5))
 ok("slice.Tensor", lambda x: aten.slice(x, 0, 0, x.shape[0]), X("B", 4))
 no("slice.Tensor", lambda x: x[:100], X("B", 4), why="some rows of the batch")
 no("slice.Tensor", lambda x: x[-100:], X("B", 4), why="some rows of the batch")
-no("slice.Tensor", lambda x: x[::-1 + 2][1:], X("B", 4), why="batch")
+no("slice.Tensor", lambda x: x[1:], X("B", 4), why="some rows of the batch")
+no("slice.Tensor", lambda x: x[::2], X("B", 4), why="some rows of the batch")
+no("slice.Tensor", lambda x: aten.slice(x, -2, 0, 5), X("B", 4), why="some rows of the batch")
 no("slice.Tensor", lambda x, w: x + w[:x.shape[0]], X("B", 4), X(50, 4), why="needs a value")
 no("slice.Tensor", lambda x: x[:, :x.shape[0]], X("B", 50), why="size of the batch as a number")
 both("split.Tensor", (3, 1), (3, 0), X("B", 4), why="batch")
@@ -205,33 +214,50 @@ for rest, stride in (((6,), (1, 1)), ((3,), (3, 1)), ((2, 2), (3, 3, 1))):
 ok("as_strided.default", lambda x: x.as_strided((x.shape[1], 4), (1, x.shape[1])), X(4, "B"))
 no("as_strided.default", lambda x: x.as_strided((x.shape[0], 2), (6, 1), 1), X("B", 6), why="takes some rows")
 no("as_strided.default", lambda x: x.as_strided((6, 2), (1, 1)), X("B", 6), why="takes some rows")
+no("as_strided_.default", lambda x: x.clone().as_strided_((x.shape[0], 4), (4, 1), 0), X("B", 4), why="in memory anew")
 ok("slice_scatter.default", lambda x, y: aten.slice_scatter(x, y, 1, 1, 3), X("B", 4), X("B", 2))
 no("slice_scatter.default", lambda x, y: aten.slice_scatter(x, y, 0, 1, 3), X("B", 4), X(2, 4), why="some rows")
+ok("slice_scatter.default", lambda x, y: aten.slice_scatter(x, y, 0, 1, 3), X(4, "B"), X(2, "B"))
+no("slice_scatter.default", lambda x, y: aten.slice_scatter(x, y, -2, 1, 3), X("B", 4), X(2, 4), why="some rows")
+no("slice_scatter.default", lambda x, y: aten.slice_scatter(x, torch.cat([y, y]), 1, 1, 3), X("2B", 4), X("B", 2), why=MISPLACED)
 ok("select_scatter.default", lambda x, y: aten.select_scatter(x, y, 0, 1), X(4, "B"), X("B"))
 no("select_scatter.default", lambda x, y: aten.select_scatter(x, y, 0, 1), X("B", 4), X(4), why="some rows")
+ok("select_scatter.default", lambda x, y: aten.select_scatter(x, y, 1, 1), X("B", 4), X("B"))
 
 # ---- joins -----------------------------------------------------------------------------------------------------------
 
 ok("cat.default", lambda x, y: torch.cat([x, y], 1), X("B", 4), X("B", 2))
 ok("cat.default", lambda x, y: torch.cat([x, y]), X("B", 4), X("B", 4))
+ok("cat.default", lambda x, y: torch.cat([x, y], -2), X("B", 4), X("B", 4))
+ok("cat.default", lambda x: [torch.cat([x.new_zeros(0), x], dim) for dim in (0, 1)], X("B", 4))
 ok("cat.default", lambda x, y: torch.cat([torch.cat([x, y]), x]).view(3, -1, 4), X("2B", 4), X("2B", 4))
 no("cat.default", lambda x, y: torch.cat([x, y]), X("B", 4), X("2B", 4), why=MISPLACED)
 no("cat.default", lambda x, w: torch.cat([x, w]), X("B", 4), X(3, 4), why=MISPLACED)
 ok("stack.default", lambda x, y: (torch.stack([x, y]), torch.stack([x, y], 1)), X("B", 4), X("B", 4))
 ok("stack.default", lambda x: torch.stack([x, x]).reshape(-1), X("B", 4))
+ok("stack.default", lambda x: torch.stack([x, x], -1), X("B", 4))
 no("stack.default", lambda x, y: torch.stack([torch.cat([x, x]), y]), X("B"), X("2B"), why=MISPLACED)
 ok("repeat.default", lambda x: x.repeat(2, 1, 3), X("B", 4))
 ok("repeat.default", lambda x, w: w.repeat(x.shape[0], 2), X("B", 4), X(3, 4))
 ok("repeat.default", lambda x: x.repeat(2, 1), X("B", 4))
+ok("repeat.default", lambda x: torch.cat([x, x]).repeat(3, 1), X("B", 4))
 no("repeat.default", lambda x: x.repeat(x.shape[0], 1), X("B", 4), why="repeats the batch")
 both("flip.default", ([1],), ([0, 1],), X("B", 4), why="order of the rows")
+ok("flip.default", call("flip.default", []), X("B", 4))
+no("flip.default", call("flip.default", [-2]), X("B", 4), why="order of the rows")
 both("roll.default", ([1], [1]), ([1],), X("B", 4), why="along the batch")
+no("roll.default", lambda x: x.roll(x.shape[0], 1), X("B", 4), why="size of the batch as a number")
 both("constant_pad_nd.default", ([1, 2], 0.5), ([0, 0, 1, 0], 0.5), X("B", 4), why="pads the batch")
+both("constant_pad_nd.default", ([1, 2, 0, 0, 2, 1], 0.5), ([0, 0, 0, 1], 0.5), X(2, "B", 4), why="pads the batch")
+both("constant_pad_nd.default", ([2, 1],), ([0, 0, 1, -1],), X(2, "B", 4), why="pads the batch")
+no("constant_pad_nd.default", call("constant_pad_nd.default", [-1, 1]), X(2, "B"), why="pads the batch")
+no("constant_pad_nd.default", lambda x: aten.constant_pad_nd(x, [x.shape[0], 0]), X("B", 4), why="size of the batch as a number")
 for n in (1, 2, 3):
     for kind in ("reflection", "replication"):
         ok(f"{kind}_pad{n}d.default", call(f"{kind}_pad{n}d.default", [1, 1] * n), X("B", 3, *[4] * n))
         no(f"{kind}_pad{n}d.default", call(f"{kind}_pad{n}d.default", [1, 1] * n), X(2, 3, *[4] * (n - 1), "B"), why="pads the batch")
 for op in ("triu", "tril"):
+    no(f"{op}.default", call(f"{op}.default", 0), X(4, "B"), why="triangle across the batch")
     ok(f"{op}.default", call(f"{op}.default", 1), X("B", 4, 4))
     no(f"{op}.default", call(f"{op}.default", 1), X("B", 4), why="triangle across the batch")
 ok("diag_embed.default", torch.diag_embed, X("B", 4))
@@ -250,6 +276,8 @@ for op in ("sum.dim_IntList", "mean.dim", "nansum.default"):
 for op in ("amax.default", "amin.default", "logsumexp.default"):
     both(op, ([1], True), ([0],), X("B", 4), why=REDUCES)
     both(op, ([0, -1],), ([0, 1],), X(3, "B", 4), why=REDUCES)
+    ok(op, call(op, [0], True), X(3, "B", 4))
+    no(op, call(op, [-2]), X("B", 4), why=REDUCES)
 for op in ("var.correction", "std.correction", "var_mean.correction", "std_mean.correction"):
     both(op, ([1],), ([0],), X("B", 4), correction=1, why=REDUCES)
 for op in ("prod.dim_int", "any.dim", "all.dim", "max.dim", "min.dim", "argmax.default", "argmin.default", "median.dim",
@@ -284,6 +312,7 @@ for op, rest in [("_softmax.default", (False,)), ("_log_softmax.default", (False
 ok("sort.stable", call("sort.stable", stable=True, dim=1), X("B", 4))
 no("sort.stable", call("sort.stable", stable=True, dim=0), X("B", 4), why=ALONG)
 both("topk.default", (2, 1), (2, 0), X("B", 4), why=ALONG)
+no("topk.default", lambda x: x.topk(x.shape[0], 1), X("B", 50), why="size of the batch as a number")
 both("glu.default", (1,), (0,), X("2B", 4), why=ALONG)
 both("_fft_r2c.default", ([1], 0, True), ([0], 0, False), X("B", 4), why=ALONG)
 both("_fft_c2c.default", ([1], 0, True), ([0], 0, True), C("B", 4), why=ALONG)
@@ -295,7 +324,9 @@ no("_fft_c2r.default", lambda x: aten._fft_c2r(x, [0], 0, 2 * x.shape[0] - 2), C
 for function in (lambda x: -x.sum(0) * 3, lambda x: x.sum(0).view(2, 2).t().unsqueeze(0).expand(5, 2, 2), lambda x: x.mean(0)[1:].sum(),
                  lambda x: torch.stack([x.sum(0), x.pow(2).sum(0)]).flatten(), lambda x: torch.cat([x.mean(0), x.exp().mean(0)]),
                  lambda x: x.sum(0) + x.sin().sum(0) - 0, lambda x: (x.mean(0) + 1) * 2 - x.cos().mean(0), lambda x: x.sum() / x.shape[0],
-                 lambda x: x.sum(0).clone(), lambda x: 1 - x.mean(), lambda x: x.sum(0) / (2 * x.shape[0])):
+                 lambda x: x.sum(0).clone(), lambda x: 1 - x.mean(), lambda x: x.sum(0) / (2 * x.shape[0]),
+                 lambda x: x.count_nonzero(0).double(), lambda x: x.mean(0).split(2),
+                 lambda x: torch.nn.functional.pad(x.sum(0), (1, 2))):
     ok("neg.default", lambda x, f=function: (f(x), x.neg()), X("B", 4))
 ok("mul.Tensor", lambda x, w: w * x.sum(0) / w, X("B", 4), X(4))
 ok("sub.Tensor", lambda x, w: w - x.mean(0), X("B", 4), X(4))
@@ -305,7 +336,10 @@ NEEDS = "needs the sum over the whole batch"
 for function in (lambda x: x.sum(0) ** 2, lambda x: x.sum(0) + 1, lambda x: x.sum(0) * x.mean(0), lambda x: x.mean(0) + x.sum(0),
                  lambda x: x - x.mean(0), lambda x: 1 / x.sum(0), lambda x: x.mean(0) / x.shape[0], lambda x: x.sum(0).long(),
                  lambda x: torch.cat([x.mean(0), x.sum(0)]), lambda x: x.sum(0) > 0, lambda x: x.sum(0).half(), lambda x: x.sum(0).sum(dtype=torch.half),
-                 lambda x: x.sum(0).clamp(min=1), lambda x: x.sum(0) + x.shape[0], lambda x: x.mean(0).sum() * x.shape[0]):
+                 lambda x: x.sum(0).clamp(min=1), lambda x: x.sum(0) + x.shape[0], lambda x: x.mean(0).sum() * x.shape[0],
+                 lambda x: torch.nn.functional.pad(x.sum(0), (1, 2), value=1.0), lambda x: x.mean(0) + x.shape[0], lambda x: x * x.sum(0),
+                 lambda x: torch.add(x.sum(0), x.cos().sum(0), alpha=x.shape[0]), lambda x: x.sum(0) / (x.shape[0] + 7),
+                 lambda x: x.sum(0) / max(x.shape[0], 8), lambda x: x.sum(0) / (x.shape[0] + 1), lambda x: x.sum(0) / (x.shape[0] - 6)):
     no("neg.default", lambda x, f=function: (f(x), x.neg()), X("B", 4), why=NEEDS)
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
@@ -320,8 +354,16 @@ for reduction in (0, 1, 2):
        X("B", 4), P("B", 4))
 no("mse_loss.default", lambda x, y: aten.mse_loss(x.half(), y.half(), 1), X("B", 4), X("B", 4), why=REDUCES)
 no("mse_loss.default", lambda x, y: aten.mse_loss(torch.cat([x, x]), y, 2), X("B", 4), X("2B", 4), why=MISPLACED)
+for reduction in (0, 1, 2):
+    ok("mse_loss.default", call("mse_loss.default", reduction), X("B", 4), X(4))
+    ok("mse_loss.default", call("mse_loss.default", reduction), X("B"), X(4, "B"))
+    no("mse_loss.default", call("mse_loss.default", reduction), X("B", 1), X("B"), why=MISPLACED)
+    no("mse_loss.default", lambda x, r=reduction: aten.mse_loss(x, torch.zeros(x.shape[0]).double(), r), X("B", 1), why=MISPLACED)
 both("nll_loss_forward.default", (None, 0, -100), (None, 1, -100), X("B", 4), I("B"), why=REDUCES)
 both("nll_loss2d_forward.default", (None, 0, -100), (None, 1, -100), X("B", 4, 3, 3), I("B", 3, 3), why=REDUCES)
+no("nll_loss_forward.default", call("nll_loss_forward.default", None, 0, -100), X("B"), I(), why="outermost")
+no("nll_loss_forward.default", call("nll_loss_forward.default", None, 0, -100), X(3, "B"), I(3), why="outermost")
+no("nll_loss_forward.default", lambda x, t: aten.nll_loss_forward(x, torch.cat([t, t]), None, 0, -100), X("2B", 4), I("B"), why="outermost")
 
 # ---- matmul ----------------------------------------------------------------------------------------------------------
 
@@ -335,18 +377,24 @@ ok("bmm.default", torch.bmm, X("2B", 3, 4), X("2B", 4, 5))
 ok("bmm.default", torch.bmm, X(2, "B", 4), X(2, 4, 5))
 ok("bmm.default", torch.bmm, X(2, 3, 4), X(2, 4, "B"))
 no("bmm.default", torch.bmm, X(2, "B", 4), X(2, 4, "B"), why=EVERY)
+no("bmm.default", lambda x, y: torch.bmm(x, torch.cat([y, y])), X("2B", 3, 4), X("B", 4, 5), why=EVERY)
+no("mm.default", lambda x, y: torch.cat([x, x]).t() @ y, X("B", 4), X("2B", 3), why=MISPLACED)
 ok("bmm.default", torch.bmm, X(2, 3, "B"), X(2, "B", 4))
 for op in ("addmm.default", "_addmm_activation.default"):
     ok(op, call(op), X(5), X("B", 4), X(4, 5))
     no(op, call(op), X(5), X(3, "B"), X("B", 5), why=SUMS)
 ok("addmm.default", torch.addmm, X("B", 5), X("B", 4), X(4, 5))
 ok("addmm.default", torch.addmm, X("B"), X(3, 4), X(4, "B"))
+no("addmm.default", lambda b, x, w: torch.addmm(b, torch.cat([x, x]), w), X("2B", 5), X("B", 4), X(4, 5), why=MISPLACED)
 no("addmm.default", lambda x, w, b: torch.addmm(b, x, w, beta=x.shape[0]), X("B", 4), X(4, 5), X(5), why="as a number")
 ok("baddbmm.default", torch.baddbmm, X("B", 1, 5), X("B", 3, 4), X("B", 4, 5))
+ok("baddbmm.default", torch.baddbmm, X("B", 5), X(2, "B", 4), X(2, 4, 5))
+no("baddbmm.default", lambda b, x, w: torch.baddbmm(b, torch.cat([x, x], 1), w), X(2, "2B", 5), X(2, "B", 4), X(2, 4, 5), why=MISPLACED)
 no("baddbmm.default", torch.baddbmm, X(5), X(2, 3, "B"), X(2, "B", 5), why=SUMS)
 ok("mv.default", torch.mv, X("B", 4), X(4))
 no("mv.default", torch.mv, X(4, "B"), X("B"), why=SUMS)
 ok("addmv.default", torch.addmv, X("B"), X("B", 4), X(4))
+no("addmv.default", lambda b, x, v: torch.addmv(b, torch.cat([x, x]), v), X("2B"), X("B", 4), X(4), why=MISPLACED)
 no("addmv.default", torch.addmv, X(4), X(4, "B"), X("B"), why=SUMS)
 ok("linear.default", torch.nn.functional.linear, X("B", 3, 4), X(5, 4), X(5))
 no("linear.default", torch.nn.functional.linear, X(3, "B"), X(5, "B"), why="as its 'weight'")
@@ -376,6 +424,9 @@ for op, n, rest in [
     ok(op, call(op, *rest), X("B", 3, *[4] * n))
     no(op, call(op, *rest), X(2, 3, *[4] * (n - 1), "B"), why=WORKS)
 ok("pixel_shuffle.default", lambda x: aten.pixel_shuffle(x, 2), X("B", 4, 3, 3))
+for op, n in [("max_pool2d_with_indices.default", 2), ("avg_pool2d.default", 2), ("max_pool3d_with_indices.default", 3), ("avg_pool3d.default", 3)]:
+    no(op, call(op, [3] * n, [1] * n, [1] * n), X(2, 3, "B", *[4] * (n - 1)), why=WORKS)
+    ok(op, call(op, [3] * n, [1] * n, [1] * n), X(3, "B", *[4] * n))
 no("pixel_shuffle.default", lambda x: aten.pixel_shuffle(x, 2), X(4, "B", 3), why=WORKS)
 ok("pixel_unshuffle.default", lambda x: aten.pixel_unshuffle(x, 2), X("B", 3, 4, 4))
 no("pixel_unshuffle.default", lambda x: aten.pixel_unshuffle(x, 2), X("B", 4, 4), why=WORKS)
@@ -387,6 +438,7 @@ ok("col2im.default", lambda x: aten.col2im(x, [4, 4], [2, 2], [1, 1], [0, 0], [1
 no("col2im.default", lambda x: aten.col2im(x, [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]), X("4B", 9), why=FIRST)
 ok("grid_sampler_2d.default", lambda x, g: aten.grid_sampler_2d(x, g, 0, 0, False), X("B", 3, 4, 4), X("B", 5, 5, 2))
 no("grid_sampler_2d.default", lambda x, g: aten.grid_sampler_2d(x, g, 0, 0, False), X(2, "B", 4, 4), X(2, 5, 5, 2), why=MISPLACED)
+no("grid_sampler_2d.default", lambda x, g: aten.grid_sampler_2d(x, torch.cat([g, g]), 0, 0, False), X("2B", 3, 4, 4), X("B", 5, 5, 2), why=MISPLACED)
 ok("grid_sampler_3d.default", lambda x, g: aten.grid_sampler_3d(x, g, 0, 0, False), X("B", 3, 4, 4, 4), X("B", 5, 5, 5, 3))
 ok("affine_grid_generator.default", lambda t: aten.affine_grid_generator(t, [t.shape[0], 1, 4, 4], False), X("B", 2, 3))
 
@@ -410,6 +462,8 @@ ok("_native_batch_norm_legit.no_stats", lambda x: aten._native_batch_norm_legit.
                                                                                          1e-5)[0], X("B", 3, 4))
 no("_native_batch_norm_legit.no_stats", lambda x: aten._native_batch_norm_legit.no_stats(x, None, None, True, 0.1, 1e-5)[0],
    X("B", 3, 4), why=NORM)
+no("_native_batch_norm_legit.no_stats", lambda x, w: aten._native_batch_norm_legit.no_stats(
+    x.view(1, -1, 4), w[:, None].expand(-1, x.shape[0]).reshape(-1), None, True, 0.1, 1e-5)[0], X("B", 3, 4), X(3), why="as its channels")
 for op in ("_native_batch_norm_legit_no_training.default", "_batch_norm_no_update.default"):
     ok(op, lambda x, w, b, m, v, op=op: call(op, 0.1, 1e-5)(x, w, b, m, v)[0], X("B", 3, 4), X(3), X(3), X(3), P(3))
 for op in ("_batch_norm_with_update.default", "_batch_norm_with_update_functional.default"):
@@ -428,6 +482,17 @@ ok("_scaled_dot_product_attention_math.default", lambda q, k, v, m: aten._scaled
    *[X("B", 2, 8, 8)] * 3, X(8, 8))
 no("_scaled_dot_product_attention_math.default", lambda q, k, v: aten._scaled_dot_product_attention_math(q, k, v),
    X("B", 2, 8, 8), X(1, 2, 8, 8), X(1, 2, 8, 8), why="not the row's own")
+no("_scaled_dot_product_attention_math.default", lambda q, k, v: aten._scaled_dot_product_attention_math(q, k, v),
+   X("B", 2, 8, 8), X(1, 2, "B", 8), X(1, 2, "B", 8), why="not the row's own")
+no("_scaled_dot_product_attention_math.default", lambda q: aten._scaled_dot_product_attention_math(q, q, q), X("B", 8),
+   why="one row of the batch to another")
+no("_scaled_dot_product_attention_math.default", lambda q, m: aten._scaled_dot_product_attention_math(q, q, q, torch.cat([m, m])),
+   X("2B", 2, 8, 8), X("B", 1, 8, 8), why=MISPLACED)
+no("_scaled_dot_product_attention_math.default", lambda q, m: aten._scaled_dot_product_attention_math(q, q, q, None, 0.5, False, m > 0),
+   X("B", 2, 8, 8), X(8, 8), why="dropout mask")
+no("_scaled_dot_product_efficient_attention.default",
+   lambda q, m: aten._scaled_dot_product_efficient_attention(q, q, q, torch.cat([m, m]), True, 0.1)[:2],
+   G("2B", 2, 8, 8), G("B", 2, 8, 8), why=MISPLACED)
 ok("_scaled_dot_product_flash_attention.default", lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v)[:2],
    *[G("B", 2, 8, 8)] * 3, numbers=False)
 ok("_scaled_dot_product_efficient_attention.default",
@@ -447,9 +512,13 @@ ok("index_select.default", lambda x, i: x.index_select(1, i), X("B", 4), I(5))
 ok("index_select.default", lambda w, i: w.index_select(1, i), X(5, 4), I("B"))
 no("index_select.default", lambda x, i: x.index_select(0, i), X("B", 4), I(5), why=BY_NUMBER)
 no("index_select.default", lambda x, i: x.index_select(1, i), X("B", 4), I("B"), why=BY_NUMBER)
+no("index_select.default", lambda x, i: x.index_select(-2, i), X("B", 4), I(5), why=BY_NUMBER)
 ok("gather.default", lambda x, i: x.gather(1, i), X("B", 4), I("B", 2))
 ok("gather.default", lambda w, i: w.gather(0, i), X(4), I("B"))
 no("gather.default", lambda x, i: x.gather(0, i), X("B", 4), I("B", 2), why=BY_NUMBER)
+no("gather.default", lambda x, i: x.gather(-2, i), X("B", 4), I("B", 2), why=BY_NUMBER)
+no("gather.default", lambda x, i: x.gather(1, torch.cat([i, i])), X("2B", 4), I("B", 2), why=BY_NUMBER)
+ok("gather.default", lambda w, i: w.gather(-1, i), X(4, 5), I(4, "B"))
 no("gather.default", lambda w, i: w.gather(1, i), X(50, 4), I("B", 2), why="an entry for each row")
 ok("scatter.src", lambda x, i, s: x.scatter(1, i, s), X("B", 4), I("B", 1), X("B", 1))
 ok("scatter_add.default", lambda x, i, s: x.scatter_add(1, i, s), X("B", 4), I("B", 2), X("B", 2))
@@ -458,6 +527,10 @@ ok("scatter_reduce.two", lambda x, i, s: x.scatter_reduce(1, i, s, "amax"), X("B
 ok("scatter.value", lambda x, i: x.scatter(1, i, 2.0), X("B", 4), I("B", 2))
 ok("scatter.value_reduce", lambda x, i: x.scatter(1, i, 2.0, reduce="multiply"), X("B", 4), I("B", 2))
 no("scatter.src", lambda x, i, s: x.scatter(0, i, s), X("B", 4), I("B", 4), X("B", 4), why=BY_NUMBER)
+no("scatter.src", lambda x, i, s: x.scatter(-2, i, s), X("B", 4), I("B", 4), X("B", 4), why=BY_NUMBER)
+no("scatter.src", lambda x, i, s: x.scatter(1, torch.cat([i, i]), s), X("2B", 4), I("B", 1), X("2B", 1), why=MISPLACED)
+no("scatter.src", lambda x, i, s: x.scatter(1, i, torch.cat([s, s])), X("2B", 4), I("2B", 1), X("B", 1), why=MISPLACED)
+no("scatter.src", lambda x, i, s: torch.cat([x, x]).scatter(1, i, s), X("B", 4), I("2B", 1), X("2B", 1), why=MISPLACED)
 no("scatter.src", lambda x, i, s: x.scatter(1, i, s), X("B", 4), I("B", 1), X(50, 4), why=MISPLACED)
 no("scatter.value", lambda x, i: x.scatter(1, i, 1.0), X("B", 4), I(2, 2), why=MISPLACED)
 ok("index_add.default", lambda x, i, s: x.index_add(1, i, s), X("B", 4), I(2), X("B", 2))
@@ -466,11 +539,21 @@ ok("index_fill.int_Scalar", lambda x, i: x.index_fill(1, i, 2.0), X("B", 4), I(2
 ok("index_fill.int_Tensor", lambda x, i, v: x.index_fill(1, i, v), X("B", 4), I(2), X())
 ok("index_reduce.default", lambda x, i, s: aten.index_reduce(x, 1, i, s, "amax"), X("B", 4), I(2), X("B", 2))
 no("index_add.default", lambda x, i, s: x.index_add(0, i, s), X("B", 4), I(2), X(2, 4), why=BY_NUMBER)
+no("index_add.default", lambda x, i, s: x.index_add(-2, i, s), X("B", 4), I(2), X(2, 4), why=BY_NUMBER)
+no("index_add.default", lambda x, i, s: x.index_add(1, i, torch.cat([s, s])), X("2B", 4), I(2), X("B", 2), why=MISPLACED)
 no("index_add.default", lambda x, i, s: x.index_add(1, i, s), X(3, 4), I("B"), X(3, "B"), why="as its 'index'")
 ok("index.Tensor", lambda x, i: (x[:, i], x[:, :, i]), X("B", 4, 5), I(3))
 ok("index.Tensor", lambda x, i, j: x[i, :, :, j], X(4, "B", 5, 6), I(3), I(2, 1))
 ok("index.Tensor", lambda w, i: w[i], X(5, 4), I("B", 2))
 ok("index.Tensor", lambda w, i, j: w[:, i, j], X(2, 5, 4), I("B", 2), I(2))
+ok("index.Tensor", lambda w, i, j: (w[:, i, j], w[:, :, i], w[:, j, j]), X(2, 5, 4), I(2, "B"), I("B"))
+ok("index.Tensor", lambda x, i, j: x[:, i, :, j], X("B", 4, 5, 6), I(3), I(3))
+ok("index.Tensor", lambda x, i, j: x[:, i, :, j], X(4, 5, "B", 6), I(3), I(2, 1))
+ok("index.Tensor", lambda x, i: (x[i], x[:, i], x[i[:2, None], i]), X(4, 5, "B"), I(3))
+ok("index.Tensor", lambda w, i: w[i], X(5, 4), I("2B"))
+no("index.Tensor", lambda w, i, j: w[torch.cat([i, i]), j], X(5, 4), I("B"), I("2B"), why=MISPLACED)
+no("index.Tensor", lambda x, y: x[torch.arange(y.shape[0])], X("2B", 4), X("B"), why="number of a row")
+no("index.Tensor", lambda x, i: x[torch.arange(x.shape[0])[i]], X("B", 4), I("B"), why="number of a row")
 ok("index.Tensor", lambda x, i: x[torch.arange(x.shape[0]), i], X("B", 4), I("B"))
 ok("index.Tensor", lambda x, i: x[torch.arange(x.shape[0])[:, None], i], X("B", 4), I("B", 2))
 ok("index.Tensor", lambda x, i: x[torch.arange(x.shape[0]), :, i], X("B", 4, 5), I("B"))
@@ -493,6 +576,17 @@ for op in ("index_put.default", "_unsafe_index_put.default"):
     no(op, lambda x, i, v, op=op: call(op)(x, [i], v), X(4), I("B"), X("B"), why="a value that every row shares")
 ok("index_put.default", lambda x, m, v: aten.index_put(x, [m], v), X("B", 4), M("B"), X(4))
 ok("index_put.default", lambda x, m, v: aten.index_put(x, [None, m], v), X(2, "B", 4), M("B", 4), X())
+ok("index_put.default", lambda x, m, v: aten.index_put(x, [m], v), X(2, "B", 4), M(2, "B"), X(4))
+ok("index_put.default", lambda x, m, v: aten.index_put(x, [None, m], v), X("B", 4), M(4), X())
+ok("index_put.default", lambda x, i, v: aten.index_put(x, [i], v), X(4, "B"), I(1), X("B"))
+no("index_put.default", lambda x, i, v: aten.index_put(x, [None, i], torch.cat([v, v])), X("2B", 4), I(1), X("B", 1), why=MISPLACED)
+no("index_put.default", lambda x, m, v: aten.index_put(x, [torch.cat([m, m])], v), X("2B", 4), M("B"), X(), why=MISPLACED)
+no("index_put.default", lambda x, m, i, v: aten.index_put(x, [m, i], v), X("B", 4), M("B"), I(1), X(), why="as the data says")
+no("index_put.default", lambda x, m, v: aten.index_put(x, [m], v), X("B", 4), M("B", 4), X(1), why="as the data says")
+no("index_put.default", lambda x, m, v: aten.index_put(x, [m], v), X(4, "B"), M(4), X("B"), why="as the data says")
+no("index_put.default", lambda x, i: aten.index_put(x, [None, i], torch.arange(x.shape[0])[:, None]), I("B", 4), I(1), why="number of a row")
+no("index_put.default", lambda x, i, v: aten.index_put(torch.arange(x.shape[0])[:, None].expand(-1, 4), [None, i], v), X("B"), I(1), I("B", 1),
+   why="number of a row")
 no("index_put.default", lambda x, m, v: aten.index_put(x, [m], v), X("B", 4), M("B"), X(1, 4), why="as the data says")
 no("index_put.default", lambda x, m: aten.index_put(x, [m], torch.arange(x.shape[0]) * 1.0), X("B"), M("B"), why="number of a row")
 ok("_index_put_impl.default", lambda x, i, v: aten._index_put_impl(x, [None, i], v), X("B", 4), I(1), X("B", 1))
@@ -506,6 +600,8 @@ ok("full.default", lambda x: torch.full((x.shape[0], 4), 2.0), X("B", 4))
 no("full.default", lambda x: torch.full((x.shape[0], 4), x.shape[0]), X("B", 4), why="as a number")
 no("zeros.default", lambda x: torch.zeros(x.shape[0], x.shape[0]), X("B", 4), why="two dimensions")
 no("zeros.default", lambda x: torch.zeros(x.shape[0] + 1), X("B", 4), why="no multiple of the batch")
+no("zeros.default", lambda x: torch.zeros(x.shape[0] + 7), X("B", 4), why="no multiple of the batch")
+no("zeros.default", lambda x: torch.zeros(max(x.shape[0], 8)), X("B", 4), why="no multiple of the batch")
 for op, rest in [("rand", ()), ("randn", ())]:
     ok(f"{op}.default", lambda x, op=op: call(f"{op}.default")([x.shape[0], 3]), X("B", 4), numbers=False)
 ok("empty.memory_format", lambda x: torch.empty(x.shape[0], 3), X("B", 4), numbers=False)
@@ -524,6 +620,13 @@ ok("arange.start_step", lambda x: x[torch.arange(0, x.shape[0], 1)], X("B", 4))
 no("arange.default", lambda x: x + torch.arange(x.shape[0])[:, None], X("B", 4), why="number of a row")
 no("arange.default", lambda x: torch.arange(x.shape[0]), X("B", 4), why="numbers the rows")
 no("arange.default", lambda x: torch.arange(2 * x.shape[0]), X("B", 4), why=COUNTS)
+no("arange.default", lambda x: torch.arange(x.shape[0], dtype=torch.float64), X("B", 4), why=COUNTS)
+no("_to_copy.default", lambda x: x[torch.arange(x.shape[0]).double().long()], X("B", 4), why="number of a row")
+for op, moved in [("_to_copy.default", lambda n: n.int().long()[:, 0]), ("clone.default", lambda n: n.clone()[:, 0]), ("permute.default", lambda n: n.permute(1, 0)[1]),
+                  ("transpose.int", lambda n: n.transpose(0, 1)[-1]), ("t.default", lambda n: n.t()), ("slice.Tensor", lambda n: n[:, 1:3]),
+                  ("split.Tensor", lambda n: n.split(2, 1)[1]), ("squeeze.dim", lambda n: n[:, :1].squeeze(1)), ("detach.default", lambda n: n.detach()),
+                  ("view.default", lambda n: n.clone().view(-1, 2, 2)), ("select.int", lambda n: n.select(-1, 2))]:
+    ok(op, lambda x, moved=moved: x[moved(torch.arange(x.shape[0])[:, None].expand(-1, 4))], X("B", 3))
 no("arange.start", lambda x: x[torch.arange(1, x.shape[0])], X("B", 4), why=COUNTS)
 no("arange.start_step", lambda x: x[torch.arange(0, x.shape[0], 2)], X("B", 4), why=COUNTS)
 no("eye.default", lambda x: torch.eye(x.shape[0]), X("B", 4), why="as a number")
@@ -567,6 +670,8 @@ no("copy_.default", write_rows_into_shared, X("B", 4), X(4), why="needs the sum"
 no("fill_.Scalar", write_one_row, X("B", 4), why="some rows of the batch")
 no("add_.Tensor", write_before_the_read, X("B", 4), X(4), why="a value that every row shares")
 no("unsqueeze_.default", lambda x: x.clone().unsqueeze_(0), X("B", 4), why="shares")
+no("unsqueeze_.default", lambda x: x.clone().unsqueeze_(-1), X("B", 4), why="shares")
+ok("add_.Tensor", lambda x, w: x + w.clone().add_(1), X("B", 4), X(4))
 no("squeeze_.dim", lambda x: x.clone().squeeze_(0), X("B", 4), why="of one row")
 no("histc.default", lambda x: torch.histc(x), X("B"), why="has no rule")
 
@@ -584,6 +689,11 @@ ok("linalg_solve_triangular.default", lambda a, b: torch.linalg.solve_triangular
 ok("linalg_solve_triangular.default", lambda a, b: torch.linalg.solve_triangular(positive(a), b, upper=True), X(3, 3), X(2, "B", 3, 2))
 no("linalg_solve_triangular.default", lambda a, b: torch.linalg.solve_triangular(a, b, upper=True), X(3, 3), X(3, "B"), why=ACROSS)
 ok("linalg_inv_ex.default", lambda x: torch.linalg.inv(positive(x)), X(2, "B", 3, 3))
+ok("linalg_solve_triangular.default", lambda a, b: torch.linalg.solve_triangular(positive(a), b, upper=True), X("B", 3, 3), X(2, "B", 3, 2))
+no("linalg_solve_triangular.default", lambda a, b: torch.linalg.solve_triangular(torch.cat([a, a]), b, upper=True), X("B", 3, 3), X("2B", 3, 2),
+   why=MISPLACED)
+no("linalg_qr.default", torch.linalg.qr, X("B", 3), why=ACROSS)
+no("_linalg_solve_ex.default", torch.linalg.solve, X("B", 3, 3), X("B", 3), why=MISPLACED)
 ok("linalg_cholesky_ex.default", lambda x: torch.linalg.cholesky(positive(x)), X("B", 3, 3))
 ok("linalg_qr.default", lambda x: torch.linalg.qr(x), X("2B", 3, 3))
 ok("linalg_lu_factor_ex.default", lambda x: torch.linalg.lu_factor(positive(x)), X("B", 3, 3))

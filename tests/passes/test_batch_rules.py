@@ -1,6 +1,7 @@
 """Batch rules: what they accept is checked in numbers, what they refuse by its reason."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -33,6 +34,29 @@ def test_rule(case: Case) -> None:
         assert not isinstance(states[0], Mixing) and any(isinstance(state, Batch | Partial) for state in states), states
         if case.numbers:
             check_numbers(case.function, case.inputs, states)
+
+
+def alike(case: Case, only_first: bool) -> Callable:
+    """The call on one row, repeated along the batch: in place of all batched inputs, or of the first alone."""
+    def row(given: torch.Tensor, dim: int) -> torch.Tensor:
+        sizes = [1 if i == dim else size for i, size in enumerate(given.shape)]
+        return (torch.arange(math.prod(sizes)).view(sizes) % 3 / 4 + 0.1).to(given.dtype)
+
+    def function(*tensors):
+        batched = [i for i, spec in enumerate(case.inputs) if spec.place() is not None]
+        repeated = {i: row(tensors[i], case.inputs[i].place().dim).expand(tensors[i].shape).clone(memory_format=torch.contiguous_format)
+                    for i in (batched[:1] if only_first else batched)}
+        return case.function(*(repeated.get(i, tensor) for i, tensor in enumerate(tensors)))
+
+    return function
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.numbers and not case.refused], ids=str)
+def test_values_alike_along_the_batch(case: Case) -> None:
+    if overload(case.op) is None:
+        pytest.skip(f"this torch has no aten.{case.op}")
+    for only_first in (True, False):
+        proven(alike(case, only_first), *case.inputs)
 
 
 def test_every_rule_is_in_the_table() -> None:
