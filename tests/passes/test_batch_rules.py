@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from batch_rule_cases import CASES, Case, I, Input, M, X
 from batch_rule_checker import LARGE, SAME, SMALL, check_numbers, proven, states_of, trace
 from l2l_compile.ir.batch import Batch
-from l2l_compile.passes.batch_rules import Mixing, Partial, analyse, rules
+from l2l_compile.passes.batch_rules import Mixing, Partial, analyse, memory, rules
 
 # ---- every rule ------------------------------------------------------------------------------------------------------
 
@@ -84,6 +84,24 @@ def test_a_graph_that_depends_on_the_batch_is_not_proven() -> None:
         Mixing("graph", "the graph depends on the batch size"), None, None]
 
 
+@pytest.mark.parametrize("function", [
+    lambda x, w: x.sin() if len(x) == SMALL else x.cos(),
+    lambda x, w: x - w if len(x) == SMALL else w - x,
+    lambda x, w: x.sum([1]) if len(x) == SMALL else x.sum([1, 2]),
+    lambda x, w: x.neg() if len(x) == SMALL else x.neg().neg(),
+], ids=["op", "order", "arguments", "length"])
+def test_graphs_that_differ_are_not_proven(function: Callable) -> None:
+    assert states_of(lambda x, w: (function(x, w), w), (X("B", 4, 4), X(4))) == [
+        Mixing("graph", "the graph depends on the batch size"), None]
+
+
+@pytest.mark.parametrize("write", [lambda w, v: w.add_(1), lambda w, v: torch.ops.aten.native_batch_norm(
+    torch.ones(2, 4).double(), None, None, w, v, True, 0.1, 1e-5)[0]], ids=["plain", "statistics"])
+def test_inputs_are_not_proven_where_graphs_differ_and_write(write: Callable) -> None:
+    states = states_of(lambda x, w, v: (x.sin() if len(x) == SMALL else x.cos(), write(w, v), w, v), (X("B", 4), X(4), X(4)))
+    assert all(isinstance(state, Mixing) for state in states)
+
+
 def test_a_mixing_value_carries_its_first_cause() -> None:
     states = states_of(lambda x: ((x.amax(0) * x).cumsum(0), x + 1, torch.ones(3)), (X("B", 4),))
     assert states == [Mixing("aten.amax.default", "reduces the batch dimension"), Batch(0), None]
@@ -103,19 +121,74 @@ def test_states_that_do_not_fit_the_sizes_are_an_error() -> None:
         analyse(*graphs, SMALL, LARGE, [Batch(1)])
 
 
-def test_a_write_into_memory_is_seen_through_every_view_of_it() -> None:
+@pytest.mark.parametrize("blind", ["", "_storages", "_aliased"])
+def test_a_write_into_memory_is_seen_through_every_view_of_it(monkeypatch: pytest.MonkeyPatch, blind: str) -> None:
+    """Storages show which values share memory, and so do schemas."""
     def function(x, y):
         base = torch.zeros(x.shape[0], 4, dtype=x.dtype)
         before = base + 1
-        view = base.view(-1)
+        view, left = base.view(-1), base.split(2, 1)[0]
         base[:, 1] = y.sum(0)[1]
         still = base * 2
         base.copy_(x.roll(1, 0))
-        return before, still, view, base, base.t() + 0
+        return before, still, view, left, base, base.t() + 0
 
+    if blind:
+        monkeypatch.setattr(memory, blind, lambda node: [])
     states = states_of(function, (X("B", 4), X(3, 4)))
     assert states[:2] == [Batch(0), Batch(0)]
     assert all(isinstance(state, Mixing) and "roll" in state.op for state in states[2:])
+
+
+def test_rows_written_in_another_order_are_not_those_of_its_views() -> None:
+    """Two layers one behind the other, written to where every order was right."""
+    def function(x, y):
+        base = x.new_zeros(2 * x.shape[0], 4)
+        view = base.t()
+        base.copy_(torch.cat([x, x]))
+        return view.t() + y, base + y
+
+    assert all(isinstance(state, Mixing) for state in states_of(function, (X("B", 4), X("2B", 4))))
+
+
+def test_statistics_that_training_writes_are_not_shared() -> None:
+    """Where rows are channels the result is row-wise, but the next micro-batch would find the statistics written."""
+    def function(x, mean, var, training):
+        copies = mean.clone(), var.clone()
+        result = torch.ops.aten.native_batch_norm(x, None, None, *copies, training, 0.1, 1e-5)[0]
+        return result, *(copy + 1 for copy in copies)
+
+    specs = X("B", 3, 4), X(3), Input((3,), "positive")
+    states = states_of(lambda *tensors: function(*tensors, True), specs)
+    assert all(isinstance(state, Mixing) for state in states)
+    assert proven(lambda *tensors: function(*tensors, False), *specs) == [Batch(0), None, None]
+
+
+def by_hand(call: Callable, batch: int) -> torch.fx.Graph:
+    """A graph of one input and a shared value `get_attr`, on both of which `call` may do anything."""
+    graph = torch.fx.Graph(torch.nn.Module())
+    graph.owning_module.register_buffer("shared", SHARED)
+    x, shared = graph.placeholder("x"), graph.get_attr("shared")
+    made = graph.call_function(call, (shared, 1))
+    again = graph.get_attr("shared")
+    result = graph.call_function(torch.ops.aten.add.Tensor, (x, again))
+    graph.output((result, shared, again))
+    x.meta["val"] = result.meta["val"] = torch.empty(batch, 4)
+    made.meta["val"] = torch.empty(4)
+    shared.meta["val"] = again.meta["val"] = SHARED
+    return graph
+
+
+SHARED = torch.ones(4)
+
+
+@pytest.mark.parametrize("call, writes", [(torch.ops.aten.add.Tensor, False), (torch.ops.aten.add_.Tensor, True), (torch.add, True)],
+                         ids=["add", "add_", "any function"])
+def test_a_constant_that_is_written_is_not_shared(call: Callable, writes: bool) -> None:
+    """A call without a schema may write into all that it reads; another node may stand for the same constant."""
+    graphs = [by_hand(call, batch) for batch in (SMALL, LARGE)]
+    states = analyse(*graphs, SMALL, LARGE, [Batch(0)])
+    assert [isinstance(state, Mixing) for state in states] == [writes] * 3
 
 
 def test_values_that_are_written_are_no_longer_alike() -> None:
