@@ -256,6 +256,7 @@ for n in (1, 2, 3):
     for kind in ("reflection", "replication"):
         ok(f"{kind}_pad{n}d.default", call(f"{kind}_pad{n}d.default", [1, 1] * n), X("B", 3, *[4] * n))
         no(f"{kind}_pad{n}d.default", call(f"{kind}_pad{n}d.default", [1, 1] * n), X(2, 3, *[4] * (n - 1), "B"), why="pads the batch")
+no("replication_pad2d.default", call("replication_pad2d.default", [0, 0, 1, -1]), X(2, "B", 4), why="pads the batch")
 for op in ("triu", "tril"):
     no(f"{op}.default", call(f"{op}.default", 0), X(4, "B"), why="triangle across the batch")
     ok(f"{op}.default", call(f"{op}.default", 1), X("B", 4, 4))
