@@ -175,7 +175,7 @@ def by_hand(call: Callable, batch: int) -> torch.fx.Graph:
     graph.output((result, shared, again))
     x.meta["val"] = result.meta["val"] = torch.empty(batch, 4)
     made.meta["val"] = torch.empty(4)
-    shared.meta["val"] = again.meta["val"] = SHARED
+    shared.meta["val"], again.meta["val"] = SHARED.clone(), SHARED.clone()
     return graph
 
 
