@@ -18,6 +18,7 @@ def simplify(graph: fx.Graph) -> None:
     """Bring a graph, in place, into the form that the passes read."""
     _specialize_floats(graph)
     _spell_sizes(graph)
+    _spell_squeezed(graph)
     _make_in_place(graph)
     _write_anew(graph)
     _lay_out_for_strides(graph)
@@ -48,6 +49,16 @@ def _spell_sizes(graph: fx.Graph) -> None:
                 graph.erase_node(user)
             else:
                 user.args, user.kwargs = _replaced((user.args, user.kwargs), node, tuple(entries))
+
+
+def _spell_squeezed(graph: fx.Graph) -> None:
+    """`x.squeeze()` drops the dimensions of one entry that it dropped here, whatever the size of a micro-batch."""
+    for node in graph.nodes:
+        if node.target in ("squeeze", torch.squeeze) and len(node.args) == 1 and not node.kwargs:
+            sizes, made = node.args[0].meta["example_value"].shape, node.meta["example_value"]
+            dropped = tuple(dim for dim, size in enumerate(sizes) if isinstance(size, int) and size == 1)
+            if len(sizes) - len(dropped) == made.ndim:
+                node.args = (node.args[0], dropped)
 
 
 def _entries(graph: fx.Graph, node: fx.Node) -> list:

@@ -52,7 +52,7 @@ def decide(compilation: Compilation, block: Block) -> None:
         block.outputs = tuple(
             replace(o, partial=s.how) if isinstance(s, Partial) else o for o, s in zip(block.outputs, states, strict=True)
         )
-        block.summed_whole = _summed_whole(block, small)
+        block.summed_whole = _summed_whole(block, small, _is_wide(captured))
 
 
 def probes(block: Block, hints: Bindings, batch: sympy.Symbol) -> tuple[fx.Graph, fx.Graph, tuple[int, int], tuple[int, ...]]:
@@ -75,8 +75,12 @@ def parts_of(captured: Captured) -> frozenset[torch.dtype]:
     """
     if captured.autocast is not None:
         return frozenset()
-    wide = any(captured.specs[i.node].dtype is torch.float64 for i in captured.inputs if i.kind == "parameter")
-    return PARTS - {torch.float32, torch.complex64} if wide else PARTS
+    return PARTS - {torch.float32, torch.complex64} if _is_wide(captured) else PARTS
+
+
+def _is_wide(captured: Captured) -> bool:
+    """Whether a model is in float64: what it computes in a narrower dtype then has to keep its order, to the last bit."""
+    return any(captured.specs[i.node].dtype is torch.float64 for i in captured.inputs if i.kind == "parameter")
 
 
 def _is_multiple(size, batch) -> bool:
@@ -122,18 +126,17 @@ def _refusal(block: Block, states: list[Batch | Partial | Mixing | None]) -> str
     return None
 
 
-def _summed_whole(block: Block, graph: fx.Graph) -> tuple[int, ...]:
-    """The invariant float64 operands from which invariants of a narrower dtype are computed."""
+def _summed_whole(block: Block, graph: fx.Graph, wide: bool) -> tuple[int, ...]:
+    """The invariant float64 operands from which invariants of a narrower dtype are computed; in a wide model, narrower operands."""
     placeholders = graph.find_nodes(op="placeholder")
     varying = {p for p, spec in zip(placeholders, block.operands, strict=True) if spec.batch is not None}
     for node in graph.nodes:
         if any(a in varying for a in node.all_input_nodes):
             varying.add(node)
-    wide = [
-        (i, p) for i, (p, spec) in enumerate(zip(placeholders, block.operands, strict=True))
-        if spec.differentiable and spec.dtype is torch.float64 and p not in varying
-    ]
-    return tuple(i for i, p in wide if any(_is_narrow(n) for n in _reached(p, varying)))
+    shared = [(i, p, spec.dtype) for i, (p, spec) in enumerate(zip(placeholders, block.operands, strict=True))
+              if spec.differentiable and p not in varying]
+    return tuple(i for i, p, dtype in shared if (
+        any(_is_narrow(n) for n in _reached(p, varying)) if dtype is torch.float64 else wide and dtype is torch.float32))
 
 
 def _reached(start: fx.Node, without: set[fx.Node]) -> set[fx.Node]:

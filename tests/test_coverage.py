@@ -41,13 +41,16 @@ def test_errors_are_relative_and_those_of_rounding_are_not(coverage):
     import torch
 
     tensor = lambda *values: torch.tensor(values, dtype=torch.float64)  # noqa: E731
-    expected = tensor(2.0), {"weight": tensor(3.0, 4.0), "key.bias": tensor(1e-16), "unused": None}
-    assert coverage.error_of(expected, expected)[0] == 0
-    off = tensor(2.0), {"weight": tensor(3.0, 4.5), "key.bias": tensor(2e-16), "unused": None}
-    assert coverage.error_of(expected, off) == (pytest.approx(0.1), "gradient of weight")
+    expected = tensor(2.0), {"weight": tensor(3.0, 4.0), "key.bias": tensor(1e-16), "table": tensor(1e-8), "unused": None}
+    assert coverage.error_of(expected, expected, expected)[0] == 0
+    off = tensor(2.0), {"weight": tensor(3.0, 4.5), "key.bias": tensor(2e-16), "table": tensor(1e-8), "unused": None}
+    assert coverage.error_of(expected, off, expected) == (pytest.approx(0.1), "gradient of weight")
     extra = tensor(2.0), {**off[1], "unused": tensor(0.0)}
-    assert coverage.error_of(expected, extra) == (float("inf"), "gradient of unused (extra)")
-    assert coverage.error_of(expected, (tensor(float("nan")), expected[1])) == (float("inf"), "loss")
+    assert coverage.error_of(expected, extra, expected) == (float("inf"), "gradient of unused (extra)")
+    assert coverage.error_of(expected, (tensor(float("nan")), expected[1]), expected) == (float("inf"), "loss")
+    small = tensor(2.0), {**expected[1], "table": tensor(1.5e-8)}
+    assert coverage.error_of(expected, small, expected) == (pytest.approx(0.5), "gradient of table")
+    assert coverage.error_of(expected, small, small) == (pytest.approx(1e-9), "gradient of table")  # eager's rows in reverse differ so, too
 
 
 # ---- workers ---------------------------------------------------------------------------------------------------------

@@ -78,6 +78,23 @@ def test_a_write_that_nobody_sees_splits_no_layer():
     assert max(block.repeats for block in program.blocks) >= 3 and not program.whole_batch
 
 
+@pytest.mark.parametrize("squeeze", [lambda x: x.unsqueeze(1).squeeze(), lambda x: torch.squeeze(x.unsqueeze(-1)), lambda x: x.squeeze()])
+@pytest.mark.parametrize("micro_batches", [3, 6])
+def test_a_micro_batch_of_one_row_keeps_its_dimension(squeeze, micro_batches):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Layer() for _ in range(3)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = squeeze(layer(x))
+            return x
+
+    step = assert_parity(Model().double(), rows(6, WIDTH), rows(7, WIDTH), micro_batches=micro_batches)
+    assert not any(p.whole_batch for p in l2l_compile.programs(step))
+
+
 class Windows(nn.Module):
     """As in Longformer: layers that read windows by strides, of memory that is laid out batch first or time first."""
 

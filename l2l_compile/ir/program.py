@@ -35,9 +35,9 @@ class Block:
     outputs        spec of each output; the last `len(mutated)` are the new contents of operands that it writes into
     mutated        indices (into weights + values) of operands that the block writes into
     inner_looped   whether it runs micro-batch by micro-batch; otherwise `reason` says why not; None: not decided yet
-    summed_whole   indices of invariant float64 operands that the block itself casts to a narrower dtype: the rounding
-                   of their gradients depends on the order of the sum over the batch, so they are summed over the
-                   whole batch at once, as eager does
+    summed_whole   indices of invariant float64 operands that the block itself casts to a narrower dtype, and of narrower ones in a
+                   model in float64: the rounding of their gradients depends on the order of the sum over the batch, so
+                   they are summed over the whole batch at once, as eager does
     repeats        number of segments that are instances of it
     """
 
