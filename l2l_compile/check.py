@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from .errors import CheckError
+from .ir.batch import Batch
 from .ir.program import Block, Segment
 from .ir.values import TensorSpec
 from .lower import Lowered, Lowering
@@ -25,7 +26,6 @@ from .runtime.segment_run import gradient_of, joined, turn_of
 from .trace import probe
 
 if TYPE_CHECKING:
-    from .ir.batch import Batch
     from .runtime.executor import Box
     from .runtime.segment_run import Step
 
@@ -154,8 +154,8 @@ class _Pair:
             return pieces
         if isinstance(state, Partial):
             return [sum(p * self.step.share(i, state.how) for i, p in enumerate(pieces))]
-        if not hasattr(state, "outer"):
-            return []  # mixes rows and is known to
+        if not isinstance(state, Batch) or state.order is not None:
+            return []  # mixes or sorts rows and is known to
         opened = [p.unflatten(state.dim, (state.outer, -1, state.multiple)) for p in pieces]
         return [torch.cat(opened, state.dim + 1).flatten(state.dim, state.dim + 2)]
 

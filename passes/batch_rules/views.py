@@ -10,8 +10,8 @@ from .values import USES_BATCH_AS_NUMBER, Batch, Call, Refused, State, Varying, 
 CUTS = "takes some rows of the batch"
 
 
-@rule("alias.default", "detach.default", "_conj.default", "_neg_view.default",
-      "view_as_real.default", "view_as_complex.default", keeps_row_ids=True, keeps_order=True)
+@rule("_conj.default", "_neg_view.default", "view_as_real.default", "view_as_complex.default", keeps_order=True)
+@rule("alias.default", "detach.default", keeps_row_ids=True, keeps_order=True)
 def same_dims(call: Call) -> Batch:
     """Leading dimensions stay where they are."""
     return call.batched()[1]
