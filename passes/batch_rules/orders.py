@@ -234,7 +234,7 @@ def inverted(call: Call) -> State:
     indices, numbers = call["indices"], call["values"].state
     by = indices[0].state if len(indices) == 1 else None
     multiple = numbers.multiple if isinstance(numbers, EntryIds) else 1 if isinstance(numbers, RowIds) else None
-    whole = isinstance(by, Order) and not by.inverse and by.per == 1 and isinstance(call["self"].state, Empty | Order)
+    whole = isinstance(by, Order) and not by.inverse and by.per == 1 and isinstance(call["self"].state, Empty)
     if not whole or call["accumulate"] or multiple != by.key.factor:
         raise Refused(MOVED)
     return Order(by.key, inverse=True)
