@@ -21,6 +21,9 @@ FAILURES = {
     "random": "Random: another seed gives another eager step",
     "eager fails": "No tiny model of it trains eagerly",
 }
+WHOLE = """\
+Of a cross entropy (`nll_loss_forward`) this is the sum over the targets, of one number each: the scores and these numbers are
+made micro-batch by micro-batch."""
 CLASSES = """\
 ## All classes
 
@@ -52,7 +55,7 @@ def table(rows: list[Result]) -> str:
         if failed:
             lines += [f"## {title} ({len(failed)})", ""]
             lines += [f"- {', '.join(names)}: {reason}" for reason, names in grouped((r["reason"], r["name"]) for r in failed)] + [""]
-    lines += ["## What runs whole-batch", "", "| why | classes | such as |", "|---|---|---|"]
+    lines += ["## What runs whole-batch", "", WHOLE, "", "| why | classes | such as |", "|---|---|---|"]
     whole = grouped((reason, row["name"]) for row in rows for reason in row.get("whole", ()))
     lines += [f"| {reason} | {len(names)} | {', '.join(names[:3])} |" for reason, names in whole]
     return "\n".join([*lines, "", CLASSES, *map(line, rows)]) + "\n"

@@ -21,6 +21,7 @@ def simplify(graph: fx.Graph) -> None:
     _spell_squeezed(graph)
     _make_in_place(graph)
     _write_anew(graph)
+    _write_by_mask(graph)
     _lay_out_for_strides(graph)
     drop_dead(graph)
 
@@ -110,6 +111,31 @@ def _write_anew(graph: fx.Graph) -> None:
         if all(isinstance(o, torch.Tensor | int | float) for o in operands) and torch.result_type(*operands) == value.dtype:
             if not isinstance(operands[1], torch.Tensor) or torch.broadcast_shapes(value.shape, operands[1].shape) == value.shape:
                 node.target = _ANEW[node.target]
+
+
+def _write_by_mask(graph: fx.Graph) -> None:
+    """`x[mask] = v`, the same `v` for every entry picked, becomes `x.copy_(torch.where(mask, v, x))`: its gradient has fixed sizes."""
+    for node in graph.find_nodes(op="call_function", target=operator.setitem):
+        x, mask, v = node.args
+        examples = [n.meta.get("example_value") if isinstance(n, fx.Node) else None for n in (x, mask, v)]
+        if not all(isinstance(e, torch.Tensor) for e in examples) or examples[1].dtype is not torch.bool:
+            continue
+        inner = examples[0].ndim - examples[1].ndim
+        if examples[2].ndim > inner:
+            continue
+
+        def put(target: Any, *args: Any, node: fx.Node = node) -> fx.Node:
+            with graph.inserting_before(node):
+                made = graph.call_function(target, args)
+            made.meta = {**node.meta, "example_value": target(*fx.node.map_arg(args, lambda n: n.meta["example_value"]))}
+            return made
+
+        opened = put(operator.getitem, mask, (..., *[None] * inner)) if inner else mask
+        chosen = put(torch.where, opened, v, x)
+        with graph.inserting_before(node):
+            written = graph.call_method("copy_", (x, chosen))
+        written.meta = {**node.meta, "example_value": examples[0]}
+        graph.erase_node(node)
 
 
 def _memory(node: fx.Node) -> int | None:

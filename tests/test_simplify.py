@@ -95,6 +95,25 @@ def test_a_micro_batch_of_one_row_keeps_its_dimension(squeeze, micro_batches):
     assert not any(p.whole_batch for p in l2l_compile.programs(step))
 
 
+@pytest.mark.parametrize("parts", [2, 1])
+def test_a_parameter_is_written_where_a_mask_says(parts):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Layer() for _ in range(3)])
+            self.marker = nn.Parameter(torch.randn(WIDTH if parts == 2 else ()))
+
+        def forward(self, x, marks):
+            x = x * 1.0
+            x[marks if parts == 2 else x > 0.5] = self.marker
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    step = assert_parity(Model().double(), (rows(6, 4, WIDTH), torch.rand(6, 4) > 0.5), (rows(7, 4, WIDTH), torch.rand(7, 4) > 0.5))
+    assert not any(p.whole_batch for p in l2l_compile.programs(step))
+
+
 class Windows(nn.Module):
     """As in Longformer: layers that read windows by strides, of memory that is laid out batch first or time first."""
 
