@@ -26,7 +26,7 @@ class Lowered:
 
     draws    random draws to append to the operands, in the order of forward's operations
     seeded   whether operations remain that draw from the device's default generator themselves
-    present  backward only: which operands have a gradient; `run` returns just those
+    present  which outputs (backward: gradients of operands) there are; `run` returns just those
     inside   most bytes that its operations hold at once beside the operands, where each runs by itself
     """
 
@@ -34,7 +34,7 @@ class Lowered:
     run: Callable[..., Sequence[torch.Tensor]]
     draws: tuple[Draw, ...]
     seeded: bool
-    present: tuple[bool, ...] = ()
+    present: tuple[bool, ...]
     inside: int = 0
 
     @property
@@ -79,6 +79,24 @@ def _storages(node: fx.Node) -> list[torch.UntypedStorage]:
     return [v.untyped_storage() for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor) and v.layout is torch.strided]
 
 
+def _leave_out(module: fx.GraphModule, wanted: Sequence[bool]) -> bool:
+    """Keep only the wanted outputs and what they are computed from; whether that saves any computation."""
+    graph, before = module.graph, [n for n in module.graph.nodes if n.op == "call_function"]
+    end = graph.output_node()
+    end.args = (tuple(made for made, there in zip(end.args[0], wanted, strict=True) if there),)
+    computing = [n.target for n in before if not _only_moves(n.target)]
+    graph.eliminate_dead_code()
+    module.recompile()
+    return len(computing) > sum(n.op == "call_function" and not _only_moves(n.target) for n in graph.nodes)
+
+
+def _only_moves(target: Callable) -> bool:
+    """Whether an operation gives what it reads: a view, a copy."""
+    if target in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default) or not isinstance(target, torch._ops.OpOverload):
+        return True
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
+
+
 class Lowering:
     """Lowers blocks for a device, and remembers what it has lowered: by block, sizes and given gradients."""
 
@@ -86,25 +104,29 @@ class Lowering:
         self.device, self.block_compiler = device, block_compiler
         self._done: dict[tuple, Lowered] = {}
 
-    def forward(self, block: Block, bindings: Bindings) -> Lowered:
-        """The block's forward at these sizes. Raises `LoweringError`."""
-        key = (block, None, *map(bindings.__getitem__, block.symbols))
+    def forward(self, block: Block, bindings: Bindings, again: bool = False) -> Lowered:
+        """The block's forward at these sizes; `again` leaves out what an earlier micro-batch has made for all. Raises `LoweringError`."""
+        wanted = tuple(not again or spec.splits for spec in block.outputs)
+        key = (block, all(wanted), None, *map(bindings.__getitem__, block.symbols))
         if key not in self._done:
             graph = trace_forward(block, bindings, self.device)
-            self._done[key] = self._compile(block, graph)
+            self._done[key] = self._compile(block, graph, wanted, leave_out=not all(wanted)) or self.forward(block, bindings)
         return self._done[key]
 
     def backward(self, block: Block, bindings: Bindings, given: tuple[bool, ...]) -> Lowered:
         """The block's recompute and gradients, for the outputs in `given`, at these sizes. Raises `LoweringError`."""
-        key = (block, given, *map(bindings.__getitem__, block.symbols))
+        key = (block, True, given, *map(bindings.__getitem__, block.symbols))
         if key not in self._done:
             graph, present = trace_backward(block, bindings, self.device, given)
             self._done[key] = self._compile(block, graph, present)
         return self._done[key]
 
-    def _compile(self, block: Block, graph: fx.GraphModule, present: tuple[bool, ...] = ()) -> Lowered:
+    def _compile(self, block: Block, graph: fx.GraphModule, present: tuple[bool, ...], leave_out: bool = False) -> Lowered | None:
+        """The graph as a callable; `leave_out` first takes the outputs out that are not present: None if that would save nothing."""
         examples = example_inputs(graph)
         draws, seeded = hoist_draws(graph)
+        if leave_out and (seeded or not _leave_out(graph, present)):
+            return None
         inside = most_bytes(graph.graph)
         if self.block_compiler == "eager" or not any(n.op == "call_function" for n in graph.graph.nodes):
             _reshape_where_needed(graph)

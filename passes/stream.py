@@ -180,13 +180,18 @@ def _backward(compilation: Compilation) -> fx.Graph:
         placeholder.meta["value"] = str(value)
     gradients = Builder(compilation.captured)
     gradients.graph = build.graph
+    brought = _brought(compilation)
+    on_host: dict[Value, fx.Node] = {}
     for index, (value, wanted) in enumerate(zip(compilation.outputs, given, strict=True)):
         if wanted:
             arrived = build.input(f"gradient_{index}", specs[value.node].detached(), False, "gradient")
-            _add(gradients, value, build.derived(nodes.restore, arrived))
+            if value in brought:
+                on_host[value] = arrived
+            else:
+                _add(gradients, value, build.derived(nodes.restore, arrived))
     roots = [v for v, wanted in zip(compilation.outputs, given, strict=True) if wanted]
     for segment in reversed(reached_backward(compilation.segments, roots)):
-        _run_backward(build, gradients, stashes, segment)
+        _run_backward(build, gradients, stashes, segment, on_host)
     inputs = [Value(i.node) for i in compilation.captured.inputs if i.kind == "value"]
     build.graph.output(tuple(
         gradients.derived(nodes.offload, gradients.get(v, False)) if gradients.holds(v) else None for v in inputs
@@ -194,7 +199,16 @@ def _backward(compilation: Compilation) -> fx.Graph:
     return build.graph
 
 
-def _run_backward(build: Builder, gradients: Builder, stashes: dict[Value, fx.Node], segment: Segment) -> None:
+def _brought(compilation: Compilation) -> set[Value]:
+    """The outputs whose gradients go to the device micro-batch by micro-batch; not where the whole is needed as well."""
+    roots = [v for v, wanted in zip(compilation.outputs, compilation.given, strict=True) if wanted]
+    alone = {s.outputs[i] for s in compilation.segments if not s.block.summed_whole for i in _only_returned(compilation, s)}
+    return {v for v in alone if roots.count(v) == 1}
+
+
+def _run_backward(
+    build: Builder, gradients: Builder, stashes: dict[Value, fx.Node], segment: Segment, on_host: dict[Value, fx.Node]
+) -> None:
     split, block = segment.block.inner_looped, segment.block
     for value in segment.values:
         if not build.holds(value):
@@ -202,9 +216,10 @@ def _run_backward(build: Builder, gradients: Builder, stashes: dict[Value, fx.No
     weights = build.emit(nodes.fetch_weights, segment.index, segment=segment) if segment.weights else None
     operands = tuple(build.get(v, split) for v in segment.values)
     arrived = tuple(
-        gradients.get(v, split) if gradients.holds(v) else None for v in segment.outputs
+        gradients.get(v, split) if gradients.holds(v) else on_host.get(v) for v in segment.outputs
     )
-    made = build.emit(nodes.backward, segment.index, weights, operands, arrived, segment=segment)
+    brought = tuple(i for i, v in enumerate(segment.outputs) if v in on_host)
+    made = build.emit(nodes.backward, segment.index, weights, operands, arrived, *([brought] if brought else []), segment=segment)
     for index, (value, spec) in enumerate(zip(segment.values, block.values, strict=True)):
         if spec.differentiable:
             node = build.emit(operator.getitem, made, index, segment=segment)

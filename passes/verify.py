@@ -2,9 +2,9 @@
 
     known_node        only nodes of the vocabulary, with a segment that exists
     defined           a node reads only what stands before it
-    lane              restore reads the host, everything else reads the device
+    lane              restore reads the host, backward those gradients that it brings itself, everything else the device
     weights           a segment runs on the weights that were fetched for it
-    form              an inner-looped segment reads its batched operands split, another one whole
+    form              an inner-looped segment reads its batched operands split, another one whole; only the former brings gradients
     slabs             at most `prefetch` + 1 segments' weights are on the device at once
     alive             nothing is read after it was released
     released_once     every slab and every value of the device is released exactly once, or stashed
@@ -79,10 +79,16 @@ def _on_host(node: fx.Node) -> bool:
 
 
 def _lane(node: fx.Node) -> None:
+    brought = _brought(node)
     for read in node.all_input_nodes:
-        if (node.target is nodes.restore) != _on_host(read):
+        if (node.target is nodes.restore or read in brought) != _on_host(read):
             where, wanted = ("host", "device") if _on_host(read) else ("device", "host")
             raise VerifyError("lane", node.name, f"reads '{read.name}' on the {where}, where it needs the {wanted}")
+
+
+def _brought(node: fx.Node) -> list[fx.Node]:
+    """The gradients that a backward takes from the host, micro-batch by micro-batch."""
+    return [node.args[3][i] for i in node.args[4]] if node.target is nodes.backward and len(node.args) > 4 else []
 
 
 def _weights(node: fx.Node, compilation: Compilation) -> None:
@@ -100,7 +106,10 @@ def _form(node: fx.Node, compilation: Compilation) -> None:
         operands += [(a, s) for a, s in zip(node.args[3], segment.block.outputs, strict=True) if a is not None]
     for read, spec in operands:
         wanted = segment.block.inner_looped and spec.batch is not None
-        if read.meta["split"] != wanted:
+        if read in _brought(node):
+            if not wanted or read.meta["split"]:
+                raise VerifyError("form", node.name, f"brings '{read.name}' for '{segment.name}', which cannot be taken apart")
+        elif read.meta["split"] != wanted:
             form = "split" if wanted else "whole"
             raise VerifyError("form", node.name, f"reads '{read.name}', which is not {form}, for '{segment.name}'")
 

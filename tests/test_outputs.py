@@ -109,6 +109,41 @@ def test_every_device_sends_outputs_in_order(threaded):
         assert_parity(TwoHeads().double(), rows(7), micro_batches=3)
 
 
+def peak_with_the_loss_outside(model: nn.Module, x: torch.Tensor, **options) -> int:
+    step = compiled(model, **options)
+    F.cross_entropy(step(x)["scores"].flatten(0, 1), x.flatten()).backward()
+    return l2l_compile.stats(step).peak_device_bytes
+
+
+def test_gradients_of_outputs_come_to_the_device_micro_batch_by_micro_batch():
+    """A loss outside of the model: neither the scores nor their gradient are ever on the device for all rows."""
+    vocabulary = 8000
+    model = Language(vocabulary, depth=2)
+    few, many = ids(4, 16, vocabulary), ids(32, 16, vocabulary)
+    assert peak_with_the_loss_outside(model, many, micro_batches=16) <= 1.2 * peak_with_the_loss_outside(model, few, micro_batches=2)
+
+
+def test_every_device_brings_gradients_in_order(threaded):
+    """One result for the user alone and one that the next layers read, batches that micro-batches do not divide, rows in dimension 1."""
+    class Several(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = Stack(3), nn.Linear(8, 5)
+
+        def forward(self, x):
+            states = self.body.layers[0](x)
+            return {"scores": self.head(states).transpose(0, 1), "states": states, "ends": self.body.layers[1](states)}
+
+    model = Several().double()
+    for count in (7, 2, 1):
+        x, reference = rows(count, 4, 8), copy.deepcopy(model)
+        step = compiled(model, micro_batches=3)
+        for made in (step(x), reference(x)):
+            sum((value * torch.arange(value.numel()).view(value.shape)).sum() for value in made.values()).backward()
+        assert_same_gradients(model, reference)
+        model.zero_grad()
+
+
 def test_the_head_does_not_grow_with_the_batch():
     """Sixteen micro-batches need little more of the device than one of the same size."""
     vocabulary = 8000

@@ -85,8 +85,10 @@ def stash(x):
 
 
 @_operation(COMPUTE)
-def backward(segment, weights, values, gradients):
+def backward(segment, weights, values, gradients, brought=()):
     """Recompute the segment and differentiate it on every micro-batch.
+
+    Gradients whose index is in `brought` are on the host, and come to the device micro-batch by micro-batch.
 
     Gives a tuple: the gradient of each value operand (None where it wants none), then one bundle with the gradients
     of the weights, accumulated over the micro-batches.

@@ -53,7 +53,8 @@ class CpuDevice(Device):
         return [*(wire.views if wire is not None else ()), *(w.detach().contiguous() for w in weights)]
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().contiguous()
+        part_of_more = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+        return tensor.detach().clone() if part_of_more else tensor.detach().contiguous()  # storages are what is counted
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

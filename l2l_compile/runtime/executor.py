@@ -5,6 +5,7 @@ another lane waits for that box's event, and memory is freed on the compute lane
 """
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch import fx
 
 from ..ir import nodes
 from ..ir.program import Segment
+from ..ir.values import TensorSpec
 from .device import Device
 from .segment_run import Step, run_backward, run_forward
 
@@ -202,14 +204,47 @@ class Executor:
         segment = self.segments[node.args[0]]
         weights = env[node.args[1]] if node.args[1] is not None else Box([])
         operands = [env[n] for n in node.args[2]]
-        gradients = [env[n] if n is not None else Box(absent=True) for n in node.args[3]]
+        brought = {i: env[node.args[3][i]] for i in (node.args[4] if len(node.args) > 4 else ())}
+        gradients = [Box(absent=n is None) if n is None or i in brought else env[n] for i, n in enumerate(node.args[3])]
         box = Box()
         box.results = [Box(absent=True) for _ in range(len(segment.values) + 1)]
         if all(g.absent for g in gradients):
             return box
-        work = run_backward(self.step, self.device, segment, weights, operands, gradients, box.results)
-        self.submit("compute", (weights, *operands, *gradients), box.results, work)
+        turns = run_backward(self.step, self.device, segment, weights, operands, gradients, box.results)
+        if not brought:
+            self.submit("compute", (weights, *operands, *gradients), box.results, lambda: [work() for work in turns])
+            return box
+        arriving = [(source, gradients[i], segment.block.outputs[i]) for i, source in brought.items()]
+        compute, events = self.device.lanes["compute"], [self._bring(arriving, 0)]
+        for turn, work in enumerate(turns):
+            if turn + 1 < len(turns):  # it arrives while this one is computed; two are on the device at once
+                events.append(self._bring(arriving, turn + 1))
+            needed = 2 if self.step.check and turn == 0 else 1
+            for event in events[turn : turn + needed]:
+                if event is not None:
+                    compute.wait(event)
+            self.submit("compute", (weights, *operands, *gradients), box.results, work)
+            compute.run(functools.partial(self._free_brought, arriving, turn))
         return box
+
+    def _bring(self, arriving: Sequence[tuple[Box, Box, TensorSpec]], turn: int) -> Any:
+        """Copy a micro-batch of whole values of the host to the device; the event after which it is there."""
+        h2d = self.device.lanes["h2d"]
+
+        def work() -> None:
+            for source, box, spec in arriving:
+                box.tensors = box.tensors or []
+                box.tensors.append(self.device.upload(self.step.part(source.tensors[0], spec, turn)))
+                self.device.adopt(box.tensors[turn:])
+                self.step.stats.restored_bytes += _bytes(box.tensors[turn:])
+
+        h2d.run(work)
+        return h2d.record()
+
+    def _free_brought(self, arriving: Sequence[tuple[Box, Box, TensorSpec]], turn: int) -> None:
+        for _, box, _ in arriving:
+            self.device.free([box.tensors[turn]])
+            box.tensors[turn] = None
 
     def _getitem(self, node: fx.Node, env: dict) -> Box:
         return env[node.args[0]].results[node.args[1]]

@@ -111,9 +111,12 @@ class Step:
 
     def split(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
         """Slices of a whole value, contiguous; views where the batch is the first dimension."""
+        return [self.part(tensor, spec, turn).contiguous() for turn in range(len(self.sizes))]
+
+    def part(self, tensor: torch.Tensor, spec: TensorSpec, turn: int) -> torch.Tensor:
+        """A micro-batch's slice of a whole value, a view."""
         dim, multiple = spec.batch.dim, spec.batch.multiple
-        parts = tensor.split([size * multiple for size in self.sizes], dim)
-        return [part.contiguous() for part in parts]
+        return tensor.narrow(dim, sum(self.sizes[:turn]) * multiple, self.sizes[turn] * multiple)
 
     def share(self, turn: int, partial: str | None) -> float:
         """What a micro-batch's part of a sum counts for; `partial` is that of `TensorSpec`."""
@@ -138,7 +141,7 @@ def run_forward(
     Lowers now, on the caller's thread.
     """
     block = segment.block
-    lowered = [_lower(segment, "forward", step.lowering.forward, block, b) for b in step.bindings_of(block)]
+    lowered = [_lower(segment, "forward", step.lowering.forward, block, b, turn > 0) for turn, b in enumerate(step.bindings_of(block))]
     seeds = _seeds(step, segment, lowered)
     compare = step.check and step.check.forward(step, segment, weights, operands)
     for result in results:
@@ -148,8 +151,9 @@ def run_forward(
         if compare and turn == 0:
             compare()
         arguments = [*weights.tensors, *(turn_of(o.tensors, turn) for o in operands)]
-        made = _call(segment, "forward", turn, lowered[turn], arguments, seeds, device)
-        for result, spec, tensor in zip(results, block.outputs, made, strict=True):
+        made = iter(_call(segment, "forward", turn, lowered[turn], arguments, seeds, device))
+        there = [(result, spec) for result, spec, present in zip(results, block.outputs, lowered[turn].present, strict=True) if present]
+        for (result, spec), tensor in zip(there, made, strict=True):
             if turn == 0 or _split(block, spec):
                 result.tensors.append(tensor)
                 device.adopt([tensor])
@@ -160,8 +164,11 @@ def run_forward(
 def run_backward(
     step: Step, device: Device, segment: Segment, weights: Box, operands: Sequence[Box], gradients: Sequence[Box],
     results: Sequence[Box],
-) -> Callable[[], None]:
-    """Work that recomputes and differentiates a segment. Marks at once which results exist; fills them when run."""
+) -> list[Callable[[], None]]:
+    """Work, one for each micro-batch, that recomputes and differentiates a segment.
+
+    Marks at once which results exist; the last micro-batch fills them. That of the first two may be read by the first.
+    """
     block = segment.block
     given = tuple(not g.absent for g in gradients)
     lowered = [_lower(segment, "backward", step.lowering.backward, block, b, given) for b in step.bindings_of(block)]
@@ -176,18 +183,21 @@ def run_backward(
         whole = _lower(segment, "backward", step.lowering.backward, block, step.bindings, given)
 
     compare = step.check and step.check.backward(step, segment, weights, operands, gradients)
+    totals: list = [None] * len(block.operands)
 
-    def work() -> None:
-        if compare:
+    def work(turn: int) -> None:
+        if compare and turn == 0:
             compare()
-        totals: list = [None] * len(block.operands)
-        for turn, run in enumerate(lowered):
-            arguments = [*weights.tensors, *(turn_of(o.tensors, turn) for o in operands)]
-            arguments += [gradient_of(step, block, g.tensors, turn, spec) for g, spec in arriving]
-            made = iter(_call(segment, "backward", turn, run, arguments, seeds, device))
-            for index, spec in enumerate(block.operands):
-                if present[index]:
-                    totals[index] = _collect(totals[index], next(made), _split(block, spec), len(lowered) > 1)
+        arguments = [*weights.tensors, *(turn_of(o.tensors, turn) for o in operands)]
+        arguments += [gradient_of(step, block, g.tensors, turn, spec) for g, spec in arriving]
+        made = iter(_call(segment, "backward", turn, lowered[turn], arguments, seeds, device))
+        for index, spec in enumerate(block.operands):
+            if present[index]:
+                totals[index] = _collect(totals[index], next(made), _split(block, spec), len(lowered) > 1)
+        if turn == len(lowered) - 1:
+            finish()
+
+    def finish() -> None:
         if whole is not None:
             read = [(b, s) for b, s in zip(operands, block.values, strict=True)] + arriving
             arguments = [*weights.tensors, *(joined(b.tensors, s) for b, s in read)]
@@ -205,7 +215,7 @@ def run_backward(
             results[-1].tensors = bundle
             device.adopt([t for t in bundle if t is not None])
 
-    return work
+    return [functools.partial(work, turn) for turn in range(len(lowered))]
 
 
 def _split(block: Block, spec: TensorSpec) -> bool:

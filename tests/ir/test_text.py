@@ -45,25 +45,21 @@ backward:
   %stash_l_args_0_ = stash                                                      host    float32[B, 4]  96 B
   %stash_tanh = stash                                                      device  float32[B, 8] split  192 B
   %gradient_0 = gradient                                                   host    float32[B, 2]  48 B
-  %restore = restore(%gradient_0)                                          h2d     float32[B, 2]  48 B
   %fetch_weights = fetch_weights('two')                                    h2d     72 B
-  %split = split(%restore)                                                 compute float32[B, 2] split  48 B
-  release(%restore)                                                        none
-  %restore_2 = restore(%stash_l_args_0_)                                        h2d     float32[B, 4]  96 B
+  %restore_1 = restore(%stash_l_args_0_)                                        h2d     float32[B, 4]  96 B
   %fetch_weights_1 = fetch_weights('one')                                  h2d     160 B
-  %backward = backward('two', %fetch_weights, (%stash_tanh), (%split))     compute block_1 x 3 micro-batches
+  %backward = backward('two', %fetch_weights, (%stash_tanh), (%gradient_0), (0))  compute block_1 x 3 micro-batches
   %getitem = %backward[0]                                                  none    float32[B, 8] split  192 B
   %getitem_1 = %backward[1]                                                none
-  release(%split)                                                          none
   release(%fetch_weights)                                                  none
   release(%stash_tanh)                                                     none
   push_gradients('two', %getitem_1)                                        d2h     72 B
   release(%getitem_1)                                                      none
-  %split_1 = split(%restore_2)                                             compute float32[B, 4] split  96 B
-  release(%restore_2)                                                      none
-  %backward_1 = backward('one', %fetch_weights_1, (%split_1), (%getitem))  compute block_0 x 3 micro-batches
+  %split = split(%restore_1)                                             compute float32[B, 4] split  96 B
+  release(%restore_1)                                                      none
+  %backward_1 = backward('one', %fetch_weights_1, (%split), (%getitem))  compute block_0 x 3 micro-batches
   %getitem_2 = %backward_1[1]                                              none
-  release(%split_1)                                                        none
+  release(%split)                                                        none
   release(%getitem)                                                        none
   release(%fetch_weights_1)                                                none
   push_gradients('one', %getitem_2)                                        d2h     160 B

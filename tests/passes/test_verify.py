@@ -145,7 +145,7 @@ def test_any_release_removed(which):
 def test_restore_of_a_value_on_the_device():
     found = program()
     restore = pick(found.backward, nodes.restore, -1)
-    restore.args = (pick(found.backward, nodes.backward, 0).all_input_nodes[-1],)
+    restore.args = (pick(found.backward, nodes.backward, 0).args[2][-1],)
     refused(found, "lane")
 
 
@@ -155,6 +155,22 @@ def test_segment_that_reads_the_host():
     (source,) = found.forward.find_nodes(op="placeholder")
     run.args = (run.args[0], run.args[1], (source,))
     refused(found, "lane")
+
+
+def test_gradient_on_the_host_that_backward_does_not_bring():
+    found = program()
+    run = pick(found.backward, nodes.backward, 0)
+    assert run.args[4] == (0,)
+    run.args = run.args[:4]
+    refused(found, "lane")
+
+
+def test_whole_batch_segment_that_brings_a_gradient():
+    found = program(micro_batches=1)
+    run = pick(found.backward, nodes.backward, 0)
+    source = next(n for n in found.backward.find_nodes(op="placeholder") if n.meta["kind"] == "gradient")
+    run.args = (*run.args[:3], (source,), (0,))
+    refused(found, "form")
 
 
 def test_inner_looped_segment_that_reads_a_whole_value():

@@ -143,6 +143,17 @@ def test_outputs_that_are_freed_before_they_are_copied_fail(threaded, monkeypatc
     assert any(goes_wrong(step, model, x, expected) for _ in range(8))
 
 
+def test_gradients_that_are_read_before_they_are_copied_fail(threaded, monkeypatch):
+    model, x, expected = with_reference()
+    step = compiled(model)
+    assert not goes_wrong(step, model, x, expected)
+    threaded.devices[-1].lanes["h2d"]._delay = 0.02
+    assert not goes_wrong(step, model, x, expected)
+    bring = executor.Executor._bring
+    monkeypatch.setattr(executor.Executor, "_bring", lambda self, arriving, turn: bring(self, arriving, turn) and None)
+    assert goes_wrong(step, model, x, expected)
+
+
 @pytest.mark.parametrize("what", [nodes.fetch_weights, nodes.split])
 def test_release_moved_early_gives_nan(threaded, what):
     """On a device that frees early the memory is NaN; here its box keeps the tensors to read them after the release."""
