@@ -44,7 +44,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # norm-wise, relative
 SCATTER = 4  # an error up to so many times what rounding is seen to make is rounding
 OPTIONS = {"micro_batches": 3, "block_compiler": "eager", "device": "cpu"}
 OURS = (*l2l_compile.__path__, *l2l_compile.passes.__path__)
-NO_BATCH = "it reads no batched value"  # such a segment has nothing to split
+NO_BATCH = "it reads and makes no batched value"  # such a segment has nothing to split
 
 
 # ---- one class -------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class Lowering:
 
     def forward(self, block: Block, bindings: Bindings, again: bool = False) -> Lowered:
         """The block's forward at these sizes; `again` leaves out what an earlier micro-batch has made for all. Raises `LoweringError`."""
-        wanted = tuple(not again or spec.splits for spec in block.outputs)
+        wanted = tuple(not (again and spec.made_once) for spec in block.outputs)
         key = (block, all(wanted), None, *map(bindings.__getitem__, block.symbols))
         if key not in self._done:
             graph = trace_forward(block, bindings, self.device)

@@ -29,7 +29,7 @@ _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73
 def decide(compilation: Compilation, block: Block) -> None:
     """Decide whether a block runs micro-batch by micro-batch: sets `inner_looped`, `reason`, `mutated` and outputs for writes."""
     captured, block.inner_looped = compilation.captured, False
-    batched = captured.batch is not None and any(v.batch for v in block.values)
+    batched = captured.batch is not None and any(v.batch for v in (*block.values, *block.outputs))
     odd = [e for e in block.sizes.values() if not _is_multiple(e, captured.batch)]
     if compilation.options.micro_batches == 1 or not batched or odd:
         _, block.mutated = probe(block, captured.hints)
@@ -50,7 +50,8 @@ def decide(compilation: Compilation, block: Block) -> None:
     block.inner_looped = block.reason is None
     if block.inner_looped:
         block.outputs = tuple(
-            replace(o, partial=s.how) if isinstance(s, Partial) else o for o, s in zip(block.outputs, states, strict=True)
+            replace(o, partial=s.how if isinstance(s, Partial) else None, alike=isinstance(s, Batch) and s.alike)
+            for o, s in zip(block.outputs, states, strict=True)
         )
         block.summed_whole = _summed_whole(block, small, _is_wide(captured))
 
@@ -96,9 +97,9 @@ def _why_not_tried(compilation: Compilation, block: Block, odd: list) -> str:
         return captured.why_static
     if any(v.mixed for v in block.values):
         return f"a value {NO_ROWS}"
-    if odd and any(v.batch for v in block.values):
+    if odd and any(v.batch for v in (*block.values, *block.outputs)):
         return f"it computes with the size of the batch: {odd[0]}"
-    return "it reads no batched value"
+    return "it reads and makes no batched value"
 
 
 def _extend_outputs(block: Block) -> None:
@@ -119,8 +120,6 @@ def _refusal(block: Block, states: list[Batch | Partial | Mixing | None]) -> str
             return f"{state.op} {state.reason}"
         if spec.mixed or state != spec.batch and not isinstance(state, Partial):
             return f"an output {spec} does not hold the rows of the batch in order"
-    if not any(spec.batch or isinstance(state, Partial) for spec, state in zip(block.outputs, states, strict=True)):
-        return "it makes no batched value"
     if any(v.mixed for v in block.values):
         return f"a value {NO_ROWS}"
     return None

@@ -128,7 +128,7 @@ def _only_returned(compilation: Compilation, segment: Segment) -> tuple[int, ...
     read = {v for s in compilation.segments[segment.index + 1 :] for v in s.values}
     return tuple(
         i for i, (value, spec) in enumerate(zip(segment.outputs, segment.block.outputs, strict=True))
-        if value in compilation.outputs and value not in read and not value.version and spec.batch is not None
+        if value in compilation.outputs and value not in read and not value.version and spec.batch is not None and not spec.alike
     )
 
 

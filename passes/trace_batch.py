@@ -33,7 +33,7 @@ class TraceBatch:
             if segment.block.inner_looped:
                 segment.micro_batches = min(compilation.options.micro_batches, rows)
                 for value, spec in zip(segment.outputs, segment.block.outputs, strict=False):
-                    captured.specs[value.node] = replace(captured.specs[value.node], partial=spec.partial)
+                    captured.specs[value.node] = replace(captured.specs[value.node], partial=spec.partial, alike=spec.alike)
         _version_values(compilation)
 
 

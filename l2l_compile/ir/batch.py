@@ -13,6 +13,7 @@ class Batch:
     along the batch, time folded before it). A value without a `Batch` is *invariant*: the same for every micro-batch.
 
     uniform   all entries along `dim` are alike, so any other `outer` and `multiple` with the same product describe it too
+    alike     every row holds the same
     below     entries are whole numbers from 0 on and below this; None if that is not known
     order     what the entries along `dim` are sorted by, in every micro-batch its own; None if they stand row by row. Only met
               inside of a block
@@ -22,6 +23,7 @@ class Batch:
     multiple: int = 1
     outer: int = 1
     uniform: bool = field(default=False, compare=False)
+    alike: bool = field(default=False, compare=False)
     below: int | None = field(default=None, compare=False)
     order: object | None = None
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import sympy
 import torch
@@ -34,7 +34,8 @@ class TensorSpec:
     (a [B, B] matrix, B + 1 entries): it can only be handled for the whole batch. `inside` is the dtype in which blocks
     compute with it, where that is not the one in which it is handed from block to block. `partial` marks a sum over rows, of
     which an inner-looped block makes a part in every micro-batch: "sum" if the parts add up, "mean" if they do when each is
-    multiplied by its micro-batch's part of the rows.
+    multiplied by its micro-batch's part of the rows. `alike` marks a batched value that an inner-looped block makes with the same
+    in every row, once for all micro-batches.
     """
 
     shape: tuple[Dim, ...]
@@ -44,6 +45,7 @@ class TensorSpec:
     mixed: bool = False
     inside: torch.dtype | None = None
     partial: str | None = None
+    alike: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, batch_symbol: sympy.Symbol | None) -> TensorSpec:
@@ -74,8 +76,14 @@ class TensorSpec:
         """Whether an inner-looped block makes it micro-batch by micro-batch."""
         return self.batch is not None or self.partial is not None
 
+    @property
+    def made_once(self) -> bool:
+        """Whether the first micro-batch of an inner-looped block makes it for all."""
+        return self.alike or not self.splits
+
     def detached(self) -> TensorSpec:
-        return replace(self, requires_grad=False)
+        """The spec of its gradient."""
+        return replace(self, requires_grad=False, alike=False)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,9 +108,9 @@ class Executor:
             return Box(absent=True)
 
         def work() -> None:
-            box.tensors = [self.device.upload(t) for t in source.tensors]
+            box.tensors, copied = _copies(source.tensors, self.device.upload)
             self.device.adopt(box.tensors)
-            self.step.stats.restored_bytes += _bytes(box.tensors)
+            self.step.stats.restored_bytes += copied
 
         self.submit("h2d", (source,), (box,), work)
         return box
@@ -121,8 +121,8 @@ class Executor:
             return Box(absent=True)
 
         def work() -> None:
-            box.tensors = [self.device.download(t) for t in source.tensors]
-            self.step.stats.offloaded_bytes += _bytes(box.tensors)
+            box.tensors, copied = _copies(source.tensors, self.device.download)
+            self.step.stats.offloaded_bytes += copied
 
         self.submit("d2h", (source,), (box,), work)
         return box
@@ -308,6 +308,16 @@ class Executor:
         if box.slab is not None:
             self.slab_free[box.slab] = compute.record()
         return box
+
+
+def _copies(tensors: Sequence[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[torch.Tensor], int]:
+    """Copies of tensors and their bytes; what several micro-batches share is copied once."""
+    made: dict[tuple, torch.Tensor] = {}
+    keys = [(t.data_ptr(), t.shape) for t in tensors]
+    for key, tensor in zip(keys, tensors, strict=True):
+        if key not in made:
+            made[key] = copy(tensor)
+    return [made[key] for key in keys], _bytes(list(made.values()))
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -118,6 +118,11 @@ class Step:
         dim, multiple = spec.batch.dim, spec.batch.multiple
         return tensor.narrow(dim, sum(self.sizes[:turn]) * multiple, self.sizes[turn] * multiple)
 
+    def for_all(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
+        """The first micro-batch's part of a value whose rows are alike, as the parts of all: one memory, as far as that goes."""
+        dim, multiple = spec.batch.dim, spec.batch.multiple
+        return [tensor.narrow(dim, 0, size * multiple).contiguous() for size in self.sizes]
+
     def share(self, turn: int, partial: str | None) -> float:
         """What a micro-batch's part of a sum counts for; `partial` is that of `TensorSpec`."""
         return self.sizes[turn] / sum(self.sizes) if partial == "mean" else 1
@@ -154,9 +159,10 @@ def run_forward(
         made = iter(_call(segment, "forward", turn, lowered[turn], arguments, seeds, device))
         there = [(result, spec) for result, spec, present in zip(results, block.outputs, lowered[turn].present, strict=True) if present]
         for (result, spec), tensor in zip(there, made, strict=True):
-            if turn == 0 or _split(block, spec):
-                result.tensors.append(tensor)
-                device.adopt([tensor])
+            if turn == 0 or not spec.made_once:
+                parts = step.for_all(tensor, spec) if spec.alike else [tensor]
+                result.tensors += parts
+                device.adopt(parts)
 
     return [functools.partial(work, turn) for turn in range(len(lowered))]
 

@@ -104,7 +104,7 @@ def not_alike(state: State | tuple[State, ...], below: bool = False) -> State | 
     """The same rows, of which nothing more is known, but their range if that is to be kept."""
     if isinstance(state, tuple):
         return tuple(not_alike(s, below) for s in state)
-    return replace(state, uniform=False, below=state.below if below else None) if isinstance(state, Batch) else state
+    return replace(state, uniform=False, alike=False, below=state.below if below else None) if isinstance(state, Batch) else state
 
 
 def each(state: State, value: Any) -> State | tuple[State, ...]:

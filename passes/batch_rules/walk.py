@@ -225,9 +225,9 @@ class _Walk:
                 return self._fit_all(op, each(None, small), small, large)
             call = Call(here.target, arguments, small, large, self.small_batch, self.large_batch, self.parts)
             if any(concerns(state) for state in states):
-                return self._fit_all(op, of_orders(call, rule), small, large)
+                return self._fit_all(op, _alike(of_orders(call, rule), False), small, large)
             if any(isinstance(state, Partial) for state in states):
-                return self._fit_all(op, of_parts(call), small, large)
+                return self._fit_all(op, _alike(of_parts(call), False), small, large)
             if rule is None:
                 raise Refused("has no rule")
             if not varying <= set(rule.sizes):
@@ -243,6 +243,7 @@ class _Walk:
             if random or not rule.keeps_uniform:
                 result = not_alike(result, below=True)
             result = with_range(call, result, rule.keeps_row_ids)
+            result = _alike(result, not random and _from_alike(states))
             result = self._fit_all(op, result, small, large)
             if random and not isinstance(result, tuple) and result is None:
                 raise Refused("draws random numbers that every row shares")
@@ -299,6 +300,19 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, float) and math.isnan(a):
         return math.isnan(b)
     return bool(a == b)
+
+
+def _from_alike(read: Sequence[State]) -> bool:
+    """Whether rows made from these are alike: a rule says that each is made in the same way, so what it is made from has to be."""
+    numbers = any(isinstance(s, RowIds) for s in read)  # with which each row is picked from others
+    rows = [s for s in read if s is not None and not isinstance(s, RowIds)]
+    return (bool(rows) or not numbers) and all(isinstance(s, Batch) and s.alike for s in rows)
+
+
+def _alike(result: State | tuple[State, ...], alike: bool) -> State | tuple[State, ...]:
+    if isinstance(result, tuple):
+        return tuple(_alike(r, alike) for r in result)
+    return replace(result, alike=alike or result.uniform) if isinstance(result, Batch) else result
 
 
 def _as_rows(argument: Any) -> Any:

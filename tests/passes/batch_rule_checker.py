@@ -55,7 +55,7 @@ def joined(pieces: list[torch.Tensor], where: Batch) -> torch.Tensor:
 
 
 def check_numbers(function: Callable, specs: Sequence[Drawn], states: list[Batch | Mixing | None]) -> None:
-    """Fails where the states promise rows, or rows that are all alike, that the numbers do not show."""
+    """Fails where the states promise rows, entries or rows that are all alike, that the numbers do not show."""
     generator = torch.Generator().manual_seed(0)
     whole = [spec.draw(6, generator) for spec in specs]
 
@@ -72,6 +72,8 @@ def check_numbers(function: Callable, specs: Sequence[Drawn], states: list[Batch
                 assert_same(joined([piece[i] for piece in pieces], state), expected[i])
                 if state.uniform:
                     assert_same(expected[i].narrow(state.dim, 0, 1).expand_as(expected[i]), expected[i])
+                if state.alike:
+                    assert_same(joined([rows(expected[i], state, 0, 1)] * 6, state), expected[i])
             elif isinstance(state, Partial):
                 shares = [size / 6 if state.how == "mean" else 1 for size in sizes]
                 assert_same(sum(share * piece[i] for share, piece in zip(shares, pieces, strict=True)), expected[i])
