@@ -58,7 +58,7 @@ def narrow(captured: Captured, precision: str) -> None:
     for weight in parameters:
         spec = captured.specs[weight.node]
         if spec.dtype is torch.float32 and len(spec.shape) >= 2:
-            captured.specs[weight.node] = replace(spec, dtype=captured.autocast)
+            captured.specs[weight.node] = replace(spec, dtype=captured.autocast, inside=torch.float32)
             captured.lookups[weight.node] = replace(spec, dtype=torch.float16, inside=torch.float32)
     for node in _activations(captured):
         spec = captured.specs[node]

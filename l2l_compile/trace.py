@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from .errors import LoweringError
 from .ir.program import Block, symbolic_size
 from .ir.values import Bindings, TensorSpec, evaluate
+from .widening import cancel_round_trips, hand_on_short
 
 
 _HOST = torch.device("cpu")
@@ -158,7 +159,9 @@ def trace_forward(block: Block, bindings: Bindings, device: torch.device) -> fx.
             leaves = _leaves(block, operands) if grad else operands
             return tuple(_own([r.detach() for r in _run(block, bindings, device, leaves)], operands))
 
-    return _trace(block, forward, lambda: example_operands(block.operands, bindings, device), "forward")
+    module = _trace(block, forward, lambda: example_operands(block.operands, bindings, device), "forward")
+    cancel_round_trips(module)
+    return module
 
 
 def trace_backward(
@@ -199,7 +202,11 @@ def trace_backward(
         gradients = [replace(s, dtype=s.gradient_dtype) for s, wanted in zip(block.outputs, given, strict=True) if wanted]
         return example_operands((*block.operands, *gradients), bindings, device)
 
-    return _trace(block, backward, examples, "backward"), tuple(present)
+    module = _trace(block, backward, examples, "backward")
+    cancel_round_trips(module)
+    shorter = [spec.dtype.itemsize == 2 for spec, there in zip(block.operands, present, strict=True) if there]
+    hand_on_short(module, [i for i in range(sum(present[: len(block.weights)])) if shorter[i]])
+    return module, tuple(present)
 
 
 def _interpret(block: Block, operands: Sequence[torch.Tensor], interpreter: _BlockInterpreter) -> list:

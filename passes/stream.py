@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -55,6 +55,11 @@ class Builder:
         node = self.graph.call_function(function, args)
         node.meta["segment"] = segment.index if segment else None
         return node
+
+    def spec(self, value: Value) -> TensorSpec:
+        """The description of a value; rows that were written into are not known to be alike."""
+        spec = self.captured.specs[value.node]
+        return replace(spec, alike=False) if value.version else spec
 
     def describe(self, node: fx.Node, value: Value | str, spec: TensorSpec, split: bool) -> fx.Node:
         node.meta.update(value=str(value), spec=spec, split=split and spec.splits)
@@ -134,14 +139,14 @@ def _only_returned(compilation: Compilation, segment: Segment) -> tuple[int, ...
 
 def _run_forward(build: Builder, segment: Segment, send: tuple[int, ...]) -> dict[Value, fx.Node]:
     """Write the nodes of a segment; the outputs that are on the host then."""
-    split, specs = segment.block.inner_looped, build.captured.specs
+    split = segment.block.inner_looped
     weights = build.emit(nodes.fetch_weights, segment.index, segment=segment) if segment.weights else None
     operands = tuple(build.get(v, split) for v in segment.values)
     made = build.emit(nodes.forward, segment.index, weights, operands, *([send] if send else []), segment=segment)
     sent = {}
     for index, value in enumerate(segment.outputs):
         node = build.emit(operator.getitem, made, index, segment=segment)
-        build.describe(node, value, specs[value.node], split)
+        build.describe(node, value, build.spec(value), split)
         if index in send:
             node.meta["host"] = True
             sent[value] = node
@@ -173,7 +178,7 @@ def _backward(compilation: Compilation) -> fx.Graph:
     kept = zip(compilation.gradients.kept, compilation.forward.output_node().args[0][1], strict=True)
     forms = {value: node.meta["split"] for value, node in kept}
     stashes = {
-        value: build.input(f"stash_{_identifier(value)}", specs[value.node], forms[value], "stash")
+        value: build.input(f"stash_{_identifier(value)}", build.spec(value), forms[value], "stash")
         for value in compilation.gradients.kept
     }
     for value, placeholder in stashes.items():

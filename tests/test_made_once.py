@@ -69,6 +69,12 @@ def test_what_every_row_shares_is_computed_once():
     assert counted["_softmax"] == 9
 
 
+def test_a_mask_that_was_written_into_is_not_shown_as_made_once():
+    report = l2l_compile.explain(Masked(2, in_place=True).double(), {"micro_batches": 3})(rows(7, 6, 5))
+    shown = [line for line in str(report.programs[0]).splitlines() if "made once" in line]
+    assert shown and not any("getitem_4" in line or "_2_1" in line for line in shown), shown
+
+
 def test_what_rows_have_of_their_own_is_computed_for_each():
     counted = calls(Masked().double(), rows(7, 6, 5), rows(7, 6))
     assert counted["cos"] == 1

@@ -150,3 +150,34 @@ def test_the_head_does_not_grow_with_the_batch():
     model = Language(vocabulary, depth=2)
     one, sixteen = ids(2, 16, vocabulary), ids(32, 16, vocabulary)
     assert peak(model, sixteen, micro_batches=16, outputs="loss") <= 1.2 * peak(model, one, outputs="loss", micro_batches=1)
+
+
+class Picture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside, self.head = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 5, 1)
+
+    def forward(self, x):
+        return self.head(self.inside(x).tanh())
+
+
+@pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_memory_in_another_order_reaches_blocks_in_that_of_the_sizes(block_compiler, micro_batches):
+    """Rows of a larger batch in channels_last, and a loss whose gradient has its channels last."""
+    model = Picture()
+    reference = copy.deepcopy(model)
+    x, labels = torch.randn(9, 3, 6, 6).contiguous(memory_format=torch.channels_last)[:7], torch.randint(5, (7 * 36,))
+    step = compiled(model, micro_batches=micro_batches, block_compiler=block_compiler)
+    for made in (step(x), reference(x)):
+        F.cross_entropy(made.permute(0, 2, 3, 1).reshape(-1, 5), labels).backward()
+    assert_same_gradients(model, reference, 1e-5)
+
+
+def test_views_by_strides_of_a_transposed_part_of_a_value():
+    class Windows(Stack):
+        def forward(self, x):
+            x = x.contiguous()
+            return super().forward(x.as_strided((x.shape[0], 6, 5), (35, 5, 1)))
+
+    assert_parity(Windows(2).double(), rows(9, 6, 5)[:7].transpose(0, 1), micro_batches=1)

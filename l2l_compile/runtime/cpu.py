@@ -54,7 +54,9 @@ class CpuDevice(Device):
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         part_of_more = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-        return tensor.detach().clone() if part_of_more else tensor.detach().contiguous()  # storages are what is counted
+        if part_of_more:  # storages are what is counted
+            return tensor.detach().clone(memory_format=torch.contiguous_format)
+        return tensor.detach().contiguous()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -1,0 +1,110 @@
+"""Operands that cross a border in 16 bits are widened inside of a block: where they are narrowed again, neither happens.
+
+Under CMP every operation sees the dtypes that it would see under autocast with parameters in fp32. Most matrices are narrowed
+by autocast at once, to what they were; taking both casts out of the graph changes no bit. So does handing a gradient on in 16
+bits if it was computed in 16 bits and only widened at the end.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+_SHORT = (torch.bfloat16, torch.float16)
+_VIEWS = (  # of dense memory, which a cast lays out as it was
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default,
+    aten.squeeze.dim,
+)
+
+
+def cancel_round_trips(module: fx.GraphModule) -> None:
+    """Read operands of 16 bits as they are where their widened copies, or views of those, are narrowed to the same again."""
+    graph = module.graph
+    kept = _written(graph) | _returned(graph)
+    for operand in graph.find_nodes(op="placeholder"):
+        _narrowed_again(graph, operand, kept)
+    module.recompile()
+
+
+def hand_on_short(module: fx.GraphModule, which: Sequence[int]) -> None:
+    """Results of these indices that are but widened copies of values in 16 bits are given as those values."""
+    graph, end = module.graph, module.graph.output_node()
+    results = list(end.args[0])
+    taken = _written(graph) | {s for node in graph.find_nodes(op="placeholder") for s in _storages(node)}
+    for index in which:
+        path, node = [], results[index]
+        while isinstance(node, fx.Node) and (node.target in _VIEWS or node.target is aten.clone.default):
+            path, node = [node, *path], node.args[0]
+        if not isinstance(node, fx.Node) or not _casts(node) or not _widens(node):
+            continue
+        short = node.args[0]
+        for step in path:
+            short = _call(graph, end, step.target, (short, *step.args[1:]), step.kwargs)
+        others = {s for i, result in enumerate(results) if i != index and isinstance(result, fx.Node) for s in _storages(result)}
+        if not _value(short).is_contiguous() or _storages(short) & (taken | others):
+            short = _call(graph, end, aten.clone.default, (short,), {"memory_format": torch.contiguous_format})
+        results[index] = short
+    end.args = (tuple(results),)
+    graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _narrowed_again(graph: fx.Graph, short: fx.Node, kept: set[int]) -> None:
+    for wide in [u for u in short.users if _casts(u) and _widens(u) and not _storages(u) & kept]:
+        for user in list(wide.users):
+            if _casts(user) and _value(user).dtype == _value(short).dtype and not _storages(user) & kept:
+                user.replace_all_uses_with(short)
+                graph.erase_node(user)
+            elif user.target in _VIEWS:
+                view = _call(graph, user, user.target, (short, *user.args[1:]), user.kwargs)
+                with graph.inserting_before(user):
+                    widened = graph.call_function(wide.target, (view,), wide.kwargs)
+                widened.meta = dict(user.meta)
+                user.replace_all_uses_with(widened)
+                graph.erase_node(user)
+                _narrowed_again(graph, view, kept)
+        if not wide.users:
+            graph.erase_node(wide)
+
+
+def _call(graph: fx.Graph, before: fx.Node, target: torch._ops.OpOverload, args: tuple, kwargs: dict) -> fx.Node:
+    """A new operation, whose first argument alone is a value."""
+    with graph.inserting_before(before):
+        made = graph.call_function(target, args, kwargs)
+    value = _value(args[0])
+    with value.fake_mode:
+        made.meta["val"] = target(value, *args[1:], **kwargs)
+    return made
+
+
+def _casts(node: fx.Node) -> bool:
+    if node.target is not aten._to_copy.default or "memory_format" in node.kwargs:
+        return False
+    before, after = _value(node.args[0]), _value(node)
+    return (before.device, before.layout) == (after.device, after.layout)
+
+
+def _widens(node: fx.Node) -> bool:
+    return _value(node.args[0]).dtype in _SHORT and _value(node).dtype in (torch.float32, torch.float64)
+
+
+def _value(node: fx.Node) -> torch.Tensor:
+    return node.meta["val"]
+
+
+def _storages(node: fx.Node) -> set[int]:
+    return {v.untyped_storage()._cdata for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)}
+
+
+def _written(graph: fx.Graph) -> set[int]:
+    """Memory that operations write into."""
+    writers = [n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable]
+    return {storage for n in writers for read in n.all_input_nodes for storage in _storages(read)}
+
+
+def _returned(graph: fx.Graph) -> set[int]:
+    """Memory of results, which they share with no operand."""
+    return {storage for node in graph.output_node().all_input_nodes for storage in _storages(node)}
