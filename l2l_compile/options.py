@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -77,9 +77,7 @@ class Options:
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise OptionError(f"unknown option {name!r} of backend 'l2l'; known options: {', '.join(known)}.{hint}")
+                raise OptionError(f"unknown option {name!r} of backend 'l2l'; known options: {', '.join(known)}.{_nearest(name, known)}")
         _check_int(given, "micro_batches", 1)
         _check_int(given, "prefetch", 0)
         _check_choice(given, "stash", ("device", "host"))
@@ -106,7 +104,13 @@ def _check_int(given: dict, name: str, least: int) -> None:
 def _check_choice(given: dict, name: str, choices: tuple[str, ...]) -> None:
     value = given.get(name, choices[0])
     if value not in choices:
-        raise OptionError(f"option {name!r} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        hint = _nearest(value, [choice for choice in choices if isinstance(choice, str)])
+        raise OptionError(f"option {name!r} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
+
+
+def _nearest(given: Any, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(given).removeprefix("torch."), known, n=1, cutoff=0.4)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _check_optimizer(given: dict) -> None:

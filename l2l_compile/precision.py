@@ -14,7 +14,9 @@ Before the passes see a captured graph, its specs are narrowed:
                                             do not leave the device
     everything else                         as it is: masks, rotary tables, scalars, outputs of the model
 
-Every block then runs under `torch.autocast` of that dtype, which settles what is computed in which width within it.
+Every block then runs under `torch.autocast` of that dtype, which settles what is computed in which width within it. It sees
+all of these in fp32: an operation that autocast does not know would else meet a weight of 16 bits beside values of 32. Where
+autocast narrows what has just been widened, `widening.py` takes both out.
 """
 from __future__ import annotations
 

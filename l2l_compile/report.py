@@ -85,7 +85,7 @@ class Report:
         lines.append(str(self.host_memory))
         if self.update is not None:
             lines.append(f"updates: {self.update}")
-        lines.append(f"outputs copied to the host in every step: {len(self.outputs)} tensors, {format_bytes(total)}")
+        lines.append(f"outputs copied to the host in every step: {len(self.outputs)} tensor{'s' * (len(self.outputs) != 1)}, {format_bytes(total)}")
         if len(self.outputs) > 8 or self.large_outputs:
             shown = ", ".join(f"{o.name} {list(o.shape)} {format_bytes(o.bytes)}" for o in self.outputs[:3])
             lines.append(f"  the largest: {shown}. A cache of keys and values is not needed in training (use_cache=False)")
@@ -188,7 +188,8 @@ def _placeholder(program: Program, position: int, arguments: Sequence[Any]) -> A
         return node.meta.get("example_value") if isinstance(node, fx.Node) else node
     if node.op == "placeholder":
         return arguments[[i.node for i in program.captured.inputs].index(node)]
-    return torch.zeros(spec.sizes(program.bindings), dtype=spec.dtype, requires_grad=spec.differentiable)
+    made = torch.zeros(spec.sizes(program.bindings), dtype=spec.dtype, requires_grad=spec.differentiable)
+    return made.clone() if spec.differentiable else made  # a leaf would be a weight of what reads it
 
 
 def _how_updated(options: Options) -> str | None:

@@ -6,6 +6,7 @@ import io
 
 import pytest
 import torch
+import transformers as T
 from torch import fx, nn
 
 import l2l_compile
@@ -65,6 +66,17 @@ def test_explain_points_at_large_outputs():
 
     report = explain(Caching(2), rows(6, dtype=torch.float32))
     assert [o.shape for o in report.large_outputs] == [(6, 2**16)]
+
+
+def test_explain_of_a_model_that_installs_hooks_when_it_is_first_called():
+    """What one program hands to the next is no weight of it."""
+    model = T.MixtralForCausalLM(T.MixtralConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        num_local_experts=4, use_cache=False, output_router_logits=True,
+    ))
+    ids = torch.randint(50, (6, 5))
+    report = l2l_compile.explain(model, {"micro_batches": 3, "device": "cpu"})(input_ids=ids, labels=ids)
+    assert len(report.programs) > 1 and report.host_memory.parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_explain_takes_compiled_models_and_functions():

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..ir.program import Program
 from ..ir.text import format_bytes
@@ -61,7 +61,10 @@ def host_memory(programs: Sequence[Program], options: Options) -> HostMemory:
     pushes = []
     for program in programs:
         for segment in program.segments:
-            weights = [(w.name, s) for w, s in zip(segment.weights, segment.block.weights, strict=True) if w.kind == "parameter"]
+            weights = [  # a weight of a model that is a plain function may have symbolic sizes
+                (w.name, replace(s, shape=s.sizes(program.bindings)))
+                for w, s in zip(segment.weights, segment.block.weights, strict=True) if w.kind == "parameter"
+            ]
             parameters.update(weights)
             room = sum(_count(s) * _master_width(s, options) for _, s in weights if s.differentiable and _is_widened(s, options))
             wires[tuple((name, s.dtype) for name, s in weights)] = (sum(aligned(s.bytes({})) for _, s in weights), room)

@@ -28,8 +28,10 @@ def arange(call: Call) -> RowIds | EntryIds:
     end, start, step = call["end"], call["start"], call["step"]
     multiple, rest = divmod(end.small, call.small_batch) if isinstance(end, Varying) else (0, 0)
     whole = start in (None, 0) and step in (None, 1) and not rest and multiple > 0 and end.large == multiple * call.large_batch
-    if not whole or call.small_out.dtype not in (torch.int64, torch.int32):
+    if not whole:
         raise Refused(COUNTS)
+    if call.small_out.dtype not in (torch.int64, torch.int32):
+        raise Refused("computes with the number of a row")
     return RowIds(0) if multiple == 1 else EntryIds(multiple)
 
 

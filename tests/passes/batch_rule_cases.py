@@ -621,7 +621,7 @@ ok("arange.start_step", lambda x: x[torch.arange(0, x.shape[0], 1)], X("B", 4))
 no("arange.default", lambda x: x + torch.arange(x.shape[0])[:, None], X("B", 4), why="number of a row")
 no("arange.default", lambda x: torch.arange(x.shape[0]), X("B", 4), why="numbers the rows")
 no("arange.default", lambda x: torch.arange(2 * x.shape[0]), X("B", 4), why=COUNTS)
-no("arange.default", lambda x: torch.arange(x.shape[0], dtype=torch.float64), X("B", 4), why=COUNTS)
+no("arange.default", lambda x: torch.arange(x.shape[0], dtype=torch.float64), X("B", 4), why="number of a row")
 no("_to_copy.default", lambda x: x[torch.arange(x.shape[0]).double().long()], X("B", 4), why="number of a row")
 for op, moved in [("_to_copy.default", lambda n: n.int().long()[:, 0]), ("clone.default", lambda n: n.clone()[:, 0]), ("permute.default", lambda n: n.permute(1, 0)[1]),
                   ("transpose.int", lambda n: n.transpose(0, 1)[-1]), ("t.default", lambda n: n.t()), ("slice.Tensor", lambda n: n[:, 1:3]),
