@@ -89,6 +89,10 @@ def test_operations_that_autocast_does_not_know(operation):
     assert found <= 3 * expected + 3e-2
 
 
+@pytest.mark.skipif(
+    not hasattr(T.integrations.moe, "_grouped_mm_fallback_backward_fake"),
+    reason="this transformers reads numbers from tensors to differentiate its product in groups: it cannot be traced",
+)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_experts_that_are_multiplied_in_groups(precision):
     model, inputs = language(T.MixtralForCausalLM(T.MixtralConfig(
