@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from .errors import LoweringError
 from .inductor import compile_graph
@@ -18,6 +17,7 @@ from .ir.program import Block
 from .ir.values import Bindings
 from .randomness import Draw, hoist_draws
 from .trace import example_inputs, trace_backward, trace_forward
+from .widening import storages_of
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ def most_bytes(graph: fx.Graph) -> int:
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for position, node in enumerate(graph.nodes):
-        for storage in _storages(node):
+        for storage in storages_of(node):
             if node.op != "placeholder" and storage._cdata not in first:
                 first[storage._cdata], size[storage._cdata] = position, storage.nbytes()
         for read in (node, *node.all_input_nodes):
-            last.update({storage._cdata: position for storage in _storages(read)})
+            last.update({storage._cdata: position for storage in storages_of(read)})
     change = [0] * (len(graph.nodes) + 1)
     for key, position in first.items():
         change[position] += size[key]
@@ -67,27 +67,26 @@ def _reshape_where_needed(module: fx.GraphModule) -> None:
         for node in module.graph.nodes
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
         for read in node.all_input_nodes
-        for storage in _storages(read)
+        for storage in storages_of(read)
     }
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        if not any(storage._cdata in written for storage in _storages(node)):
+        if not any(storage._cdata in written for storage in storages_of(node)):
             node.target = torch.ops.aten.reshape.default
     module.recompile()
 
 
-def _storages(node: fx.Node) -> list[torch.UntypedStorage]:
-    return [v.untyped_storage() for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor) and v.layout is torch.strided]
-
-
 def _leave_out(module: fx.GraphModule, wanted: Sequence[bool]) -> bool:
     """Keep only the wanted outputs and what they are computed from; whether that saves any computation."""
-    graph, before = module.graph, [n for n in module.graph.nodes if n.op == "call_function"]
+    graph, before = module.graph, _computations(module.graph)
     end = graph.output_node()
     end.args = (tuple(made for made, there in zip(end.args[0], wanted, strict=True) if there),)
-    computing = [n.target for n in before if not _only_moves(n.target)]
     graph.eliminate_dead_code()
     module.recompile()
-    return len(computing) > sum(n.op == "call_function" and not _only_moves(n.target) for n in graph.nodes)
+    return _computations(graph) < before
+
+
+def _computations(graph: fx.Graph) -> int:
+    return sum(n.op == "call_function" and not _only_moves(n.target) for n in graph.nodes)
 
 
 def _only_moves(target: Callable) -> bool:

@@ -95,8 +95,13 @@ def _value(node: fx.Node) -> torch.Tensor:
     return node.meta["val"]
 
 
+def storages_of(node: fx.Node) -> list[torch.UntypedStorage]:
+    """The memory of an ATen node's results; a sparse one has none of its own."""
+    return [v.untyped_storage() for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor) and v.layout is torch.strided]
+
+
 def _storages(node: fx.Node) -> set[int]:
-    return {v.untyped_storage()._cdata for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)}
+    return {storage._cdata for storage in storages_of(node)}
 
 
 def _written(graph: fx.Graph) -> set[int]:
