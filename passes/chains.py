@@ -1,0 +1,156 @@
+"""What the copies of a repeat compute: which copy feeds which, what is handed on between them, what hangs together.
+
+    tower(a), tower(b)        L L L L L L L L      a run of eight equal copies
+                              └─chain─┘ └─chain─┘   two chains: the fifth copy reads nothing that the fourth made
+
+A copy *feeds* a later one if values that it made reach at least half of the parameters that the later one uses. Copies that feed
+one another in the same way are a chain. A copy whose parameters are used by parts that do not hang together is no layer: it
+is two, or the end of one tower and the beginning of another.
+"""
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import networkx as nx
+from torch import fx
+
+from .line import Line, Use, size_expression
+from .repeats import ranges_between
+
+_FED = 0.5  # part of a copy's uses of parameters that its predecessor's values have to reach
+
+
+def uses_in(line: Line, span: range) -> list[Use]:
+    """The uses of parameters in a range of the line."""
+    first = bisect.bisect_left(line.uses, span.start, key=lambda u: u.position)
+    last = bisect.bisect_left(line.uses, span.stop, key=lambda u: u.position)
+    return line.uses[first:last]
+
+
+@dataclass(frozen=True)
+class _Feed:
+    """How a copy is fed: by which copy, and the kinds of its reads (target of the maker, target of the reader)."""
+
+    by: int
+    reads: frozenset[tuple]
+
+
+def chains(line: Line, copies: list[range]) -> list[list[int]]:
+    """The copies, by index, as chains of those that feed one another, each in order; every copy is in one of them."""
+    feeds = _feeds(line, copies)
+    found: list[list[int]] = []
+    ends: dict[int, list[int]] = {}  # the chain that ends with a copy
+    for index in range(len(copies)):
+        feed = feeds.get(index)
+        chain = ends.pop(feed.by, None) if feed else None
+        if chain is None or (len(chain) > 1 and not feed.reads & feeds[chain[-1]].reads):
+            if chain is not None:
+                ends[feed.by] = chain
+            chain = []
+            found.append(chain)
+        chain.append(index)
+        ends[index] = chain
+    return found
+
+
+def _feeds(line: Line, copies: list[range]) -> dict[int, _Feed]:
+    """For each copy that is fed by an earlier one, the latest such copy."""
+    made_in = {line.nodes[position]: index for index, copy in enumerate(copies) for position in copy}
+    found = {}
+    for index, copy in enumerate(copies):
+        reads: dict[int, set[tuple]] = {}
+        for position in copy:
+            node = line.nodes[position]
+            for read in node.all_input_nodes:
+                maker = made_in.get(read, index)
+                if maker < index and read in line.captured.specs:
+                    reads.setdefault(maker, set()).add((str(read.target), str(node.target)))
+        by = next((maker for maker in sorted(reads, reverse=True) if _reaches_most(line, copies[maker], copy)), None)
+        if by is not None:
+            found[index] = _Feed(by, frozenset(reads[by]))
+    return found
+
+
+def _reaches_most(line: Line, maker: range, copy: range) -> bool:
+    """Whether the values that one range made reach at least half of another's uses of parameters."""
+    inside = {line.nodes[position] for position in maker}
+    reached: set[fx.Node] = set()
+    for position in copy:
+        node = line.nodes[position]
+        if any(read in reached or read in inside for read in node.all_input_nodes):
+            reached.add(node)
+    uses = uses_in(line, copy)
+    return sum(line.nodes[use.position] in reached for use in uses) >= _FED * len(uses)
+
+
+def parts(line: Line, copy: range) -> list[range]:
+    """A range as the parts that do not hang together, by the values made in it, if each uses parameters and they stand apart.
+
+    The range itself where all hangs together; nothing where parts are interleaved.
+    """
+    graph = nx.Graph()
+    inside = {line.nodes[position] for position in copy}
+    for use in uses_in(line, copy):
+        graph.add_node(line.nodes[use.position])
+    for node in inside:
+        graph.add_edges_from((node, read) for read in node.all_input_nodes if read in inside and size_expression(read) is None)
+    spans = []
+    for component in nx.connected_components(graph):
+        used = [use.position for use in uses_in(line, copy) if line.nodes[use.position] in component]
+        if used:
+            positions = [line.position[node] for node in component]
+            spans.append(range(min(positions), max(positions) + 1))
+    spans.sort(key=lambda span: span.start)
+    if any(after.start < before.stop for before, after in itertools.pairwise(spans)):
+        return []
+    cuts = [_cheapest(line, range(a.stop, b.start + 1)) for a, b in itertools.pairwise(spans)]
+    return ranges_between([copy.start, *cuts, copy.stop])
+
+
+def _cheapest(line: Line, choices: range) -> int:
+    return min(choices, key=lambda cut: (line.crossing[cut], -cut))
+
+
+def handed_on(line: Line, length: int, end: int) -> Callable[[int], int]:
+    """How many values cross a cut (up to position `end`) and are read within `length` operations behind it.
+
+    What a model collects from every layer for its end does not count.
+    """
+    change = [0] * (end + 2)
+    for start, node in enumerate(line.nodes[:end]):
+        if node not in line.captured.specs:
+            continue
+        counted = start + 1  # cuts before this one are counted for this value, or lie before it
+        for reader in sorted(line.position.get(u, len(line)) for u in node.users):
+            first, last = max(counted, reader - length + 1), min(reader, end)
+            if first <= last:  # the reader is within reach of the cuts from first to last
+                change[first] += 1
+                change[last + 1] -= 1
+                counted = last + 1
+    return list(itertools.accumulate(change)).__getitem__
+
+
+def narrow_between(line: Line, before: range, after: range) -> bool:
+    """Whether no fewer values are handed on inside of one of two neighbours than between them.
+
+    Two of four projections of one input are no layer: the other two follow where more values are alive than between
+    the projections themselves. One range is enough, since the last one may be the last to read a mask.
+    """
+    count = handed_on(line, len(after), after.stop)
+
+    def inside(layer: range) -> list[int]:
+        uses = uses_in(line, layer)
+        choices = (range(a.position + 1, b.position + 1) for a, b in itertools.pairwise(uses) if a.position < b.position)
+        return [min(c, key=line.crossing.__getitem__) for c in choices]
+
+    between = count(after.start)
+    return any(between <= min(map(count, inside(layer)), default=between) for layer in (before, after))
+
+
+def may_be_cut(line: Line, cuts: list[int]) -> bool:
+    """Whether cuts leave no range empty and lie nowhere that a cut is forbidden."""
+    return all(a < b for a, b in itertools.pairwise(cuts)) and all(math.isfinite(line.crossing[c]) for c in cuts)

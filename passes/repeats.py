@@ -1,0 +1,113 @@
+"""Repeats in the sequence of parameter uses, and where to cut between their copies.
+
+A *tandem repeat* of a sequence is a stretch that consists of copies of one period, one after the other. Labels (operation and
+shape of the parameter) only nominate: `chains` looks at what the copies compute.
+"""
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import torch
+
+from .line import Line, Use
+from .names import item_depth
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """`copies` copies of `period` uses, from use `offset` on; it can be rotated by up to `slack` uses without losing a copy."""
+
+    offset: int
+    period: int
+    copies: int
+    slack: int
+
+    @property
+    def cover(self) -> int:
+        """Number of uses in it."""
+        return self.period * self.copies
+
+
+@dataclass(frozen=True)
+class Copies:
+    """A repeat with its places on the line. `bounds` are the indices of the uses that copies begin with, `cuts` positions."""
+
+    period: int
+    bounds: list[int]
+    cuts: list[int]
+
+    @property
+    def ranges(self) -> list[range]:
+        return ranges_between(self.cuts)
+
+
+def ranges_between(cuts: list[int]) -> list[range]:
+    """The ranges between neighbours of sorted cuts."""
+    return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def repeats(uses: list[Use]) -> list[Repeat]:
+    """The longest tandem repeat of each period, the largest cover first, short periods before long ones."""
+    labels = torch.tensor([u.label for u in uses])
+    found = []
+    for period in range(1, len(uses) // 2 + 1):
+        differ = (labels[period:] != labels[:-period]).nonzero().flatten()
+        edges = torch.cat([torch.tensor([-1]), differ, torch.tensor([len(uses) - period])])
+        runs = edges.diff() - 1
+        longest = int(runs.max())
+        copies = longest // period + 1
+        if copies >= 2:
+            offset = int(edges[int(runs.argmax())]) + 1
+            found.append(Repeat(offset, period, copies, longest + period - copies * period))
+    return sorted(found, key=lambda r: (-r.cover, r.period))
+
+
+def rotate(line: Line, repeat: Repeat, start: int, end: int, first: int) -> Copies:
+    """The rotation of a repeat with the cheapest boundaries. `first` is the index of the use that `repeat.offset` counts from."""
+    best = None
+    for rotation in range(repeat.slack + 1):
+        bounds = [first + repeat.offset + rotation + i * repeat.period for i in range(repeat.copies + 1)]
+        cuts = place(line, bounds, start, end)
+        cost = sum(line.crossing[c] for c in cuts[1:-1]) + _outer_cost(line, cuts)
+        named = sum(item_depth(line, c) for c in cuts)
+        if best is None or (cost, named) < best[0]:
+            best = ((cost, named), Copies(repeat.period, bounds, cuts))
+    return best[1]
+
+
+def _outer_cost(line: Line, cuts: list[int]) -> float:
+    return sum(line.crossing[c] for c in (cuts[0], cuts[-1]) if 0 < c < len(line))
+
+
+def place(line: Line, bounds: list[int], start: int, end: int) -> list[int]:
+    """Cut positions in [start, end] for the boundaries before the uses `bounds`; copies of equal length are cut at equal offsets."""
+    gaps = [_gap(line, b, start, end) for b in bounds]
+    inner = gaps[1:-1]
+    reach = min(high - low for low, high in inner)
+    back = min(range(reach + 1), key=lambda d: (sum(line.crossing[high - d] for _, high in inner), d))
+    cuts = [high - back for _, high in inner]
+    before = line.operations_before
+    lengths = {before[b] - before[a] for a, b in zip(cuts, cuts[1:], strict=False)}
+    width = max(line.crossing[c] for c in cuts)
+    if len(lengths) != 1:
+        return [_outer(line, gaps[0], gaps[0][1] - back, width), *cuts, _outer(line, gaps[-1], None, width)]
+    length = lengths.pop()
+    left = bisect.bisect_right(before, before[cuts[0]] - length) - 1
+    right = bisect.bisect_left(before, before[cuts[-1]] + length)
+    return [_outer(line, gaps[0], left, width), *cuts, _outer(line, gaps[-1], right, width)]
+
+
+def _gap(line: Line, bound: int, start: int, end: int) -> tuple[int, int]:
+    """Positions of the cuts that separate use `bound - 1` from use `bound`, within [start, end]."""
+    low = max(start, line.uses[bound - 1].position + 1 if bound > 0 else start)
+    high = min(end, line.uses[bound].position if bound < len(line.uses) else end)
+    return low, max(low, high)
+
+
+def _outer(line: Line, gap: tuple[int, int], wanted: int | None, width: float) -> int:
+    """The cut at an end of a group: where the copies' length puts it if that is as narrow as between two copies."""
+    low, high = gap
+    if wanted is not None and low <= wanted <= high and line.crossing[wanted] <= width:
+        return wanted
+    return min(range(low, high + 1), key=lambda c: (line.crossing[c], item_depth(line, c), -c))
