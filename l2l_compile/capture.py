@@ -14,31 +14,19 @@ from . import dynamo
 from .errors import DeviceError, L2LError
 from .inline import inline_subgraphs
 from .ir.values import Bindings, TensorSpec, dim_of
+from .ir.weights import Input
 from .simplify import drop_dead, simplify
+from .stacked import take_slices_apart
 
 LOSS_TERM = "loss_term"  # in the meta of a node that stands for what rows contribute to a loss: never rounded to 16 bits
-
-
-
-@dataclass(frozen=True)
-class Input:
-    """A placeholder of the captured graph. `kind` is "parameter", "buffer", "value" or "symbol"."""
-
-    index: int
-    node: fx.Node
-    name: str
-    kind: str
-
-    @property
-    def is_weight(self) -> bool:
-        return self.kind in ("parameter", "buffer")
 
 
 @dataclass
 class Captured:
     """Dynamo's graph, ready for the passes.
 
-    inputs       the placeholders, in the order in which the compiled function is called
+    inputs       the placeholders that are arguments, in the order in which the compiled function is called
+    parts        slices of parameters that are weights of their own, numbered behind the inputs
     specs        a `TensorSpec` per node that holds a tensor
     batch        the symbol of the batch size; None where the graph is not polymorphic in it, and then `why_static`
     hints        the sizes that the symbols had at capture
@@ -64,6 +52,12 @@ class Captured:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     lookups: dict[fx.Node, TensorSpec] = field(default_factory=dict)
     dropped: dict[int, TensorSpec] = field(default_factory=dict)
+    parts: tuple[Input, ...] = ()
+
+    @property
+    def weights(self) -> tuple[Input, ...]:
+        """Parameters and buffers, and parts of parameters."""
+        return tuple(i for i in (*self.inputs, *self.parts) if i.is_weight)
 
     @property
     def outputs(self) -> tuple:
@@ -87,6 +81,7 @@ def capture(gm: fx.GraphModule) -> Captured:
     inputs = tuple(_describe(i, n) for i, n in enumerate(gm.graph.find_nodes(op="placeholder")))
     batch, why_static = _batch_symbol(inputs)
     inputs = tuple(_functional_weight(i, batch) for i in inputs)
+    parts = take_slices_apart(gm.graph, inputs)
     specs = {
         node: TensorSpec.of(node.meta["example_value"], batch)
         for node in gm.graph.nodes
@@ -95,7 +90,7 @@ def capture(gm: fx.GraphModule) -> Captured:
     symbol_at, hints = _symbols(inputs)
     captured = Captured(
         gm.graph, gm, inputs, specs, batch, why_static, hints, symbol_at,
-        grad_enabled=torch.is_grad_enabled(), autocast=_autocast(), break_reason=dynamo.graph_break(gm),
+        grad_enabled=torch.is_grad_enabled(), autocast=_autocast(), break_reason=dynamo.graph_break(gm), parts=parts,
     )
     _lift_constants(captured)
     return captured

@@ -46,7 +46,7 @@ def narrow(captured: Captured, precision: str) -> None:
     option = f"the option precision={precision!r}"
     if captured.autocast is not None:
         raise L2LError(f"torch.autocast is on around the compiled model, and {option} does its work: leave one of them out")
-    parameters = [i for i in captured.inputs if i.kind == "parameter"]
+    parameters = [i for i in captured.weights if i.kind == "parameter"]
     wide = [i.name for i in parameters if captured.specs[i.node].dtype is torch.float64]
     if wide:
         raise L2LError(f"parameter '{wide[0]}' is float64, but {option} keeps float32 on the host: convert the model with .float()")
@@ -70,7 +70,7 @@ def narrow(captured: Captured, precision: str) -> None:
 
 def _activations(captured: Captured) -> set:
     """Batched values that are computed from parameters, without the outputs of the model and the terms of its losses."""
-    computed = {i.node for i in captured.inputs if i.kind == "parameter"}
+    computed = {i.node for i in captured.weights if i.kind == "parameter"}
     found = set()
     for node in captured.graph.nodes:
         if node.op.startswith("call_") and any(a in computed for a in node.all_input_nodes):

@@ -17,9 +17,9 @@ import sympy
 import torch
 from torch import fx
 
-from ..capture import Input
 from ..ir.program import Block, symbolic_size
 from ..ir.values import TensorSpec
+from ..ir.weights import Input
 from .line import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, Line, size_expression
 
 OPERATION = "operation"  # in the meta of a block's nodes: which operation of its pieces they are

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..capture import Captured, Input
+from ..capture import Captured
 from ..ir.values import dim_of
+from ..ir.weights import Input
 from ..simplify import is_pure, may_be_size
 
 # Regions that a cut may not enter: what runs inside depends on interpreter state that is not re-made after a cut.
@@ -47,13 +48,13 @@ class Line:
 
     def __init__(self, captured: Captured):
         self.captured = captured
-        self.weights = {i.node: i for i in captured.inputs if i.is_weight}
+        self.weights = {i.node: i for i in captured.weights}
         self.weights |= {
             node: Input(-1, node, node.target, "buffer")
             for node in captured.specs
             if node.op == "get_attr"
         }
-        self.nodes = [n for n in captured.graph.nodes if n.op.startswith("call_")]
+        self.nodes = [n for n in captured.graph.nodes if n.op.startswith("call_") and n not in self.weights]
         self.position = {n: i for i, n in enumerate(self.nodes)}
         # operations before each position, without those that only compute sizes: layers differ in these
         self.operations_before = [0, *itertools.accumulate(size_expression(n) is None for n in self.nodes)]

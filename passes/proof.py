@@ -81,7 +81,7 @@ def parts_of(captured: Captured) -> frozenset[torch.dtype]:
 
 def _is_wide(captured: Captured) -> bool:
     """Whether a model is in float64: what it computes in a narrower dtype then has to keep its order, to the last bit."""
-    return any(captured.specs[i.node].dtype is torch.float64 for i in captured.inputs if i.kind == "parameter")
+    return any(captured.specs[i.node].dtype is torch.float64 for i in captured.weights if i.kind == "parameter")
 
 
 def _is_multiple(size, batch) -> bool:

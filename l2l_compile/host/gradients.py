@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..ir.weights import Part
 from ..runtime.device import aligned
 from .pages import Lease, Pool, unlocked
 
@@ -45,3 +46,15 @@ class GradientMemory:
     def added(self, total: torch.Tensor | None, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A sum in this dtype, in the memory of `total`; a single gradient stays as it came over the link."""
         return gradient if total is None else self.widened(total, dtype).add_(gradient)
+
+    def collected(
+        self, total: torch.Tensor | None, gradient: torch.Tensor, parameter: torch.Tensor, part: Part | None
+    ) -> torch.Tensor:
+        """`added`, for a gradient of a parameter or of a part of it, which is added in its place; the sum has the parameter's shape."""
+        if part is None:
+            return self.added(total, gradient, parameter.dtype)
+        if total is None:
+            total = self._pool.empty(parameter.shape, parameter.dtype, "a gradient").zero_()
+        total = self.widened(total, parameter.dtype)
+        part.view(total).add_(gradient)
+        return total

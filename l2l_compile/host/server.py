@@ -20,12 +20,13 @@ from .heap import SpareStep
 from .loss_scale import LossScale
 from .scaled_step import ScaledStep
 from .torch_step import TorchStep
-from .updates import Parameter, Updates, sum_of_squares
+from .updates import Parameter, Pushed, Updates, sum_of_squares
 from .wire import Wire, Wires
 from .worker import Ticket, Worker
 
 if TYPE_CHECKING:
     from ..ir.program import Segment
+    from ..ir.weights import Input
     from ..runtime.executor import Box
     from ..runtime.segment_run import Stats, Step
 
@@ -118,7 +119,7 @@ class ParameterServer:
         """
         mine = [(w, spec) for w, spec, i in zip(weights, segment.block.weights, segment.weights, strict=True) if i.kind == "parameter"]
         if self.updates is not None:
-            self.updates.wait(p for p, _ in mine)
+            self.updates.wait(step.arguments[i.owner] for i in segment.weights if i.kind == "parameter")
         if self.options.precision == "fp32" or not mine:
             return None, list(weights)
         key = _indices(segment)
@@ -156,16 +157,16 @@ class ParameterServer:
             arrived = {w.index: g for w, g in zip(segment.weights, box.tensors or (), strict=False) if g is not None}
             box.tensors = None
             if step.use is not None:
-                mine = [(p, arrived.pop(index, None)) for index, p in _managed(step, segment).items()]
+                mine = [Pushed(p, arrived.pop(w.index, None), w.part) for w, p in _managed(step, segment).items()]
                 self.updates.collect(step.use, mine)
-            indices = [w.index for w in segment.weights if w.kind == "parameter" or w.index in arrived]
-            parameters = [step.arguments[index] for index in indices]
-            gradients = [arrived.pop(index, None) for index in indices]
-            self._memory.widen_together(gradients, parameters)
-            for index, parameter, gradient in zip(indices, parameters, gradients, strict=True):
+            weights = [w for w in segment.weights if w.kind == "parameter" or w.index in arrived]
+            gradients = [arrived.pop(w.index, None) for w in weights]
+            self._memory.widen_together(gradients, [step.arguments[w.index] for w in weights])
+            for weight, gradient in zip(weights, gradients, strict=True):
                 if gradient is not None:
                     gradient = gradient.div_(step.scale) if step.scale != 1.0 else gradient
-                    step.returned[index] = self._memory.added(step.returned.get(index), gradient, parameter.dtype)
+                    total, owner = step.returned.get(weight.owner), step.arguments[weight.owner]
+                    step.returned[weight.owner] = self._memory.collected(total, gradient, owner, weight.part)
 
         while len(self._in_flight) >= segments_in_flight(self.options):
             self._in_flight.popleft().wait()
@@ -207,11 +208,11 @@ def segments_in_flight(options: Options) -> int:
     return options.prefetch + 2
 
 
-def _managed(step: Step, segment: Segment) -> dict[int, Parameter]:
-    """The parameters of a segment that are updated here, by index of the argument."""
+def _managed(step: Step, segment: Segment) -> dict[Input, Parameter]:
+    """The weights of a segment that are updated here, each with the parameter that it is or is a part of."""
     weights = zip(segment.weights, segment.block.weights, strict=True)
-    found = {w.index: step.arguments[w.index] for w, spec in weights if w.index >= 0 and spec.differentiable}
-    return {index: p for index, p in found.items() if p in step.use.parameters}
+    found = {w: step.arguments[w.owner] for w, spec in weights if w.index >= 0 and spec.differentiable}
+    return {w: p for w, p in found.items() if p in step.use.parameters}
 
 
 def _indices(segment: Segment) -> tuple[int, ...]:

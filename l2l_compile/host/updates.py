@@ -17,12 +17,14 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..dynamo import apart_from_compilation
 from ..errors import L2LError
+from ..ir.weights import Part
 from ..options import Options
 from .compiled_step import CompiledStep
 from .gradients import GradientMemory
@@ -32,6 +34,15 @@ from .torch_step import Hyperparameters, TorchStep, check_layers_are_independent
 from .worker import Ticket, Worker
 
 Parameter = torch.nn.Parameter
+
+
+@dataclass(frozen=True, eq=False)
+class Pushed:
+    """What a segment hands over of a parameter, or of a part of it: a gradient, or None where there is none."""
+
+    parameter: Parameter
+    gradient: torch.Tensor | None
+    part: Part | None
 
 
 class Use:
@@ -259,13 +270,14 @@ class Updates:
 
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
-    def collect(self, use: Use, segment: Sequence[tuple[Parameter, torch.Tensor | None]]) -> None:
+    def collect(self, use: Use, segment: Sequence[Pushed]) -> None:
         """The gradients of a segment are on the host; those of a shared parameter add up."""
-        self._pushed.setdefault(tuple(p for p, _ in segment))
-        for parameter, gradient in segment:
+        self._pushed.setdefault(tuple(pushed.parameter for pushed in segment))
+        for pushed in segment:
+            parameter = pushed.parameter
             use.pushes[parameter] -= 1
-            if gradient is not None:
-                use.sums[parameter] = self._memory.added(use.sums.get(parameter), gradient, parameter.dtype)
+            if pushed.gradient is not None:
+                use.sums[parameter] = self._memory.collected(use.sums.get(parameter), pushed.gradient, parameter, pushed.part)
             if use.pushes[parameter] == 0 and parameter in use.sums:
                 before, whole = self._gradients.get(parameter), use.sums.pop(parameter)
                 self._gradients[parameter] = self._memory.added(before, whole, parameter.dtype)
@@ -274,7 +286,7 @@ class Updates:
         """Update those of these parameters whose gradients are complete (in_backward)."""
         if not use.last:
             return
-        due = [p for p in parameters if p in self._gradients and p in use.settled and use.pushes[p] == 0]
+        due = [p for p in dict.fromkeys(parameters) if p in self._gradients and p in use.settled and use.pushes[p] == 0]
         gradients = {p: self._gradients.pop(p) for p in due}
         squares = sum_of_squares(self._memory.widened(g, p.dtype) for p, g in gradients.items())
         if not math.isfinite(squares):

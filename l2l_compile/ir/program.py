@@ -12,9 +12,10 @@ from torch import fx
 
 from .text import format_bytes, print_program
 from .values import Bindings, TensorSpec
+from .weights import Input
 
 if TYPE_CHECKING:
-    from ..capture import Captured, Input
+    from ..capture import Captured
     from ..lower import Lowering
 
 

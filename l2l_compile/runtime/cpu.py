@@ -50,7 +50,7 @@ class CpuDevice(Device):
             self.ledger.clear()
 
     def load_weights(self, slab: int, wire: Wire | None, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [*(wire.views if wire is not None else ()), *(w.detach().contiguous() for w in weights)]
+        return [*(wire.views if wire is not None else ()), *(_alone(w.detach().contiguous()) for w in weights)]
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         part_of_more = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
@@ -83,3 +83,12 @@ class CpuDevice(Device):
 
     def peak_bytes(self) -> int:
         return self.ledger.peak
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in the same memory, whose storage ends where it does: storages are what is counted."""
+    storage, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
+    size = tensor.numel() * tensor.element_size()
+    if storage.nbytes() == size:
+        return tensor
+    return torch.empty(0, dtype=tensor.dtype).set_(storage[start : start + size], 0, tensor.shape)

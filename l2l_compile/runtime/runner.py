@@ -15,6 +15,7 @@ from ..errors import DeviceError, L2LError
 from ..host.server import ParameterServer
 from ..ir.program import Program
 from ..ir.values import TensorSpec, dim_of, evaluate
+from ..ir.weights import Input
 from ..lower import Lowering
 from ..options import Options
 from .device import Device, aligned
@@ -77,6 +78,7 @@ class Runner:
         hints = self.captured.hints
         self._slab_bytes = max((sum(aligned(w.bytes(hints)) for w in s.block.weights) for s in program.segments), default=0)
         self._argument_of = {i.node: i.index for i in self.captured.inputs}
+        self._parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by index: a parameter, and its slice
         made = program.forward.graph.output_node().args[0][0]
         first = {node: position for position, node in reversed(list(enumerate(made))) if node is not None}
         self._written = [node.args[0] for node in program.forward.graph.output_node().args[0][2]]
@@ -112,6 +114,15 @@ class Runner:
             return evaluate(dim_of(value), self.captured.bindings(arguments))
         return value
 
+    def _part_of(self, arguments: Sequence, part: Input) -> torch.Tensor:
+        """A slice of a parameter; the same tensor in every step, unless the parameter has moved."""
+        whole = arguments[part.owner]
+        before, view = self._parts.get(part.index, (None, None))
+        if before is not whole or view.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+            view = part.part.view(whole)
+            self._parts[part.index] = (whole, view)
+        return view
+
     def _check(self, arguments: Sequence) -> None:
         for argument, i in zip(arguments, self.captured.inputs, strict=True):
             if isinstance(argument, torch.Tensor) and argument.device.type != "cpu":
@@ -127,7 +138,7 @@ class Runner:
         self.stats = Stats()
         self.device.start_peak()
         captured = self.captured
-        held = list(arguments)
+        held = [*arguments, *(self._part_of(arguments, i) for i in captured.parts)]
         for index in self._written:  # backward recomputes from what forward saw, not from what it wrote
             held[index] = arguments[index].detach().clone()
         step = Step(
@@ -213,7 +224,8 @@ class _Streamed(torch.autograd.Function):
                 "Differentiate the uncompiled model where second derivatives are needed"
             )
         ctx.saved_tensors  # noqa: B018 - raises when a saved tensor was written into, or when backward has run before
+        count = len(ctx.runner.captured.inputs)
         if all(g is None for g in gradients):
-            return (None,) * (1 + len(ctx.step.arguments))
+            return (None,) * (1 + count)
         found = ctx.runner.backward(ctx.step, ctx.stashes.take(keep=graph_is_kept()), gradients)
-        return None, *(found.get(index) for index in range(len(ctx.step.arguments)))
+        return None, *(found.get(index) for index in range(count))

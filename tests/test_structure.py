@@ -1,0 +1,51 @@
+"""Every layer is a segment, whichever way a model combines its stacks: numbers, segments, blocks and peak at two depths."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import l2l_compile
+from models import assert_same_gradients, compilation, compiled
+from structures import MODELS, WIDTH, units
+from l2l_compile.passes.pipeline import SEGMENTATION
+
+CUT = SEGMENTATION[:2]
+
+
+def inputs():
+    torch.manual_seed(1)
+    return [torch.randn(6, 5, WIDTH, dtype=torch.float64) for _ in range(2)]
+
+
+def layers_in_segments(model, segments) -> int:
+    """The most layers that have parameters in one segment."""
+    owner = {parameter: unit for unit, parameters in units(model).items() for parameter in parameters}
+    return max(len({owner[p] for p in s.parameter_names if p in owner}) for s in segments)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["names", "no names"])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_segment_holds_two_layers_and_blocks_do_not_grow_with_depth(name, named, monkeypatch):
+    if not named:
+        monkeypatch.setattr("l2l_compile.passes.line._module_path", lambda node: ())
+    shallow, deep = (compilation(MODELS[name](depth).double(), *inputs(), passes=CUT) for depth in (4, 8))
+    assert layers_in_segments(MODELS[name](8), deep.segments) <= 1
+    assert len(deep.blocks) <= len(shallow.blocks)
+    assert max(s.parameter_bytes for s in deep.segments) <= max(s.parameter_bytes for s in shallow.segments)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_exact_and_the_peak_does_not_grow_with_depth(name):
+    peaks = []
+    for depth in (4, 8):
+        torch.manual_seed(0)
+        model = MODELS[name](depth).double()
+        reference = copy.deepcopy(model)
+        reference(*inputs()).backward()
+        step = compiled(model)
+        step(*inputs()).backward()
+        assert_same_gradients(model, reference)
+        peaks.append(l2l_compile.stats(step).peak_device_bytes)
+    assert peaks[1] <= 1.01 * peaks[0]
