@@ -9,6 +9,7 @@ Segments whose canonical forms are equal are instances of one block; see `canoni
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -32,9 +33,8 @@ class CutSegments:
         ranges = list(compilation.layers)
         limit = max((_weight_bytes(line, r) for r in ranges), default=0)
         for gap in _gaps(ranges, len(line)):
-            inside = sorted(c for c in compilation.forced_cuts if gap.start < c < gap.stop)
-            edges = [gap.start, *inside, gap.stop]
-            for a, b in zip(edges, edges[1:], strict=False):
+            edges = _with_parameters(line, gap, compilation.forced_cuts)
+            for a, b in itertools.pairwise(edges):
                 ranges += _narrow(line, range(a, b), limit)
         instantiate(compilation, ranges)
 
@@ -70,6 +70,20 @@ def _gaps(layers: list[range], length: int) -> list[range]:
     if end < length:
         gaps.append(range(end, length))
     return gaps
+
+
+def _with_parameters(line: Line, gap: range, wanted: set[int]) -> list[int]:
+    """The ends of a gap and the wanted cuts in it, without those that would make a piece without parameters: the wider one goes."""
+    edges = [gap.start, *sorted(c for c in wanted if gap.start < c < gap.stop), gap.stop]
+    place = 0
+    while place < len(edges) - 1 and len(edges) > 2:
+        if _weights(line, range(edges[place], edges[place + 1])):
+            place += 1
+            continue
+        choices = [i for i in (place, place + 1) if 0 < i < len(edges) - 1]
+        del edges[max(choices, key=lambda i: line.crossing[edges[i]])]
+        place = max(place - 1, 0)
+    return edges
 
 
 def _weight_bytes(line: Line, piece: range) -> int:

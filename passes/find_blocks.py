@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from .chains import chains, handed_on, may_be_cut, narrow_between, parts, uses_in
 from .compilation import Compilation
 from .line import Line
-from .names import containers, has_names, inside_an_item, item_cuts
+from .names import containers, has_names, inside_an_item, item_cuts, stacks
 from .repeats import Copies, place, ranges_between, repeats, rotate
 
 _TRIES = 12  # repeats to look at before a stretch counts as one without layers
@@ -41,8 +41,14 @@ class FindBlocks:
         named = [containers(line, group) if len(group) > 1 else set() for group in groups]
         atomic = [any(inside_an_item(line, group, other) for other in named) for group in groups]
         kept = [(g, c) for g, c, inside in zip(groups, named, atomic, strict=True) if not inside]
-        compilation.forced_cuts = item_cuts(line, set().union(*(c for _, c in kept)), range(len(line)))
+        lists = {path for path, spans in stacks(line).items() if _is_chain(line, spans)}
+        compilation.forced_cuts = item_cuts(line, lists.union(*(c for _, c in kept)), range(len(line)))
         compilation.layers = [r for group, c in kept for layer in group for r in _split(line, layer, group, c)]
+
+
+def _is_chain(line: Line, spans: list[range]) -> bool:
+    """Whether most of these ranges feed one another."""
+    return any(2 * len(chain) > len(spans) for chain in chains(line, spans))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ bytes of the values that are made before `c` and read at or after it; an infinit
 """
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -59,6 +60,8 @@ class Line:
         # operations before each position, without those that only compute sizes: layers differ in these
         self.operations_before = [0, *itertools.accumulate(size_expression(n) is None for n in self.nodes)]
         self.paths = [_module_path(n) for n in self.nodes]
+        self.classes = {path: kind for n in self.nodes for path, kind in _module_stack(n)}  # of modules, by path
+        self.composed = {path[:end] for path in self.classes for end in range(1, len(path))}  # modules that hold others
         self.modes, forbidden = self._scan_modes()
         self.crossing = self._crossing(forbidden)
         self.uses = self._parameter_uses()
@@ -153,10 +156,18 @@ def _is_number(node: fx.Node) -> bool:
 
 def _module_path(node: fx.Node) -> tuple[str, ...]:
     """Names of the modules around an operation, outermost first: ("model", "layers", "0", "mlp"); () if unknown."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ()
-    path = list(stack.values())[-1][0]
-    path = re.sub(r"^L\['\w+'\]\.?", "", path)
-    path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
-    return tuple(part for part in path.split(".") if part and part not in ("__self__", "__dict__", "_modules"))
+    stack = _module_stack(node)
+    return stack[-1][0] if stack else ()
+
+
+def _module_stack(node: fx.Node) -> list[tuple[tuple[str, ...], type]]:
+    """Path and class of the modules around an operation, outermost first."""
+    return [(_path(name), kind) for name, kind in (node.meta.get("nn_module_stack") or {}).values()]
+
+
+@functools.cache
+def _path(name: str) -> tuple[str, ...]:
+    """Dynamo's expression for a module as a path."""
+    name = re.sub(r"^L\['\w+'\]\.?", "", name)
+    name = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", name)
+    return tuple(part for part in name.split(".") if part and part not in ("__self__", "__dict__", "_modules"))

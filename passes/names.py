@@ -6,7 +6,9 @@ alternate. They never decide that two layers are equal.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections import Counter
 
 from .line import Line
 
@@ -51,18 +53,40 @@ def inside_an_item(line: Line, group: list[range], of: set[Path]) -> bool:
 
 
 def item_cuts(line: Line, of: set[Path], span: range) -> set[int]:
-    """Cuts where one item of these containers ends or another begins. Operations without a name go on as before."""
+    """Cuts where an item of one of these containers ends or begins. Operations without a name go on as before."""
     cuts: set[int] = set()
-    current: Path | None = None
+    current: list[Path] = []
     for position in span:
         path = line.paths[position]
         if not path:
             continue
-        item = next((i for i in items(path) if i[:-1] in of), None)
-        if item != current and position > span.start and math.isfinite(line.crossing[position]):
+        found = [item for item in items(path) if item[:-1] in of]
+        if found != current and position > span.start and math.isfinite(line.crossing[position]):
             cuts.add(position)
-        current = item
+        current = found
     return cuts
+
+
+def stacks(line: Line) -> dict[Path, list[range]]:
+    """Containers with several items of one class that hold modules: the range of the line from begin to end of each item, in order.
+
+    Only containers whose items run one after the other, each once.
+    """
+    spans: dict[Path, list[int]] = {}  # first and last position of each item
+    for position, path in enumerate(line.paths):
+        for item in items(path):
+            spans.setdefault(item, [position, position])[1] = position
+    within: dict[Path, list[Path]] = {}
+    for item in spans:
+        within.setdefault(item[:-1], []).append(item)
+    found = {}
+    for container, members in within.items():
+        classes = Counter(line.classes.get(item) for item in members if item in line.composed)
+        ranges = sorted((range(first, last + 1) for first, last in map(spans.get, members)), key=lambda r: r.start)
+        in_turn = all(before.stop <= after.start for before, after in itertools.pairwise(ranges))
+        if in_turn and max(classes.values(), default=0) > 1:
+            found[container] = ranges
+    return found
 
 
 def has_names(line: Line, span: range) -> bool:

@@ -64,15 +64,16 @@ def repeats(uses: list[Use]) -> list[Repeat]:
 
 
 def rotate(line: Line, repeat: Repeat, start: int, end: int, first: int) -> Copies:
-    """The rotation of a repeat with the cheapest boundaries. `first` is the index of the use that `repeat.offset` counts from."""
+    """The rotation with the cheapest cuts between copies; of those, where names say that layers begin. `first` is the index of the use that `repeat.offset` counts from."""
     best = None
     for rotation in range(repeat.slack + 1):
         bounds = [first + repeat.offset + rotation + i * repeat.period for i in range(repeat.copies + 1)]
         cuts = place(line, bounds, start, end)
-        cost = sum(line.crossing[c] for c in cuts[1:-1]) + _outer_cost(line, cuts)
-        named = sum(item_depth(line, c) for c in cuts)
-        if best is None or (cost, named) < best[0]:
-            best = ((cost, named), Copies(repeat.period, bounds, cuts))
+        between = sum(line.crossing[c] for c in cuts[1:-1])
+        named = sum(item_depth(line, c) for c in cuts[1:-1])
+        cost = (between, named, _outer_cost(line, cuts))
+        if best is None or cost < best[0]:
+            best = (cost, Copies(repeat.period, bounds, cuts))
     return best[1]
 
 
