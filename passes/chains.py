@@ -32,7 +32,7 @@ def uses_in(line: Line, span: range) -> list[Use]:
 
 
 @dataclass(frozen=True)
-class _Feed:
+class Feed:
     """How a copy is fed: by which copy, and the kinds of its reads (target of the maker, target of the reader)."""
 
     by: int
@@ -41,13 +41,13 @@ class _Feed:
 
 def chains(line: Line, copies: list[range]) -> list[list[int]]:
     """The copies, by index, as chains of those that feed one another, each in order; every copy is in one of them."""
-    feeds = _feeds(line, copies)
+    how = feeds(line, copies)
     found: list[list[int]] = []
     ends: dict[int, list[int]] = {}  # the chain that ends with a copy
     for index in range(len(copies)):
-        feed = feeds.get(index)
+        feed = how.get(index)
         chain = ends.pop(feed.by, None) if feed else None
-        if chain is None or (len(chain) > 1 and not feed.reads & feeds[chain[-1]].reads):
+        if chain is None or (len(chain) > 1 and not feed.reads & how[chain[-1]].reads):
             if chain is not None:
                 ends[feed.by] = chain
             chain = []
@@ -57,7 +57,7 @@ def chains(line: Line, copies: list[range]) -> list[list[int]]:
     return found
 
 
-def _feeds(line: Line, copies: list[range]) -> dict[int, _Feed]:
+def feeds(line: Line, copies: list[range]) -> dict[int, Feed]:
     """For each copy that is fed by an earlier one, the latest such copy."""
     made_in = {line.nodes[position]: index for index, copy in enumerate(copies) for position in copy}
     found = {}
@@ -71,7 +71,7 @@ def _feeds(line: Line, copies: list[range]) -> dict[int, _Feed]:
                     reads.setdefault(maker, set()).add((str(read.target), str(node.target)))
         by = next((maker for maker in sorted(reads, reverse=True) if _reaches_most(line, copies[maker], copy)), None)
         if by is not None:
-            found[index] = _Feed(by, frozenset(reads[by]))
+            found[index] = Feed(by, frozenset(reads[by]))
     return found
 
 

@@ -12,12 +12,13 @@ compares them operation by operation.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
-from .chains import chains, handed_on, may_be_cut, narrow_between, parts, uses_in
+from .chains import chains, feeds, handed_on, may_be_cut, narrow_between, parts, uses_in
 from .compilation import Compilation
 from .line import Line
-from .names import containers, has_names, inside_an_item, item_cuts, stacks
+from .names import Path, containers, has_names, inside_an_item, item_cuts, items, stacks
 from .repeats import Copies, place, ranges_between, repeats, rotate
 
 _TRIES = 12  # repeats to look at before a stretch counts as one without layers
@@ -38,17 +39,37 @@ class FindBlocks:
         line = compilation.line
         found = _search(line, 0, len(line), 0, len(line.uses))
         groups = [inner for group in found for inner in _refine(line, group)]
+        lists = {path: spans for path, spans in stacks(line).items() if _is_chain(line, spans)}
+        groups = _aligned(line, groups, lists)
         named = [containers(line, group) if len(group) > 1 else set() for group in groups]
         atomic = [any(inside_an_item(line, group, other) for other in named) for group in groups]
         kept = [(g, c) for g, c, inside in zip(groups, named, atomic, strict=True) if not inside]
-        lists = {path for path, spans in stacks(line).items() if _is_chain(line, spans)}
-        compilation.forced_cuts = item_cuts(line, lists.union(*(c for _, c in kept)), range(len(line)))
+        compilation.forced_cuts = item_cuts(line, set(lists).union(*(c for _, c in kept)), range(len(line)))
         compilation.layers = [r for group, c in kept for layer in group for r in _split(line, layer, group, c)]
 
 
+def _aligned(line: Line, groups: list[Group], lists: dict[Path, list[range]]) -> list[Group]:
+    """The groups, with items of a list in the place of copies that hold parameters of several items of it."""
+    innermost = [path for path in lists if not any(other != path and other[: len(path)] == path for other in lists)]
+    crossed = {path for path in innermost for group in groups for copy in group if len(_items_used(line, copy, path)) > 1}
+    aligned = []
+    for path in crossed:
+        cuts = [*(span.start for span in lists[path]), lists[path][-1].stop]
+        aligned.append(ranges_between([cut for cut in cuts if math.isfinite(line.crossing[cut])]))
+    aligned = [group for group in aligned if group]
+    taken = [range(group[0].start, group[-1].stop) for group in aligned]
+    apart = [[c for c in group if all(c.stop <= t.start or c.start >= t.stop for t in taken)] for group in groups]
+    return [*aligned, *filter(None, apart)]
+
+
+def _items_used(line: Line, span: range, path: Path) -> set[Path]:
+    """The items of a container whose parameters a range uses."""
+    return {item for use in uses_in(line, span) for item in items(line.paths[use.position]) if item[:-1] == path}
+
+
 def _is_chain(line: Line, spans: list[range]) -> bool:
-    """Whether most of these ranges feed one another."""
-    return any(2 * len(chain) > len(spans) for chain in chains(line, spans))
+    """Whether most of these ranges are fed by one before them, whichever way."""
+    return 2 * len(feeds(line, spans)) >= len(spans)
 
 
 @dataclass(frozen=True)
@@ -140,7 +161,7 @@ def _are_items(line: Line, group: Group, width: float) -> bool:
     return len(group) > 1 and bool(containers(line, group)) and all(line.crossing[r.start] <= width for r in group[1:])
 
 
-def _split(line: Line, layer: range, group: Group, of: set) -> list[range]:
+def _split(line: Line, layer: range, group: Group, of: set[Path]) -> list[range]:
     """Cut a copy that holds several layers: where its parts do not hang together, and at cuts as narrow as its own boundary.
 
     With module names, these are at items of the containers that the group is made of; without, at repeats within the copy.
