@@ -15,6 +15,7 @@ from .errors import DeviceError, L2LError
 from .inline import inline_subgraphs
 from .ir.values import Bindings, TensorSpec, dim_of
 from .simplify import drop_dead, simplify
+from .writes import settle_writes, with_states
 
 LOSS_TERM = "loss_term"  # in the meta of a node that stands for what rows contribute to a loss: never rounded to 16 bits
 
@@ -22,7 +23,11 @@ LOSS_TERM = "loss_term"  # in the meta of a node that stands for what rows contr
 
 @dataclass(frozen=True)
 class Input:
-    """A placeholder of the captured graph. `kind` is "parameter", "buffer", "value" or "symbol"."""
+    """A placeholder of the captured graph.
+
+    `kind` is "parameter", "buffer", "state" (a tensor of the model that goes from segment to segment as a value: `writes.py`),
+    "value" or "symbol".
+    """
 
     index: int
     node: fx.Node
@@ -83,10 +88,11 @@ def capture(gm: fx.GraphModule) -> Captured:
     inline_subgraphs(gm)
     _refuse_data_dependence(gm.graph)
     simplify(gm.graph)
+    settle_writes(gm.graph)
     _check_on_host(gm)
     inputs = tuple(_describe(i, n) for i, n in enumerate(gm.graph.find_nodes(op="placeholder")))
     batch, why_static = _batch_symbol(inputs)
-    inputs = tuple(_functional_weight(i, batch) for i in inputs)
+    inputs = with_states([_functional_weight(i, batch) for i in inputs], gm.graph)
     specs = {
         node: TensorSpec.of(node.meta["example_value"], batch)
         for node in gm.graph.nodes
