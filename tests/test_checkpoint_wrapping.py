@@ -132,7 +132,7 @@ class Masked(Stack):
 
     def forward(self, x):
         y = super().forward(x)
-        y[y > 0.5] = 0.5
+        y[y > 0.5] = y.detach().amax()
         return y
 
 
