@@ -34,7 +34,8 @@ def l2l(
     try:
         if mode is not None:
             raise OptionError(f"backend 'l2l' has no modes (got mode={mode!r}); use options={{...}} instead")
-        return make_runner(gm, session_for(dynamo.current_owner(), Options.build(options)))
+        with dynamo.unseen_by_saved_tensors_hooks():
+            return make_runner(gm, session_for(dynamo.current_owner(), Options.build(options)))
     except L2LError as error:
         error.first_useful_frame = inspect.currentframe()  # Dynamo leaves its own frames out of the traceback
         raise

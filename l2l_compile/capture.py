@@ -17,6 +17,7 @@ from .ir.values import Bindings, TensorSpec, dim_of
 from .ir.weights import Input
 from .simplify import drop_dead, simplify
 from .stacked import take_slices_apart
+from .writes import settle_writes, with_states
 
 LOSS_TERM = "loss_term"  # in the meta of a node that stands for what rows contribute to a loss: never rounded to 16 bits
 
@@ -77,10 +78,11 @@ def capture(gm: fx.GraphModule) -> Captured:
     inline_subgraphs(gm)
     _refuse_data_dependence(gm.graph)
     simplify(gm.graph)
+    settle_writes(gm.graph)
     _check_on_host(gm)
     inputs = tuple(_describe(i, n) for i, n in enumerate(gm.graph.find_nodes(op="placeholder")))
     batch, why_static = _batch_symbol(inputs)
-    inputs = tuple(_functional_weight(i, batch) for i in inputs)
+    inputs = with_states([_functional_weight(i, batch) for i in inputs], gm.graph)
     parts = take_slices_apart(gm.graph, inputs)
     specs = {
         node: TensorSpec.of(node.meta["example_value"], batch)

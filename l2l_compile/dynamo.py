@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch._dynamo import convert_frame
+from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.eval_frame import innermost_backend, reset_code
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, Unsupported, UserError
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -38,6 +39,14 @@ def apart_from_compilation() -> AbstractContextManager:
     Waits for a compilation that is under way. Whoever compiles must not wait for one who waits here.
     """
     return convert_frame.compile_lock
+
+
+def unseen_by_saved_tensors_hooks() -> AbstractContextManager:
+    """Within it, hooks of the user (`torch.utils.checkpoint`, `save_on_cpu`) see nothing of what autograd saves.
+
+    They are for what a step saves, the same in every call. Compiling and tracing happen in the first call only.
+    """
+    return dynamo_utils._disable_saved_tensors_hooks_during_tracing()
 
 
 def mark_batches(is_ours: Callable[[Any], bool]) -> None:

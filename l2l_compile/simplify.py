@@ -94,13 +94,13 @@ def _write_anew(graph: fx.Graph) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     sharing: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        if (memory := _memory(node)) is not None:
+        if (memory := memory_of(node)) is not None:
             sharing.setdefault(memory, []).append(node)
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _ANEW:
             continue
         written, value = node.args[0], node.meta.get("example_value")
-        memory = _memory(node)
+        memory = memory_of(node)
         if memory is None or not isinstance(written, fx.Node) or value.requires_grad and value.is_leaf:
             continue
         others = [n for n in sharing[memory] if order[n] < order[node]]
@@ -138,7 +138,7 @@ def _write_by_mask(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _memory(node: fx.Node) -> int | None:
+def memory_of(node: fx.Node) -> int | None:
     """The storage of a tensor; None for other values, and within functorch's transforms."""
     value = node.meta.get("example_value")
     try:
@@ -170,12 +170,12 @@ def _lay_out_for_strides(graph: fx.Graph) -> None:
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        if node.target not in ("as_strided", torch.as_strided) or _memory(node) is None:
+        if node.target not in ("as_strided", torch.as_strided) or memory_of(node) is None:
             continue
         source = node.args[0] if node.args else node.kwargs["input"]
         dims = _dims_of_memory(source.meta["example_value"])
-        sharing = [n for n in order if _memory(n) == _memory(node)]
-        written = any(order.get(user, 0) > order[node] and _writes(user) for n in sharing for user in n.users)
+        sharing = [n for n in order if memory_of(n) == memory_of(node)]
+        written = any(order.get(user, 0) > order[node] and writes(user) for n in sharing for user in n.users)
         if dims is None or written:
             raise L2LError(
                 f"'{node.name}' is a view by strides (as_strided) of memory that {'is written into' if written else 'holds more than its tensor'}, "
@@ -229,7 +229,7 @@ def drop_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
     """Whether an operation says that it writes into an argument."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable

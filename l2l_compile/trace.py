@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .dynamo import unseen_by_saved_tensors_hooks
 from .errors import LoweringError
 from .ir.program import Block, symbolic_size
 from .ir.values import Bindings, TensorSpec, evaluate
@@ -266,7 +267,7 @@ def _trace(block: Block, function, examples, which: str) -> fx.GraphModule:
     try:
         # the Python dispatcher turns operators whose schema hides a write (native_batch_norm) into ones that show it
         anomaly = torch.autograd.set_detect_anomaly(False)  # it would look at values, and there are none
-        with anomaly, FakeTensorMode(allow_non_fake_inputs=True), enable_python_dispatcher():
+        with anomaly, unseen_by_saved_tensors_hooks(), FakeTensorMode(allow_non_fake_inputs=True), enable_python_dispatcher():
             module = make_fx(function)(*examples())
     except LoweringError:
         raise

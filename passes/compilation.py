@@ -51,11 +51,15 @@ class Compilation:
 
     @property
     def outputs(self) -> tuple[Value | None, ...]:
-        """The newest version of each output of the captured graph; None in the place of a number."""
+        """The newest version of each output of the captured graph; None in the place of a number.
+
+        An input that is returned is the user's own tensor, also where the model has written into it.
+        """
         newest: dict[fx.Node, Value] = {}
         for segment in self.segments:
             for value in segment.outputs:
-                newest[value.node] = value
+                if value.node.op != "placeholder" or self.captured.specs[value.node].differentiable:
+                    newest[value.node] = value
         return tuple(
             newest.get(node, Value(node)) if node in self.captured.specs else None for node in self.captured.outputs
         )

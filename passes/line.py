@@ -5,6 +5,7 @@ bytes of the values that are made before `c` and read at or after it; an infinit
 """
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
@@ -17,7 +18,8 @@ from torch import fx
 from ..capture import Captured
 from ..ir.values import dim_of
 from ..ir.weights import Input
-from ..simplify import is_pure, may_be_size
+from ..simplify import may_be_size, memory_of
+from ..writes import touches
 
 # Regions that a cut may not enter: what runs inside depends on interpreter state that is not re-made after a cut.
 _OPEN = re.compile(r"^_?(vmap_increment_nesting|grad_increment_nesting|jvp_increment_nesting|enter_\w+|saved_tensors_hooks_disable|functorch_\w*enter\w*)$")
@@ -63,8 +65,8 @@ class Line:
         self.classes = {path: kind for n in self.nodes for path, kind in _module_stack(n)}  # of modules, by path
         self.composed = {path[:end] for path in self.classes for end in range(1, len(path))}  # modules that hold others
         self.modes, forbidden = self._scan_modes()
-        self.crossing = self._crossing(forbidden)
         self.uses = self._parameter_uses()
+        self.crossing = self._crossing(forbidden)
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -118,27 +120,35 @@ class Line:
         ]
 
     def _within_writes(self) -> list[int]:
-        """Cuts between a write into a buffer and its other readers, where those lie close together (in one layer)."""
-        positions = []
-        for weight in self.weights:
-            reads = sorted(self.position[u] for u in weight.users if u in self.position)
-            writes = any(not is_pure(self.nodes[p]) for p in reads) if self.weights[weight].kind == "buffer" else False
-            if writes and reads[-1] - reads[0] <= len(self.nodes) // 2:
-                positions += range(reads[0] + 1, reads[-1] + 1)
+        """Cuts between operations that touch a state one after the other, where no parameter is used between them."""
+        used = [use.position for use in self.uses]
+        positions: list[int] = []
+        states = [memory_of(i.node) for i in self.captured.inputs if i.kind == "state"]
+        for touching in touches(self.nodes, states).values():
+            for before, after in itertools.pairwise(self.position[n] for n in touching):
+                if bisect.bisect_right(used, before) == bisect.bisect_left(used, after):
+                    positions += range(before + 1, after + 1)
         return positions
 
     def _parameter_uses(self) -> list[Use]:
+        inputs = (*self.captured.inputs, *self.captured.parts)
+        parameters = {i.node: i for i in inputs if i.kind == "parameter" or i.kind == "state" and _is_parameter(i)}
         labels: dict[tuple, int] = {}
         uses = []
         for position, node in enumerate(self.nodes):
             for slot, argument in enumerate(node.all_input_nodes):
-                weight = self.weights.get(argument)
-                if weight is None or weight.kind != "parameter":
+                weight = parameters.get(argument)
+                if weight is None:
                     continue
                 spec = self.captured.specs[argument]
                 key = (str(node.target), slot, spec.shape, spec.dtype)
                 uses.append(Use(position, weight, labels.setdefault(key, len(labels))))
         return uses
+
+
+def _is_parameter(state: Input) -> bool:
+    """Whether a state is a parameter of the model, such as those of a momentum encoder: it has the size of one."""
+    return isinstance(state.node.meta["example_value"], torch.nn.Parameter)
 
 
 def size_expression(node: fx.Node):

@@ -19,6 +19,7 @@ from ..errors import LoweringError
 from ..ir.program import Block, Segment
 from ..simplify import may_be_size
 from ..trace import probe_values
+from ..writes import AT_READER
 from .batch_rules import Mixing, RowIds, regions
 from .canonical import OPERATION, operations
 from .compilation import Compilation
@@ -106,7 +107,10 @@ def _assign(line: Line, span: range, number: dict[fx.Node, int], kinds: dict[int
     phase: dict[fx.Node, int] = {}
     floor = top = 0
     inside = [line.nodes[i] for i in span]
-    numbering = [node for node in inside if kinds.get(number.get(node)) == "numbers" or _is_no_value(line, node)]
+    numbering = [
+        node for node in inside
+        if kinds.get(number.get(node)) == "numbers" or AT_READER in node.meta or _is_no_value(line, node)
+    ]
     for node in inside:
         kind = kinds.get(number.get(node), "free")
         found = max([floor, *(phase.get(a, 0) for a in node.all_input_nodes)])

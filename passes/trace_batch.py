@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
+from ..capture import Input
 from ..errors import L2LError
 from ..ir.program import Segment, Value
+from ..simplify import memory_of
+from ..writes import share_memory
 from .compilation import Compilation
 from .proof import decide
 
@@ -44,40 +46,56 @@ def _version_values(compilation: Compilation) -> None:
     """
     segments = compilation.segments
     current: dict[Value, Value] = {}
+    sharing = _by_memory(compilation)
     for segment in segments:
         segment.values = tuple(current.get(v, v) for v in segment.values)
         made = []
         for index in segment.block.mutated:
             is_weight = index < len(segment.weights)
             node = segment.weights[index].node if is_weight else segment.values[index - len(segment.weights)].node
-            _check_unshared(compilation, segment, node, is_weight)
+            _check_names(compilation, segment, node, sharing.get(memory_of(node), []))
             new = Value(node, current.get(Value(node), Value(node)).version + 1)
-            if not is_weight:
+            if is_weight:
+                _check_alone(compilation, segment, segment.weights[index])
+            else:
                 current[Value(node)] = new
             made.append(new)
         segment.outputs = (*segment.outputs, *made)
 
 
-def _check_unshared(compilation: Compilation, writer: Segment, written: fx.Node, is_weight: bool) -> None:
+def _by_memory(compilation: Compilation) -> dict[int | None, list[fx.Node]]:
+    """The inputs of the graph, and what segments make, by the memory that they are in."""
+    found: dict[int | None, list[fx.Node]] = {}
+    made = [v.node for segment in compilation.segments for v in segment.outputs]
+    for node in dict.fromkeys([*(i.node for i in compilation.captured.inputs), *compilation.line.weights, *made]):
+        found.setdefault(memory_of(node), []).append(node)
+    return found
+
+
+def _check_names(compilation: Compilation, writer: Segment, written: fx.Node, sharing: list[fx.Node]) -> None:
     """A write into `written` may be seen later only under its own name, or by other results of the same segment."""
-    later = compilation.segments[writer.index + 1 :]
-    read_later = {v.node for s in later for v in s.values} | set(compilation.captured.outputs)
-    read_later |= {i.node for i in compilation.captured.inputs if i.kind == "value"}  # the user sees them
-    read_later |= {v.node for v in writer.values}  # maybe after the write
-    shared = [n for n in read_later if n is not written and _storage(n) == _storage(written)]
-    for other in (n for n in shared if n not in {v.node for v in writer.outputs}):
+    others = [n for n in sharing if n not in {v.node for v in writer.outputs} and share_memory(n, written)]
+    if not others:
+        return
+    read = {v.node for s in compilation.segments[writer.index :] for v in s.values}  # in the writer, maybe after the write
+    read |= {w.node for s in compilation.segments[writer.index :] for w in s.weights}
+    seen_by_user = {*compilation.captured.outputs, *(i.node for i in compilation.captured.inputs)}
+    for other in filter((read | seen_by_user).__contains__, others):
         raise L2LError(
-            f"segment '{writer.name}' writes in place into '{written.name}', whose memory '{other.name}' shares, which "
-            "is read as well. Write into a copy (x = x.clone()), or use the operation that is not in place"
-        )
-    name = next((w.name for w in writer.weights if w.node is written), written.name)
-    if is_weight and any(w.node is written for s in compilation.segments if s is not writer for w in s.weights):
-        raise L2LError(
-            f"segment '{writer.name}' writes into '{name}', which other segments read as well; the order of "
-            "such writes cannot be kept. Give every layer a buffer of its own"
+            f"segment '{writer.name}' writes in place into '{_name(compilation, written)}', whose memory "
+            f"'{_name(compilation, other)}' shares, which is read as well. Write into a copy (x = x.clone()), or use the "
+            "operation that is not in place"
         )
 
 
-def _storage(node) -> int | None:
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+def _check_alone(compilation: Compilation, writer: Segment, weight: Input) -> None:
+    """Weights are fetched as they were before the step, so no other segment may read one that is written into."""
+    if any(weight.node is w.node for s in compilation.segments if s is not writer for w in s.weights):
+        raise L2LError(
+            f"segment '{writer.name}' writes into {weight.kind} '{weight.name}', which other segments read as well: the order of "
+            "such writes cannot be kept. Write into it between the steps, or give every layer one of its own"
+        )
+
+
+def _name(compilation: Compilation, node: fx.Node) -> str:
+    return next((i.name for i in compilation.captured.inputs if i.node is node), node.name)

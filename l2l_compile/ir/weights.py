@@ -22,8 +22,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Input:
-    """An input of the captured graph, or a part of one. `kind` is "parameter", "buffer", "value" or "symbol".
+    """An input of the captured graph, or a part of one.
 
+    kind    "parameter", "buffer", "state" (a tensor of the model that goes from segment to segment as a value: `writes.py`),
+            "value" or "symbol"
     index   its place among the arguments of a call, and behind them for a part
     part    which part of a parameter it is; None for an argument
     """

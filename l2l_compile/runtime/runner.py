@@ -165,6 +165,7 @@ class Runner:
     ) -> dict[int, torch.Tensor]:
         """Run the backward graph for gradients of the outputs that forward made; gradients by index of the argument."""
         start = time.perf_counter()
+        self.stats = step.stats  # torch.utils.checkpoint has run another forward since
         given = [False] * len(self.captured.outputs)
         for position, gradient in zip(self._made, gradients, strict=True):
             given[position] = gradient is not None

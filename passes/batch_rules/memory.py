@@ -128,7 +128,7 @@ def _written(node: fx.Node, rule: Rule | None) -> list[tuple[fx.Node, bool]]:
     for position, argument in enumerate(op._schema.arguments):
         declared = argument.alias_info is not None and argument.alias_info.is_write
         if declared or (rule is not None and argument.name in rule.writes):
-            inplace = position == 0 and declared and len(op._schema.returns) == 1
+            inplace = declared and (position == 0 or argument.is_out) and len(op._schema.returns) == 1
             keeps_view = torch.Tag.inplace_view not in op.tags or (rule is not None and rule.leaves_sizes)
             found += [(n, inplace and keeps_view) for n in _passed(node, position)]
     if rule is not None and rule.writes_if and _argument(node, rule.writes_if) is False:
