@@ -135,7 +135,8 @@ def watch_skips(is_ours: Callable[[Any], bool], skipped: Callable[[Any, SkippedF
             return original(self, frame, *args, **kwargs)
         _seen.append(Counter(counters["unimplemented"]))
         try:
-            return original(self, frame, *args, **kwargs)
+            with torch._dynamo.config.patch(allow_rnn=True):
+                return original(self, frame, *args, **kwargs)
         except (Unsupported, UserError) as error:
             if not (self._one_graph or self._box.error_on_graph_break):  # else the user gets the error itself
                 _skipped_codes.add(frame.f_code)
