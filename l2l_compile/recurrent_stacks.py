@@ -101,14 +101,19 @@ class _Writer:
         output, *finals = self.stack.write(self.put, self.state_of)
         for user in list(self.node.users):
             picked = user.args[1]
-            made = output if picked == 0 else self.joined(finals[picked - 1])
+            made = output if picked == 0 else self.joined(finals[picked - 1], user)
             made.meta["example_value"] = user.meta["example_value"]
             user.replace_all_uses_with(made)
             self.graph.erase_node(user)
         self.graph.erase_node(self.node)
 
-    def joined(self, final: list[fx.Node]) -> fx.Node:
-        return final[0] if len(final) == 1 else self.put(None, torch.cat, final)
+    def joined(self, final: list[fx.Node], state: fx.Node) -> fx.Node:
+        """Every layer's last state as one, in front of what reads it first: the last layer stays like the others."""
+        if len(final) == 1:
+            return final[0]
+        made = self.put(None, torch.cat, final)
+        next(n for n in self.graph.nodes if n in state.users).prepend(made)
+        return made
 
     def state_of(self, state: fx.Node, number: int) -> fx.Node:
         """A layer's part of h_0 or c_0, [layers * directions, batch, hidden]."""
