@@ -15,8 +15,8 @@ import inspect
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,3 +232,13 @@ def is_module_attribute(placeholder: torch.fx.Node) -> bool:
 def graph_is_kept() -> bool:
     """Inside of an autograd Function's backward: whether the user asked for `retain_graph=True`."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+@contextmanager
+def recording_gradients() -> Iterator[None]:
+    """Operations inside are recorded by autograd, also in an operator's kernel: Inductor calls it below autograd's level of the dispatcher."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield

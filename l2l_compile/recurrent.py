@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .dynamo import recording_gradients
+
 KERNELS = {"lstm": torch.lstm, "gru": torch.gru, "rnn_tanh": torch.rnn_tanh, "rnn_relu": torch.rnn_relu}
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
@@ -86,7 +88,7 @@ def _forward(kind, input, states, weights, has_biases, train, bidirectional, bat
 
 def _backward(given, needed, gradients, kind, input, states, weights, has_biases, train, bidirectional, batch_first, autocast):
     """Runs the layer again, in training mode (cuDNN differentiates no other), and differentiates it."""
-    with torch.enable_grad():
+    with recording_gradients():
         operands = (input, *states, *weights)
         leaves = [o.detach().requires_grad_(wanted) for o, wanted in zip(operands, needed, strict=True)]
         count = 1 + len(states)

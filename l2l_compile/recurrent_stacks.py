@@ -98,7 +98,10 @@ class _Writer:
     stack: _Stack
 
     def replace(self) -> None:
-        output, *finals = self.stack.write(self.put, self.state_of)
+        parts = {state: self.parts_of(state) for state in self.stack.states if not _is_zeros(state)}
+        output, *finals = self.stack.write(
+            self.put, lambda state, number: parts[state][number] if state in parts else self.zeros(state, number)
+        )
         for user in list(self.node.users):
             picked = user.args[1]
             made = output if picked == 0 else self.joined(finals[picked - 1], user)
@@ -107,6 +110,16 @@ class _Writer:
             self.graph.erase_node(user)
         self.graph.erase_node(self.node)
 
+    def parts_of(self, state: fx.Node) -> list[fx.Node]:
+        """Each layer's part of h_0 or c_0, [layers * directions, batch, hidden]: cut before the first layer, or layers would differ in it."""
+        count = self.stack.directions
+        cuts = [slice(number * count, (number + 1) * count) for number in range(self.stack.layers)]
+        return [self.put(None, operator.getitem, state, cut) for cut in cuts] if len(cuts) > 1 else [state]
+
+    def zeros(self, state: fx.Node, number: int) -> fx.Node:
+        sizes = state.args[0] if isinstance(state.args[0], (tuple, list)) else state.args
+        return self.put(number, torch.zeros, (self.stack.directions, *sizes[1:]), **state.kwargs)
+
     def joined(self, final: list[fx.Node], state: fx.Node) -> fx.Node:
         """Every layer's last state as one, in front of what reads it first: the last layer stays like the others."""
         if len(final) == 1:
@@ -114,14 +127,6 @@ class _Writer:
         made = self.put(None, torch.cat, final)
         next(n for n in self.graph.nodes if n in state.users).prepend(made)
         return made
-
-    def state_of(self, state: fx.Node, number: int) -> fx.Node:
-        """A layer's part of h_0 or c_0, [layers * directions, batch, hidden]."""
-        count = self.stack.directions
-        if state.target is torch.zeros:
-            sizes = state.args[0] if isinstance(state.args[0], (tuple, list)) else state.args
-            return self.put(number, torch.zeros, (count, *sizes[1:]), **state.kwargs)
-        return self.put(number, operator.getitem, state, slice(number * count, (number + 1) * count))
 
     def put(self, number: int | None, function: Callable, *args: Any, **kwargs: Any) -> fx.Node:
         """A call in front of the rewritten one, described as Dynamo would have, in a module of its own for each layer."""
@@ -137,3 +142,7 @@ class _Writer:
             key, (path, kind) = list(stack.items())[-1]
             made.meta["nn_module_stack"] = {**stack, f"{key}.l{number}": (f"{path}.l{number}", kind)}
         return made
+
+
+def _is_zeros(state: fx.Node) -> bool:
+    return state.op == "call_function" and state.target is torch.zeros
