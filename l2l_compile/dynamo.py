@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import types
 import weakref
 from collections import Counter
@@ -203,6 +204,10 @@ def options_of(compiled: Any) -> Any:
     return getattr(owner_of(compiled), "kwargs", {}).get("options")
 
 
+_SKIPPED_FUNCTION = re.compile(r"marked as skipped[\s\S]*qualname: (\w+)")
+_PACKING = ("pack_padded_sequence", "pack_sequence", "pad_packed_sequence")
+
+
 def graph_break(gm: torch.fx.GraphModule) -> str | None:
     """Why Dynamo ended this graph before the end of its function; None if it did not."""
     reason = getattr(gm, "compile_subgraph_reason", None)
@@ -210,9 +215,13 @@ def graph_break(gm: torch.fx.GraphModule) -> str | None:
         return None
     text = str(reason.reason).strip().split("\n")[0]
     if text == "step_unsupported" and _seen:  # Dynamo's word for "somewhere in this statement"
-        text = next(reversed(counters["unimplemented"] - _seen[-1]), text)
+        text = next(reversed(counters["unimplemented"] - _seen[-1]), text).strip().split("\n")[0]
+    if (skipped := _SKIPPED_FUNCTION.search(str(reason.reason))) is not None:
+        text += f" ({skipped[1]})"
+        if skipped[1] in _PACKING:
+            text += ": recurrent layers that are given packed sequences run uncompiled, on the host"
     where = f" at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}" if reason.user_stack else ""
-    return text.strip().split("\n")[0] + where
+    return text + where
 
 
 def source_name(placeholder: torch.fx.Node) -> str:

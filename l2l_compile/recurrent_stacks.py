@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,8 +118,12 @@ class _Writer:
         return [self.put(None, operator.getitem, state, cut) for cut in cuts] if len(cuts) > 1 else [state]
 
     def zeros(self, state: fx.Node, number: int) -> fx.Node:
-        sizes = state.args[0] if isinstance(state.args[0], (tuple, list)) else state.args
-        return self.put(number, torch.zeros, (self.stack.directions, *sizes[1:]), **state.kwargs)
+        start = 1 if state.op == "call_method" else 0  # x.new_zeros(sizes), torch.zeros(sizes)
+        sizes = state.args[start] if isinstance(state.args[start], (tuple, list)) else state.args[start:]
+        example = state.meta["example_value"]
+        return self.put(
+            number, torch.zeros, (self.stack.directions, *sizes[1:]), dtype=example.dtype, device=example.device
+        )
 
     def joined(self, final: list[fx.Node], state: fx.Node) -> fx.Node:
         """Every layer's last state as one, in front of what reads it first: the last layer stays like the others."""
@@ -133,8 +138,9 @@ class _Writer:
         with self.graph.inserting_before(self.node):
             made = self.graph.call_function(function, args, kwargs)
         examples = fx.node.map_arg((args, kwargs), lambda n: n.meta["example_value"])
-        mode = self.stack.input.meta["example_value"].fake_mode
-        with mode:
+        with ExitStack() as modes:
+            for mode in (self.stack.input.meta["example_value"].fake_mode, *self.modes()):
+                modes.enter_context(mode)
             value = function(*examples[0], **examples[1])
         made.meta = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "stack_trace")} | {"example_value": value}
         stack = made.meta.get("nn_module_stack")
@@ -143,6 +149,15 @@ class _Writer:
             made.meta["nn_module_stack"] = {**stack, f"{key}.l{number}": (f"{path}.l{number}", kind)}
         return made
 
+    def modes(self) -> tuple[AbstractContextManager, ...]:
+        """The modes that the call was in, as far as its results show them; other modes may be on while the graph is rewritten."""
+        results = [r for r in self.node.meta["example_value"] if isinstance(r, torch.Tensor)]
+        short = results[0].dtype.itemsize == 2
+        autocast = torch.autocast(results[0].device.type, dtype=results[0].dtype if short else None, enabled=short)
+        return torch.set_grad_enabled(any(r.requires_grad for r in results)), autocast
+
 
 def _is_zeros(state: fx.Node) -> bool:
-    return state.op == "call_function" and state.target is torch.zeros
+    """Whether a state is made as zeros, for recurrent layers alone: nobody else could write into it."""
+    made = state.op == "call_function" and state.target is torch.zeros or state.op == "call_method" and state.target == "new_zeros"
+    return made and len(state.args) > (state.op == "call_method") and all(user.target in KINDS for user in state.users)
