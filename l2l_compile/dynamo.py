@@ -25,9 +25,10 @@ import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import innermost_backend, reset_code
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, Unsupported, UserError
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.utils import counters
 from torch._dynamo.variables import builder
+from torch.nn.modules import rnn
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 _ANY_MARK = (*_MARKS, "_dynamo_dynamic_indices", "_dynamo_static_indices", "_dynamo_unbacked_indices")
@@ -153,6 +154,34 @@ def watch_skips(is_ours: Callable[[Any], bool], skipped: Callable[[Any, SkippedF
     convert_frame.ConvertFrameAssert.__call__ = convert
 
 
+def watch_packed(is_ours: Callable[[Any], bool], skipped: Callable[[Any, SkippedFrame], None]) -> None:
+    """From now on, `skipped` hears of recurrent layers that Dynamo leaves uncompiled in frames with a backend that `is_ours`.
+
+    Given a packed sequence, they break the graph within their own forward: nobody else would say so, since what Dynamo leaves is
+    one call, and a graph that holds nothing before it is not compiled at all.
+    """
+    original = InstructionTranslatorBase.log_graph_break
+    if getattr(original, "_l2l", False):
+        return
+
+    @functools.wraps(original)
+    def log_graph_break(self, code_options, reason, exc):
+        stack = list(getattr(exc, "real_stack", None) or ())
+        inside = next((i for i, s in enumerate(stack) if s.filename == rnn.__file__), None)
+        backend = self.output.compiler_fn
+        if inside and is_ours(backend):
+            caller = stack[inside - 1]
+            why = f"{_PACKED} ({str(exc).strip().splitlines()[0]})"
+            skipped(innermost_backend(backend), SkippedFrame("a recurrent layer", caller.filename, caller.lineno, why))
+        return original(self, code_options, reason, exc)
+
+    log_graph_break._l2l = True
+    InstructionTranslatorBase.log_graph_break = log_graph_break
+
+
+_PACKED = "Dynamo traces no packed sequences, whose sizes depend on lengths"
+
+
 def retry_skipped() -> None:
     """Have Dynamo look again at the frames that it has skipped: it remembers them, and says nothing the second time."""
     for code in list(_skipped_codes):
@@ -205,7 +234,6 @@ def options_of(compiled: Any) -> Any:
 
 
 _SKIPPED_FUNCTION = re.compile(r"marked as skipped[\s\S]*qualname: (\w+)")
-_PACKING = ("pack_padded_sequence", "pack_sequence", "pad_packed_sequence")
 
 
 def graph_break(gm: torch.fx.GraphModule) -> str | None:
@@ -218,8 +246,6 @@ def graph_break(gm: torch.fx.GraphModule) -> str | None:
         text = next(reversed(counters["unimplemented"] - _seen[-1]), text).strip().split("\n")[0]
     if (skipped := _SKIPPED_FUNCTION.search(str(reason.reason))) is not None:
         text += f" ({skipped[1]})"
-        if skipped[1] in _PACKING:
-            text += ": recurrent layers that are given packed sequences run uncompiled, on the host"
     where = f" at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}" if reason.user_stack else ""
     return text + where
 

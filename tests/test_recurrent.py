@@ -323,25 +323,32 @@ def test_translation_with_attention():
 
 
 class Packed(nn.Module):
-    def __init__(self, kind, enforce_sorted: bool):
-        super().__init__()
-        self.table, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(2 * WIDTH, 3)
-        self.rnn, self.enforce_sorted = kind(WIDTH, WIDTH, 2, batch_first=True, bidirectional=True), enforce_sorted
+    """Without a table, the graph break comes before any operation: there is no graph that could tell of it."""
 
-    def forward(self, ids, lengths):
-        packed = pack_padded_sequence(self.table(ids), lengths, batch_first=True, enforce_sorted=self.enforce_sorted)
+    def __init__(self, kind, enforce_sorted: bool, with_table: bool):
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH) if with_table else lambda x: x
+        self.rnn, self.enforce_sorted = kind(WIDTH, WIDTH, 2, batch_first=True, bidirectional=True), enforce_sorted
+        self.head = nn.Linear(2 * WIDTH, 3)
+
+    def forward(self, x, lengths):
+        packed = pack_padded_sequence(self.table(x), lengths, batch_first=True, enforce_sorted=self.enforce_sorted)
         y, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
         return self.head(y)
 
 
-@pytest.mark.parametrize("kind, enforce_sorted", [(nn.LSTM, True), (nn.GRU, False)])
-def test_packed_sequences(kind, enforce_sorted):
-    """Dynamo does not trace them: the numbers are right, and the report says what runs on the host."""
+@pytest.mark.parametrize("kind, enforce_sorted, with_table", [(nn.LSTM, True, True), (nn.GRU, False, False)])
+def test_packed_sequences(kind, enforce_sorted, with_table):
+    """Dynamo does not trace them: the numbers are right, and a warning and the report say what runs on the host."""
     lengths = torch.tensor([5, 4, 4, 3, 2, 1] if enforce_sorted else [3, 5, 2, 4, 1, 5])
-    model = Packed(kind, enforce_sorted).double()
-    assert_parity(model, (words(6, 5), lengths), (words(6, 5), lengths.clamp(max=4)))
-    report = l2l_compile.explain(model, {"micro_batches": 3, "device": "cpu"})(words(6, 5), lengths)
-    assert "(pack_padded_sequence): recurrent layers that are given packed sequences run uncompiled, on the host" in report.graph_breaks[0]
+    model = Packed(kind, enforce_sorted, with_table).double()
+    x = words(6, 5) if with_table else rows(6, 5, WIDTH)
+    with pytest.warns(UserWarning, match="does not run a recurrent layer: .* no packed sequences"):
+        assert_parity(model, (x, lengths), (x, lengths.clamp(max=4)))
+    report = l2l_compile.explain(model, {"micro_batches": 3, "device": "cpu"})(x, lengths)
+    (skipped,) = report.uncompiled
+    assert "packed sequences" in skipped and __file__ in skipped
+    assert [("pack_padded_sequence" in reason) for reason in report.graph_breaks] == ([True] if with_table else [])
 
 
 # ---- Dynamo's setting --------------------------------------------------------------------------------------------------
