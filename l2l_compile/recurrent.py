@@ -70,6 +70,7 @@ class _Layer(torch.autograd.Function):
 
 def _run(kind, input, states, weights, has_biases, train, bidirectional, batch_first, autocast) -> Sequence[torch.Tensor]:
     """PyTorch's own function for a single layer, without dropout."""
+    states = [state.contiguous() for state in states]  # cuDNN takes no others
     hidden = tuple(states) if kind == "lstm" else states[0]
     enabled = autocast is not None
     with torch.autocast(input.device.type, dtype=autocast, enabled=enabled, cache_enabled=False):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import l2l_compile
@@ -67,6 +68,30 @@ def test_each_layer_is_a_segment_of_one_block(kind, batch_first):
         tuple(f"rnn.{name}_l{i}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")) for i in range(3)
     ]
     assert len({s.block for s in layers}) == 1 and micro_batches(step) == {3}
+
+
+class Tagger(nn.Module):
+    """Time first; scores and classes are folded with time before the loss."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.rnn, self.head, self.loss = nn.GRU(5, WIDTH), nn.Linear(WIDTH, 4), loss
+
+    def forward(self, x, target):
+        return {"loss": self.loss(self.head(self.rnn(x)[0]).view(-1, 4), target.reshape(-1))}
+
+
+@pytest.mark.parametrize("reduction, weighted, smoothing", [("mean", False, 0.0), ("sum", False, 0.0), ("mean", True, 0.0), ("mean", True, 0.2)])
+def test_losses_over_folded_time_stay_row_wise_up_to_their_sum(reduction, weighted, smoothing):
+    weight = torch.rand(4).double() if weighted else None
+    model = Tagger(lambda s, t: F.cross_entropy(s, t, weight, ignore_index=2, reduction=reduction, label_smoothing=smoothing)).double()
+    step = assert_parity(model, (rows(5, 6, 5), torch.randint(4, (5, 6))), (rows(5, 7, 5), torch.randint(4, (5, 7))))
+    assert micro_batches(step) == {3}
+
+
+def test_classes_that_lie_batch_first_in_memory():
+    model = Tagger(lambda s, t: F.nll_loss(s.log_softmax(1), t)).double()
+    assert_parity(model, (rows(5, 6, 5), torch.randint(4, (6, 5)).t()), (rows(5, 6, 5), torch.randint(4, (6, 5)).t()))
 
 
 @pytest.mark.parametrize("options", [
@@ -415,5 +440,5 @@ def test_autocast_casts_as_it_does_in_pytorch(kind):
     with torch.autocast("cpu", torch.bfloat16):
         expected = module(x)[0].to(torch.bfloat16)
         zeros = [torch.zeros(1, 2, 4)] * (1 + (kind == "lstm"))
-        actual = layer(kind, x, zeros, module._flat_weights, True, True, False, False)[0]
-    assert torch.equal(actual, expected)
+        traced = make_fx(lambda x: layer(kind, x, zeros, module._flat_weights, True, True, False, False)[0])(x)
+    assert torch.equal(traced(x), expected)  # a graph runs without the autocast that it was traced under
