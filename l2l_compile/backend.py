@@ -86,4 +86,5 @@ def _rebuild_backward(compilation: Compilation, given: tuple[bool, ...]) -> fx.G
 l2l.streams_layers = True
 dynamo.mark_batches(streams_layers)
 dynamo.watch_skips(streams_layers, frame_skipped)
+dynamo.watch_packed(streams_layers, frame_skipped)
 remember_propagation(streams_layers)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,10 @@ from torch._dynamo import convert_frame
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.eval_frame import innermost_backend, reset_code
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, Unsupported, UserError
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.utils import counters
 from torch._dynamo.variables import builder
+from torch.nn.modules import rnn
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 _ANY_MARK = (*_MARKS, "_dynamo_dynamic_indices", "_dynamo_static_indices", "_dynamo_unbacked_indices")
@@ -144,7 +146,8 @@ def watch_skips(is_ours: Callable[[Any], bool], skipped: Callable[[Any, SkippedF
             return original(self, frame, *args, **kwargs)
         _seen.append(Counter(counters["unimplemented"]))
         try:
-            return original(self, frame, *args, **kwargs)
+            with torch._dynamo.config.patch(allow_rnn=True):
+                return original(self, frame, *args, **kwargs)
         except (Unsupported, UserError) as error:
             if not (self._one_graph or self._box.error_on_graph_break):  # else the user gets the error itself
                 _skipped_codes.add(frame.f_code)
@@ -158,6 +161,34 @@ def watch_skips(is_ours: Callable[[Any], bool], skipped: Callable[[Any, SkippedF
 
     convert._l2l = True
     convert_frame.ConvertFrameAssert.__call__ = convert
+
+
+def watch_packed(is_ours: Callable[[Any], bool], skipped: Callable[[Any, SkippedFrame], None]) -> None:
+    """From now on, `skipped` hears of recurrent layers that Dynamo leaves uncompiled in frames with a backend that `is_ours`.
+
+    Given a packed sequence, they break the graph within their own forward: nobody else would say so, since what Dynamo leaves is
+    one call, and a graph that holds nothing before it is not compiled at all.
+    """
+    original = InstructionTranslatorBase.log_graph_break
+    if getattr(original, "_l2l", False):
+        return
+
+    @functools.wraps(original)
+    def log_graph_break(self, code_options, reason, exc):
+        stack = list(getattr(exc, "real_stack", None) or ())
+        inside = next((i for i, s in enumerate(stack) if s.filename == rnn.__file__), None)
+        backend = self.output.compiler_fn
+        if inside and is_ours(backend):
+            caller = stack[inside - 1]
+            why = f"{_PACKED} ({str(exc).strip().splitlines()[0]})"
+            skipped(innermost_backend(backend), SkippedFrame("a recurrent layer", caller.filename, caller.lineno, why))
+        return original(self, code_options, reason, exc)
+
+    log_graph_break._l2l = True
+    InstructionTranslatorBase.log_graph_break = log_graph_break
+
+
+_PACKED = "Dynamo traces no packed sequences, whose sizes depend on lengths"
 
 
 def retry_skipped() -> None:
@@ -211,6 +242,9 @@ def options_of(compiled: Any) -> Any:
     return getattr(owner_of(compiled), "kwargs", {}).get("options")
 
 
+_SKIPPED_FUNCTION = re.compile(r"marked as skipped[\s\S]*qualname: (\w+)")
+
+
 def graph_break(gm: torch.fx.GraphModule) -> str | None:
     """Why Dynamo ended this graph before the end of its function; None if it did not."""
     reason = getattr(gm, "compile_subgraph_reason", None)
@@ -218,9 +252,11 @@ def graph_break(gm: torch.fx.GraphModule) -> str | None:
         return None
     text = str(reason.reason).strip().split("\n")[0]
     if text == "step_unsupported" and _seen:  # Dynamo's word for "somewhere in this statement"
-        text = next(reversed(counters["unimplemented"] - _seen[-1]), text)
+        text = next(reversed(counters["unimplemented"] - _seen[-1]), text).strip().split("\n")[0]
+    if (skipped := _SKIPPED_FUNCTION.search(str(reason.reason))) is not None:
+        text += f" ({skipped[1]})"
     where = f" at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}" if reason.user_stack else ""
-    return text.strip().split("\n")[0] + where
+    return text + where
 
 
 def source_name(placeholder: torch.fx.Node) -> str:
@@ -240,3 +276,13 @@ def is_module_attribute(placeholder: torch.fx.Node) -> bool:
 def graph_is_kept() -> bool:
     """Inside of an autograd Function's backward: whether the user asked for `retain_graph=True`."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+@contextmanager
+def recording_gradients() -> Iterator[None]:
+    """Operations inside are recorded by autograd, also in an operator's kernel: Inductor calls it below autograd's level of the dispatcher."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield

@@ -29,6 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manag
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .recurrent_stacks import sizes_of_stack
+
 _PLAIN = (
     type(None), bool, int, float, complex, str, type(...),
     torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -49,6 +51,8 @@ def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
 
         if node.op not in ("call_function", "call_method") or not is_ours(getattr(tracer, "compiler_fn", None)):
             return run()
+        if node.op == "call_function" and (made := sizes_of_stack(node.target, args, kwargs)) is not None:
+            return made
         return propagate(memories.setdefault(tracer.shape_env, {}), node.target, (args, kwargs), run)
 
     run_node._l2l = True

@@ -73,7 +73,8 @@ def frame_skipped(backend: Any, frame: dynamo.SkippedFrame) -> None:
     """Dynamo leaves a frame of ours uncompiled: the report of `explain` names it, and a compiled model warns once."""
     explainer = getattr(backend, "compiler_fn", backend)
     if hasattr(explainer, "skipped"):
-        explainer.skipped.append(frame)
+        if frame not in explainer.skipped:
+            explainer.skipped.append(frame)
         return
     warnings.warn(
         f"backend 'l2l' does not run {frame.function}: Dynamo cannot compile it, so it runs uncompiled on the host "

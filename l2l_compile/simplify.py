@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .errors import L2LError
+from .recurrent_stacks import split_stacks
 
 _SILENT = {torch._C._log_api_usage_once}  # calls that only count uses of an API
 
@@ -17,6 +18,7 @@ _SILENT = {torch._C._log_api_usage_once}  # calls that only count uses of an API
 def simplify(graph: fx.Graph) -> None:
     """Bring a graph, in place, into the form that the passes read."""
     _specialize_floats(graph)
+    split_stacks(graph)
     _spell_sizes(graph)
     _spell_squeezed(graph)
     _make_in_place(graph)

@@ -8,6 +8,9 @@ A mean over the targets that count (`ignore_index`) is no mean of the micro-batc
 the gathered numbers of the whole batch, in the order and by the kernel that PyTorch would have used: losses without
 class weights keep their bits. What depends on the classes stays in one piece, which `trace_batch` can prove row-wise.
 
+Scores of [time, batch, classes] that were folded into [time * batch, classes] are taken as they were before: rows that stand
+behind time cannot be handed from segment to segment once they are folded. (The sum over time then has another order.)
+
 Other reductions need no rewriting: the batch rules split them as they are.
 """
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ..capture import LOSS_TERM, Captured
+from ..ir.batch import Batch
 from ..ir.values import TensorSpec
 
 _LOSSES = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
@@ -45,13 +49,36 @@ def gather_loss_terms(captured: Captured, only_largest: bool) -> None:
                 captured.graph.erase_node(node)
 
 
+_FOLDS = ("flatten", "view", "reshape", torch.flatten, torch.reshape)
+
+
+def _unfolded(captured: Captured, scores: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """[time, batch, classes] and [time, batch] behind operands of [time * batch, classes] and [time * batch]; None for others.
+
+    None as well where a model in float64 computes its loss in a narrower dtype: its rounding depends on the order of the sum.
+    """
+    if any(node.target not in _FOLDS or not node.args for node in (scores, target)):
+        return None
+    before = [captured.specs.get(node.args[0]) for node in (scores, target)]
+    after = [captured.specs[node] for node in (scores, target)]
+    if None in before or any(len(b.shape) != len(a.shape) + 1 for b, a in zip(before, after, strict=True)):
+        return None
+    time_first = all(spec.batch is not None and spec.batch == Batch(1) for spec in before)
+    same = before[0].shape[:2] == before[1].shape and before[0].shape[2:] == after[0].shape[1:] and len(after[1].shape) == 1
+    widest = max(captured.specs[i.node].dtype.itemsize for i in captured.inputs if i.kind == "parameter")
+    return (scores.args[0], target.args[0]) if time_first and same and before[0].dtype.itemsize >= widest else None
+
+
 def _entries(spec: TensorSpec, captured: Captured) -> int:
     return spec.bytes(captured.hints) // spec.dtype.itemsize
 
 
 @dataclass
 class _Loss:
-    """A call that can be rewritten: [N, C, ...] scores and [N, ...] classes, rows outermost in both."""
+    """A call that can be rewritten: [N, C, ...] scores and [N, ...] classes, rows outermost in both.
+
+    With `time_first`, [time, batch, C] scores and [time, batch] classes.
+    """
 
     captured: Captured
     node: fx.Node
@@ -62,6 +89,7 @@ class _Loss:
     mean: bool
     smoothing: float
     are_logits: bool
+    time_first: bool = False
 
     @classmethod
     def of(cls, captured: Captured, node: fx.Node) -> _Loss | None:
@@ -71,17 +99,24 @@ class _Loss:
         scores, target = (captured.specs.get(given[name]) if isinstance(given[name], fx.Node) else None for name in ("input", "target"))
         if scores is None or target is None or given["reduction"] not in ("mean", "sum"):
             return None
+        options = (given["weight"], given["ignore_index"], given["reduction"] == "mean", given.get("label_smoothing", 0.0), node.target is F.cross_entropy)
+        current = given["size_average"] is None and given["reduce"] is None
+        unfolded = _unfolded(captured, given["input"], given["target"])
+        if unfolded is not None and current:
+            return cls(captured, node, *unfolded, *options, time_first=True)
         rows = scores.batch is not None and scores.batch.dim == 0 and target.batch == scores.batch
         classes = len(target.shape) == len(scores.shape) - 1 and not target.dtype.is_floating_point
-        if not rows or not classes or given["size_average"] is not None or given["reduce"] is not None:
+        if not rows or not classes or not current:
             return None
-        return cls(captured, node, given["input"], given["target"], given["weight"], given["ignore_index"],
-                   given["reduction"] == "mean", given.get("label_smoothing", 0.0), node.target is F.cross_entropy)
+        return cls(captured, node, given["input"], given["target"], *options)
 
     def write(self) -> fx.Node:
         """The rewritten loss, in front of the call."""
         put, target = self._put, self.target
-        scores = put(F.log_softmax, self.scores, 1) if self.are_logits else self.scores
+        place = 2 if self.time_first else 1
+        scores = put(F.log_softmax, self.scores, place) if self.are_logits else self.scores
+        if self.time_first:
+            scores = put(torch.transpose, scores, 1, 2)  # as the kernels want them
         skipped = put(operator.eq, target, self.ignored)
         terms = put(F.nll_loss, scores, target, ignore_index=self.ignored, reduction="none")
         weights = None
@@ -97,7 +132,7 @@ class _Loss:
             even = put(operator.mul, scores, put(torch.reshape, self.weight, shape))
         even = put(torch.masked_fill, put(operator.neg, put(torch.sum, even, 1)), skipped, 0.0)
         even = self._reduced(even, skipped, weights)
-        classes = self.captured.specs[self.scores].shape[1]
+        classes = self.captured.specs[self.scores].shape[place]
         return put(operator.add, put(operator.mul, loss, 1 - self.smoothing), put(operator.mul, even, self.smoothing / classes))
 
     def _likelihood(self, terms: fx.Node, skipped: fx.Node, weights: fx.Node | None) -> fx.Node:

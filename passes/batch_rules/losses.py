@@ -28,6 +28,7 @@ def nll_loss(call: Call) -> tuple[State, ...]:
         raise Refused(REDUCES)
     call.invariant("weight")
     value, place = call.batched()
-    if value.ndim < 2 or place.dim != 0 or call.rows("target") != place:
-        raise Refused("needs the batch outermost in scores and targets")
-    return place, Mixing(str(call.op), "sums the weights of the batch")
+    without_classes = place.at(place.dim - (place.dim > 1))
+    if value.ndim < 2 or place.dim == 1 or call.rows("target") != without_classes:
+        raise Refused("needs the batch in the same place in scores and targets")
+    return without_classes, Mixing(str(call.op), "sums the weights of the batch")

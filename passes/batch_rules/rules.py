@@ -38,9 +38,10 @@ RULES: dict[torch._ops.OpOverload, Rule] = {}
 
 
 def overload(name: str) -> torch._ops.OpOverload | None:
-    """`"mm.default"` as an op; None where this version of torch has no such op."""
-    packet, _, kind = name.partition(".")
-    return getattr(getattr(aten, packet, None), kind, None)
+    """`"mm.default"` as an op of ATen, `"space::op.kind"` as one of another library; None where this version of torch has no such op."""
+    space, _, rest = name.rpartition("::")
+    packet, _, kind = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, space or "aten"), packet, None), kind, None)
 
 
 def rule(*names: str, **understands) -> Callable:

@@ -110,7 +110,7 @@ def slice_along(call: Call) -> Batch:
     return place
 
 
-@rule("split.Tensor", "split_with_sizes.default", keeps_row_ids=True, keeps_order=True)
+@rule("split.Tensor", "split_with_sizes.default", "unsafe_split.Tensor", "unsafe_split_with_sizes.default", keeps_row_ids=True, keeps_order=True)
 def split(call: Call) -> tuple[State, ...]:
     value, place = call.batched()
     if call["dim"] % value.ndim == place.dim:

@@ -199,6 +199,10 @@ no("slice.Tensor", lambda x: x[:, :x.shape[0]], X("B", 50), why="size of the bat
 both("split.Tensor", (3, 1), (3, 0), X("B", 4), why="batch")
 no("split_with_sizes.default", lambda x: x.split([2, x.shape[0] - 2]), X("B", 4), why="batch")
 ok("split_with_sizes.default", lambda x: x.split([1, 3], 1), X("B", 4))
+ok("unsafe_split.Tensor", lambda x: x.unsafe_split(2, 1), X("B", 4))
+no("unsafe_split.Tensor", lambda x: x.unsafe_split(x.shape[0] - 1), X("B", 4), why="batch")
+ok("unsafe_split_with_sizes.default", lambda x: x.unsafe_split_with_sizes([1, 3], 1), X("B", 4))
+no("unsafe_split_with_sizes.default", lambda x: x.unsafe_split_with_sizes([2, x.shape[0] - 2]), X("B", 4), why="batch")
 both("unfold.default", (1, 2, 1), (0, 2, 1), X("B", 4), why="window over the batch")
 both("diagonal.default", (0, 0, 2), (0, 0, 1), X(4, "B", 4), why="diagonal across the batch")
 ok("as_strided_.default", lambda x: torch.nn.functional.adaptive_avg_pool1d(x.transpose(1, 2), 1), X("B", 4, 3))
@@ -362,9 +366,12 @@ for reduction in (0, 1, 2):
     no("mse_loss.default", lambda x, r=reduction: aten.mse_loss(x, torch.zeros(x.shape[0]).double(), r), X("B", 1), why=MISPLACED)
 both("nll_loss_forward.default", (None, 0, -100), (None, 1, -100), X("B", 4), I("B"), why=REDUCES)
 both("nll_loss2d_forward.default", (None, 0, -100), (None, 1, -100), X("B", 4, 3, 3), I("B", 3, 3), why=REDUCES)
-no("nll_loss_forward.default", call("nll_loss_forward.default", None, 0, -100), X("B"), I(), why="outermost")
-no("nll_loss_forward.default", call("nll_loss_forward.default", None, 0, -100), X(3, "B"), I(3), why="outermost")
-no("nll_loss_forward.default", lambda x, t: aten.nll_loss_forward(x, torch.cat([t, t]), None, 0, -100), X("2B", 4), I("B"), why="outermost")
+ok("nll_loss2d_forward.default", lambda x, t: aten.nll_loss2d_forward(x[:, :, None], t[:, None], None, 0, -100), X(3, 4, "B"), I(3, "B"))
+no("nll_loss2d_forward.default", lambda x, t: aten.nll_loss2d_forward(x[:, :, None], t[:, None], None, 0, -100), X(3, 4, "B"), I(3, 7),
+   why="the same place")
+no("nll_loss_forward.default", call("nll_loss_forward.default", None, 0, -100), X("B"), I(), why="the same place")
+no("nll_loss_forward.default", call("nll_loss_forward.default", None, 0, -100), X(3, "B"), I(3), why="the same place")
+no("nll_loss_forward.default", lambda x, t: aten.nll_loss_forward(x, torch.cat([t, t]), None, 0, -100), X("2B", 4), I("B"), why="the same place")
 
 # ---- matmul ----------------------------------------------------------------------------------------------------------
 
@@ -705,3 +712,24 @@ ok("_linalg_slogdet.default", torch.linalg.slogdet, X("B", 3, 3))
 ok("_linalg_svd.default", lambda x: torch.linalg.svdvals(x), X("B", 3, 3))
 ok("_linalg_eigh.default", lambda x: torch.linalg.eigvalsh(positive(x)), X("B", 3, 3))
 ok("cholesky_solve.default", lambda b, a: torch.cholesky_solve(b, torch.linalg.cholesky(positive(a))), X("B", 3, 2), X("B", 3, 3))
+
+# ---- recurrent layers --------------------------------------------------------------------------------------------------
+
+
+def recurrent(kind: str, batch_first: bool, bidirectional: bool = False):
+    def function(x, *others):
+        states, weights = others[: 1 + (kind == "lstm")], others[1 + (kind == "lstm") :]
+        return torch.ops.l2l_compile.recurrent_layer(kind, x, states, weights, False, True, bidirectional, batch_first, None)
+
+    return function
+
+
+RECURRENT = "l2l_compile::recurrent_layer.default"
+ok(RECURRENT, recurrent("lstm", True), X("B", 5, 4), X(1, "B", 3), X(1, "B", 3), X(12, 4), X(12, 3))
+ok(RECURRENT, recurrent("gru", False), X(5, "2B", 4), X(1, "2B", 3), X(9, 4), X(9, 3))
+ok(RECURRENT, recurrent("rnn_relu", True, True), X("B", 5, 4), X(2, "B", 3), X(3, 4), X(3, 3), X(3, 4), X(3, 3))
+no(RECURRENT, recurrent("gru", False), X("B", 5, 4), X(1, 5, 3), X(9, 4), X(9, 3), why="carries a state from row to row")
+no(RECURRENT, recurrent("gru", True), X("B", 5, 4), X(1, "B", 3), X(9, 4), X("3B", 3), why="as its 'weights'")
+no(RECURRENT, recurrent("gru", True), X(3, 5, "B"), X(1, 3, 3), X(9, 4), X(9, 3), why="sums over the batch")
+no(RECURRENT, lambda x, y, h, w, v: recurrent("gru", True)(torch.cat([x, y]), h, w, v), X("B", 5, 4), X("B", 5, 4), X(1, "2B", 3), X(9, 4), X(9, 3),
+   why="different dimensions")

@@ -1,0 +1,122 @@
+"""One layer of an LSTM, GRU or RNN as one operator, which runs PyTorch's own kernels.
+
+    recurrent_layer(kind, input, states, weights, ...)            -> [output, h_n] or [output, h_n, c_n]
+    recurrent_layer_backward(given, needed, gradients, ...)       -> gradients of what is needed
+
+PyTorch's `lstm`, `gru`, `rnn_tanh` and `rnn_relu` are composite: a trace on the host unrolls time, about fifteen operations a
+step, which Inductor takes minutes to compile, and loses cuDNN's kernels. The operators keep a traced graph as small as
+the layer. The backward one runs the layer again with autograd inside; in a streamed backward, which recomputes anyway,
+the forward one is then dead code.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .dynamo import recording_gradients
+
+KERNELS = {"lstm": torch.lstm, "gru": torch.gru, "rnn_tanh": torch.rnn_tanh, "rnn_relu": torch.rnn_relu}
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+_LAYER = (
+    "str kind, Tensor input, Tensor[] states, Tensor[] weights, bool has_biases, bool train, bool bidirectional, "
+    "bool batch_first, ScalarType? autocast"
+)
+_LIBRARY = torch.library.Library("l2l_compile", "FRAGMENT")
+_LIBRARY.define(f"recurrent_layer({_LAYER}) -> Tensor[]")
+_LIBRARY.define(f"recurrent_layer_backward(int[] given, bool[] needed, Tensor[] gradients, {_LAYER}) -> Tensor[]")
+
+
+def layer(
+    kind: str, input: torch.Tensor, states: Sequence[torch.Tensor], weights: Sequence[torch.Tensor],
+    has_biases: bool, train: bool, bidirectional: bool, batch_first: bool,
+) -> tuple[torch.Tensor, ...]:
+    """One layer, in both directions if `bidirectional`: (output, h_n), for an LSTM (output, h_n, c_n).
+
+    input    [time, batch, features], or [batch, time, features] with `batch_first`
+    states   h_0, for an LSTM also c_0: [directions, batch, hidden]
+    weights  w_ih, w_hh, b_ih and b_hh (with `has_biases`), w_hr (with a projection), once a direction
+
+    Under autocast, the kernels cast as they do in PyTorch, and the results have 16 bits, as cuDNN's do.
+    """
+    device = input.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    options = (has_biases, train, bidirectional, batch_first, autocast)
+    return _Layer.apply(kind, len(states), options, input, *states, *weights)
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kind: str, count: int, options: tuple, input: torch.Tensor, *others: torch.Tensor) -> tuple:
+        ctx.kind, ctx.count, ctx.options = kind, count, options
+        ctx.save_for_backward(input, *others)
+        ctx.set_materialize_grads(False)
+        return tuple(torch.ops.l2l_compile.recurrent_layer(kind, input, others[:count], others[count:], *options))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
+        input, *others = ctx.saved_tensors
+        needed = list(ctx.needs_input_grad[3:])
+        given = [i for i, g in enumerate(gradients) if g is not None]
+        made = torch.ops.l2l_compile.recurrent_layer_backward(
+            given, needed, [gradients[i] for i in given], ctx.kind, input, others[: ctx.count], others[ctx.count :], *ctx.options
+        )
+        remaining = iter(made)
+        return None, None, None, *(next(remaining) if wanted else None for wanted in needed)
+
+
+def _run(kind, input, states, weights, has_biases, train, bidirectional, batch_first, autocast) -> Sequence[torch.Tensor]:
+    """PyTorch's own function for a single layer, without dropout."""
+    states = [state.contiguous() for state in states]  # cuDNN takes no others
+    hidden = tuple(states) if kind == "lstm" else states[0]
+    enabled = autocast is not None
+    with torch.autocast(input.device.type, dtype=autocast, enabled=enabled, cache_enabled=False):
+        return KERNELS[kind](input, hidden, list(weights), has_biases, 1, 0.0, train, bidirectional, batch_first)
+
+
+def _width(input: torch.Tensor, autocast: torch.dtype | None) -> torch.dtype:
+    return input.dtype if autocast is None or input.dtype is torch.float64 else autocast
+
+
+def _forward(kind, input, states, weights, has_biases, train, bidirectional, batch_first, autocast) -> list[torch.Tensor]:
+    with torch.no_grad():
+        results = _run(kind, input, states, weights, has_biases, train, bidirectional, batch_first, autocast)
+    return [r.to(_width(input, autocast), copy=True, memory_format=torch.contiguous_format) for r in results]
+
+
+def _backward(given, needed, gradients, kind, input, states, weights, has_biases, train, bidirectional, batch_first, autocast):
+    """Runs the layer again, in training mode (cuDNN differentiates no other), and differentiates it."""
+    with recording_gradients():
+        operands = (input, *states, *weights)
+        leaves = [o.detach().requires_grad_(wanted) for o, wanted in zip(operands, needed, strict=True)]
+        count = 1 + len(states)
+        results = _run(
+            kind, leaves[0], leaves[1:count], leaves[count:], has_biases, True, bidirectional, batch_first, autocast
+        )
+        roots = [results[i] for i in given]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        seeds = [g.to(root.dtype) for g, root in zip(gradients, roots, strict=True)]
+        made = torch.autograd.grad(roots, wanted, seeds, allow_unused=True, materialize_grads=True)
+    return [g.to(leaf.dtype, copy=True, memory_format=torch.contiguous_format) for g, leaf in zip(made, wanted, strict=True)]
+
+
+def _forward_sizes(kind, input, states, weights, has_biases, train, bidirectional, batch_first, autocast) -> list[torch.Tensor]:
+    directions, recurrent = 2 if bidirectional else 1, weights[1]
+    batch = input.shape[0 if batch_first else 1]
+    hidden, handed_on = recurrent.shape[0] // _GATES[kind], recurrent.shape[1]
+    shapes = [(*input.shape[:2], directions * handed_on), (directions, batch, handed_on), (directions, batch, hidden)]
+    return [input.new_empty(shape, dtype=_width(input, autocast)) for shape in shapes[: 1 + len(states)]]
+
+
+def _backward_sizes(given, needed, gradients, kind, input, states, weights, *options) -> list[torch.Tensor]:
+    operands = (input, *states, *weights)
+    return [o.new_empty(o.shape) for o, wanted in zip(operands, needed, strict=True) if wanted]
+
+
+_LIBRARY.impl("recurrent_layer", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("recurrent_layer_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("l2l_compile::recurrent_layer", _forward_sizes, lib=_LIBRARY)
+torch.library.register_fake("l2l_compile::recurrent_layer_backward", _backward_sizes, lib=_LIBRARY)
