@@ -19,7 +19,7 @@ from ..capture import Captured
 from ..ir.values import dim_of
 from ..ir.weights import Input
 from ..simplify import may_be_size, memory_of
-from ..writes import touches
+from ..writes import touches, written_operands
 
 # Regions that a cut may not enter: what runs inside depends on interpreter state that is not re-made after a cut.
 _OPEN = re.compile(r"^_?(vmap_increment_nesting|grad_increment_nesting|jvp_increment_nesting|enter_\w+|saved_tensors_hooks_disable|functorch_\w*enter\w*)$")
@@ -110,6 +110,8 @@ class Line:
             elif not _is_number(node):
                 blocked[start + 1] += 1
                 blocked[min(last + 1, len(self.nodes))] -= 1
+        for position, node in enumerate(self.nodes):  # new contents of an input wait for the end of the line
+            change[position + 1] += sum(self._bytes(o) for o in written_operands(node) if o.op == "placeholder")
         forbidden = [*forbidden, *self._within_writes()]
         for position in forbidden:
             blocked[position] += 1
@@ -118,6 +120,9 @@ class Line:
             math.inf if stop else float(size)
             for size, stop in zip(itertools.accumulate(change), itertools.accumulate(blocked), strict=True)
         ]
+
+    def _bytes(self, node: fx.Node) -> int:
+        return self.captured.specs[node].bytes(self.captured.hints)
 
     def _within_writes(self) -> list[int]:
         """Cuts between operations that touch a state one after the other, where no parameter is used between them."""
