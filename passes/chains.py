@@ -76,15 +76,23 @@ def feeds(line: Line, copies: list[range]) -> dict[int, Feed]:
 
 
 def _reaches_most(line: Line, maker: range, copy: range) -> bool:
-    """Whether the values that one range made reach at least half of another's uses of parameters."""
-    inside = {line.nodes[position] for position in maker}
+    """Whether the values that one range made reach at least half of another's uses of parameters.
+
+    What is computed from the model alone, such as a weight's norm, counts for neither.
+    """
+    made = {line.nodes[position] for position in maker}
+    inside = {line.nodes[position] for position in copy}
+    of_model = set(line.weights) | {i.node for i in line.captured.inputs if i.kind == "state"}
     reached: set[fx.Node] = set()
-    for position in copy:
-        node = line.nodes[position]
-        if any(read in reached or read in inside for read in node.all_input_nodes):
+    fed: set[fx.Node] = set()
+    for node in map(line.nodes.__getitem__, copy):
+        reads = [read for read in node.all_input_nodes if read not in of_model and size_expression(read) is None]
+        if any(read in fed or read not in inside for read in reads):
+            fed.add(node)
+        if any(read in reached or read in made for read in reads):
             reached.add(node)
-    uses = uses_in(line, copy)
-    return sum(line.nodes[use.position] in reached for use in uses) >= _FED * len(uses)
+    uses = [use for use in uses_in(line, copy) if line.nodes[use.position] in fed]
+    return bool(uses) and sum(line.nodes[use.position] in reached for use in uses) >= _FED * len(uses)
 
 
 def parts(line: Line, copy: range) -> list[range]:
