@@ -99,7 +99,10 @@ class _Loss:
         scores, target = (captured.specs.get(given[name]) if isinstance(given[name], fx.Node) else None for name in ("input", "target"))
         if scores is None or target is None or given["reduction"] not in ("mean", "sum"):
             return None
-        options = (given["weight"], given["ignore_index"], given["reduction"] == "mean", given.get("label_smoothing", 0.0), node.target is F.cross_entropy)
+        options = (
+            given["weight"], given["ignore_index"], given["reduction"] == "mean", given.get("label_smoothing", 0.0),
+            node.target is F.cross_entropy,
+        )
         current = given["size_average"] is None and given["reduce"] is None
         unfolded = _unfolded(captured, given["input"], given["target"])
         if unfolded is not None and current:
