@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,14 @@ class Mode:
 
     grad: bool
     autocasts: tuple[fx.Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """Cuts that may not be, and why."""
+
+    cuts: range
+    why: str
 
 
 @dataclass(frozen=True)
@@ -64,9 +73,11 @@ class Line:
         self.paths = [_module_path(n) for n in self.nodes]
         self.classes = {path: kind for n in self.nodes for path, kind in _module_stack(n)}  # of modules, by path
         self.composed = {path[:end] for path in self.classes for end in range(1, len(path))}  # modules that hold others
-        self.modes, forbidden = self._scan_modes()
+        self.barriers: list[Barrier] = []
+        self.modes = self._scan_modes()
         self.uses = self._parameter_uses()
-        self.crossing = self._crossing(forbidden)
+        self.barriers += [*self._numbers_handed_on(), *self._within_writes()]
+        self.crossing = self._crossing()
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -75,13 +86,15 @@ class Line:
         """Bytes of a parameter or buffer."""
         return self.captured.specs[weight.node].bytes(self.captured.hints)
 
-    def _scan_modes(self) -> tuple[list[Mode], list[int]]:
-        """The mode before each operation (and at the end), and the positions where a cut may not be."""
-        mode, depth, modes, forbidden = Mode(self.captured.grad_enabled), 0, [], []
+    def why_not(self, cut: int) -> str | None:
+        """Why there may be no cut before an operation; None if there may."""
+        return next((barrier.why for barrier in self.barriers if cut in barrier.cuts), None)
+
+    def _scan_modes(self) -> list[Mode]:
+        """The mode before each operation (and at the end); adds the regions that may not be cut to the barriers."""
+        mode, modes, opened = Mode(self.captured.grad_enabled), [], []
         for position, node in enumerate(self.nodes):
             modes.append(mode)
-            if depth:
-                forbidden.append(position)
             name = getattr(node.target, "__name__", str(node.target))
             if node.target is SET_GRAD:
                 mode = Mode(node.args[0], mode.autocasts)
@@ -90,32 +103,37 @@ class Line:
             elif node.target is EXIT_AUTOCAST:
                 mode = Mode(mode.grad, tuple(a for a in mode.autocasts if a is not node.args[0]))
             elif _OPEN.match(name):
-                depth += 1
-            elif _CLOSE.match(name):
-                depth -= 1
-        return [*modes, mode], forbidden
+                opened.append(position)
+            elif _CLOSE.match(name) and opened:
+                self.barriers.append(Barrier(range(opened.pop() + 1, position + 1), "they are inside of a transform of torch.func (vmap, grad, ...)"))
+        return [*modes, mode]
 
-    def _crossing(self, forbidden: list[int]) -> list[float]:
+    def _numbers_handed_on(self) -> Iterator[Barrier]:
+        """Barriers where what is no tensor, and no number that can be computed again, would be handed on."""
+        for start, node in enumerate(self.nodes):
+            last = self._last_reader(node, start)
+            is_value = node in self.captured.specs and not may_be_size(node)
+            if last > start and node.target not in (ENTER_AUTOCAST, SET_GRAD) and not is_value and not _is_number(node):
+                kind = type(node.meta.get("example_value")).__name__
+                yield Barrier(range(start + 1, last + 1), f"'{node.name}', a {kind} and no tensor, is read on both sides")
+
+    def _last_reader(self, node: fx.Node, start: int) -> int:
+        return max((self.position.get(u, len(self.nodes) - 1) for u in node.users), default=start)
+
+    def _crossing(self) -> list[float]:
         """Per cut: bytes of the values that cross it; infinite where it may not be."""
         change = [0] * (len(self.nodes) + 1)
         blocked = [0] * (len(self.nodes) + 1)
         for start, node in enumerate(self.nodes):
-            last = max((self.position.get(u, len(self.nodes) - 1) for u in node.users), default=start)
-            if last <= start or node.target in (ENTER_AUTOCAST, SET_GRAD):
-                continue
-            if node in self.captured.specs and not may_be_size(node):
-                size = self.captured.specs[node].bytes(self.captured.hints)
-                change[start + 1] += size
-                change[min(last + 1, len(self.nodes))] -= size
-            elif not _is_number(node):
-                blocked[start + 1] += 1
-                blocked[min(last + 1, len(self.nodes))] -= 1
+            last = self._last_reader(node, start)
+            if last > start and node in self.captured.specs and not may_be_size(node) and node.target not in (ENTER_AUTOCAST, SET_GRAD):
+                change[start + 1] += self._bytes(node)
+                change[min(last + 1, len(self.nodes))] -= self._bytes(node)
         for position, node in enumerate(self.nodes):  # new contents of an input wait for the end of the line
             change[position + 1] += sum(self._bytes(o) for o in written_operands(node) if o.op == "placeholder")
-        forbidden = [*forbidden, *self._within_writes()]
-        for position in forbidden:
-            blocked[position] += 1
-            blocked[position + 1] -= 1
+        for barrier in self.barriers:
+            blocked[barrier.cuts.start] += 1
+            blocked[min(barrier.cuts.stop, len(self.nodes))] -= 1
         return [
             math.inf if stop else float(size)
             for size, stop in zip(itertools.accumulate(change), itertools.accumulate(blocked), strict=True)
@@ -124,16 +142,14 @@ class Line:
     def _bytes(self, node: fx.Node) -> int:
         return self.captured.specs[node].bytes(self.captured.hints)
 
-    def _within_writes(self) -> list[int]:
-        """Cuts between operations that touch a state one after the other, where no parameter is used between them."""
+    def _within_writes(self) -> Iterator[Barrier]:
+        """Barriers between operations that touch a state one after the other, where no parameter is used between them."""
         used = [use.position for use in self.uses]
-        positions: list[int] = []
-        states = [memory_of(i.node) for i in self.captured.inputs if i.kind == "state"]
-        for touching in touches(self.nodes, states).values():
+        states = {memory_of(i.node): i.name for i in self.captured.inputs if i.kind == "state"}
+        for memory, touching in touches(self.nodes, states).items():
             for before, after in itertools.pairwise(self.position[n] for n in touching):
                 if bisect.bisect_right(used, before) == bisect.bisect_left(used, after):
-                    positions += range(before + 1, after + 1)
-        return positions
+                    yield Barrier(range(before + 1, after + 1), f"'{states[memory]}' is written and read there")
 
     def _parameter_uses(self) -> list[Use]:
         inputs = (*self.captured.inputs, *self.captured.parts)
