@@ -1,0 +1,84 @@
+"""Settle the GPU in ten minutes: does it compute the right numbers, what does it hold, does it race, how fast is it?
+
+    python examples/benchmarks/gpu.py --minutes 9
+    python examples/benchmarks/gpu.py --minutes 4 --only parity races
+
+Stages run one after the other, each in processes of its own with a share of the time, so that a crash or a hang costs one
+stage at most. Figures are printed and written as they come, to one JSON file that is whole at every moment. At the end a
+table, worst first, says of each figure what it should be. Without a GPU, what a CPU can do runs at a small size, and the
+rest says that it needs one. Nothing is downloaded, and the package need not be installed. The whole ends within
+`--minutes`, whatever a stage does.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from gpu_stages.processes import Stage  # noqa: E402
+from gpu_stages.record import Record, run_stages  # noqa: E402
+from gpu_stages.rows import Row  # noqa: E402
+from gpu_stages.table import shown, table  # noqa: E402
+
+FULL = 540.0  # seconds for which the shares are meant
+CORES_A_WORKER = 3
+MOST_WORKERS = 5  # each holds a CUDA context of half a gigabyte
+
+SHARES = {"machine": 10, "parity": 100, "memory": 60, "races": 40, "copies": 25, "speed": 200, "faults": 30, "paper": 75}
+
+
+def stages(names: list[str], device: str) -> list[Stage]:
+    """The stages in the order of the issue; cases of parity are small and many, so several processes share them."""
+    command = (sys.executable, "-u", "-m", "gpu_stages")
+    workers = max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // CORES_A_WORKER))
+    return [
+        Stage(name, SHARES[name], (*command, name, "--device", device), workers if name == "parity" else 1)
+        for name in SHARES if name in names
+    ]
+
+
+def default_path(record: Record) -> Path:
+    """Where figures of a GPU are kept with date and device; those of a CPU prove nothing and are not kept."""
+    if record.fact("device type") != "cuda":
+        return Path("runs") / "gpu.json"
+    device = re.sub(r"[^a-z0-9]+", "-", str(record.fact("device")).lower()).strip("-")
+    return HERE / "runs" / f"gpu-{record.date[:10]}-{device}.json"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9.0, help="the whole ends within it (default: 9)")
+    parser.add_argument("--only", nargs="+", choices=list(SHARES), default=list(SHARES), metavar="STAGE", help=", ".join(SHARES))
+    parser.add_argument("--device", default="auto", help="cpu or cuda; auto takes a GPU if there is one")
+    parser.add_argument("--json", type=Path, help="where the figures go (default: examples/benchmarks/runs/gpu-<date>-<device>.json on a GPU, runs/gpu.json else)")
+    options = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the stages are ended on the way out
+
+    record = Record(options.json or Path("runs") / "gpu.json", options.minutes)
+
+    def ended(name: str, record: Record) -> None:
+        entry = record.stages[name]
+        print(f"---- {name}: {entry['status']} after {entry['seconds']:g} of {entry['allotted']:g} s", flush=True)
+        if options.json is None and record.path != default_path(record):
+            record.move(default_path(record))
+
+    def heard(row: Row) -> None:
+        print(shown(row), flush=True)
+
+    chosen = stages(options.only, options.device)
+    full = FULL * sum(s.seconds for s in chosen) / sum(SHARES.values())
+    run_stages(chosen, 60 * options.minutes, record, full, heard, ended)
+    print("\n" + table(record.rows))
+    print(f"\nwritten to {record.path}")
+    return int(any(row.is_bad for row in record.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
