@@ -1,0 +1,73 @@
+"""Does device memory depend on depth? The peak at three depths with stashes on the host, and page-locked memory over lengths."""
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from .cases import Case, Context, Report, Unfit
+from .training import Compiled, device_options, stand_in
+from .transformer import BERT_LARGE, Encoder, Size, build, token_batch
+
+MOST = 1.01  # the largest peak over the smallest
+
+
+def cases(context: Context) -> list[Case]:
+    depths = (24, 96, 384) if context.on_gpu else (4, 8, 16)
+    peaks: dict[int, int] = {}
+    found = [Case(f"{depth} layers", functools.partial(peak, context, depth, peaks)) for depth in depths]
+    return [*found[:2], Case("three lengths in turn", functools.partial(lengths, context), 30), *found[2:]]
+
+
+def size_of(context: Context) -> Size:
+    """BERT-large's width with a small vocabulary, so that layers are what is measured; a tiny one on a CPU."""
+    if context.on_gpu:
+        return replace(BERT_LARGE, vocabulary=1024, tokens=128)
+    return Size(layers=4, hidden=64, intermediate=256, heads=4, groups=4, vocabulary=96, tokens=16)
+
+
+def peak(context: Context, depth: int, peaks: dict[int, int], report: Report) -> None:
+    """Peak of the first step. Parameters are bf16 on a GPU: 384 layers are 9.7 GB, and as much of gradients."""
+    size = replace(size_of(context), layers=depth)
+    dtype = torch.bfloat16 if context.on_gpu else torch.float32
+    needed = 3 * depth * 12 * size.hidden**2 * dtype.itemsize
+    if needed > (available := available_bytes()):
+        raise Unfit(f"{depth} layers need {needed / 1e9:.0f} GB of the host, {available / 1e9:.0f} are there")
+    model = build(Encoder, size, dtype)
+    held = torch.cuda.memory_allocated(context.device) if context.on_gpu else 0
+    compiled = Compiled(model, {**device_options(context), "micro_batches": 4, "stash": "host"})
+    seconds = context.seconds(lambda: compiled(**token_batch(size, 32 if context.on_gpu else 8)).backward())
+    peaks[depth] = compiled.stats.peak_device_bytes - held
+    parameters = sum(p.numel() for p in model.parameters())
+    report.fact("peak of device memory", peaks[depth], "bytes", note=f"{held} bytes were there before")
+    report.fact("parameters", parameters)
+    report.fact("first step, with capture", seconds, "s")
+    report("largest peak over the smallest so far", max(peaks.values()) / min(peaks.values()), most=MOST, note=f"depths {sorted(peaks)}")
+
+
+def lengths(context: Context, report: Report) -> None:
+    """Batches of three lengths, twice: buffers of a length that was there before are used again."""
+    size = size_of(context)
+    size = replace(size, tokens=4 * size.tokens, layers=8 if context.on_gpu else 4)
+    model = build(Encoder, size)
+    precision = {"precision": "bf16"}
+    compiled = Compiled(model, {**device_options(context), "micro_batches": 4, **precision}, stand_in(context))
+    found = []
+    for turn in (1, 2):
+        for tokens in (size.tokens // 4, size.tokens // 2, size.tokens):
+            compiled(**token_batch(size, 8, tokens)).backward()
+            model.zero_grad(set_to_none=True)
+            pinned = compiled.device.pinned.used
+            report.fact(f"page-locked after length {tokens}, turn {turn}", pinned, "bytes")
+        found.append(pinned)
+    report("page-locked after turn 2 over turn 1", found[1] / max(found[0], 1), most=1.0, should="1: no more than after the first turn")
+
+
+def available_bytes() -> int:
+    """Memory of the host that can be had."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024
+    return 0
