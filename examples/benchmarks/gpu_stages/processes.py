@@ -182,6 +182,7 @@ class Process:
             shown = ", ".join(missed[:6]) + (", ..." if len(missed) > 6 else "")
             note = f"{len(missed)} of {len(self._planned)} cases: {shown}"
             self.rows.append(Row(self.stage.name, f"process {self.index}", "cases", len(missed), "", "", "not reached", note=note))
+            status = "out of time" if status == "done" else status
         self.status = status
         self._process.stdout.close()
 
