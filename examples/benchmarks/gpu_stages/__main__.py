@@ -28,11 +28,11 @@ def main() -> int:
     import torch
 
     from .cases import Context, run_cases
-    from .checkout import import_package
+    from .checkout import find_package
     from .rows import Journal
 
     warnings.filterwarnings("ignore")
-    import_package()
+    find_package()
     name = options.device if options.device != "auto" else "cuda:0" if torch.cuda.is_available() else "cpu"
     context = Context(options.stage, torch.device(name), options.until, Journal(options.journal))
     index, count = map(int, options.shard.split("/"))

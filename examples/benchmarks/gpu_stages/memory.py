@@ -15,9 +15,9 @@ MOST = 1.01  # the largest peak over the smallest
 
 
 def cases(context: Context) -> list[Case]:
-    depths = (24, 96, 384) if context.on_gpu else (4, 8, 16)
+    depths = (24, 96, 384) if context.on_gpu else (4, 12)
     peaks: dict[int, int] = {}
-    found = [Case(f"{depth} layers", functools.partial(peak, context, depth, peaks)) for depth in depths]
+    found = [Case(f"{depth} layers", functools.partial(peak, context, depth, peaks), 90) for depth in depths]
     return [*found[:2], Case("three lengths in turn", functools.partial(lengths, context), 30), *found[2:]]
 
 
@@ -50,7 +50,7 @@ def peak(context: Context, depth: int, peaks: dict[int, int], report: Report) ->
 def lengths(context: Context, report: Report) -> None:
     """Batches of three lengths, twice: buffers of a length that was there before are used again."""
     size = size_of(context)
-    size = replace(size, tokens=4 * size.tokens, layers=8 if context.on_gpu else 4)
+    size = replace(size, tokens=4 * size.tokens, layers=8 if context.on_gpu else 2)
     model = build(Encoder, size)
     precision = {"precision": "bf16"}
     compiled = Compiled(model, {**device_options(context), "micro_batches": 4, **precision}, stand_in(context))

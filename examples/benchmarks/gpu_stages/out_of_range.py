@@ -5,11 +5,11 @@ import sys
 
 import torch
 
-from .checkout import import_package
+from .checkout import find_package
 
 
 def main() -> None:
-    import_package()
+    find_package()
     import l2l_compile.backend
 
     from .transformer import Decoder, Size, build, token_batch

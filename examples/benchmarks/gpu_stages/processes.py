@@ -26,7 +26,7 @@ ENDING = 12.0  # seconds that a process may take to end after its last case
 class Stage:
     """A stage of the script.
 
-    seconds   its share of nine minutes
+    seconds   its share of the time, beside the start of its process
     command   what runs it; `--journal`, `--until` and `--shard` are appended
     workers   processes at once, each with a share of the cases
     """

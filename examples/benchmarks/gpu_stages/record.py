@@ -63,22 +63,24 @@ class Record:
         old.unlink(missing_ok=True)
 
 
-def share(stage: Stage, later: Sequence[Stage], left: float, scale: float) -> float:
+def share(stage: Stage, later: Sequence[Stage], left: float) -> float:
     """Seconds for a stage of the `left` ones that it has together with those behind it.
 
-    The start of a process costs the same however short the run is; what a stage does not need goes to those behind it.
+    The start of a process costs the same however short the run is. What a stage does not need goes to those behind it, in
+    proportion.
     """
-    weights = [START + scale * each.seconds for each in (stage, *later)]
-    return left * weights[0] / sum(weights)
+    starts = START * (1 + len(later))
+    if left <= starts:
+        return left / (1 + len(later))
+    return START + (left - starts) * stage.seconds / sum(each.seconds for each in (stage, *later))
 
 
 def run_stages(
-    stages: Sequence[Stage], seconds: float, record: Record, full: float, heard: Callable[[Row], None] = lambda row: None,
+    stages: Sequence[Stage], seconds: float, record: Record, heard: Callable[[Row], None] = lambda row: None,
     ended: Callable[[str, Record], None] = lambda name, record: None,
 ) -> None:
     """Run stages one after the other, all within `seconds`; the record is written after each and while it runs.
 
-    full   seconds for which the shares of the stages are meant
     heard, ended   called with each row, and with the name of a stage that is over
     """
     end = time.time() + seconds - RESERVE
@@ -87,7 +89,7 @@ def run_stages(
     with tempfile.TemporaryDirectory(prefix="gpu-stages-") as folder:
         for index, stage in enumerate(stages):
             start = time.time()
-            allotted = share(stage, stages[index + 1 :], max(end - start, 0.0), seconds / full)
+            allotted = share(stage, stages[index + 1 :], max(end - start, 0.0))
             entry = record.stages[stage.name]
             entry.update(status="running", allotted=round(allotted, 1))
             processes = run_stage(stage, start + allotted, Path(folder), _listener(record, entry, heard))
