@@ -23,6 +23,7 @@ class _Thread(Lane):
     def __init__(self, name: str, delay: float, seed: int):
         self._work: queue.SimpleQueue = queue.SimpleQueue()
         self._failed: BaseException | None = None
+        self.failed_at = 0.0
         self._delay, self._random = delay, random.Random(seed)
         threading.Thread(target=self._loop, name=f"l2l-{name}", daemon=True).start()
 
@@ -55,7 +56,7 @@ class _Thread(Lane):
                     with torch.no_grad():
                         work()
             except BaseException as error:  # noqa: BLE001 - handed to the caller by synchronize
-                self._failed = error
+                self._failed, self.failed_at = error, time.monotonic()
 
 
 class ThreadedDevice(Device):
@@ -86,6 +87,17 @@ class ThreadedDevice(Device):
         host = self._pool.empty(tensor.shape, tensor.dtype, "a tensor from the device").copy_(tensor)
         self._pool.reads(host, self.lanes["d2h"].record())
         return host
+
+    def synchronize(self) -> None:
+        """Raises what failed first: lanes that read what another lane could not make fail as well."""
+        failures = []
+        for lane in self.lanes.values():
+            try:
+                lane.synchronize()
+            except BaseException as error:  # noqa: BLE001 - one of them is raised
+                failures.append((lane, error))
+        if failures:
+            raise min(failures, key=lambda failure: failure[0].failed_at)[1]
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         self.ledger.hold(tensors)
