@@ -31,7 +31,7 @@ MOST_WORKERS = 5  # each holds a CUDA context of half a gigabyte
 
 # seconds of nine minutes on a GPU, and of two on a CPU
 SHARES = {"machine": 10, "parity": 100, "memory": 60, "races": 40, "copies": 25, "speed": 200, "faults": 30, "paper": 75}
-ON_CPU = {"machine": 2, "parity": 24, "memory": 12, "races": 16, "copies": 3, "speed": 6, "faults": 14, "paper": 7}
+ON_CPU = {"machine": 4, "parity": 22, "memory": 12, "races": 16, "copies": 3, "speed": 6, "faults": 14, "paper": 7}
 
 
 def stages(names: list[str], device: str) -> list[Stage]:
@@ -40,7 +40,7 @@ def stages(names: list[str], device: str) -> list[Stage]:
     command = (sys.executable, "-u", "-m", "gpu_stages")
     workers = max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // CORES_A_WORKER))
     return [
-        Stage(name, shares[name], (*command, name, "--device", device), workers if name == "parity" else 1)
+        Stage(name, shares[name], (*command, name, "--device", device), workers if name == "parity" else 1, early=True)
         for name in shares if name in names
     ]
 

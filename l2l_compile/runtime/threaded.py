@@ -5,6 +5,7 @@ value before it is there finds an empty box, and one that reads it after its rel
 """
 from __future__ import annotations
 
+import contextlib
 import queue
 import random
 import threading
@@ -20,10 +21,12 @@ from .staging import Staging
 
 
 class _Thread(Lane):
-    def __init__(self, name: str, delay: float, seed: int):
+    """Notes what fails in `failures`, which all lanes of a device share."""
+
+    def __init__(self, name: str, delay: float, seed: int, failures: list[BaseException]):
         self._work: queue.SimpleQueue = queue.SimpleQueue()
         self._failed: BaseException | None = None
-        self.failed_at = 0.0
+        self._failures = failures
         self._delay, self._random = delay, random.Random(seed)
         threading.Thread(target=self._loop, name=f"l2l-{name}", daemon=True).start()
 
@@ -56,7 +59,8 @@ class _Thread(Lane):
                     with torch.no_grad():
                         work()
             except BaseException as error:  # noqa: BLE001 - handed to the caller by synchronize
-                self._failed, self.failed_at = error, time.monotonic()
+                self._failed = error
+                self._failures.append(error)
 
 
 class ThreadedDevice(Device):
@@ -68,7 +72,8 @@ class ThreadedDevice(Device):
         self.pinned = PinnedMemory(pinned_memory, self.locked.__setitem__, self.locked.__delitem__)
         self._staging = Staging(self.pinned, lambda: None, threading.Event.wait)  # a copy of a lane's thread is done at once
         self._pool = Pool(self.pinned, threading.Event.is_set)
-        self.lanes = {name: _Thread(name, delay, seed + i) for i, name in enumerate(LANES)}
+        self._failures: list[BaseException] = []
+        self.lanes = {name: _Thread(name, delay, seed + i, self._failures) for i, name in enumerate(LANES)}
         self.ledger = Ledger()
         self._slabs: list[torch.Tensor] = []
 
@@ -90,14 +95,16 @@ class ThreadedDevice(Device):
 
     def synchronize(self) -> None:
         """Raises what failed first: lanes that read what another lane could not make fail as well."""
-        failures = []
         for lane in self.lanes.values():
-            try:
+            with contextlib.suppress(BaseException):
                 lane.synchronize()
-            except BaseException as error:  # noqa: BLE001 - one of them is raised
-                failures.append((lane, error))
-        if failures:
-            raise min(failures, key=lambda failure: failure[0].failed_at)[1]
+        first, self._failures[:] = self._failures[:1], []
+        if first:
+            raise first[0]
+
+    def recover(self) -> None:
+        super().recover()
+        self._failures.clear()
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         self.ledger.hold(tensors)

@@ -1,6 +1,8 @@
 """One process of a stage; `gpu.py` starts it.
 
-    python -m gpu_stages parity --journal FILE --until 1790000000 --shard 0/4
+    python -m gpu_stages parity --journal FILE --go FILE --shard 0/4
+
+It imports what it needs, and begins when the file `--go` is there. That says until when it may run, by `time.time()`.
 """
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import argparse
 import importlib
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -20,7 +23,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("stage")
     parser.add_argument("--journal", type=Path, required=True, help="where figures go, a JSON line each")
-    parser.add_argument("--until", type=float, required=True, help="end of the stage's time, seconds since 1970")
+    parser.add_argument("--go", type=Path, required=True, help="a file with the end of the stage's time, seconds since 1970")
     parser.add_argument("--shard", default="0/1", help="i/n: cases i, i + n, i + 2 n, ...")
     parser.add_argument("--device", default="auto", help="cpu or cuda; auto takes a GPU if there is one")
     options = parser.parse_args()
@@ -33,11 +36,24 @@ def main() -> int:
 
     warnings.filterwarnings("ignore")
     find_package()
-    name = options.device if options.device != "auto" else "cuda:0" if torch.cuda.is_available() else "cpu"
-    context = Context(options.stage, torch.device(name), options.until, Journal(options.journal))
-    index, count = map(int, options.shard.split("/"))
     module = importlib.import_module(f"gpu_stages.{options.stage}")
+    if hasattr(module, "prepare"):
+        module.prepare()
+    until = wait_for(options.go)
+    name = options.device if options.device != "auto" else "cuda:0" if torch.cuda.is_available() else "cpu"
+    context = Context(options.stage, torch.device(name), until, Journal(options.journal))
+    index, count = map(int, options.shard.split("/"))
     return run_cases(context, module.cases(context)[index::count], options.journal)
+
+
+def wait_for(path: Path) -> float:
+    """What the file says, once it is there. Ends the process where that of the script has ended."""
+    parent = os.getppid()
+    while not path.exists():
+        if os.getppid() != parent:
+            sys.exit("the script has ended")
+        time.sleep(0.02)
+    return float(path.read_text())
 
 
 if __name__ == "__main__":

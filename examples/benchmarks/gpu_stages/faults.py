@@ -19,10 +19,13 @@ from l2l_compile.runtime.device import Device, Lane
 
 from .cases import Case, Context, Report
 from .lanes import Around, Work, restore
-from .training import Compiled, device_options, stand_in
+from .training import Compiled, device_options, stand_in, warm_up
 from .transformer import Decoder, Size, build, token_batch
 
 ENDS_WITHIN = 30.0  # seconds for a process that meets a token out of range, its start included
+
+
+prepare = warm_up
 
 
 def cases(context: Context) -> list[Case]:

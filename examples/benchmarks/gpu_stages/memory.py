@@ -8,10 +8,13 @@ from pathlib import Path
 import torch
 
 from .cases import Case, Context, Report, Unfit
-from .training import Compiled, device_options, stand_in
+from .training import Compiled, device_options, stand_in, warm_up
 from .transformer import BERT_LARGE, Encoder, Size, build, token_batch
 
 MOST = 1.01  # the largest peak over the smallest
+
+
+prepare = warm_up
 
 
 def cases(context: Context) -> list[Case]:

@@ -12,8 +12,11 @@ import torch
 from .cases import Case, Context, Report, Unfit
 from .memory import available_bytes
 from .speed import TIMED, WARM
-from .training import Compiled, device_options, reference_kernels, stand_in
+from .training import Compiled, device_options, reference_kernels, stand_in, warm_up
 from .transformer import BERT_LARGE, Encoder, Size, build, token_batch
+
+
+prepare = warm_up
 
 
 def cases(context: Context) -> list[Case]:

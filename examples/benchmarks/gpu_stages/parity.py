@@ -17,7 +17,7 @@ from .cases import Case, Context, Report
 from .parity_questions import questions
 from .settings import Setting, settings
 from .training import (
-    Batch, Compiled, adamw, device_options, distance, loss_of, moved, reference_kernels, relative, stand_in,
+    Batch, Compiled, adamw, device_options, distance, loss_of, moved, reference_kernels, relative, stand_in, warm_up,
 )
 from .zoo import SPECS, Spec, batch, made
 
@@ -25,6 +25,13 @@ STEPS = 3
 MOST = {"fp64": 1e-10, "fp32": 1e-4}
 MOST_RATIO = 1.5  # the error in 16 bits over that of autocast
 _NAMES = {spec.name: spec for spec in SPECS}
+
+
+def prepare() -> None:
+    """Import the models and what a first step needs."""
+    for spec in SPECS:
+        spec.make()
+    warm_up()
 
 
 def cases(context: Context) -> list[Case]:

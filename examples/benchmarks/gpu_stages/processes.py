@@ -27,29 +27,32 @@ class Stage:
     """A stage of the script.
 
     seconds   its share of the time, beside the start of its process
-    command   what runs it; `--journal`, `--until` and `--shard` are appended
+    command   what runs it; `--journal`, `--go` and `--shard` are appended
     workers   processes at once, each with a share of the cases
+    early     whether its processes may be started while the stage before it runs: they import what they need, and wait for
+              the file `--go`, which says until when they may run
     """
 
     name: str
     seconds: float
     command: tuple[str, ...]
     workers: int = 1
+    early: bool = False
 
 
 @dataclass
 class Process:
     """One of a stage's processes, started again while there are cases that it has not begun.
 
-    status   "running", then "done", "crash", "hang" or "out of time"
+    status   "waiting", "running", then "done", "crash", "hang" or "out of time"
     rows     that it has written, and those that are added for what it could not write
     """
 
     stage: Stage
     index: int
     journal: Path
-    until: float
-    status: str = "running"
+    until: float = 0.0
+    status: str = "waiting"
     starts: int = 0
     rows: list[Row] = field(default_factory=list)
     _output: deque = field(default_factory=lambda: deque(maxlen=TAIL))
@@ -62,15 +65,28 @@ class Process:
     _begun_at_start: int = 0
 
     def start(self) -> None:
-        """Begin, or go on behind the last case that was begun."""
+        """Start the process, which waits for `go`."""
         shard = f"{self.index}/{self.stage.workers}"
-        command = [*self.stage.command, "--journal", str(self.journal), "--until", f"{self.until - 1.0:.3f}", "--shard", shard]
+        command = [*self.stage.command, "--journal", str(self.journal), "--go", str(self._go_file), "--shard", shard]
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
         )
         os.set_blocking(self._process.stdout.fileno(), False)
         self.starts += 1
+
+    @property
+    def _go_file(self) -> Path:
+        return self.journal.with_suffix(".go")
+
+    def go(self, until: float) -> None:
+        """Let it begin, or go on behind the last case that was begun; it is to end before `until` (by `time.time()`)."""
+        if self.starts == 0:
+            self.start()
+        self.until, self.status = until, "running"
         self._last, self._begun_at_start = time.time(), len(self._begun)
+        beside = self._go_file.with_suffix(".part")
+        beside.write_text(f"{until - 1.0:.3f}")
+        beside.rename(self._go_file)
 
     @property
     def tail(self) -> str:
@@ -103,6 +119,9 @@ class Process:
         """Kill it, whatever it does."""
         if self.status == "running":
             self._overdue()
+        elif self.status == "waiting" and self.starts:
+            self._kill()
+            self._process.stdout.close()
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError, ValueError):
@@ -173,6 +192,7 @@ class Process:
         if progress and left and self.until - time.time() > WORTH_A_START:
             self._process.stdout.close()
             self.start()
+            self.go(self.until)
         else:
             self._settle(status)
 
@@ -196,12 +216,19 @@ class Process:
         return " / ".join(self.tail.strip().splitlines()[-4:])[-600:]
 
 
-def run_stage(stage: Stage, until: float, folder: Path, heard: Callable[[Sequence[Row]], None]) -> list[Process]:
+def processes_of(stage: Stage, folder: Path) -> list[Process]:
+    """The processes of a stage, started if that may be early."""
+    found = [Process(stage, i, folder / f"{stage.name}.{i}.jsonl") for i in range(stage.workers)]
+    for process in found if stage.early else ():
+        process.start()
+    return found
+
+
+def run_stage(found: Sequence[Process], until: float, heard: Callable[[Sequence[Row]], None]) -> None:
     """Run the processes of a stage until they are done or `until` (by `time.time()`) has come; all are ended then."""
-    found = [Process(stage, i, folder / f"{stage.name}.{i}.jsonl", until) for i in range(stage.workers)]
     try:
         for process in found:
-            process.start()
+            process.go(until)
         while any(process.status == "running" for process in found):
             for process in found:
                 process.poll()
@@ -211,4 +238,3 @@ def run_stage(stage: Stage, until: float, folder: Path, heard: Callable[[Sequenc
         for process in found:
             process.stop()
             heard(process.news())
-    return found

@@ -15,7 +15,7 @@ from l2l_compile.runtime.device import LANES, Device
 
 from .cases import Case, Context, Report
 from .lanes import PoisoningCuda, one_after_the_other, pause, restore, slow_down
-from .training import Compiled, device_options, stand_in
+from .training import Compiled, device_options, stand_in, warm_up
 from .transformer import Encoder, Size, build, token_batch
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -35,6 +35,9 @@ class WithLogits(Encoder):
             x = layer(x)
         logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+prepare = warm_up
 
 
 def cases(context: Context) -> list[Case]:

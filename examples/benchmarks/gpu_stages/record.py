@@ -1,6 +1,7 @@
 """All stages: their shares of the time, and one JSON file that is whole at every moment."""
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -12,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from .checkout import ROOT
-from .processes import Process, Stage, run_stage
+from .processes import Process, Stage, processes_of, run_stage
 from .rows import Row, plain
 
-START = 6.0  # seconds that a process needs to import PyTorch and the package
+START = 4.0  # seconds beside its share: what a process needs to begin
 RESERVE = 4.0  # seconds to kill what does not end, and for the table
 EVERY = 2.0  # seconds between writes while a stage runs
 
@@ -86,13 +87,22 @@ def run_stages(
     end = time.time() + seconds - RESERVE
     record.stages = {stage.name: {"status": "not started", "rows": []} for stage in stages}
     record.save()
-    with tempfile.TemporaryDirectory(prefix="gpu-stages-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gpu-stages-") as folder, contextlib.ExitStack() as at_end:
+        at_end.callback(record.save)
+
+        def prepared(index: int) -> list[Process]:
+            found = processes_of(stages[index], Path(folder)) if index < len(stages) else []
+            for process in found:
+                at_end.callback(process.stop)
+            return found
+
+        coming = prepared(0)
         for index, stage in enumerate(stages):
-            start = time.time()
+            start, processes, coming = time.time(), coming, prepared(index + 1)
             allotted = share(stage, stages[index + 1 :], max(end - start, 0.0))
             entry = record.stages[stage.name]
             entry.update(status="running", allotted=round(allotted, 1))
-            processes = run_stage(stage, start + allotted, Path(folder), _listener(record, entry, heard))
+            run_stage(processes, start + allotted, _listener(record, entry, heard))
             entry.update(_outcome(processes), seconds=round(time.time() - start, 1))
             record.save()
             ended(stage.name, record)

@@ -17,7 +17,7 @@ import torch
 
 from .cases import Case, Context, Report, Unfit
 from .lanes import Timeline
-from .training import Compiled, device_options, reference_kernels, stand_in
+from .training import Compiled, device_options, reference_kernels, stand_in, warm_up
 from .timeline_report import tell_lanes
 from .transformer import LLAMA_8B_WIDTH, Decoder, Size, build, token_batch
 
@@ -41,6 +41,9 @@ def load(context: Context) -> Load:
     if context.on_gpu:
         return Load(LLAMA_8B_WIDTH, 32, 8)
     return Load(Size(layers=3, hidden=64, intermediate=128, heads=4, groups=2, vocabulary=256, tokens=16), 8, 4)
+
+
+prepare = warm_up
 
 
 def cases(context: Context) -> list[Case]:

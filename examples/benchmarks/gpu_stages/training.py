@@ -91,3 +91,11 @@ def distance(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """The norm of the difference of all tensors together, over that of the expected ones."""
     pairs = [(a.detach().cpu().double(), e.detach().cpu().double()) for a, e in zip(actual, expected, strict=True)]
     return (sum((a - e).square().sum() for a, e in pairs) / sum(e.square().sum() for _, e in pairs)).sqrt().item()
+
+
+def warm_up() -> None:
+    """Have Dynamo and the package import what a first step needs, on the host: called before a stage has its time."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    compiled = Compiled(model, {"device": "cpu", "block_compiler": "eager", "micro_batches": 2})
+    compiled(torch.ones(4, 4)).sum().backward()
+    torch._dynamo.reset()
