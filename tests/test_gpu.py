@@ -15,7 +15,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "benchmarks"))
 cases = importlib.import_module("gpu_stages.cases")
 parity = importlib.import_module("gpu_stages.parity")
-questions = importlib.import_module("gpu_stages.parity_questions")
 rows = importlib.import_module("gpu_stages.rows")
 sys.path.pop(0)
 

@@ -83,6 +83,7 @@ class Case:
     seconds   the most that it may take before it counts as hanging; None: the rest of the stage's time
     alone     in a process of its own
     gpu       whether it needs a GPU
+    needs     bytes of the host's memory: where cases before it have left less, it gets a new process
     """
 
     name: str
@@ -90,6 +91,7 @@ class Case:
     seconds: float | None = None
     alone: bool = False
     gpu: bool = False
+    needs: int = 0
 
 
 def run_cases(context: Context, cases: Sequence[Case], path: Path) -> int:
@@ -104,7 +106,7 @@ def run_cases(context: Context, cases: Sequence[Case], path: Path) -> int:
             continue
         if context.left <= 0:
             return 0
-        if case.alone and not fresh:
+        if not fresh and (case.alone or case.needs > available_bytes()):
             return RESTART
         alive = _run_case(context, case)
         fresh = False
@@ -148,10 +150,18 @@ def _tidy(context: Context) -> bool:
 
 def described(error: BaseException) -> str:
     """The text of an error, its notes, and the innermost frames."""
-    text = " ".join(str(error).split())[:600]
+    text = " ".join(str(error).split("Set TORCHDYNAMO_VERBOSE")[0].split())[:600]
     notes = "; ".join(getattr(error, "__notes__", ()))
     frames = traceback.extract_tb(error.__traceback__)
     where = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-6:]))
     cause = error.__cause__ or error.__context__
     because = f" | from {type(cause).__name__}: {' '.join(str(cause).split())[:300]}" if cause is not None else ""
     return f"{text}{' (' + notes + ')' if notes else ''} | at {where}{because}"
+
+
+def available_bytes() -> int:
+    """Memory of the host that can be had."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -3,11 +3,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from .cases import Case, Context, Report, Unfit
+from .cases import Case, Context, Report, Unfit, available_bytes
 from .training import Compiled, device_options, stand_in, warm_up
 from .transformer import BERT_LARGE, Encoder, Size, build, token_batch
 
@@ -66,11 +65,3 @@ def lengths(context: Context, report: Report) -> None:
             report.fact(f"page-locked after length {tokens}, turn {turn}", pinned, "bytes")
         found.append(pinned)
     report("page-locked after turn 2 over turn 1", found[1] / max(found[0], 1), most=1.0, should="1: no more than after the first turn")
-
-
-def available_bytes() -> int:
-    """Memory of the host that can be had."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable"):
-            return int(line.split()[1]) * 1024
-    return 0

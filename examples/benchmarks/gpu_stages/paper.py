@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from .cases import Case, Context, Report, Unfit
-from .memory import available_bytes
+from .cases import Case, Context, Report, Unfit, available_bytes
 from .speed import TIMED, WARM
 from .training import Compiled, device_options, reference_kernels, stand_in, warm_up
 from .transformer import BERT_LARGE, Encoder, Size, build, token_batch

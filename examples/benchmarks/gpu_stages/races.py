@@ -15,7 +15,7 @@ from l2l_compile.runtime.device import LANES, Device
 
 from .cases import Case, Context, Report
 from .lanes import PoisoningCuda, one_after_the_other, pause, restore, slow_down
-from .training import Compiled, device_options, stand_in, warm_up
+from .training import Compiled, device_options, one_order_of_sums, stand_in, warm_up
 from .transformer import Encoder, Size, build, token_batch
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -41,9 +41,7 @@ prepare = warm_up
 
 
 def cases(context: Context) -> list[Case]:
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    one_order_of_sums()
     bound = lambda work, *more: functools.partial(work, context, *more)  # noqa: E731
     found = [Case(name, bound(races, options), 40) for name, options in SETTINGS.items()]
     found = [found[0], Case("deterministic mode", bound(deterministic), 40), *found[1:]]

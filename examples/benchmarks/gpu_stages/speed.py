@@ -22,6 +22,7 @@ from .timeline_report import tell_lanes
 from .transformer import LLAMA_8B_WIDTH, Decoder, Size, build, token_batch
 
 WARM, TIMED = 2, 3
+NEEDS = 64 << 30  # bytes of the host for 2.8 G parameters: weights, gradients, AdamW's state, and what crosses the link
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ prepare = warm_up
 
 
 def cases(context: Context) -> list[Case]:
-    """Most important first; each model has the memory for itself, in a process of its own on a GPU."""
+    """Most important first."""
     whole = load(context)
     eighth = replace(whole, rows=max(whole.rows // 8, 1), micro_batches=max(whole.micro_batches // 8, 1))
     streamed = lambda on=whole, **options: functools.partial(stream, context, on, options)  # noqa: E731
@@ -69,7 +70,8 @@ def cases(context: Context) -> list[Case]:
         ("resident, fp32, an eighth of the batch", rival(resident, eighth, dtype=None), False),
     ]
     found = found if context.on_gpu else [found[0], found[1], found[4]]
-    return [Case(name, work, 120 if context.on_gpu else 30, alone=context.on_gpu, gpu=gpu) for name, work, gpu in found]
+    seconds, needs = (120, NEEDS) if context.on_gpu else (30, 0)
+    return [Case(name, work, seconds, alone=gpu, gpu=gpu, needs=needs) for name, work, gpu in found]
 
 
 def stream(context: Context, on: Load, options: dict[str, Any], report: Report) -> None:

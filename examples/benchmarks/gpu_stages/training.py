@@ -76,6 +76,13 @@ def reference_kernels() -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
+def one_order_of_sums() -> None:
+    """Attention runs in PyTorch's plain kernels: the others sum in whatever order blocks end, so that bits change from run to run."""
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def adamw(model: torch.nn.Module, **more: Any) -> torch.optim.AdamW:
     """An `eps` above the rounding of a gradient that is zero: without it such entries move by the learning rate, either way."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4, **more)
