@@ -27,20 +27,21 @@ from gpu_stages.rows import Row  # noqa: E402
 from gpu_stages.table import shown, table, value_of  # noqa: E402
 
 CORES_A_WORKER = 3
-MOST_WORKERS = 5  # each holds a CUDA context of half a gigabyte
+# cases of parity are small and many; the deepest model of memory is captured while the others run
+WORKERS = {"parity": 5, "memory": 2}
 
 # seconds of nine minutes on a GPU, and of two on a CPU
 SHARES = {"machine": 10, "parity": 100, "memory": 60, "races": 40, "copies": 25, "speed": 200, "faults": 30, "paper": 75}
-ON_CPU = {"machine": 4, "parity": 22, "memory": 12, "races": 16, "copies": 3, "speed": 6, "faults": 14, "paper": 7}
+ON_CPU = {"machine": 8, "parity": 20, "memory": 12, "races": 14, "copies": 3, "speed": 8, "faults": 14, "paper": 5}
 
 
 def stages(names: list[str], device: str) -> list[Stage]:
-    """The stages in their order; cases of parity are small and many, so several processes share them."""
+    """The stages in their order, with the processes that the cores allow."""
     shares = SHARES if seems_to_have_gpu(device) else ON_CPU
     command = (sys.executable, "-u", "-m", "gpu_stages")
-    workers = max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // CORES_A_WORKER))
+    most = max(1, len(os.sched_getaffinity(0)) // CORES_A_WORKER)
     return [
-        Stage(name, shares[name], (*command, name, "--device", device), workers if name == "parity" else 1, early=True)
+        Stage(name, shares[name], (*command, name, "--device", device), min(most, WORKERS.get(name, 1)), early=True)
         for name in shares if name in names
     ]
 
@@ -63,7 +64,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="the whole ends within it (default: 9)")
     parser.add_argument("--only", nargs="+", choices=list(SHARES), default=list(SHARES), metavar="STAGE", help=", ".join(SHARES))
     parser.add_argument("--device", default="auto", help="cpu or cuda; auto takes a GPU if there is one")
-    parser.add_argument("--json", type=Path, help="where the figures go (default: examples/benchmarks/runs/gpu-<date>-<device>.json on a GPU, runs/gpu.json else)")
+    parser.add_argument("--json", type=Path, help="where the figures go (default: runs/gpu.json; of a GPU beside this script, runs/gpu-<date>-<device>.json)")
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the stages are ended on the way out

@@ -57,7 +57,8 @@ def copies(context: Context, size: int, report: Report) -> None:
         if kind == "pinned":
             seconds = median(context, both)
             report.fact(f"{kind} both at once, in all", 2 * count / seconds / 1e9, "GB/s", should="near the sum of both")
-            report("both at once over the slower alone", seconds / max(one_way.values()), most=1.5, should="1: they do not share; 2 is one after the other")
+            ratio = seconds / max(one_way.values())
+            report("both at once over the slower alone", ratio, most=1.5, should="1: they do not share; 2 is one after the other")
 
 
 def page_locking(context: Context, report: Report) -> None:
@@ -99,8 +100,9 @@ def host_copies(context: Context, report: Report) -> None:
     threads = torch.get_num_threads()
     for chosen in dict.fromkeys((1, threads)):
         torch.set_num_threads(chosen)
-        report.fact(f"copy, {chosen} threads", count / median(context, lambda: target.copy_(source)) / 1e9, "GB/s read", should="above the link's, or staging is slower than the link")
-        report.fact(f"fp32 to bf16, {chosen} threads", count / median(context, lambda: narrow.copy_(wide)) / 1e9, "GB/s read")
+        copied, cast = median(context, lambda: target.copy_(source)), median(context, lambda: narrow.copy_(wide))
+        report.fact(f"copy, {chosen} threads", count / copied / 1e9, "GB/s read", should="above the link's, or staging is the slower one")
+        report.fact(f"fp32 to bf16, {chosen} threads", count / cast / 1e9, "GB/s read")
     torch.set_num_threads(threads)
 
 

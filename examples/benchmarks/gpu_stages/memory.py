@@ -17,10 +17,10 @@ prepare = warm_up
 
 
 def cases(context: Context) -> list[Case]:
-    depths = (24, 96, 384) if context.on_gpu else (4, 12)
-    peaks: dict[int, int] = {}
-    found = [Case(f"{depth} layers", functools.partial(peak, context, depth, peaks), 90) for depth in depths]
-    return [*found[:2], Case("three lengths in turn", functools.partial(lengths, context), 30), *found[2:]]
+    """Capturing 384 layers takes as long as all the rest: on a GPU, a second process begins with it."""
+    of = lambda depth: Case(f"{depth} layers", functools.partial(peak, context, depth), 110)  # noqa: E731
+    turns = Case("three lengths in turn", functools.partial(lengths, context), 40)
+    return [of(24), of(384), of(96), turns] if context.on_gpu else [of(4), of(12), turns]
 
 
 def size_of(context: Context) -> Size:
@@ -30,7 +30,7 @@ def size_of(context: Context) -> Size:
     return Size(layers=4, hidden=64, intermediate=256, heads=4, groups=4, vocabulary=96, tokens=16)
 
 
-def peak(context: Context, depth: int, peaks: dict[int, int], report: Report) -> None:
+def peak(context: Context, depth: int, report: Report) -> None:
     """Peak of the first step. Parameters are bf16 on a GPU: 384 layers are 9.7 GB, and as much of gradients."""
     size = replace(size_of(context), layers=depth)
     dtype = torch.bfloat16 if context.on_gpu else torch.float32
@@ -41,12 +41,20 @@ def peak(context: Context, depth: int, peaks: dict[int, int], report: Report) ->
     held = torch.cuda.memory_allocated(context.device) if context.on_gpu else 0
     compiled = Compiled(model, {**device_options(context), "micro_batches": 4, "stash": "host"})
     seconds = context.seconds(lambda: compiled(**token_batch(size, 32 if context.on_gpu else 8)).backward())
-    peaks[depth] = compiled.stats.peak_device_bytes - held
+    peaks = noted(context, depth, compiled.stats.peak_device_bytes - held)
     parameters = sum(p.numel() for p in model.parameters())
     report.fact("peak of device memory", peaks[depth], "bytes", note=f"{held} bytes were there before")
     report.fact("parameters", parameters)
     report.fact("first step, with capture", seconds, "s")
     report("largest peak over the smallest so far", max(peaks.values()) / min(peaks.values()), most=MOST, note=f"depths {sorted(peaks)}")
+
+
+def noted(context: Context, depth: int, value: int) -> dict[int, int]:
+    """The peaks by depth that the processes of this stage know so far, with this one."""
+    path = context.journal.path.parent / "peaks"
+    with path.open("a") as file:
+        file.write(f"{depth} {value}\n")
+    return {int(d): int(v) for d, v in (line.split() for line in path.read_text().splitlines())}
 
 
 def lengths(context: Context, report: Report) -> None:
@@ -64,4 +72,4 @@ def lengths(context: Context, report: Report) -> None:
             pinned = compiled.device.pinned.used
             report.fact(f"page-locked after length {tokens}, turn {turn}", pinned, "bytes")
         found.append(pinned)
-    report("page-locked after turn 2 over turn 1", found[1] / max(found[0], 1), most=1.0, should="1: no more than after the first turn")
+    report("page-locked after turn 2 over turn 1", found[1] / max(found[0], 1), most=1.1, should="1, but for buffers that happen to be in use at once")

@@ -104,18 +104,22 @@ def races(context: Context, options: dict[str, Any], report: Report) -> None:
 def tell(report: Report, name: str, found: list[torch.Tensor], expected: list[torch.Tensor], why: str) -> None:
     differ = [i for i, (f, e) in enumerate(zip(found, expected, strict=True)) if not torch.equal(f, e)]
     bad = sum(not bool(f.isfinite().all()) for f in found)
-    report(f"{name}: tensors that differ", len(differ), most=0, should=f"0 of {len(found)}; {why}", note=f"the first is number {differ[:1]}; {bad} are not finite")
+    note = f"the first is number {differ[:1]}; {bad} are not finite"
+    report(f"{name}: tensors that differ", len(differ), most=0, should=f"0 of {len(found)}; {why}", note=note)
 
 
 def deterministic(context: Context, report: Report) -> None:
     """`torch.use_deterministic_algorithms(True)` fills new memory: that of the slabs on the compute lane, which is late here."""
-    expected = Subject(context, {}).run()
-    torch._dynamo.reset()
     torch.use_deterministic_algorithms(True)
     try:
+        reference = Subject(context, {})
+        one_after_the_other(reference.device)
+        reference.run()
+        expected = reference.run()
+        torch._dynamo.reset()
         subject = Subject(context, {})
         subject.device.lanes["compute"].run(lambda: pause(subject.device, 50))
-        tell(report, "deterministic mode, new slabs", subject.run(), expected, "the mode changes no number here")
-        tell(report, "deterministic mode, again", subject.run(), expected, "the mode changes no number here")
+        tell(report, "deterministic mode, new slabs", subject.run(), expected, "another number is a race")
+        tell(report, "deterministic mode, again", subject.run(), expected, "another number is a race")
     finally:
         torch.use_deterministic_algorithms(False)

@@ -63,6 +63,7 @@ class Journal:
     """A file of JSON lines, one a fact: what is planned, what begins, a row, what ends. Lines are on disk when `write` returns."""
 
     def __init__(self, path: Path):
+        self.path = path
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, kind: str, content: Any) -> None:
