@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE))
 
 from gpu_stages.processes import Stage  # noqa: E402
 from gpu_stages.record import Record, run_stages  # noqa: E402
-from gpu_stages.rows import Row  # noqa: E402
+from gpu_stages.rows import HOST_GB, Row  # noqa: E402
 from gpu_stages.table import shown, table, value_of  # noqa: E402
 
 CORES_A_WORKER = 3
@@ -65,7 +65,10 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(SHARES), default=list(SHARES), metavar="STAGE", help=", ".join(SHARES))
     parser.add_argument("--device", default="auto", help="cpu or cuda; auto takes a GPU if there is one")
     parser.add_argument("--json", type=Path, help="where the figures go (default: runs/gpu.json; of a GPU beside this script, runs/gpu-<date>-<device>.json)")
+    parser.add_argument("--host-gb", type=float, help="memory of the host, where it grows as it is used (default: what is free)")
     options = parser.parse_args()
+    if options.host_gb is not None:
+        os.environ[HOST_GB] = str(options.host_gb)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the stages are ended on the way out
 

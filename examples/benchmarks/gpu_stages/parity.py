@@ -38,7 +38,7 @@ def cases(context: Context) -> list[Case]:
     """As many settings as cover all pairs, the questions in between, then the other settings."""
     reference_kernels()
     grid = [
-        Case(str(setting), functools.partial(compare, context, setting, index), 60)
+        Case(str(setting), functools.partial(compare, context, setting, index), 60 if context.on_gpu else 180)
         for index, setting in enumerate(settings(list(_NAMES)))
     ]
     asked = questions(context)

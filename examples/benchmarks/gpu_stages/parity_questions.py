@@ -43,7 +43,8 @@ def questions(context: Context) -> list[Case]:
         Case("llama as transformers has it, fp64", bound(language, llama)),
         Case("inductor: " + INDUCTOR[2], bound(inductor, INDUCTOR[2])),
     ]
-    return [Case(case.name, case.work, 60) for case in found]
+    seconds = 60 if context.on_gpu else 180
+    return [Case(case.name, case.work, 110 if case.name.startswith("inductor") else seconds) for case in found]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 # worst first
 VERDICTS = ("crash", "hang", "error", "off", "out of time", "not reached", "skipped", "needs a GPU", "measured", "ok")
 BAD = VERDICTS[:4]
+HOST_GB = "GPU_STAGES_HOST_GB"  # environment: memory of the host in GB, where the system does not know
 RESTART = 75  # exit status of a process: there is more to do, in a new one
 
 
