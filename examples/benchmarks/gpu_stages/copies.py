@@ -18,8 +18,8 @@ def cases(context: Context) -> list[Case]:
     return [
         *(Case(f"copies of {size} MiB", bound(copies, size), 15, gpu=True) for size in SIZES),
         Case("page-locking", bound(page_locking), 15, gpu=True),
-        Case("copies within the host", bound(host_copies), 15),
         Case("a product in bf16" if context.on_gpu else "a product in fp32", bound(product), 15),
+        Case("copies within the host", bound(host_copies), 15),
     ]
 
 

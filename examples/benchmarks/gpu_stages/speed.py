@@ -69,9 +69,9 @@ def cases(context: Context) -> list[Case]:
         ("FSDP2, an eighth of the batch", rival(sharded, eighth), True),
         ("resident, fp32, an eighth of the batch", rival(resident, eighth, dtype=None), False),
     ]
-    found = found if context.on_gpu else [found[0], found[1], found[4]]
+    found = found if context.on_gpu else [found[0], found[4], found[1]]
     seconds, needs = (120, NEEDS) if context.on_gpu else (30, 0)
-    return [Case(name, work, seconds, alone=gpu, gpu=gpu, needs=needs) for name, work, gpu in found]
+    return [Case(name, work, seconds, alone=gpu and context.on_gpu, gpu=gpu, needs=needs) for name, work, gpu in found]
 
 
 def stream(context: Context, on: Load, options: dict[str, Any], report: Report) -> None:
