@@ -7,12 +7,13 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help quickstart test bench clean
+.PHONY: help quickstart test bench gpu clean
 
 help:
 	@echo "make quickstart   train a small language model, layer by layer (about two minutes)"
 	@echo "make test         the test suite"
 	@echo "make bench        the benchmarks; figures go to runs/"
+	@echo "make gpu          nine minutes on a GPU: numbers, memory, races, speed (small sizes without one)"
 	@echo "make clean        remove the virtual environment, caches and runs"
 
 quickstart: $(READY)
@@ -26,6 +27,9 @@ bench: $(READY)
 	@failed=; for name in depth compile_time speed overhead update overlap host_memory; do \
 		$(RUN) examples/benchmarks/$$name.py || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "over the limit:$$failed"; exit 1; }
+
+gpu: $(READY)
+	$(RUN) examples/benchmarks/gpu.py --minutes 9
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .hypothesis

@@ -6,6 +6,7 @@ are further outputs, and no output shares memory with an operand or with another
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,7 +28,10 @@ _HOST = torch.device("cpu")
 
 
 class _BlockInterpreter(fx.Interpreter):
-    """Runs a block's torch-level graph with numbers for symbolic sizes, and the device for every mention of the host."""
+    """Runs a block's torch-level graph with numbers for symbolic sizes, and the device for every mention of the host.
+
+    What names no device is made on the device too (see `_interpret`).
+    """
 
     def __init__(self, block: Block, bindings: Bindings, device: torch.device):
         super().__init__(block.graph, garbage_collect_values=False)
@@ -38,6 +42,8 @@ class _BlockInterpreter(fx.Interpreter):
             return evaluate(self.sizes[args[0]], self.bindings)
         if target is torch.amp.autocast_mode._enter_autocast:
             args = (self.device.type, *args[1:])
+        if target in (torch.tensor, torch.as_tensor):  # a constant of the graph, which is on the host
+            return super().call_function(target, args, {**kwargs, "device": _HOST}).to(self.device)
         return super().call_function(target, self._move(args), self._move(kwargs))
 
     def call_method(self, target, args, kwargs):
@@ -51,7 +57,10 @@ class _BlockInterpreter(fx.Interpreter):
         if self.device.type == "cpu":
             return arguments
         swap = lambda a: self.device if isinstance(a, torch.device) and a.type == "cpu" else a  # noqa: E731
-        return torch.utils._pytree.tree_map(swap, arguments)
+        moved = torch.utils._pytree.tree_map(swap, arguments)
+        if isinstance(moved, dict) and moved.get("device") == "cpu":
+            moved = {**moved, "device": self.device}
+        return moved
 
 
 class _Writes(TorchDispatchMode):
@@ -211,8 +220,9 @@ def trace_backward(
 
 
 def _interpret(block: Block, operands: Sequence[torch.Tensor], interpreter: _BlockInterpreter) -> list:
-    enabled = block.autocast is not None
-    with torch.autocast(interpreter.device.type, dtype=block.autocast, enabled=enabled, cache_enabled=False):
+    device, enabled = interpreter.device, block.autocast is not None
+    made_there = device if device.type != "cpu" else nullcontext()  # torch.arange(n) without a device means the host
+    with torch.autocast(device.type, dtype=block.autocast, enabled=enabled, cache_enabled=False), made_there:
         return list(interpreter.run(*operands))
 
 

@@ -45,6 +45,8 @@ def _hoist(graph: fx.Graph, ahead: int) -> None:
             target = max(_first_segment(times, node) - ahead, 0)
         else:
             continue
+        if target >= len(runs):  # it is for what comes behind the last segment: a value that is only written back
+            continue
         place = runs[target]
         if times[node] > target and _defined_before(node, place, times):
             place.prepend(node)

@@ -259,6 +259,23 @@ def test_batch_norm_in_training_is_exact_whole_batch_and_the_op_is_named():
     assert int(model.layers[0].norm.num_batches_tracked) == 2
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batch_norm_with_other_prefetches(prefetch):
+    """Running statistics come back to the device behind the last segment, only to be written back."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(x)
+            return x.mean((2, 3))
+
+    assert_parity(Net().double(), rows(6, 3, 4, 4), rows(7, 3, 4, 4), prefetch=prefetch)
+
+
 def test_batch_norm_in_evaluation_is_inner_looped():
     model = Stack([Layer(norm=nn.BatchNorm1d) for _ in range(3)]).double().eval()
     step = assert_parity(model, rows(6))

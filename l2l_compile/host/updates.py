@@ -339,5 +339,6 @@ class Updates:
 
 
 def sum_of_squares(gradients: Iterable[torch.Tensor]) -> float:
-    """The sum of the squares of all entries."""
-    return sum(float(torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)).double() ** 2) for g in gradients)
+    """The sum of the squares of all entries, which are summed in float32 at least."""
+    norms = (torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients)
+    return sum(float(norm.double() ** 2) for norm in norms)

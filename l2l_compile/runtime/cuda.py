@@ -6,7 +6,10 @@ before the value is freed. So PyTorch's caching allocator never hands memory out
 """
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -48,8 +51,11 @@ class CudaDevice(Device):
         if len(self._slabs) == count and (not count or self._slabs[0].numel() >= size):
             return
         self._slabs = []
-        with torch.cuda.stream(self.lanes["compute"].stream):
+        compute, h2d = self.lanes["compute"].stream, self.lanes["h2d"].stream
+        with torch.cuda.stream(compute):
             self._slabs = [torch.empty(size, dtype=torch.uint8, device=self.torch_device) for _ in range(count)]
+        # the memory may have belonged to a value that compute still reads, and deterministic mode fills it on compute
+        h2d.wait_stream(compute)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         compute, h2d = self.lanes["compute"].stream, self.lanes["h2d"].stream
@@ -77,8 +83,32 @@ class CudaDevice(Device):
 
 
 def _page_lock(address: int, size: int) -> None:
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, size, 0)))
+    """Page-lock memory in place. Raises `RuntimeError` with the reason of the driver."""
+    _checked(torch.cuda.cudart().cudaHostRegister(address, size, 0))
 
 
 def _page_unlock(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+    """Called by the garbage collector as well, where an error would be lost: it is a warning."""
+    try:
+        _checked(torch.cuda.cudart().cudaHostUnregister(address))
+    except RuntimeError as error:
+        if sys.is_finalizing():  # CUDA may have ended before
+            return
+        warnings.warn(f"memory of the host stays page-locked: {error}", RuntimeWarning, stacklevel=2)
+
+
+def _checked(result: Any) -> None:
+    """Raise for a result that is an error, after CUDA has forgotten it: the next kernel's launch would report it as its own."""
+    try:
+        torch.cuda.check_error(int(result))
+    except RuntimeError:
+        _forget_last_error()
+        raise
+
+
+def _forget_last_error() -> None:
+    """PyTorch offers no `cudaGetLastError`, but calls it behind each launch of a kernel, and raises what it finds."""
+    try:
+        torch.ones(1, device="cuda").add_(1)
+    except RuntimeError:
+        pass

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 if TYPE_CHECKING:
     from ..host.pages import PinnedMemory
@@ -111,6 +112,9 @@ class Device(ABC):
     @abstractmethod
     def peak_bytes(self) -> int:
         """Peak of device memory in bytes since `start_peak`."""
+
+    def begins(self, node: fx.Node) -> None:
+        """What the lanes are given from now on carries out this node of a program; for devices that measure."""
 
     def running(self) -> AbstractContextManager:
         """The caller gives work to the lanes."""

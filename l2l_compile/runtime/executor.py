@@ -60,6 +60,7 @@ class Executor:
         arrived = iter(inputs)
         for node in graph.nodes:
             if node.op == "call_function":
+                self.device.begins(node)
                 env[node] = _HANDLERS[node.target](self, node, env)
             elif node.op == "placeholder":
                 env[node] = next(arrived)

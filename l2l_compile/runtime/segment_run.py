@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
@@ -284,12 +285,24 @@ def _call(
         arguments += [d.make(_generator(device.torch_device, mixed(seeds[turn], d.number))) for d in run.draws]
         if not run.seeded:
             return run.run(*arguments)
-        with torch.random.fork_rng([device.torch_device] if device.torch_device.type == "cuda" else []):
-            torch.manual_seed(seeds[turn])
+        with _seeded(device.torch_device, seeds[turn]):
             return run.run(*arguments)
     except Exception as error:
         error.add_note(f"in segment '{segment.name}', {which} of micro-batch {turn + 1}")
         raise
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """The default generator of a device begins at a seed, and is as it was before at the end; those of others are left alone."""
+    if device.type == "cuda":
+        with torch.random.fork_rng([device]), torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+            yield
+    else:
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(seed)
+            yield
 
 
 def _generator(device: torch.device, seed: int) -> torch.Generator:

@@ -5,6 +5,7 @@ value before it is there finds an empty box, and one that reads it after its rel
 """
 from __future__ import annotations
 
+import contextlib
 import queue
 import random
 import threading
@@ -20,9 +21,12 @@ from .staging import Staging
 
 
 class _Thread(Lane):
-    def __init__(self, name: str, delay: float, seed: int):
+    """Notes what fails in `failures`, which all lanes of a device share."""
+
+    def __init__(self, name: str, delay: float, seed: int, failures: list[BaseException]):
         self._work: queue.SimpleQueue = queue.SimpleQueue()
         self._failed: BaseException | None = None
+        self._failures = failures
         self._delay, self._random = delay, random.Random(seed)
         threading.Thread(target=self._loop, name=f"l2l-{name}", daemon=True).start()
 
@@ -56,6 +60,7 @@ class _Thread(Lane):
                         work()
             except BaseException as error:  # noqa: BLE001 - handed to the caller by synchronize
                 self._failed = error
+                self._failures.append(error)
 
 
 class ThreadedDevice(Device):
@@ -67,7 +72,8 @@ class ThreadedDevice(Device):
         self.pinned = PinnedMemory(pinned_memory, self.locked.__setitem__, self.locked.__delitem__)
         self._staging = Staging(self.pinned, lambda: None, threading.Event.wait)  # a copy of a lane's thread is done at once
         self._pool = Pool(self.pinned, threading.Event.is_set)
-        self.lanes = {name: _Thread(name, delay, seed + i) for i, name in enumerate(LANES)}
+        self._failures: list[BaseException] = []
+        self.lanes = {name: _Thread(name, delay, seed + i, self._failures) for i, name in enumerate(LANES)}
         self.ledger = Ledger()
         self._slabs: list[torch.Tensor] = []
 
@@ -86,6 +92,19 @@ class ThreadedDevice(Device):
         host = self._pool.empty(tensor.shape, tensor.dtype, "a tensor from the device").copy_(tensor)
         self._pool.reads(host, self.lanes["d2h"].record())
         return host
+
+    def synchronize(self) -> None:
+        """Raises what failed first: lanes that read what another lane could not make fail as well."""
+        for lane in self.lanes.values():
+            with contextlib.suppress(BaseException):
+                lane.synchronize()
+        first, self._failures[:] = self._failures[:1], []
+        if first:
+            raise first[0]
+
+    def recover(self) -> None:
+        super().recover()
+        self._failures.clear()
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         self.ledger.hold(tensors)

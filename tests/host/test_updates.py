@@ -100,6 +100,27 @@ def test_bit_equal_to_updates_at_step(optimizer, update):
 
 
 @pytest.mark.parametrize("update", MODES)
+def test_parameters_in_float64(update):
+    """Their gradients' norm is summed in float64."""
+    torch.manual_seed(0)
+    found = []
+    for mode in ("at_step", update):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = Stack().double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = compiled(model, optimizer=optimizer, update=mode, compile_update=False)
+        for number in range(2):
+            step(data(number).double()).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((l2l_compile.stats(step).gradient_norm, model.state_dict()))
+    (expected, weights), (norm, updated) = found
+    assert norm == pytest.approx(expected, rel=1e-12)
+    assert all(torch.equal(updated[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("update", MODES)
 @pytest.mark.parametrize("make", [Shared, frozen_in_the_middle, Broken])
 def test_shared_and_frozen_parameters_and_several_programs(make, update):
     same_update(make, "adamw", update, steps=5)

@@ -65,6 +65,19 @@ def test_error_of_a_lane_is_raised_by_synchronize_and_work_behind_it_is_dropped(
     assert ran == [2]
 
 
+def test_the_first_error_is_raised_not_what_comes_of_it():
+    device, made = ThreadedDevice(0), []
+
+    def fail():
+        raise ValueError("no memory")
+
+    device.lanes["d2h"].run(fail)
+    device.lanes["compute"].wait(device.lanes["d2h"].record())
+    device.lanes["compute"].run(lambda: made[0])
+    with pytest.raises(ValueError, match="no memory"):
+        device.synchronize()
+
+
 def test_lane_that_waits_starts_after_the_event():
     device, order = ThreadedDevice(0.005, 1), []
     for _ in range(5):

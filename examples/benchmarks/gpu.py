@@ -1,0 +1,94 @@
+"""Settle the GPU in ten minutes: does it compute the right numbers, what does it hold, does it race, how fast is it?
+
+    python examples/benchmarks/gpu.py --minutes 9
+    python examples/benchmarks/gpu.py --minutes 4 --only parity races
+
+Stages run one after the other, each in processes of its own with a share of the time, so that a crash or a hang costs one
+stage at most. Figures are printed and written as they come, to one JSON file that is whole at every moment. At the end a
+table, worst first, says of each figure what it should be. Without a GPU, what a CPU can do runs at a small size, and the
+rest says that it needs one. Nothing is downloaded, and the package need not be installed. The whole ends within
+`--minutes`, whatever a stage does.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from gpu_stages.processes import Stage  # noqa: E402
+from gpu_stages.record import Record, run_stages  # noqa: E402
+from gpu_stages.rows import HOST_GB, Row  # noqa: E402
+from gpu_stages.table import shown, table, value_of  # noqa: E402
+
+CORES_A_WORKER = 3
+# cases of parity are small and many; the deepest model of memory is captured while the others run
+WORKERS = {"parity": 5, "memory": 2}
+
+# seconds of nine minutes on a GPU, and of two on a CPU
+SHARES = {"machine": 10, "parity": 100, "memory": 60, "races": 40, "copies": 25, "speed": 200, "faults": 30, "paper": 75}
+ON_CPU = {"machine": 8, "parity": 20, "memory": 12, "races": 14, "copies": 3, "speed": 8, "faults": 14, "paper": 5}
+
+
+def stages(names: list[str], device: str) -> list[Stage]:
+    """The stages in their order, with the processes that the cores allow."""
+    shares = SHARES if seems_to_have_gpu(device) else ON_CPU
+    command = (sys.executable, "-u", "-m", "gpu_stages")
+    most = max(1, len(os.sched_getaffinity(0)) // CORES_A_WORKER)
+    return [
+        Stage(name, shares[name], (*command, name, "--device", device), min(most, WORKERS.get(name, 1)), early=True)
+        for name in shares if name in names
+    ]
+
+
+def seems_to_have_gpu(device: str) -> bool:
+    """For the shares of the time alone: the stages ask CUDA itself, which may hang, in processes of their own."""
+    return device.startswith("cuda") or device == "auto" and Path("/dev/nvidiactl").exists()
+
+
+def default_path(record: Record) -> Path:
+    """Where figures of a GPU are kept with date and device; those of a CPU prove nothing and are not kept."""
+    if record.fact("device type") != "cuda":
+        return Path("runs") / "gpu.json"
+    device = re.sub(r"[^a-z0-9]+", "-", str(record.fact("device")).lower()).strip("-")
+    return HERE / "runs" / f"gpu-{record.date[:10]}-{device}.json"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9.0, help="the whole ends within it (default: 9)")
+    parser.add_argument("--only", nargs="+", choices=list(SHARES), default=list(SHARES), metavar="STAGE", help=", ".join(SHARES))
+    parser.add_argument("--device", default="auto", help="cpu or cuda; auto takes a GPU if there is one")
+    parser.add_argument("--json", type=Path, help="where the figures go (default: runs/gpu.json; of a GPU beside this script, runs/gpu-<date>-<device>.json)")
+    parser.add_argument("--host-gb", type=float, help="memory of the host, where it grows as it is used (default: what is free)")
+    options = parser.parse_args()
+    if options.host_gb is not None:
+        os.environ[HOST_GB] = str(options.host_gb)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the stages are ended on the way out
+
+    record = Record(options.json or Path("runs") / "gpu.json", options.minutes)
+
+    def ended(name: str, record: Record) -> None:
+        entry = record.stages[name]
+        print(f"---- {name}: {entry['status']} after {entry['seconds']:g} of {entry['allotted']:g} s", flush=True)
+        if options.json is None and record.path != default_path(record):
+            record.move(default_path(record))
+
+    def heard(row: Row) -> None:
+        print(shown(row), flush=True)
+
+    run_stages(stages(options.only, options.device), 60 * options.minutes, record, heard, ended)
+    print("\nmachine: " + " | ".join(f"{row.figure} {value_of(row)}" for row in record.rows if row.stage == "machine"))
+    print("\n" + table([row for row in record.rows if row.stage != "machine" or row.is_bad]))
+    print(f"\nwritten to {record.path}")
+    return int(any(row.is_bad for row in record.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""One process of a stage; `gpu.py` starts it.
+
+    python -m gpu_stages parity --journal FILE --go FILE --shard 0/4
+
+It imports what it needs, and begins when the file `--go` is there. That says until when it may run, by `time.time()`.
+"""
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic mode asks for it
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # several processes compile at once
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stage")
+    parser.add_argument("--journal", type=Path, required=True, help="where figures go, a JSON line each")
+    parser.add_argument("--go", type=Path, required=True, help="a file with the end of the stage's time, seconds since 1970")
+    parser.add_argument("--shard", default="0/1", help="i/n: cases i, i + n, i + 2 n, ...")
+    parser.add_argument("--device", default="auto", help="cpu or cuda; auto takes a GPU if there is one")
+    options = parser.parse_args()
+
+    import torch
+
+    from .cases import Context, run_cases
+    from .checkout import find_package
+    from .rows import Journal
+
+    warnings.filterwarnings("ignore")
+    find_package()
+    module = importlib.import_module(f"gpu_stages.{options.stage}")
+    if hasattr(module, "prepare"):
+        module.prepare()
+    until = wait_for(options.go)
+    name = options.device if options.device != "auto" else "cuda:0" if torch.cuda.is_available() else "cpu"
+    context = Context(options.stage, torch.device(name), until, Journal(options.journal))
+    index, count = map(int, options.shard.split("/"))
+    return run_cases(context, module.cases(context)[index::count], options.journal)
+
+
+def wait_for(path: Path) -> float:
+    """What the file says, once it is there. Ends the process where that of the script has ended."""
+    parent = os.getppid()
+    while not path.exists():
+        if os.getppid() != parent:
+            sys.exit("the script has ended")
+        time.sleep(0.02)
+    return float(path.read_text())
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.exit(status)

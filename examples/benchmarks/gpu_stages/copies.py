@@ -1,0 +1,115 @@
+"""How fast is the link, and what page-locking costs: the ceilings of every other figure."""
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from .cases import Case, Context, Report
+
+SIZES = (8, 64, 512)  # MiB
+REPEATS = 5
+
+
+def cases(context: Context) -> list[Case]:
+    bound = lambda work, *more: functools.partial(work, context, *more)  # noqa: E731
+    return [
+        *(Case(f"copies of {size} MiB", bound(copies, size), 15, gpu=True) for size in SIZES),
+        Case("page-locking", bound(page_locking), 15, gpu=True),
+        Case("a product in bf16" if context.on_gpu else "a product in fp32", bound(product), 15),
+        Case("copies within the host", bound(host_copies), 15),
+    ]
+
+
+def median(context: Context, work: Callable[[], object]) -> float:
+    """Median seconds of some work after a warm-up."""
+    work()
+    return statistics.median(context.seconds(work) for _ in range(REPEATS))
+
+
+def copies(context: Context, size: int, report: Report) -> None:
+    """GB/s each way, and both ways at once on two streams, from and to memory of PyTorch's pinned allocator and pageable memory."""
+    count = size << 20
+    there = [torch.zeros(count, dtype=torch.uint8, device=context.device) for _ in range(2)]
+    streams = [torch.cuda.Stream(context.device) for _ in range(2)]
+    context.synchronize()
+    for kind in ("pinned", "pageable"):
+        here = [torch.zeros(count, dtype=torch.uint8, pin_memory=kind == "pinned") for _ in range(2)]
+
+        def send(here=here) -> None:
+            with torch.cuda.stream(streams[0]):
+                there[0].copy_(here[0], non_blocking=True)
+
+        def fetch(here=here) -> None:
+            with torch.cuda.stream(streams[1]):
+                here[1].copy_(there[1], non_blocking=True)
+
+        def both() -> None:
+            send()
+            fetch()
+
+        should = "the link: about 25 (PCIe 4 x16), 50 (PCIe 5 x16)" if kind == "pinned" else "less than pinned"
+        one_way = {name: median(context, work) for name, work in (("to the device", send), ("to the host", fetch))}
+        for name, seconds in one_way.items():
+            report.fact(f"{kind} {name}", count / seconds / 1e9, "GB/s", should=should)
+        if kind == "pinned":
+            seconds = median(context, both)
+            report.fact(f"{kind} both at once, in all", 2 * count / seconds / 1e9, "GB/s", should="near the sum of both")
+            ratio = seconds / max(one_way.values())
+            report("both at once over the slower alone", ratio, most=1.5, should="1: they do not share; 2 is one after the other")
+
+
+def page_locking(context: Context, report: Report) -> None:
+    """GB/s of page-locking fresh pages as the project does it, and of copies from memory that was locked in place."""
+    from l2l_compile.host.pages import pages
+    from l2l_compile.runtime.cuda import _page_lock, _page_unlock
+
+    torch.ones(1, device=context.device)
+    for size in (64, 512):
+        buffer = pages(size << 20, "the stage copies")
+        seconds = context.seconds(lambda b=buffer: _page_lock(b.data_ptr(), b.numel()))
+        report.fact(f"page-locking {size} MiB of fresh pages", buffer.numel() / seconds / 1e9, "GB/s", should="above 1")
+        there = torch.zeros(buffer.numel(), dtype=torch.uint8, device=context.device)
+        found = median(context, lambda b=buffer, t=there: t.copy_(b, non_blocking=True))
+        report.fact(f"copies from {size} MiB that were locked in place", buffer.numel() / found / 1e9, "GB/s", should="that of pinned memory")
+        calls = call_seconds(context, lambda b=buffer, t=there: t.copy_(b, non_blocking=True))
+        report("time of the call over that of the copy", calls / found, most=0.5, should="near 0: the call does not wait for the copy")
+        seconds = context.seconds(lambda b=buffer: _page_unlock(b.data_ptr()))
+        report.fact(f"unlocking {size} MiB", buffer.numel() / seconds / 1e9, "GB/s")
+
+
+def call_seconds(context: Context, work: Callable[[], object]) -> float:
+    """Seconds until a call returns, whatever it has started."""
+    import time
+
+    context.synchronize()
+    start = time.perf_counter()
+    work()
+    found = time.perf_counter() - start
+    context.synchronize()
+    return found
+
+
+def host_copies(context: Context, report: Report) -> None:
+    """GB/s of copies of 256 MiB (64 on a CPU), with one thread and with those that PyTorch uses; casts to bf16 as the wire makes them."""
+    count = (256 if context.on_gpu else 64) << 20
+    source, target = torch.ones(count, dtype=torch.uint8), torch.zeros(count, dtype=torch.uint8)
+    wide, narrow = torch.ones(count // 4), torch.zeros(count // 4, dtype=torch.bfloat16)
+    threads = torch.get_num_threads()
+    for chosen in dict.fromkeys((1, threads)):
+        torch.set_num_threads(chosen)
+        copied, cast = median(context, lambda: target.copy_(source)), median(context, lambda: narrow.copy_(wide))
+        report.fact(f"copy, {chosen} threads", count / copied / 1e9, "GB/s read", should="above the link's, or staging is the slower one")
+        report.fact(f"fp32 to bf16, {chosen} threads", count / cast / 1e9, "GB/s read")
+    torch.set_num_threads(threads)
+
+
+def product(context: Context, report: Report) -> None:
+    """TFLOP/s of a square product: 8192 in bf16 on a GPU, 512 in fp32 elsewhere."""
+    side = 8192 if context.on_gpu else 512
+    dtype = torch.bfloat16 if context.on_gpu else torch.float32
+    a, b = (torch.randn(side, side, device=context.device).to(dtype) for _ in range(2))
+    seconds = median(context, lambda: a @ b)
+    report.fact(f"product of {side} x {side}", 2 * side**3 / seconds / 1e12, "TFLOP/s", should="H200: about 780" if context.on_gpu else "")

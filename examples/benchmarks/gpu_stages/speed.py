@@ -1,0 +1,153 @@
+"""Tokens per second of a training step at 8B width, in each update mode and with both stashes, against what else there is.
+
+TFLOP/s are the model's own operations over the time of a step: for each token 6 for each entry of a matrix that it is
+multiplied with, and 6 * layers * length * hidden for causal attention. Recompute does not count. A step is forward, backward
+and AdamW; the time is the median of a few steps behind two that warm up, and those end when the next could begin.
+"""
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .cases import Case, Context, Report, Unfit
+from .lanes import Timeline
+from .training import Compiled, device_options, reference_kernels, stand_in, warm_up
+from .timeline_report import tell_lanes
+from .transformer import LLAMA_8B_WIDTH, Decoder, Size, build, token_batch
+
+WARM, TIMED = 2, 3
+NEEDS = 64 << 30  # bytes of the host for 2.8 G parameters: weights, gradients, AdamW's state, and what crosses the link
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step is."""
+
+    size: Size
+    rows: int
+    micro_batches: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.size.tokens
+
+
+def load(context: Context) -> Load:
+    if context.on_gpu:
+        return Load(LLAMA_8B_WIDTH, 32, 8)
+    return Load(Size(layers=3, hidden=64, intermediate=128, heads=4, groups=2, vocabulary=256, tokens=16), 8, 4)
+
+
+prepare = warm_up
+
+
+def cases(context: Context) -> list[Case]:
+    """Most important first."""
+    whole = load(context)
+    eighth = replace(whole, rows=max(whole.rows // 8, 1), micro_batches=max(whole.micro_batches // 8, 1))
+    streamed = lambda on=whole, **options: functools.partial(stream, context, on, options)  # noqa: E731
+    rival = lambda work, on=whole, **more: functools.partial(work, context, on, **more)  # noqa: E731
+    bf16 = {"precision": "bf16"}
+    found = [
+        ("in_backward, stash=host", streamed(**bf16, update="in_backward"), False),
+        ("resident, recompute, layers compiled", rival(resident), False),
+        ("at_step, stash=host", streamed(**bf16), False),
+        ("in_forward, stash=host", streamed(**bf16, update="in_forward"), False),
+        ("FSDP2 with CPUOffloadPolicy", rival(sharded), True),
+        ("in_backward, stash=host, an eighth of the batch", streamed(eighth, **bf16, update="in_backward"), False),
+        ("in_backward, stash=device", streamed(**bf16, update="in_backward", stash="device"), False),
+        ("at_step, stash=host, fp32, an eighth of the batch", streamed(eighth), False),
+        ("resident, an eighth of the batch", rival(resident, eighth), False),
+        ("at_step, stash=device", streamed(**bf16, stash="device"), False),
+        ("in_forward, stash=device", streamed(**bf16, update="in_forward", stash="device"), False),
+        ("FSDP2, an eighth of the batch", rival(sharded, eighth), True),
+        ("resident, fp32, an eighth of the batch", rival(resident, eighth, dtype=None), False),
+    ]
+    found = found if context.on_gpu else [found[0], found[4], found[1]]
+    seconds, needs = (120, NEEDS) if context.on_gpu else (30, 0)
+    return [Case(name, work, seconds, alone=gpu and context.on_gpu, gpu=gpu, needs=needs) for name, work, gpu in found]
+
+
+def stream(context: Context, on: Load, options: dict[str, Any], report: Report) -> None:
+    """One setting of this project; at the end a step with a clock around every piece of work."""
+    reference_kernels()
+    start = time.perf_counter()
+    model, inputs = build(Decoder, on.size), token_batch(on.size, on.rows)
+    report.fact("making the model", time.perf_counter() - start, "s")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    given = {**device_options(context), "micro_batches": on.micro_batches, "outputs": "loss", **options}
+    if context.on_gpu:
+        given["block_compiler"] = "inductor"
+    if options.get("update", "at_step") != "at_step":
+        given["optimizer"] = optimizer
+    compiled = Compiled(model, given, stand_in(context))
+
+    def step() -> float:
+        loss = compiled(**inputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    measure(context, on, step, report)
+    compiled.synchronize()
+    report.fact("peak of device memory", compiled.stats.peak_device_bytes / 1e9, "GB", should="less than resident's")
+    report.fact("page-locked", compiled.device.pinned.used / 1e9, "GB")
+    if context.left > 5:
+        segments = compiled.session.runners[0].program.segments
+        timeline = Timeline(compiled.device, lambda index: segments[index].name)
+        step()
+        compiled.synchronize()
+        timeline.stop()
+        tell_lanes(timeline, compiled.stats, report)
+
+
+def measure(context: Context, on: Load, step: Callable[[], float], report: Report) -> None:
+    """Rows for the seconds of a step; as many steps as there is time for."""
+    losses: list[float] = []
+    first = context.seconds(lambda: losses.append(step()))
+    report.fact("first step, with capture and compilation", first, "s")
+    report.fact("loss of the first step", losses[0], "", should="the same everywhere but for rounding: the weights are the same")
+    second = context.seconds(step)
+    report.fact("second step", second, "s")
+    found = []
+    while len(found) < TIMED and context.left > 2 * second:
+        found.append(context.seconds(step))
+    seconds = statistics.median(found or [second])
+    report.fact("step", seconds, "s", note=f"{len(found)} steps: {', '.join(f'{s:.3f}' for s in found)}")
+    report.fact("tokens per second", on.tokens / seconds, "1/s", should="near resident's: the link is hidden")
+    done = on.size.flops(on.tokens) / seconds / 1e12
+    report.fact("TFLOP/s of the model", done, "TFLOP/s", should="6/8 of a large product's (stage copies), less what is no product")
+
+
+def resident(context: Context, on: Load, report: Report, dtype: torch.dtype | None = torch.bfloat16) -> None:
+    """The same model on the GPU, its layers compiled, its inputs of layers kept, in bf16 by autocast."""
+    from .rivals import Resident
+
+    reference_kernels()
+    rival = Resident(on.size, context.device, dtype, compile_layers=context.on_gpu)
+    inputs = token_batch(on.size, on.rows)
+    if context.on_gpu:
+        torch.cuda.reset_peak_memory_stats(context.device)
+    measure(context, on, lambda: rival.step(inputs, on.micro_batches), report)
+    if context.on_gpu:
+        report.fact("peak of device memory", torch.cuda.max_memory_allocated(context.device) / 1e9, "GB")
+
+
+def sharded(context: Context, on: Load, report: Report) -> None:
+    from .rivals import Sharded, process_group
+
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        raise Unfit("this PyTorch has no NCCL")
+    with process_group(context.device):
+        rival = Sharded(on.size, context.device)
+        inputs = token_batch(on.size, on.rows)
+        torch.cuda.reset_peak_memory_stats(context.device)
+        measure(context, on, lambda: rival.step(inputs, on.micro_batches), report)
+        report.fact("peak of device memory", torch.cuda.max_memory_allocated(context.device) / 1e9, "GB")

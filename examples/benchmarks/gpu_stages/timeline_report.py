@@ -1,0 +1,38 @@
+"""What a timeline of one step says: how long compute stands still, where, and how fast each copy lane is."""
+from __future__ import annotations
+
+from l2l_compile.runtime.segment_run import Stats
+
+from .cases import Report
+from .lanes import Piece, Timeline
+
+LONGEST = 6  # gaps that are named
+
+
+def tell_lanes(timeline: Timeline, stats: Stats, report: Report) -> None:
+    """Rows for the idle time of compute, its longest gaps, and GB/s of the copy lanes while they are at work."""
+    compute = timeline.of("compute")
+    gaps = sorted(((a.seconds_until(b), a, b) for a, b in zip(compute, compute[1:], strict=False)), key=lambda gap: -gap[0])
+    busy, idle = sum(piece.seconds for piece in compute), sum(gap for gap, _, _ in gaps)
+    report.fact("compute at work", busy, "s")
+    report.fact("compute idle between pieces", idle, "s", should="near 0: copies and updates are hidden")
+    report.fact("idle, of the step", idle / max(busy + idle, 1e-12), "", should="below 0.05")
+    for number, (gap, before, after) in enumerate(gaps[:LONGEST], 1):
+        report.fact(f"gap {number}", gap * 1e3, "ms", note=f"between {before.label} and {after.label}")
+        report.fact(f"gap {number} is between", f"{before.label} | {after.label}")
+    moved = {"h2d": stats.fetched_bytes + stats.restored_bytes, "d2h": stats.pushed_bytes + stats.offloaded_bytes}
+    for lane, count in moved.items():
+        seconds = sum(piece.seconds for piece in timeline.of(lane))
+        report.fact(f"{lane}: bytes", count)
+        report.fact(f"{lane}: while at work", count / max(seconds, 1e-12) / 1e9, "GB/s", should="that of pinned copies (stage copies)")
+    for name, seconds in by_kind(compute).items():
+        report.fact(f"compute in {name}", seconds, "s")
+
+
+def by_kind(pieces: list[Piece]) -> dict[str, float]:
+    """Seconds of all pieces of each kind of node."""
+    found: dict[str, float] = {}
+    for piece in pieces:
+        kind = piece.label.split(" ")[0]
+        found[kind] = found.get(kind, 0.0) + piece.seconds
+    return found
