@@ -68,6 +68,7 @@ TEXT_WIDTH = ("joint_attention_dim", "text_embed_dim", "text_dim", "caption_chan
 
 def jobs() -> list[Job]:
     """Every model class, by the folder that it is in."""
+    # The index by which diffusers imports its models lazily: to look at the classes would import all of them.
     listed = [(path.split(".")[0], name) for path, names in diffusers.models._import_structure.items() for name in names]
     return [Job("diffusers", name, TASKS[folder]) for folder, name in listed
             if folder in TASKS and "Multi" not in name and hasattr(diffusers, name)]
@@ -142,8 +143,12 @@ def kinds(config: Any, setting: Setting) -> torch.Tensor | None:
     return None if count is None else torch.randint(0, count, (ROWS,))
 
 
-def places(count: int) -> torch.Tensor:
-    return torch.stack([torch.zeros(count), torch.arange(count) // 4, torch.arange(count) % 4], dim=1)
+def places(config: Any, count: int) -> torch.Tensor:
+    """The place of each token: a number for every axis of the rotary embedding, the last two are row and column."""
+    axes = config.get("axes_dims_rope") or config.get("axes_dims") or (0, 0, 0)
+    made = torch.zeros(count, len(axes))
+    made[:, -2:] = torch.stack([torch.arange(count) // 4, torch.arange(count) % 4], dim=1)
+    return made
 
 
 def time(config: Any, setting: Setting) -> torch.Tensor:
@@ -167,7 +172,7 @@ MAKERS: dict[str, Callable[[Any, Setting], Any]] = {
     "class_labels": kinds,
     "encoder_attention_mask": text_mask, "encoder_mask": text_mask, "encoder_hidden_states_mask": text_mask,
     "guidance": lambda config, setting: torch.rand(ROWS) if config.get("guidance_embeds") else None,
-    "img_ids": lambda config, setting: places(TOKENS), "txt_ids": lambda config, setting: torch.zeros(TEXT, 3),
+    "img_ids": lambda config, setting: places(config, TOKENS), "txt_ids": lambda config, setting: places(config, TEXT),
     "img_shapes": lambda config, setting: [[(1, 4, 4)]] * ROWS,
     "num_frames": lambda config, setting: 1 if setting.channels_last else None,
     "height": lambda config, setting: 4 if setting.channels_last else None,

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 # What `torchvision/_meta_registrations.py` describes whether or not the operators are there.
-SUPPRESSIONS = {
+OPERATORS = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
@@ -26,7 +26,7 @@ def repair() -> list[str]:
     broken = [name for name, library in (("torchvision", "_C*"), ("torchaudio", "lib/_torchaudio*"))
               if name not in sys.modules and not loads(name, library)]
     if "torchvision" in broken:
-        for name, schema in SUPPRESSIONS.items():
+        for name, schema in OPERATORS.items():
             torch.library.define(f"torchvision::{name}", schema)
     if "torchaudio" in broken:
         sys.modules["torchaudio._extension"] = without_extension()

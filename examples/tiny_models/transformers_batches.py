@@ -219,6 +219,12 @@ def text_to_learn(of: Batch) -> torch.Tensor:
     return made
 
 
+def answers(of: Batch) -> torch.Tensor:
+    """The text of the answer where a decoder writes it, otherwise a score for each answer."""
+    writes = "decoder_input_ids" in inspect.signature(of.model.forward).parameters
+    return text_to_learn(of) if writes else torch.rand(ROWS, of.config.num_labels)
+
+
 def objects(of: Batch) -> list[dict[str, torch.Tensor]]:
     """For each image, the classes, boxes and masks of what is on it."""
     boxes = torch.rand(ROWS, OBJECTS, 4) / 4 + 0.25
@@ -243,7 +249,7 @@ LABELS: dict[str, Callable[[Batch], Any]] = {
     "token classification": lambda of: classes(of, LENGTH),
     "multiple choice": lambda of: torch.randint(0, CHOICES, (ROWS,)),
     "next sentence": lambda of: torch.randint(0, 2, (ROWS,)),
-    "visual question answering": lambda of: torch.rand(ROWS, of.config.num_labels),
+    "visual question answering": answers,
     "object detection": objects, "zero-shot object detection": objects,
     "universal segmentation": objects, "instance segmentation": objects,
     "semantic segmentation": lambda of: classes(of, *of.image),

@@ -67,7 +67,7 @@ RULES = (
     (r"head_?dim|d_head|dim_head|d_kv|head_size|kv_channels", HEAD_DIM),
     (r"rank", 16), (r"state_size|d_state|num_latents", 8), (r"source_positions", 64), (r"pos_shape", 4),
     (r"position|n_ctx|max_seq|max_length|context_length", at_most(256)),
-    (r"window|attention_chunk|local_attention|chunk_size|block_size", at_most(8)),
+    (r"num_windows", at_most(4)), (r"window|attention_chunk|local_attention|chunk_size|block_size", at_most(8)),
     (r"kernel|pool_size|stride|tubelet|num_channels|in_channels|audio_channels|mel_bins|input_feat|projection_input_dim", default),
     (r"intermediate|ffn|d_ff|dff|d_inner|n_inner|mlp_dim|dim_ff|inner|feed_forward", 2 * WIDTH),
     (r"hidden_size|d_model|d_latents|n_embd|_dim$|^dim$|embed|embd|channels$|_size$", WIDTH),
@@ -103,7 +103,7 @@ def shrink(config_class: type[PreTrainedConfig], setting: Setting, **given: Any)
         if name in given:
             continue
         if isinstance(made.get(name), PreTrainedConfig):
-            given[name] = shrink(type(made[name]), setting)
+            given[name] = shrink(type(made[name]), setting, **choices(made[name]))
         elif isinstance(value, list | tuple) and len(value) == made.get("num_hidden_layers") > LAYERS:
             given[name] = value[:setting.layers]
         elif value is not None:
@@ -114,6 +114,12 @@ def shrink(config_class: type[PreTrainedConfig], setting: Setting, **given: Any)
     if kv in given and heads in given and made[kv] == made[heads]:
         given[kv] = given[heads]
     return config_class(**given)
+
+
+def choices(config: PreTrainedConfig) -> dict[str, str]:
+    """What the outer configuration chose for one within it, and this has no default for: the name of a backbone, say."""
+    defaults = fields_of(type(config))
+    return {name: value for name, value in vars(config).items() if isinstance(value, str) and name in defaults and defaults[name] is None}
 
 
 def fields_of(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
@@ -128,6 +134,8 @@ def shrunk(name: str, value: Any, setting: Setting, staged: bool) -> Any:
     if isinstance(value, bool):
         return value and not re.search("use_cache|spec_augment", name)
     if isinstance(value, list | tuple):
+        if re.search(r"out_(indices|features)$", name):
+            return last_layers(value, setting)
         if re.search(r"depths|blocks|layers", name) and value and all(isinstance(v, int) for v in value):
             return type(value)(depth(v, setting) if v == max(value) else min(v, 2) for v in value)
         return type(value)(shrunk(name, v, setting, True) for v in value)
@@ -147,3 +155,13 @@ def shrunk(name: str, value: Any, setting: Setting, staged: bool) -> Any:
                 return value
             return small(value, setting) if callable(small) else small
     return value
+
+
+def last_layers(value: list | tuple, setting: Setting) -> list | tuple:
+    """The layers whose outputs a head reads, by number or as `stage9`: as many, where there are fewer layers."""
+    numbers = [int(re.sub(r"\D", "", str(v)) or 0) for v in value]
+    if max(numbers, default=0) <= LAYERS:
+        return value
+    names = [f"stage{n + 1}" if isinstance(v, str) else n
+             for n, v in zip(range(setting.layers - len(value), setting.layers), value, strict=True)]
+    return type(value)(names)
