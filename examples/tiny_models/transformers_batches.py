@@ -20,7 +20,7 @@ OPTIONAL = {
     "question answering": {"start_positions", "end_positions"},
     "document question answering": {"start_positions", "end_positions", "pixel_values"},
     "visual question answering": {"pixel_values", "labels"},
-    "image-text-to-text": {"pixel_values", "image_grid_thw", "image_sizes", "labels"},
+    "image-text-to-text": {"pixel_values", "image_grid_thw", "labels"},
     "universal segmentation": {"mask_labels", "class_labels", "labels"},
     "instance segmentation": {"mask_labels", "class_labels", "labels"},
     "masked image modeling": {"bool_masked_pos"},
@@ -75,6 +75,8 @@ def batch(model: nn.Module, job: Job, setting: Setting) -> dict[str, Any]:
     wanted = required | ALWAYS | OPTIONAL.get(job.task, {"labels"}) | ({main} if isinstance(main, str) else set(main))
     if not setting.labels:
         wanted -= TARGETS
+    if setting.tiles:
+        wanted |= {"image_sizes"} & set(accepted)
     if not setting.images:
         wanted -= {"pixel_values", "image_grid_thw", "image_sizes"}
     of = Batch(model, job, setting, {})
@@ -147,6 +149,8 @@ def place_images(of: Batch) -> None:
     for name, added in (("input_ids", before), ("attention_mask", torch.ones_like(before)), ("labels", before * 0 - 100)):
         if name in of.made and of.made[name].shape[:1] == before.shape[:1]:
             of.made[name] = torch.cat([added, of.made[name]], dim=1)
+    if "mm_token_type_ids" in inspect.signature(of.model.forward).parameters:  # 1 for a placeholder of an image, 0 for text
+        of.made["mm_token_type_ids"] = (of.made["input_ids"] == token).long()
 
 
 # ---- images, sound, series -------------------------------------------------------------------------------------------
@@ -161,7 +165,7 @@ def pixels(of: Batch) -> torch.Tensor:
         patches = (height // of.patch) * (width // of.patch)
         entries = of.channels * (found(of.config, "temporal_patch_size") or 1) * of.patch**2
         return torch.randn(ROWS * patches, entries)
-    return torch.randn(ROWS, of.channels, height, width)
+    return torch.randn(ROWS, *([1] if of.setting.tiles else []), of.channels, height, width)
 
 
 def grid(of: Batch) -> torch.Tensor:
@@ -193,7 +197,8 @@ def hidden_patches(of: Batch) -> torch.Tensor:
 def flattened_patches(of: Batch) -> torch.Tensor:
     """Patches with their row and column before the pixels."""
     place = torch.arange(1, LENGTH + 1).float().view(1, -1, 1).expand(ROWS, -1, 2)
-    return torch.cat([place, torch.randn(ROWS, LENGTH, of.channels * of.patch**2)], dim=-1)
+    entries = found(of.config, "patch_embed_hidden_size") or of.channels * of.patch**2
+    return torch.cat([place, torch.randn(ROWS, LENGTH, entries)], dim=-1)
 
 
 # ---- what the task is to learn ---------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ class Setting:
     bins_first: bool = False  # in a spectrogram
     padding: bool = True
     images: bool = True  # besides text, where a model takes both
+    tiles: bool = False  # several images in a row, as a dimension of its own
     labels: bool = True  # or the loss is made of the outputs
     fill: bool = False
     rules: tuple = ()
@@ -68,7 +69,7 @@ RULES = (
     (r"rank", 16), (r"state_size|d_state|num_latents", 8), (r"source_positions", 64), (r"pos_shape", 4),
     (r"position|n_ctx|max_seq|max_length|context_length", at_most(256)),
     (r"num_windows", at_most(4)), (r"window|attention_chunk|local_attention|chunk_size|block_size", at_most(8)),
-    (r"kernel|pool_size|stride|tubelet|num_channels|in_channels|audio_channels|mel_bins|input_feat|projection_input_dim", default),
+    (r"kernel|pool_size|stride|tubelet|merge_size|temporal_patch|scale_factor|num_channels|in_channels|audio_channels|mel_bins|input_feat|projection_input_dim", default),
     (r"intermediate|ffn|d_ff|dff|d_inner|n_inner|mlp_dim|dim_ff|inner|feed_forward", 2 * WIDTH),
     (r"hidden_size|d_model|d_latents|n_embd|_dim$|^dim$|embed|embd|channels$|_size$", WIDTH),
 )
@@ -89,6 +90,9 @@ SETTINGS = (
     Setting("default sizes", rules=((SIZES, default),)),
     Setting("default sizes, bins first", rules=((SIZES, default),), bins_first=True),
     Setting("default sizes, image 224", image=224, patch=16, rules=((SIZES, default),)),
+    Setting("heads of 128", rules=(
+        (r"heads?$", at_most(2)), (r"hidden_size|embed_dim", 4 * WIDTH), (r"window|section|head_dim", default))),
+    Setting("images in tiles", tiles=True),
     Setting("no labels", labels=False),
     Setting("no labels, image 64", labels=False, image=64),
     Setting("text only", images=False),
