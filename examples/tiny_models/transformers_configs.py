@@ -95,6 +95,7 @@ SETTINGS = (
     Setting("images in tiles", tiles=True),
     Setting("no labels", labels=False),
     Setting("no labels, image 64", labels=False, image=64),
+    Setting("no labels, default sizes", labels=False, rules=((SIZES, default),)),
     Setting("text only", images=False),
 )
 
