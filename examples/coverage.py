@@ -31,25 +31,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from coverage_step import Step, dtype_of, error_of, rows_reversed, train
 from coverage_structure import depth_of, growing_lists, shape_of, stacks
 from coverage_table import ACROSS, SPLIT, table, verdict
-from tiny_models import LAYERS, ROWS, Job, jobs, make, missing, settings
+from tiny_models import LAYERS, Job, jobs, make, missing, settings
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from workers import run
 
 import l2l_compile
 import l2l_compile.passes
 from l2l_compile.errors import L2LError
 
-__all__ = ["ACROSS", "ROWS", "SPLIT", "check", "collect", "error_of", "jobs", "main", "read", "table", "verdict"]
+__all__ = ["ACROSS", "SPLIT", "check", "collect", "error_of", "jobs", "main", "read", "rows_reversed", "table", "verdict"]
 
 Result = dict[str, Any]
-Gradients = dict[str, torch.Tensor | None]
-Step = tuple[torch.Tensor, Gradients]  # loss, and the gradient of each parameter
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # norm-wise, relative
-SCATTER = 4  # an error up to so many times what rounding is seen to make is rounding
 OPTIONS = {"micro_batches": 3, "block_compiler": "eager", "device": "cpu"}
 OURS = (*l2l_compile.__path__, *l2l_compile.passes.__path__)
 
@@ -111,13 +109,6 @@ def made(job: Job, setting: Any, dtype: torch.dtype, layers: int = LAYERS) -> tu
     return model.to(dtype), tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
 
 
-def rows_reversed(value: Any) -> Any:
-    """An input with the rows of the batch in reverse order; one without rows as it is."""
-    if isinstance(value, torch.Tensor) and value.dim() and len(value) == ROWS:
-        return value.flip(0)
-    return value[::-1] if isinstance(value, list) and len(value) == ROWS else value
-
-
 def deeper_model(job: Job, setting: Any, model: nn.Module) -> tuple[nn.Module, dict[str, Any]] | None:
     """A model with up to twice the layers, and its inputs; None where the setting cannot make it."""
     dtype = max((p.dtype for p in model.parameters()), key=lambda dtype: dtype.itemsize)
@@ -154,55 +145,6 @@ def compiled_step(
     if not error <= TOLERANCE[dtype_of(expected)]:
         row = {"status": "differs", "reason": f"{where} by {error:.1e}"}
     return {**row, **shape_of(model, compiled, step[1], growing), "error": error} if backend == "l2l" else row
-
-
-def dtype_of(step: Step) -> torch.dtype:
-    """The narrowest dtype of the loss and the gradients: some models keep parameters in float32, such as those of routers."""
-    return min((t.dtype for t in (step[0], *step[1].values()) if t is not None), key=lambda dtype: dtype.itemsize)
-
-
-def train(model: nn.Module, inputs: dict, seed: int = 0, run: Callable | None = None) -> Step:
-    """One training step, of the model itself or as `run` compiles it."""
-    torch.manual_seed(seed)
-    outputs = (model if run is None else run)(**inputs)
-    loss = getattr(outputs, "loss", None)
-    if loss is None:
-        loss = sum(map(distance_to_waves, (t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad)))
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
-
-
-def distance_to_waves(output: torch.Tensor) -> torch.Tensor:
-    """A number that all entries decide: also of what is normalised, whose mean square does not depend on the weights."""
-    waves = torch.arange(output.numel(), dtype=output.dtype if output.is_floating_point() else torch.float64).sin()
-    return (output - waves.view(output.shape)).abs().square().mean()
-
-
-def error_of(expected: Step, step: Step, reordered: Step) -> tuple[float, str]:
-    """The largest norm-wise error of loss and gradients, and whose it is; infinite where one is missing or extra.
-
-    Where terms cancel (in the gradient of the bias of keys in an attention, say), no digits are left to compare: an error within
-    the rounding of the largest gradient, or like the one that eager makes in a step on the same rows in reverse order, is
-    taken relative to the largest gradient.
-    """
-    largest = max((g.norm().item() for g in expected[1].values() if g is not None), default=0.0)
-    errors = [(distance(step[0], expected[0]), "loss")]
-    for name, gradient in expected[1].items():
-        made = step[1][name]
-        if (gradient is None) != (made is None):
-            errors.append((float("inf"), f"gradient of {name} ({'missing' if made is None else 'extra'})"))
-        elif gradient is not None:
-            rounding = max((reordered[1][name] - gradient).norm().item(), torch.finfo(gradient.dtype).eps * largest)
-            is_rounding = (made - gradient).norm() <= SCATTER * rounding
-            errors.append((distance(made, gradient, largest if is_rounding else None), f"gradient of {name}"))
-    return max(errors)
-
-
-def distance(made: torch.Tensor, expected: torch.Tensor, scale: float | None = None) -> float:
-    """The norm of the error relative to that of what is expected, or to `scale`; absolute where that is zero; infinite for NaN."""
-    error, scale = (made - expected).norm().item(), expected.norm().item() if scale is None else scale
-    error = error / scale if scale else error
-    return error if error == error else float("inf")
 
 
 def describe(error: BaseException) -> str:

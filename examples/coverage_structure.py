@@ -63,7 +63,7 @@ def parameters_of(program: l2l_compile.Program, names: list[str]) -> Iterator[se
 def growing_lists(model: nn.Module, deeper: nn.Module) -> set[str]:
     """The lists of modules that are longer in a deeper model of the class, by their `pattern`: their entries are layers."""
     lengths = {name: len(module) for name, module in lists(model)}
-    return {pattern(name) for name, module in lists(deeper) if len(module) > lengths.get(name, 0)}
+    return {pattern(name) for name, module in lists(deeper) if len(module) > lengths.get(name, len(module))}
 
 
 def lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:

@@ -117,20 +117,22 @@ def test_the_layers_of_stages_are_the_lists_that_grow(coverage):
 
 def test_rows_are_reversed_where_there_are_rows(coverage):
     import torch
+    from tiny_models import ROWS
 
-    rows = torch.arange(float(coverage.ROWS))
+    rows = torch.arange(float(ROWS))
     assert torch.equal(coverage.rows_reversed(rows), rows.flip(0))
-    assert coverage.rows_reversed([{"boxes": n} for n in range(coverage.ROWS)])[0] == {"boxes": coverage.ROWS - 1}
+    assert coverage.rows_reversed([{"boxes": n} for n in range(ROWS)])[0] == {"boxes": ROWS - 1}
     table = torch.arange(4.0)
     assert coverage.rows_reversed(table) is table and coverage.rows_reversed(True) is True
 
 
 def test_the_loss_of_normalised_outputs_has_a_gradient(coverage):
     import torch
+    from coverage_step import distance_to_waves
 
     weight = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
     normalised = torch.nn.functional.layer_norm(torch.randn(4, 8, dtype=torch.float64) @ weight, (8,))
-    coverage.distance_to_waves(normalised).backward()
+    distance_to_waves(normalised).backward()
     assert weight.grad.abs().max() > 1e-3
 
 
