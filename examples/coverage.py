@@ -205,7 +205,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, metavar="N", help="of these, N of each library, drawn with a fixed seed")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=180, help="for one class")
+    parser.add_argument("--seconds", type=float, default=240, help="for one class")
     parser.add_argument("--results", type=Path, default=Path("runs/coverage.jsonl"))
     parser.add_argument("--table", type=Path, default=Path(__file__).with_suffix(".md"))
     options = parser.parse_args()
