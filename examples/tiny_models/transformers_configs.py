@@ -108,7 +108,7 @@ def shrink(config_class: type[PreTrainedConfig], setting: Setting, **given: Any)
         if name in given:
             continue
         if isinstance(made.get(name), PreTrainedConfig):
-            given[name] = shrink(type(made[name]), setting, **choices(made[name]))
+            given[name] = shrink(type(made[name]), setting, **choices(made[name], setting))
         elif isinstance(value, list | tuple) and len(value) == made.get("num_hidden_layers") > LAYERS:
             given[name] = value[:setting.layers]
         elif value is not None:
@@ -121,10 +121,15 @@ def shrink(config_class: type[PreTrainedConfig], setting: Setting, **given: Any)
     return config_class(**given)
 
 
-def choices(config: PreTrainedConfig) -> dict[str, str]:
-    """What the outer configuration chose for one within it, and this has no default for: the name of a backbone, say."""
+def choices(config: PreTrainedConfig, setting: Setting) -> dict[str, Any]:
+    """What the outer configuration chose for one within it: the name of a backbone, what it leaves out, the layers that are read."""
     defaults = fields_of(type(config))
-    return {name: value for name, value in vars(config).items() if isinstance(value, str) and name in defaults and defaults[name] is None}
+    fields = {name: value for name, value in vars(config).items() if name in defaults}
+    chosen = {name: value for name, value in fields.items()
+              if isinstance(value, str) and defaults[name] is None or value is False and defaults[name] is True}
+    if getattr(config, "out_indices", None):
+        chosen["out_indices"] = last_layers(list(config.out_indices), setting)
+    return chosen
 
 
 def fields_of(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
