@@ -2,7 +2,7 @@
 
     pip install -e ".[coverage]"                      # timm, torchvision, diffusers, torchaudio; without, they are skipped
     python examples/coverage.py                       # continues where it was stopped
-    python examples/coverage.py --fresh               # all anew: less than three hours on two cores
+    python examples/coverage.py --fresh               # all anew: two to three hours on two cores (an estimate)
     python examples/coverage.py BertForMaskedLM CTC   # these classes and tasks anew, the others as they were
     python examples/coverage.py --sample 25           # of each library, some classes that have no result yet
 
