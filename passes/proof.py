@@ -17,7 +17,7 @@ from ..capture import Captured
 from ..errors import LoweringError
 from ..ir.batch import Batch
 from ..ir.program import Block
-from ..ir.values import Bindings, evaluate
+from ..ir.values import Bindings, Dim, evaluate
 from ..trace import probe
 from .batch_rules import PARTS, Mixing, Partial, analyse
 from .compilation import Compilation
@@ -108,9 +108,18 @@ def _extend_outputs(block: Block) -> None:
 
 def suitable_primes(block: Block, hints: Bindings, batch) -> list[int]:
     """Primes that divide no size in the block, so that a multiple of one can only come from the batch."""
-    sizes = {evaluate(d, {**hints, batch: 1}) for spec in (*block.operands, *block.outputs) for d in spec.shape}
+    dims = [d for spec in (*block.operands, *block.outputs) for d in spec.shape]
+    sizes = {_of_one_row(d, hints, batch) for d in dims}
     suitable = [p for p in _PRIMES if not any(size and size % p == 0 for size in sizes)]
     return suitable if len(suitable) >= 2 else [10007, 10009]
+
+
+def _of_one_row(dim: Dim, hints: Bindings, batch: sympy.Symbol) -> int:
+    """A size for a batch of one row; 0 where there is none: such a size is no multiple of the batch, so its value is mixed."""
+    try:
+        return evaluate(dim, {**hints, batch: 1})
+    except LoweringError:
+        return 0
 
 
 def _refusal(block: Block, states: list[Batch | Partial | Mixing | None]) -> str | None:

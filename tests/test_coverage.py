@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 import time
@@ -25,16 +26,114 @@ def coverage():
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_sample_of_the_classes(coverage, name):
-    row = coverage.check(next(job for job in coverage.jobs() if job.name == name))
+    row = coverage.check(job_of(coverage, "transformers", name))
     assert row["status"] == "parity", row["reason"]
-    assert row["repeats"] > 1 and set(row["stacks"].values()) == {coverage.SPLIT}
-    assert name in coverage.table([{"name": name, "task": "", **row}])
+    assert row["repeats"] > 1 and set(row["stacks"].values()) == {coverage.SPLIT} and row["largest"] == 1
+    assert row["deep"]["layers"] > row["layers"] and row["deep"]["blocks"] == row["blocks"]
+    assert name in coverage.table([{"library": "torch", "name": name, "task": "", **row}])
+
+
+@pytest.mark.parametrize("library, name", [("timm", "test_vit"), ("torchvision", "resnet18"), ("diffusers", "DiTTransformer2DModel"),
+                                           ("torchaudio", "Conformer")])
+def test_a_class_of_each_other_library(coverage, library, name):
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    row = coverage.check(job_of(coverage, library, name))
+    assert row["status"] == "parity", row["reason"]
+    assert set(row["stacks"].values()) <= {coverage.SPLIT, coverage.ACROSS}
+
+
+# One of each task whose inputs have a shape of their own: choices, spans, images within text, boxes, series, videos.
+@pytest.mark.parametrize("name", [
+    "BertForMultipleChoice", "RobertaForQuestionAnswering", "LlavaForConditionalGeneration", "YolosForObjectDetection",
+    "PatchTSTForRegression", "VideoMAEForVideoClassification", "DPTForDepthEstimation", "ViTForMaskedImageModeling"])
+def test_a_class_of_each_kind_of_input_trains_eagerly(coverage, name):
+    trained = coverage.trains_eagerly(job_of(coverage, "transformers", name))
+    assert not isinstance(trained, str), trained
+
+
+def job_of(coverage, library, name):
+    return next(job for job in coverage.jobs() if (job.library, job.name) == (library, name))
 
 
 def test_every_task_has_classes(coverage):
     jobs = coverage.jobs()
-    assert len(jobs) >= 350 and len({job.name for job in jobs}) == len(jobs)
-    assert len({job.task for job in jobs}) >= 6
+    assert len({job.key for job in jobs}) == len(jobs)
+    assert sum(job.library == "transformers" for job in jobs) >= 800
+    assert len({job.task for job in jobs if job.library == "transformers"}) >= 30
+
+
+def test_libraries_that_are_not_installed_are_left_out(coverage, monkeypatch):
+    import tiny_models
+
+    monkeypatch.setattr(tiny_models, "LIBRARIES", {"transformers": "transformers_models", "no_such_library": "none"})
+    assert list(tiny_models.missing()) == ["no_such_library"]
+    assert {job.library for job in tiny_models.jobs()} == {"transformers"}
+
+
+def test_a_sample_has_jobs_of_each_library(coverage):
+    jobs = fakes("one", "two", "three") + fakes("four", library="timm")
+    assert [job.library for job in coverage.sampled(jobs, 2)] == ["transformers", "transformers", "timm"]
+
+
+# ---- structure -------------------------------------------------------------------------------------------------------
+
+
+LAYERS = {"a": {"a.w", "a.n"}, "b": {"b.w", "b.n"}}
+SIZES = {"a.w": 90, "a.n": 10, "b.w": 90, "b.n": 10, "head": 500}
+
+
+@pytest.mark.parametrize("held, state, largest", [
+    ([{"a.w", "a.n"}, {"b.w", "b.n", "head"}], "layers", 1.0),
+    ([{"a.w"}, {"a.n", "b.w"}, {"b.n", "head"}], "layers, cut inside", 1.0),
+    ([{"a.w", "a.n", "b.w"}, {"b.n"}], "a segment holds 2 of 2 layers", 1.9),
+    ([{"a.w", "a.n"}, {"head"}], "1 of 2 layers are in no segment", 1.0),
+])
+def test_how_a_stack_lies_in_segments(coverage, held, state, largest):
+    import coverage_structure
+
+    gradients = dict.fromkeys(SIZES, 1.0)
+    assert coverage_structure.granularity(LAYERS, held, gradients, SIZES) == state
+    assert coverage_structure.largest(LAYERS, held, SIZES) == largest
+
+
+def test_the_layers_of_stages_are_the_lists_that_grow(coverage):
+    import coverage_structure
+    from torch import nn
+
+    block = lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))  # noqa: E731
+    staged = lambda *depths: nn.ModuleDict({  # noqa: E731
+        "stages": nn.ModuleList(nn.ModuleDict({"blocks": nn.ModuleList(block() for _ in range(d))}) for d in depths)})
+    model, deeper = staged(2, 3), staged(2, 6)
+    growing = coverage_structure.growing_lists(model, deeper)
+    assert growing == {"stages.*.blocks"}
+    assert [(name, len(layers)) for name, layers in coverage_structure.stacks(model, growing)] == [
+        ("stages.0.blocks", 2), ("stages.1.blocks", 3)]
+    assert [name for name, _ in coverage_structure.stacks(model)] == ["stages"]
+
+
+# ---- comparison ------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_reversed_where_there_are_rows(coverage):
+    import torch
+    from tiny_models import ROWS
+
+    rows = torch.arange(float(ROWS))
+    assert torch.equal(coverage.rows_reversed(rows), rows.flip(0))
+    assert coverage.rows_reversed([{"boxes": n} for n in range(ROWS)])[0] == {"boxes": ROWS - 1}
+    table = torch.arange(4.0)
+    assert coverage.rows_reversed(table) is table and coverage.rows_reversed(True) is True
+
+
+def test_the_loss_of_normalised_outputs_has_a_gradient(coverage):
+    import torch
+    from coverage_step import distance_to_waves
+
+    weight = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    normalised = torch.nn.functional.layer_norm(torch.randn(4, 8, dtype=torch.float64) @ weight, (8,))
+    distance_to_waves(normalised).backward()
+    assert weight.grad.abs().max() > 1e-3
 
 
 def test_errors_are_relative_and_those_of_rounding_are_not(coverage):
@@ -64,18 +163,23 @@ def fake(job, dynamo_only=False):
     return {"status": "parity", "dynamo": "parity"}
 
 
-def fakes(*names):
-    return [SimpleNamespace(name=name, task="causal LM") for name in names]
+def fakes(*names, library="transformers"):
+    return [SimpleNamespace(library=library, name=name, key=f"{library}/{name}", task="causal LM") for name in names]
+
+
+def by_name(rows):
+    return {row["name"]: row for row in rows.values()}
 
 
 def test_a_crash_and_a_hang_leave_the_others_their_results(coverage, tmp_path):
     path = tmp_path / "runs" / "results.jsonl"
     rows = coverage.collect(fakes("one", "crash", "two", "hang", "three"), path, fake, seconds=3, lifetime=2)
+    assert coverage.read(path) == rows
+    rows = by_name(rows)
     assert {name: row["status"] for name, row in rows.items()} == {
         "one": "parity", "two": "parity", "three": "parity", "crash": "death", "hang": "hang"}
     assert "3" in rows["crash"]["reason"] and coverage.verdict(rows["crash"]) == "death"
     assert coverage.verdict(rows["hang"]) == "Dynamo fails"  # it hangs without l2l as well
-    assert coverage.read(path) == rows
 
 
 def test_results_are_continued(coverage, tmp_path, monkeypatch):
@@ -83,9 +187,9 @@ def test_results_are_continued(coverage, tmp_path, monkeypatch):
     coverage.collect(fakes("one"), path, fake, workers=1)
     with path.open("a") as file:
         file.write('\n{"name": "two", "sta')  # killed here
-    assert list(coverage.read(path)) == ["one"]
+    assert list(by_name(coverage.read(path))) == ["one"]
     coverage.collect(fakes("one", "three"), path, fake, workers=1)
-    assert list(coverage.read(path)) == ["one", "three"]
+    assert list(by_name(coverage.read(path))) == ["one", "three"]
     monkeypatch.setattr(coverage, "jobs", lambda: fakes("one", "two", "three"))
     monkeypatch.setattr(coverage, "table", lambda rows: ", ".join(row["name"] for row in rows))
     done = lambda todo, path, **how: {job.name: {"name": job.name, "status": "parity"} for job in todo}  # noqa: E731

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import sympy
 import torch
 
+from ..errors import LoweringError
 from .batch import Batch
 
 Dim = int | sympy.Expr
@@ -14,8 +15,17 @@ Bindings = Mapping[sympy.Symbol, int]
 
 
 def evaluate(dim: Dim, bindings: Bindings) -> int:
-    """The number that a size stands for once every symbol has a value."""
-    return dim if isinstance(dim, int) else int(dim.xreplace({s: sympy.Integer(v) for s, v in bindings.items()}))
+    """The number that a size stands for once every symbol has a value.
+
+    Raises `LoweringError` where there is none: `x.reshape(len(x) // 4, -1)` has no second size for a batch of one row.
+    """
+    if isinstance(dim, int):
+        return dim
+    try:
+        return int(dim.xreplace({s: sympy.Integer(v) for s, v in bindings.items()}))
+    except ZeroDivisionError as error:
+        sizes = ", ".join(f"{symbol} = {value}" for symbol, value in bindings.items() if symbol in dim.free_symbols)
+        raise LoweringError(f"the size {dim} divides by zero where {sizes}") from error
 
 
 def dim_of(size: int | torch.SymInt) -> Dim:

@@ -153,3 +153,23 @@ def test_each_reader_numbers_the_rows_itself():
     step = assert_parity(Model().double(), (rows(6, 4, 5), torch.randint(4, (6,))))
     assert {s.micro_batches for p in l2l_compile.programs(step) for s in p.segments if s.parameter_names} == {3}
     assert min(runs(step).values()) == 1
+
+
+class Groups(nn.Module):
+    """Hands values from layer to layer in groups of so many rows; the second size is `B // (B // rows)`."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.first, self.second = size, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        grouped = self.first(x).reshape(len(x) // self.size, -1, 8)
+        return {"loss": self.second(grouped).softmax(1).square().mean()}
+
+
+@pytest.mark.parametrize("size", [4, 50])
+def test_sizes_that_smaller_batches_do_not_have(size):
+    step = assert_parity(Groups(size).double(), rows(2 * size, 8), rows(3 * size, 8))
+    (program,) = l2l_compile.programs(step)
+    second = next(s for s in program.segments if "second.weight" in s.parameter_names)
+    assert "no dimension that holds the rows" in second.block.reason

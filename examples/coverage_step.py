@@ -1,0 +1,71 @@
+"""One training step, and how far the losses and gradients of two steps are apart."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tiny_models import ROWS
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+Gradients = dict[str, torch.Tensor | None]
+Step = tuple[torch.Tensor, Gradients]  # loss, and the gradient of each parameter
+
+SCATTER = 4  # an error up to so many times what rounding is seen to make is rounding
+
+
+def dtype_of(step: Step) -> torch.dtype:
+    """The narrowest dtype of the loss and the gradients: some models keep parameters in float32, such as those of routers."""
+    return min((t.dtype for t in (step[0], *step[1].values()) if t is not None), key=lambda dtype: dtype.itemsize)
+
+
+def train(model: nn.Module, inputs: dict, seed: int = 0, run: Callable | None = None) -> Step:
+    """One training step, of the model itself or as `run` compiles it."""
+    torch.manual_seed(seed)
+    outputs = (model if run is None else run)(**inputs)
+    loss = getattr(outputs, "loss", None)
+    if loss is None:
+        loss = sum(map(distance_to_waves, (t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad)))
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def rows_reversed(value: Any) -> Any:
+    """An input with the rows of the batch in reverse order; one without rows as it is."""
+    if isinstance(value, torch.Tensor) and value.dim() and len(value) == ROWS:
+        return value.flip(0)
+    return value[::-1] if isinstance(value, list) and len(value) == ROWS else value
+
+
+def distance_to_waves(output: torch.Tensor) -> torch.Tensor:
+    """A number that all entries decide: also of what is normalised, whose mean square does not depend on the weights."""
+    waves = torch.arange(output.numel(), dtype=output.dtype if output.is_floating_point() else torch.float64).sin()
+    return (output - waves.view(output.shape)).abs().square().mean()
+
+
+def error_of(expected: Step, step: Step, reordered: Step) -> tuple[float, str]:
+    """The largest norm-wise error of loss and gradients, and whose it is; infinite where one is missing or extra.
+
+    Where terms cancel (in the gradient of the bias of keys in an attention, say), no digits are left to compare: an error within
+    the rounding of the largest gradient, or like the one that eager makes in a step on the same rows in reverse order, is
+    taken relative to the largest gradient.
+    """
+    largest = max((g.norm().item() for g in expected[1].values() if g is not None), default=0.0)
+    errors = [(distance(step[0], expected[0]), "loss")]
+    for name, gradient in expected[1].items():
+        made = step[1][name]
+        if (gradient is None) != (made is None):
+            errors.append((float("inf"), f"gradient of {name} ({'missing' if made is None else 'extra'})"))
+        elif gradient is not None:
+            rounding = max((reordered[1][name] - gradient).norm().item(), torch.finfo(gradient.dtype).eps * largest)
+            is_rounding = (made - gradient).norm() <= SCATTER * rounding
+            errors.append((distance(made, gradient, largest if is_rounding else None), f"gradient of {name}"))
+    return max(errors)
+
+
+def distance(made: torch.Tensor, expected: torch.Tensor, scale: float | None = None) -> float:
+    """The norm of the error relative to that of what is expected, or to `scale`; absolute where that is zero; infinite for NaN."""
+    error, scale = (made - expected).norm().item(), expected.norm().item() if scale is None else scale
+    error = error / scale if scale else error
+    return error if error == error else float("inf")

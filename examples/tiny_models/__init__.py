@@ -1,0 +1,64 @@
+"""Tiny models of the classes of several libraries, and a batch for each: what `coverage.py` trains.
+
+A library is a module of this package. It lists its `jobs()`, and `make(job, setting, layers)` builds a model and its
+inputs with one of the `SETTINGS`, which are tried in order. No model has a rule of its own: sizes are shrunk by the
+names and types of configuration fields or constructor arguments, inputs follow from the task and the signature of
+`forward`. Models are in training mode without dropout, drop path or label dropout.
+"""
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from typing import Any
+
+from torch import nn
+
+from .extensions import REMEDY, repair
+from .job import LAYERS, ROWS, Job
+
+__all__ = ["LAYERS", "LIBRARIES", "ROWS", "Job", "jobs", "make", "missing", "settings"]
+
+# The distribution of each library and its module here. The module is imported where the library is installed.
+LIBRARIES = {
+    "transformers": "transformers_models",
+    "timm": "timm_models",
+    "torchvision": "torchvision_models",
+    "diffusers": "diffusers_models",
+    "torchaudio": "torchaudio_models",
+}
+INSTALL = 'pip install -e ".[coverage]"'
+
+for _name in repair():
+    print(f"{_name}: its compiled operators do not load with this torch; its models train without them. Or {REMEDY}",
+          file=sys.stderr)
+
+
+def missing() -> dict[str, str]:
+    """What is not installed, and how to install it."""
+    return {name: INSTALL for name in LIBRARIES if importlib.util.find_spec(name) is None}
+
+
+def module_of(library: str) -> types.ModuleType:
+    return importlib.import_module(f".{LIBRARIES[library]}", __package__)
+
+
+def jobs() -> list[Job]:
+    """The jobs of every library that is installed."""
+    absent = missing()
+    return [job for library in LIBRARIES if library not in absent for job in module_of(library).jobs()]
+
+
+def settings(job: Job) -> tuple:
+    """What `make` may be given for a job, in the order to try; each has a `name`."""
+    return module_of(job.library).SETTINGS
+
+
+def make(job: Job, setting: Any, layers: int = LAYERS) -> tuple[nn.Module, dict[str, Any]]:
+    """A tiny model with at most so many layers in a stack, and the keyword arguments of a batch of `ROWS` rows.
+
+    Values without the batch dimension are possible among these. Raises whatever the class raises where the setting does
+    not suit it.
+    """
+    return module_of(job.library).make(job, setting, layers)
