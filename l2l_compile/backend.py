@@ -68,6 +68,7 @@ def compile_program(captured: Captured, options: Options, lowering: Lowering) ->
         fx.GraphModule({}, compilation.forward),
         fx.GraphModule({}, backward) if backward is not None else None,
         captured.hints,
+        compilation.uncut,
     )
     for block in compilation.blocks:
         block.lowering = lowering

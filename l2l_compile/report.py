@@ -1,10 +1,11 @@
 """`explain`: what the backend would make of a model, without running it."""
 from __future__ import annotations
 
+import functools
 import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch import fx
 from . import dynamo
 from .backend import compile_program
 from .capture import capture
+from .device_memory import DeviceMemory, device_memory
 from .host.compiled_step import why_not_compiled
 from .host.memory import HostMemory, host_memory
-from .ir.program import Block, Program, Segment
+from .ir.program import Block, Program, Segment, Uncut
 from .ir.text import format_bytes
 from .lower import Lowering
 from .options import Options
@@ -50,6 +52,7 @@ class Report:
     host_memory   what the model needs of the host's memory
     outputs       the tensors that the model returns, and those that cross a graph break, the largest first
     update        how the host updates parameters behind the device; None if it does not
+    options       those that were given
     """
 
     programs: tuple[Program, ...]
@@ -59,6 +62,7 @@ class Report:
     outputs: tuple[Output, ...]
     host_memory: HostMemory
     update: str | None = None
+    options: Options = field(default_factory=Options.build, repr=False)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -67,6 +71,16 @@ class Report:
     @property
     def segments(self) -> tuple[Segment, ...]:
         return tuple(s for p in self.programs for s in p.segments)
+
+    @property
+    def uncut(self) -> tuple[Uncut, ...]:
+        """Segments that hold several layers, and why they were not cut."""
+        return tuple(u for p in self.programs for u in p.uncut)
+
+    @functools.cached_property
+    def device_memory(self) -> DeviceMemory:
+        """The expected peak of the device's memory, and what of it grows with depth. Traces each block when first asked for."""
+        return device_memory(self.programs, self.options)
 
     @property
     def large_outputs(self) -> tuple[Output, ...]:
@@ -82,7 +96,7 @@ class Report:
         if self.uncompiled:
             lines += ["run uncompiled, on the host:", *(f"  {u}" for u in self.uncompiled)]
         total = sum(o.bytes for o in self.outputs)
-        lines.append(str(self.host_memory))
+        lines += [str(self.device_memory), str(self.host_memory)]
         if self.update is not None:
             lines.append(f"updates: {self.update}")
         lines.append(f"outputs copied to the host in every step: {len(self.outputs)} tensor{'s' * (len(self.outputs) != 1)}, {format_bytes(total)}")
@@ -175,6 +189,7 @@ class _Explainer:
             tuple(sorted(_returned(programs), key=lambda o: -o.bytes)),
             host_memory(programs, self.options),
             _how_updated(self.options),
+            self.options,
         )
 
 

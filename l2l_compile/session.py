@@ -33,14 +33,19 @@ class Session:
         self.server = ParameterServer(options, self.device)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: what it forgets is gone here as well
         self._step: list[weakref.ref[Runner]] = []
+        self._warned: set[str] = set()
 
     def __reduce__(self) -> tuple:
         """A copy of a compiled model has no session until it runs: threads and lowered code are not copied."""
         return type(None), ()
 
     def add(self, runner: Runner) -> None:
-        """One more program of this model."""
+        """One more program of this model. Warns, once for each segment, of those that hold several layers."""
         self._runners.append(weakref.ref(runner))
+        for uncut in runner.program.uncut:
+            if uncut.segment not in self._warned:
+                self._warned.add(uncut.segment)
+                warnings.warn(f"backend 'l2l': {uncut}", stacklevel=2)
 
     @property
     def runners(self) -> list[Runner]:

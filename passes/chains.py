@@ -75,6 +75,11 @@ def feeds(line: Line, copies: list[range]) -> dict[int, Feed]:
     return found
 
 
+def up_to_the_next(spans: list[range]) -> list[range]:
+    """Ranges in order, each prolonged to where the next one begins: what lies between belongs to the one before."""
+    return [range(a.start, b.start) for a, b in itertools.pairwise(spans)] + spans[-1:]
+
+
 def _reaches_most(line: Line, maker: range, copy: range) -> bool:
     """Whether the values that one range made reach at least half of another's uses of parameters.
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import fx
 
 from ..capture import Captured
-from ..ir.program import Block, Segment, Value
+from ..ir.program import Block, Segment, Uncut, Value
 from ..options import Options
 from .line import Line
 
@@ -31,6 +31,7 @@ class Compilation:
     segments     instances of blocks, in program order                               cut_segments
     blocks       what they are instances of; batched or not                          cut_segments, trace_batch
     forms        the blocks by the canonical form of their pieces                    cut_segments, split_regions
+    uncut        segments that hold several layers                                   granularity
     gradients    what backward needs                                                 differentiate
     forward      program graph                                                       stream and after
     backward     program graph for the outputs in `given`; None without gradients    stream and after
@@ -45,6 +46,7 @@ class Compilation:
     segments: list[Segment] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     forms: dict[tuple, Block] = field(default_factory=dict)
+    uncut: tuple[Uncut, ...] = ()
     gradients: Gradients | None = None
     forward: fx.Graph | None = None
     backward: fx.Graph | None = None

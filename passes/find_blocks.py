@@ -15,7 +15,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from .chains import chains, feeds, handed_on, may_be_cut, narrow_between, parts, uses_in
+from .chains import chains, feeds, handed_on, may_be_cut, narrow_between, parts, up_to_the_next, uses_in
 from .compilation import Compilation
 from .line import Line
 from .names import Path, containers, has_names, inside_an_item, item_cuts, items, stacks
@@ -69,7 +69,7 @@ def _items_used(line: Line, span: range, path: Path) -> set[Path]:
 
 def _is_chain(line: Line, spans: list[range]) -> bool:
     """Whether most of these ranges are fed by one before them, whichever way."""
-    return 2 * len(feeds(line, spans)) >= len(spans)
+    return 2 * len(feeds(line, up_to_the_next(spans))) >= len(spans)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from .compilation import Compilation, Pass
 from .cut_segments import CutSegments
 from .differentiate import Differentiate
 from .find_blocks import FindBlocks
+from .granularity import MeasureGranularity
 from .line import Line
 from .loss_terms import gather_loss_terms
 from .place_stash import PlaceStash
@@ -22,7 +23,7 @@ from .stream import Stream
 from .trace_batch import TraceBatch
 from .verify import verify
 
-SEGMENTATION: tuple[Pass, ...] = (FindBlocks(), CutSegments(), SplitRegions(), TraceBatch())
+SEGMENTATION: tuple[Pass, ...] = (FindBlocks(), CutSegments(), SplitRegions(), TraceBatch(), MeasureGranularity())
 STREAMING: tuple[Pass, ...] = (Differentiate(), Stream(), PlaceStash(), Prefetch(), Release(), PlaceUpdates())
 PIPELINE: tuple[Pass, ...] = SEGMENTATION + STREAMING
 

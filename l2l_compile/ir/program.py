@@ -125,12 +125,33 @@ class Segment:
         return tuple(w.name for w in self.weights if w.kind == "parameter")
 
 
+@dataclass(frozen=True)
+class Uncut:
+    """A segment that holds several layers, so that device memory grows with their number: how many, and why it was not cut.
+
+    `layers` is its parameters' bytes over those of the largest of the layers.
+    """
+
+    segment: str
+    layers: float
+    parameter_bytes: int
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return (
+            f"segment '{self.segment}' holds {self.layers:.3g} layers ({format_bytes(self.parameter_bytes)}), and device memory grows with "
+            f"their number: it is not cut because {self.why}. Remedy: {self.remedy}"
+        )
+
+
 @dataclass(eq=False, repr=False)
 class Program:
     """The layer-streamed forward and backward graphs of one captured graph; `print(program)` shows them.
 
     `forward` and `backward` are `torch.fx.GraphModule`s of the vocabulary in `l2l_compile.ir.nodes`; `backward` is
-    the one of the last backward call, or the predicted one before that, and None where nothing wants a gradient.
+    the one of the last backward call, or the predicted one before that, and None where nothing wants a gradient. `uncut` has
+    the segments that hold several layers.
     """
 
     captured: Captured
@@ -139,6 +160,7 @@ class Program:
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     bindings: Bindings
+    uncut: tuple[Uncut, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Program of {len(self.segments)} segments, instances of {len(self.blocks)} blocks>"

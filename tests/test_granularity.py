@@ -1,0 +1,137 @@
+"""The guard: what holds more than a layer is named with the reason, and the report says what grows with depth."""
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import l2l_compile
+from models import assert_same_gradients, compiled, rows
+from structures import MODELS, WIDTH, Layer, Siamese, Tower
+
+OPTIONS = {"micro_batches": 3, "block_compiler": "eager"}
+
+
+class Transformed(nn.Module):
+    """The whole tower inside of a transform of torch.func: no cut may be within."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+
+    def forward(self, a, b):
+        def tower(x):
+            for layer in self.layers:
+                x = x + torch.tanh(layer(x))
+            return x
+
+        return F.mse_loss(torch.vmap(tower)(a), b)
+
+
+class Dense(nn.Module):
+    """Every layer reads what all before it have made."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH * (i + 1), WIDTH) for i in range(depth))
+
+    def forward(self, a, b):
+        made = [a]
+        for layer in self.layers:
+            made.append(torch.tanh(layer(torch.cat(made, -1))))
+        return F.mse_loss(made[-1], b)
+
+
+def both():
+    torch.manual_seed(1)
+    return [rows(6, 5, WIDTH) for _ in range(2)]
+
+
+def trained(model, **options):
+    """The model compiled, after a step with eager's gradients; and what it warned of."""
+    reference = copy.deepcopy(model)
+    reference(*both()).backward()
+    step = compiled(model, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.zero_grad()
+            step(*both()).backward()
+    assert_same_gradients(model, reference)
+    return step, [str(w.message) for w in caught if "backend 'l2l'" in str(w.message)]
+
+
+def peak(step) -> int:
+    return l2l_compile.stats(step).peak_device_bytes
+
+
+def test_layers_that_may_not_be_cut_are_named_with_the_reason_and_the_growth_is_real():
+    report = l2l_compile.explain(Transformed(8).double(), OPTIONS)(*both())
+    (uncut,) = report.uncut
+    assert uncut.layers == pytest.approx(8) and "torch.func" in uncut.why
+    assert str(uncut) in str(report)
+    (shallow, said), (deep, _) = (trained(Transformed(depth).double()) for depth in (8, 16))
+    assert peak(deep) > 1.5 * peak(shallow)
+    assert len(said) == 1 and "holds 8 layers" in said[0] and "Remedy" in said[0]
+
+
+def test_values_that_all_later_layers_read_are_named_and_the_growth_is_real():
+    report = l2l_compile.explain(Dense(12).double(), OPTIONS)(*both())
+    assert not report.uncut
+    assert any("later layers read all of them" in line for line in report.device_memory.grows)
+    (shallow, said), (deep, _) = (trained(Dense(depth).double()) for depth in (12, 24))
+    assert peak(deep) > 1.5 * peak(shallow) and not said
+
+
+@pytest.mark.parametrize("stash", ["host", "device"])
+def test_stashes_on_the_device_grow_with_depth_and_those_on_the_host_do_not(stash):
+    report = l2l_compile.explain(Siamese(6).double(), {**OPTIONS, "stash": stash})(*both())
+    grows = report.device_memory.grows
+    if stash == "host":
+        assert not grows and "of it grows with depth: 0 B" in str(report)
+    else:
+        (line,) = grows
+        assert "stashes" in line and "'host' sends them to the host" in line
+
+
+@pytest.mark.parametrize("name", [n for n in MODELS if n != "Exchanging"])
+def test_what_is_cut_at_layers_is_not_named(name):
+    report = l2l_compile.explain(MODELS[name](5).double(), OPTIONS)(*both())
+    assert not report.uncut and not report.device_memory.grows
+
+
+@pytest.mark.parametrize("options", [{}, {"stash": "device"}, {"prefetch": 0}, {"prefetch": 3}, {"micro_batches": 1}, {"outputs": "loss"}])
+@pytest.mark.parametrize("name", ["Siamese", "Skips", "StackedPairs"])
+def test_expected_peak_is_the_one_that_is_measured(name, options):
+    model = MODELS[name](5).double()
+    expected = l2l_compile.explain(model, {**OPTIONS, **options})(*both()).device_memory
+    torch._dynamo.reset()
+    step, _ = trained(model, **options)
+    assert expected.peak == pytest.approx(peak(step), rel=0.01)
+
+
+def test_a_list_within_a_layer_is_no_stack_of_layers():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.feed = Layer(), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x):
+            x = y = self.first(x)
+            for feed in self.feed:
+                y = torch.tanh(feed(y))
+            return x + y
+
+    class Model(Tower):
+        def __init__(self, depth):
+            super().__init__(depth, lambda width: Block())
+
+        def forward(self, a, b):
+            return F.mse_loss(super().forward(a), b)
+
+    report = l2l_compile.explain(Model(4).double(), OPTIONS)(*both())
+    assert not report.uncut
