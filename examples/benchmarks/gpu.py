@@ -49,7 +49,7 @@ def stages(names: list[str], device: str) -> list[Stage]:
 
 def seems_to_have_gpu(device: str) -> bool:
     """For the shares of the time alone: the stages ask CUDA itself, which may hang, in processes of their own."""
-    return device.startswith("cuda") or device == "auto" and Path("/dev/nvidiactl").exists()
+    return device.startswith("cuda") or device == "auto" and any(Path("/dev").glob("nvidia*"))
 
 
 def default_path(record: Record) -> Path:
