@@ -1,5 +1,13 @@
 """Free every weight slab and every value of the device right after its last reader.
 
+    push_gradients(i, %g)              push_gradients(i, %g)
+    backward(i - 1)              =>    backward(i - 1)
+                                       release(%g)
+
+Memory is freed by the compute lane, which waits there for every copy that reads it. A copy to the host therefore gets
+the time of the next segment before its source is freed: the compute lane would stand still for each copy otherwise. With
+`prefetch` = 0 it does: no copy overlaps then, and memory is freed at once.
+
 A value that forward stashes on the device is not released there: backward releases it.
 """
 from __future__ import annotations
@@ -25,7 +33,7 @@ class Release:
 
     def apply(self, compilation: Compilation) -> None:
         for graph in filter(None, (compilation.forward, compilation.backward)):
-            _release_all(graph)
+            _release_all(graph, overlap=compilation.options.prefetch > 0)
 
 
 def holds_device_memory(node: fx.Node) -> bool:
@@ -37,17 +45,37 @@ def holds_device_memory(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target not in _NO_MEMORY
 
 
-def _release_all(graph: fx.Graph) -> None:
+def _release_all(graph: fx.Graph, overlap: bool) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        if not holds_device_memory(node) or any(u.target is nodes.stash for u in node.users):
-            continue
-        last = max(node.users, key=order.__getitem__, default=node)
+    for node in sorted(_released(graph), key=lambda n: not _is_copied(n)):
+        # what is placed first stands last: a slab must not wait for a copy of another value
+        ends = [_end(reader) if overlap else reader for reader in node.users]
+        last = max(ends, key=order.__getitem__, default=node)
         last = _after_results(last, order)
         while last.op == "placeholder" and last.next.op == "placeholder":
             last = last.next
         with graph.inserting_after(last):
             graph.call_function(nodes.release, (node,)).meta["segment"] = None
+
+
+def _released(graph: fx.Graph) -> list[fx.Node]:
+    """What is to be released, in the order of the graph."""
+    return [n for n in graph.nodes if holds_device_memory(n) and not any(u.target is nodes.stash for u in n.users)]
+
+
+def _is_copied(node: fx.Node) -> bool:
+    """Whether a copy to the host reads it."""
+    return any(nodes.lane_of(user) == nodes.D2H for user in node.users)
+
+
+def _end(reader: fx.Node) -> fx.Node:
+    """The node behind which a reader does not hold compute up any more: a copy to the host has the time of the next segment."""
+    if nodes.lane_of(reader) != nodes.D2H:
+        return reader
+    later = reader.next
+    while later.op != "output" and later.target not in (nodes.forward, nodes.backward):
+        later = later.next
+    return reader if later.op == "output" else later
 
 
 def _after_results(node: fx.Node, order: dict[fx.Node, int]) -> fx.Node:

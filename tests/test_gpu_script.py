@@ -4,6 +4,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import math
 import os
 import sys
 import textwrap
@@ -280,3 +281,58 @@ print(l2l_compile.__file__, l2l_compile.passes.__file__)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""})
     assert done.returncode == 0, done.stderr
     assert str(BENCHMARKS.parent.parent) in done.stdout
+
+
+# ---- what could pass without a check ---------------------------------------------------------------------------------
+
+
+def figures(tmp_path, work, stage: str = "faults", seconds: float = 60.0) -> list:
+    """The rows that a case writes on the host."""
+    import torch
+
+    cases, rows = module("cases"), module("rows")
+    context = cases.Context(stage, torch.device("cpu"), time.time() + seconds, rows.Journal(tmp_path / "j"))
+    work(context, cases.Report(context, "case"))
+    return [content for kind, content in rows.read_journal(tmp_path / "j") if kind == "row"]
+
+
+def test_gradients_that_are_not_a_number_are_the_worst():
+    import torch
+
+    good, bad = torch.ones(2), torch.tensor([1.0, float("nan")])
+    worst = module("faults").worst
+    assert math.isnan(worst([good, bad, good], [good, good, good]))
+    assert worst([good, 2 * good], [good, good]) == 1.0
+
+
+def test_a_process_that_is_killed_before_its_limit_says_nothing_of_it(tmp_path, monkeypatch):
+    faults = module("faults")
+
+    def late(command, timeout, **_):
+        raise faults.subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(faults.subprocess, "run", late)
+    (early,) = figures(tmp_path, faults.out_of_range, seconds=6.0)
+    assert early.verdict == "out of time"
+    (_, full) = figures(tmp_path, faults.out_of_range, seconds=100.0)
+    assert full.verdict == "hang"
+
+
+def test_one_peak_is_not_compared_with_itself(tmp_path):
+    memory = module("memory")
+    of = lambda depth: lambda context, report: memory.peak(context, depth, report)  # noqa: E731
+    assert not any("over the smallest" in row.figure for row in figures(tmp_path, of(1), "memory"))
+    (ratio,) = (row for row in figures(tmp_path, of(2), "memory") if "over the smallest" in row.figure)
+    assert ratio.note == "depths [1, 2]"
+
+
+def test_memory_that_is_given_counts_less_what_is_in_use(monkeypatch):
+    cases = module("cases")
+    monkeypatch.delenv(cases.HOST_GB, raising=False)
+    free = cases.available_bytes()
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    total = int(lines["MemTotal"].split()[0]) * 1024
+    monkeypatch.setenv(cases.HOST_GB, str(total / 1e9))
+    assert cases.available_bytes() == pytest.approx(free, rel=0.2)
+    monkeypatch.setenv(cases.HOST_GB, "0.001")
+    assert cases.available_bytes() == 0

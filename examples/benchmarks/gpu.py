@@ -30,8 +30,9 @@ CORES_A_WORKER = 3
 # cases of parity are small and many; the deepest model of memory is captured while the others run
 WORKERS = {"parity": 5, "memory": 2}
 
-# seconds of nine minutes on a GPU, and of two on a CPU
-SHARES = {"machine": 10, "parity": 100, "memory": 60, "races": 40, "copies": 25, "speed": 200, "faults": 30, "paper": 75}
+# seconds of nine minutes on a GPU, and of two on a CPU; the first import of PyTorch on a fresh machine may take half a minute, and
+# what a stage leaves over goes to the others
+SHARES = {"machine": 45, "parity": 100, "memory": 60, "races": 40, "copies": 25, "speed": 200, "faults": 30, "paper": 75}
 ON_CPU = {"machine": 8, "parity": 20, "memory": 12, "races": 14, "copies": 3, "speed": 8, "faults": 14, "paper": 5}
 
 
@@ -48,7 +49,7 @@ def stages(names: list[str], device: str) -> list[Stage]:
 
 def seems_to_have_gpu(device: str) -> bool:
     """For the shares of the time alone: the stages ask CUDA itself, which may hang, in processes of their own."""
-    return device.startswith("cuda") or device == "auto" and Path("/dev/nvidiactl").exists()
+    return device.startswith("cuda") or device == "auto" and any(Path("/dev").glob("nvidia*"))
 
 
 def default_path(record: Record) -> Path:

@@ -54,7 +54,6 @@ backward:
   release(%fetch_weights)                                                  none
   release(%stash_tanh)                                                     none
   push_gradients('two', %getitem_1)                                        d2h     72 B
-  release(%getitem_1)                                                      none
   %split = split(%restore_1)                                             compute float32[B, 4] split  96 B
   release(%restore_1)                                                      none
   %backward_1 = backward('one', %fetch_weights_1, (%split), (%getitem))  compute block_0 x 3 micro-batches
@@ -62,6 +61,7 @@ backward:
   release(%split)                                                        none
   release(%getitem)                                                        none
   release(%fetch_weights_1)                                                none
+  release(%getitem_1)                                                      none
   push_gradients('one', %getitem_2)                                        d2h     160 B
   release(%getitem_2)                                                      none
   return (-)"""

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import l2l_compile
 from l2l_compile.ir import nodes
 from l2l_compile.runtime import executor, threaded as module
 from l2l_compile.runtime.threaded import ThreadedDevice
-from models import Layer, Shared, Stack, TwoHeads, UNet, assert_parity, compiled, loss_of, rows
+from models import Layer, Shared, Stack, TwoHeads, UNet, assert_parity, compilation, compiled, loss_of, rows
 
 
 @pytest.mark.parametrize("options", [
@@ -206,3 +207,48 @@ def test_dropout_is_the_same_on_both_devices(threaded, monkeypatch):
         output.sum().backward()
         found.append((output.detach(), model.embed.weight.grad.clone()))
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_compute_goes_on_while_gradients_are_on_their_way(threaded, monkeypatch, prefetch):
+    """Each copy of gradients waits here until the next segment's backward is done: if compute waited for the copy, it never would be."""
+    model, x, expected = with_reference()
+    step = compiled(model, prefetch=prefetch)
+    assert not goes_wrong(step, model, x, expected)
+    done, in_time = [threading.Event()], []
+    run_backward, push = executor._HANDLERS[nodes.backward], executor._HANDLERS[nodes.push_gradients]
+
+    def backward(self, node, env):
+        box, over = run_backward(self, node, env), done[-1]
+        self.device.lanes["compute"].run(over.set)
+        done.append(threading.Event())
+        return box
+
+    def late_push(self, node, env):
+        next_one = done[-1]
+        if node.args[0] > 0:  # behind the first segment, there is no next one
+            self.device.lanes["d2h"].run(lambda: in_time.append(next_one.wait(2.0)))
+        return push(self, node, env)
+
+    monkeypatch.setitem(executor._HANDLERS, nodes.backward, backward)
+    monkeypatch.setitem(executor._HANDLERS, nodes.push_gradients, late_push)
+    assert not goes_wrong(step, model, x, expected)
+    assert len(in_time) >= 5 and all(in_time)
+
+
+@pytest.mark.parametrize("depth", [4, 12])
+def test_a_copy_to_the_host_has_the_time_of_one_segment(depth):
+    """No longer: what waits for its copy is then of one segment at most, at every depth."""
+    found = compilation(Stack(depth).double(), rows(6), prefetch=1)
+    for graph in (found.forward, found.backward):
+        runs, begun, late = 0, {}, {}
+        for node in graph.nodes:
+            runs += node.target in (nodes.forward, nodes.backward)
+            if nodes.lane_of(node) == nodes.D2H:
+                begun |= {read: runs for read in node.all_input_nodes}
+            if node.target is nodes.release and node.args[0] in begun:
+                late[node.args[0]] = runs - begun[node.args[0]]
+        assert set(late.values()) <= {0, 1}
+        ends = {read for read, at in begun.items() if at == runs}
+        pushed = {n.args[1] for n in graph.find_nodes(op="call_function", target=nodes.push_gradients)}
+        assert all(late[read] == 1 for read in pushed - ends)

@@ -162,9 +162,10 @@ def described(error: BaseException) -> str:
 
 def available_bytes() -> int:
     """Memory of the host that can be had. Some virtual machines grow as they are used: `gpu.py --host-gb` says how far."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    known = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
+    available = known.get("MemAvailable", 0)
     if given := os.environ.get(HOST_GB):
-        return int(float(given) * 1e9)
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable"):
-            return int(line.split()[1]) * 1024
-    return 0
+        in_use = known.get("MemTotal", available) - available
+        return max(int(float(given) * 1e9) - in_use, 0)
+    return available

@@ -159,8 +159,13 @@ class Timeline:
         self._device.synchronize()
 
     def _begins(self, node: fx.Node) -> None:
-        of_segment = node.target in (nodes.forward, nodes.backward, nodes.fetch_weights, nodes.push_gradients)
-        self.label = f"{node.target.__name__} {self._names(node.args[0])}" if of_segment else getattr(node.target, "__name__", str(node.target))
+        kind = getattr(node.target, "__name__", str(node.target))
+        self.label = kind
+        if node.target in (nodes.forward, nodes.backward, nodes.fetch_weights, nodes.push_gradients):
+            self.label = f"{kind} {self._names(node.args[0])}"
+        elif node.target is nodes.release:  # compute waits there for copies: say for which
+            readers = {getattr(user.target, "__name__", user.op) for user in node.args[0].users if user is not node}
+            self.label = f"{kind} behind {', '.join(sorted(readers))}"
 
     def note(self, lane: str, label: str, work: Work) -> None:
         """Run a piece of work, on its lane, and note when."""

@@ -48,7 +48,8 @@ def peak(context: Context, depth: int, report: Report) -> None:
     report.fact("peak of device memory", peaks[depth], "bytes")
     report.fact("parameters", parameters)
     report.fact("first step, with capture", seconds, "s")
-    report("largest peak over the smallest so far", max(peaks.values()) / min(peaks.values()), most=MOST, note=f"depths {sorted(peaks)}")
+    if len(peaks) > 1:
+        report("largest peak over the smallest so far", max(peaks.values()) / min(peaks.values()), most=MOST, note=f"depths {sorted(peaks)}")
 
 
 def noted(context: Context, depth: int, value: int) -> dict[int, int]:

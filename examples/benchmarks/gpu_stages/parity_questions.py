@@ -119,7 +119,8 @@ def dropout(context: Context, inside: bool, report: Report, precision: str = "fp
     report("bits that differ with one seed", float(not same), most=0, should="0: the same seed gives the same bits")
     report("bits that are the same with two", float(torch.equal(first, other)), most=0, should="0: another seed, other masks")
     columns = first.double().sum((0, 1))
-    wrong = max(relative(g.double() * w.detach().double(), columns) for g, w in zip(grads, model.weights, strict=True))
+    each = [relative(g.double() * w.detach().double(), columns) for g, w in zip(grads, model.weights, strict=True)]
+    wrong = torch.tensor(each).max().item()  # NaN if any is
     report("gradients from other masks", wrong, most=1e-4 if precision == "fp32" else 3e-2, should="rounding: recompute sees forward's masks")
 
 

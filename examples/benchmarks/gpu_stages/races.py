@@ -93,6 +93,8 @@ def races(context: Context, options: dict[str, Any], report: Report) -> None:
     one_after_the_other(subject.device)
     expected, again = subject.run(), subject.run()
     restore(subject.device)
+    moved = sum(not torch.equal(p, b) for p, b in zip(expected[-len(subject.before) :], subject.before, strict=True))
+    report("parameters that moved", moved, least=len(subject.before) // 2, should="most: the steps that are compared were made")
     tell(report, "one after the other, twice", expected, again, "else kernels are at fault, not lanes")
     for name in (*LANES, None):
         if name is not None:

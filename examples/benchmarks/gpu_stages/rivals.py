@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,7 @@ def micro_batches_of(batch: Batch, count: int) -> list[Batch]:
 def process_group(device: torch.device) -> Iterator[None]:
     """A group of this process alone; it needs no network."""
     torch.cuda.set_device(device)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # NCCL looks for a network even for one process
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group("nccl", init_method=f"file://{Path(folder) / 'group'}", rank=0, world_size=1)
         try:

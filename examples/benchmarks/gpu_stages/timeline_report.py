@@ -24,7 +24,7 @@ def tell_lanes(timeline: Timeline, stats: Stats, report: Report) -> None:
     for lane, count in moved.items():
         seconds = sum(piece.seconds for piece in timeline.of(lane))
         report.fact(f"{lane}: bytes", count)
-        report.fact(f"{lane}: while at work", count / max(seconds, 1e-12) / 1e9, "GB/s", should="that of pinned copies (stage copies)")
+        report.fact(f"{lane}: while at work", count / max(seconds, 1e-12) / 1e9, "GB/s", should="that of pinned copies (stage copies), less casts on the host and waits for compute")
     for name, seconds in by_kind(compute).items():
         report.fact(f"compute in {name}", seconds, "s")
 
