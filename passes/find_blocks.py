@@ -39,7 +39,7 @@ class FindBlocks:
         line = compilation.line
         found = _search(line, 0, len(line), 0, len(line.uses))
         groups = [inner for group in found for inner in _refine(line, group)]
-        lists = {path: spans for path, spans in stacks(line).items() if _is_chain(line, spans)}
+        lists = {path: passes for path, passes in stacks(line).items() if all(_is_chain(line, spans) for spans in passes)}
         groups = _aligned(line, groups, lists)
         named = [containers(line, group) if len(group) > 1 else set() for group in groups]
         atomic = [any(inside_an_item(line, group, other) for other in named) for group in groups]
@@ -48,18 +48,33 @@ class FindBlocks:
         compilation.layers = [r for group, c in kept for layer in group for r in _split(line, layer, group, c)]
 
 
-def _aligned(line: Line, groups: list[Group], lists: dict[Path, list[range]]) -> list[Group]:
+def _aligned(line: Line, groups: list[Group], lists: dict[Path, list[list[range]]]) -> list[Group]:
     """The groups, with items of a list in the place of copies that hold parameters of several items of it."""
     innermost = [path for path in lists if not any(other != path and other[: len(path)] == path for other in lists)]
     crossed = {path for path in innermost for group in groups for copy in group if len(_items_used(line, copy, path)) > 1}
-    aligned = []
-    for path in crossed:
-        cuts = [*(span.start for span in lists[path]), lists[path][-1].stop]
-        aligned.append(ranges_between([cut for cut in cuts if math.isfinite(line.crossing[cut])]))
+    aligned = [_between_items(line, spans) for spans in _together([spans for path in crossed for spans in lists[path]])]
     aligned = [group for group in aligned if group]
     taken = [range(group[0].start, group[-1].stop) for group in aligned]
     apart = [[c for c in group if all(c.stop <= t.start or c.start >= t.stop for t in taken)] for group in groups]
     return [*aligned, *filter(None, apart)]
+
+
+def _together(passes: list[list[range]]) -> list[list[range]]:
+    """Passes over lists, those that take turns as one."""
+    joined: list[list[range]] = []
+    end = 0
+    for spans in sorted(passes, key=lambda spans: spans[0].start):
+        if joined and spans[0].start < end:
+            joined[-1] = sorted([*joined[-1], *spans], key=lambda span: span.start)
+        else:
+            joined.append(spans)
+        end = max(end, spans[-1].stop)
+    return joined
+
+
+def _between_items(line: Line, spans: list[range]) -> Group:
+    cuts = sorted({*(span.start for span in spans), max(span.stop for span in spans)})
+    return ranges_between([cut for cut in cuts if math.isfinite(line.crossing[cut])])
 
 
 def _items_used(line: Line, span: range, path: Path) -> set[Path]:
@@ -68,8 +83,9 @@ def _items_used(line: Line, span: range, path: Path) -> set[Path]:
 
 
 def _is_chain(line: Line, spans: list[range]) -> bool:
-    """Whether most of these ranges are fed by one before them, whichever way."""
-    return 2 * len(feeds(line, spans)) >= len(spans)
+    """Whether most of these ranges, each with what follows it, are fed by one before them, whichever way."""
+    with_rest = ranges_between([*(span.start for span in spans), spans[-1].stop])
+    return 2 * len(feeds(line, with_rest)) >= len(spans)
 
 
 @dataclass(frozen=True)
@@ -158,7 +174,14 @@ def _inside(line: Line, copy: range) -> list[Group]:
 
 
 def _are_items(line: Line, group: Group, width: float) -> bool:
-    return len(group) > 1 and bool(containers(line, group)) and all(line.crossing[r.start] <= width for r in group[1:])
+    """Whether ranges are items of a container, or in none, and as narrow between as `width` bytes."""
+    narrow = all(line.crossing[r.start] <= width for r in group[1:])
+    return len(group) > 1 and narrow and (bool(containers(line, group)) or not _in_items(line, group))
+
+
+def _in_items(line: Line, group: Group) -> bool:
+    """Whether any operation of these ranges lies in an item of a container."""
+    return any(items(line.paths[position]) for layer in group for position in layer)
 
 
 def _split(line: Line, layer: range, group: Group, of: set[Path]) -> list[range]:

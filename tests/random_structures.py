@@ -89,7 +89,7 @@ class TowerPlan:
         if self.kind == STACKED:
             return StackedTower(self.depth)
         layers = [KINDS[self.kind]() for _ in range(self.depth)]
-        if self.odd is not None:
+        if self.odd is not None and self.depth > 1:  # a list without two of a kind is no stack
             place = {"first": 0, "second": 1, "middle": self.depth // 2, "last": self.depth}[self.odd]
             layers.insert(place, KINDS["Mlp" if self.kind != "Mlp" else "PostNorm"]())
         return ListTower(layers)
@@ -191,21 +191,24 @@ class Planned(nn.Module):
 
 
 def owners(model: Planned) -> dict[str, str]:
-    """The layer that each parameter, or slice of a stacked one, belongs to."""
-    found = {parameter: layer for layer, parameters in units(model).items() for parameter in parameters}
+    """The layer that each parameter, or slice of a stacked one, belongs to, in towers of several layers."""
+    alone = {f"t{i}" for i, tower in enumerate(model.plan.towers) if tower.depth == 1}
+    found = {p: layer for layer, parameters in units(model).items() if layer.split(".")[1] not in alone for p in parameters}
     for name, module in model.named_modules():
-        if isinstance(module, StackedTower):
+        if isinstance(module, StackedTower) and module.up.shape[0] > 1:
             found |= {f"{name}.{w}[{i}]": f"{name}.{i}" for w in ("up", "down") for i in range(module.up.shape[0])}
     return found
 
 
 def largest_bytes(model: Planned) -> int:
-    """Bytes of the largest layer, or of the largest single module outside of layers."""
+    """Bytes of the largest layer, or of the largest single module outside of layers. A tower of one layer is one with its ends."""
     owner, sizes = owners(model), {}
     for name, parameter in model.named_parameters():
         slices = [key for key in owner if key.startswith(f"{name}[")]
         for key in slices or [name]:
-            holder = owner.get(key, name.rpartition(".")[0])
+            tower = name.split(".")[1]
+            alone = model.plan.towers[int(tower[1:])].depth == 1
+            holder = tower if alone else owner.get(key, name.rpartition(".")[0])
             sizes[holder] = sizes.get(holder, 0) + parameter.nbytes // max(len(slices), 1)
     return max(sizes.values())
 
