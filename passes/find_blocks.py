@@ -15,7 +15,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from .chains import chains, feeds, handed_on, may_be_cut, narrow_between, parts, uses_in
+from .chains import carried, chains, feeds, handed_on, may_be_cut, narrow_between, parts, uses_in
 from .compilation import Compilation
 from .line import Line
 from .names import Path, containers, has_names, inside_an_item, item_cuts, items, stacks
@@ -156,10 +156,14 @@ def _place_chains(line: Line, layers: _Layers, start: int, end: int) -> list[Gro
 
 def _refine(line: Line, group: Group) -> list[Group]:
     """The layers inside of copies that are stages: groups of items of one container, as narrow between as the copies are."""
-    if not has_names(line, group[0]):
+    if not has_names(line, group[0]):  # `_split` takes these apart
         return [group]
     width = min((line.crossing[r.start] for r in group[1:]), default=0) * 1.01
-    inner = [found for copy in group for found in _inside(line, copy) if _are_items(line, found, width)]
+    inner = []
+    for copy in group:
+        within = _inside(line, copy)
+        layers = sorted((layer for found in within for layer in found), key=lambda layer: layer.start)
+        inner += [found for found in within if _are_items(line, found) and _is_narrow(line, found, copy, layers, width)]
     if not inner:
         return [group]
     return [finer for found in inner for finer in _refine(line, found)]
@@ -173,10 +177,15 @@ def _inside(line: Line, copy: range) -> list[Group]:
     return _search(line, copy.start, copy.stop, first, first + len(uses))
 
 
-def _are_items(line: Line, group: Group, width: float) -> bool:
-    """Whether ranges are items of a container, or in none, and as narrow between as `width` bytes."""
-    narrow = all(line.crossing[r.start] <= width for r in group[1:])
-    return len(group) > 1 and narrow and (bool(containers(line, group)) or not _in_items(line, group))
+def _are_items(line: Line, group: Group) -> bool:
+    """Whether ranges are items of a container, or in none."""
+    return len(group) > 1 and (bool(containers(line, group)) or not _in_items(line, group))
+
+
+def _is_narrow(line: Line, group: Group, copy: range, layers: Group, width: float) -> bool:
+    """Whether at most `width` bytes, without skips, are handed on between layers inside of a copy that holds these layers."""
+    cuts = [layer.start for layer in group[1:]]
+    return all(line.crossing[cut] <= width or carried(line, cut, copy, layers) <= width for cut in cuts)
 
 
 def _in_items(line: Line, group: Group) -> bool:
@@ -197,5 +206,6 @@ def _split(line: Line, layer: range, group: Group, of: set[Path]) -> list[range]
         cuts = item_cuts(line, of, layer)
     else:
         cuts = {c for inner in _inside(line, layer) for r in inner for c in (r.start, r.stop)}
-    inside = sorted(c for c in cuts if layer.start < c < layer.stop and line.crossing[c] <= width)
-    return ranges_between([layer.start, *inside, layer.stop])
+    inside = ranges_between(sorted({layer.start, *(c for c in cuts if layer.start < c < layer.stop), layer.stop}))
+    narrow = [r.start for r in inside[1:] if _is_narrow(line, [layer, r], layer, inside, width)]
+    return ranges_between([layer.start, *narrow, layer.stop])

@@ -1,6 +1,7 @@
 """Random compositions of stacks, for `test_random_structure`: towers in chains, branches, turns and with skips, some shared or frozen."""
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,16 +43,6 @@ class Convolution(nn.Module):
         return x + self.out(torch.tanh(self.mix(x.transpose(1, 2)).transpose(1, 2)))
 
 
-class StackedLayer:
-    """One layer of `StackedTower`."""
-
-    def __init__(self, up: torch.Tensor, down: torch.Tensor):
-        self.up, self.down = up, down
-
-    def __call__(self, x):
-        return x + torch.tanh(x @ self.up) @ self.down
-
-
 class StackedTower(nn.Module):
     """Weights of all layers in two parameters."""
 
@@ -62,7 +53,10 @@ class StackedTower(nn.Module):
 
     @property
     def layers(self):
-        return [StackedLayer(self.up[i], self.down[i]) for i in range(self.up.shape[0])]
+        return [functools.partial(self, i) for i in range(self.up.shape[0])]
+
+    def forward(self, i, x):
+        return x + torch.tanh(x @ self.up[i]) @ self.down[i]
 
 
 class ListTower(nn.Module):
