@@ -51,6 +51,8 @@ def test_no_segment_holds_two_layers_or_more_bytes_than_the_largest(plan):
 @FEW
 @given(plans(depths=(3,)))
 def test_deeper_towers_make_no_more_blocks(plan):
+    if any(call.how == "skips" for call in plan.calls):  # beside skips, the neighbours of an odd layer depend on the depth
+        plan = replace(plan, towers=tuple(replace(tower, odd=None) for tower in plan.towers))
     shallow, deep = (compilation(built(p), *inputs(), passes=CUT) for p in (plan, plan.deeper(2)))
     assert len(with_parameters(deep.segments)) <= len(with_parameters(shallow.segments))
 
