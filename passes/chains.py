@@ -164,6 +164,30 @@ def narrow_between(line: Line, before: range, after: range) -> bool:
     return any(between <= min(map(count, inside(layer)), default=between) for layer in (before, after))
 
 
+def carried(line: Line, cut: int, copy: range, layers: list[range]) -> int:
+    """Bytes of the values that cross a cut between layers inside of a copy and are read in the rest of the copy, without skips.
+
+    A skip is read behind the cut by one of the layers alone, and not handed from neighbour to neighbour. `layers` are sorted.
+    """
+    starts = [layer.start for layer in layers]
+
+    def layer_at(position: int) -> int | None:
+        index = bisect.bisect_right(starts, position) - 1
+        return index if index >= 0 and position in layers[index] else None
+
+    before, after = layer_at(cut - 1), layer_at(cut)
+    total = 0
+    for made, node in enumerate(line.nodes[:cut]):
+        if node not in line.captured.specs or size_expression(node) is not None:
+            continue
+        readers = {layer_at(p) for p in (line.position.get(u, len(line)) for u in node.users) if cut <= p < copy.stop}
+        from_neighbour = readers == {after} and layer_at(made) == before
+        is_skip = len(readers) == 1 and None not in readers and not from_neighbour
+        if readers and not is_skip:
+            total += line.captured.specs[node].bytes(line.captured.hints)
+    return total
+
+
 def may_be_cut(line: Line, cuts: list[int]) -> bool:
     """Whether cuts leave no range empty and lie nowhere that a cut is forbidden."""
     return all(a < b for a, b in itertools.pairwise(cuts)) and all(math.isfinite(line.crossing[c]) for c in cuts)

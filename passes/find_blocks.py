@@ -15,7 +15,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from .chains import chains, feeds, handed_on, may_be_cut, narrow_between, parts, up_to_the_next, uses_in
+from .chains import carried, chains, feeds, handed_on, may_be_cut, narrow_between, parts, up_to_the_next, uses_in
 from .compilation import Compilation
 from .line import Line
 from .names import Path, containers, has_names, inside_an_item, item_cuts, items, stacks
@@ -39,7 +39,7 @@ class FindBlocks:
         line = compilation.line
         found = _search(line, 0, len(line), 0, len(line.uses))
         groups = [inner for group in found for inner in _refine(line, group)]
-        lists = {path: spans for path, spans in stacks(line).items() if _is_chain(line, spans)}
+        lists = {path: passes for path, passes in stacks(line).items() if all(_is_chain(line, spans) for spans in passes)}
         groups = _aligned(line, groups, lists)
         named = [containers(line, group) if len(group) > 1 else set() for group in groups]
         atomic = [any(inside_an_item(line, group, other) for other in named) for group in groups]
@@ -48,18 +48,33 @@ class FindBlocks:
         compilation.layers = [r for group, c in kept for layer in group for r in _split(line, layer, group, c)]
 
 
-def _aligned(line: Line, groups: list[Group], lists: dict[Path, list[range]]) -> list[Group]:
+def _aligned(line: Line, groups: list[Group], lists: dict[Path, list[list[range]]]) -> list[Group]:
     """The groups, with items of a list in the place of copies that hold parameters of several items of it."""
     innermost = [path for path in lists if not any(other != path and other[: len(path)] == path for other in lists)]
     crossed = {path for path in innermost for group in groups for copy in group if len(_items_used(line, copy, path)) > 1}
-    aligned = []
-    for path in crossed:
-        cuts = [*(span.start for span in lists[path]), lists[path][-1].stop]
-        aligned.append(ranges_between([cut for cut in cuts if math.isfinite(line.crossing[cut])]))
+    aligned = [_between_items(line, spans) for spans in _together([spans for path in crossed for spans in lists[path]])]
     aligned = [group for group in aligned if group]
     taken = [range(group[0].start, group[-1].stop) for group in aligned]
     apart = [[c for c in group if all(c.stop <= t.start or c.start >= t.stop for t in taken)] for group in groups]
     return [*aligned, *filter(None, apart)]
+
+
+def _together(passes: list[list[range]]) -> list[list[range]]:
+    """Passes over lists, those that take turns as one."""
+    joined: list[list[range]] = []
+    end = 0
+    for spans in sorted(passes, key=lambda spans: spans[0].start):
+        if joined and spans[0].start < end:
+            joined[-1] = sorted([*joined[-1], *spans], key=lambda span: span.start)
+        else:
+            joined.append(spans)
+        end = max(end, spans[-1].stop)
+    return joined
+
+
+def _between_items(line: Line, spans: list[range]) -> Group:
+    cuts = sorted({*(span.start for span in spans), max(span.stop for span in spans)})
+    return ranges_between([cut for cut in cuts if math.isfinite(line.crossing[cut])])
 
 
 def _items_used(line: Line, span: range, path: Path) -> set[Path]:
@@ -140,10 +155,14 @@ def _place_chains(line: Line, layers: _Layers, start: int, end: int) -> list[Gro
 
 def _refine(line: Line, group: Group) -> list[Group]:
     """The layers inside of copies that are stages: groups of items of one container, as narrow between as the copies are."""
-    if not has_names(line, group[0]):
+    if not has_names(line, group[0]):  # `_split` takes these apart
         return [group]
     width = min((line.crossing[r.start] for r in group[1:]), default=0) * 1.01
-    inner = [found for copy in group for found in _inside(line, copy) if _are_items(line, found, width)]
+    inner = []
+    for copy in group:
+        within = _inside(line, copy)
+        layers = sorted((layer for found in within for layer in found), key=lambda layer: layer.start)
+        inner += [found for found in within if _are_items(line, found) and _is_narrow(line, found, copy, layers, width)]
     if not inner:
         return [group]
     return [finer for found in inner for finer in _refine(line, found)]
@@ -157,8 +176,20 @@ def _inside(line: Line, copy: range) -> list[Group]:
     return _search(line, copy.start, copy.stop, first, first + len(uses))
 
 
-def _are_items(line: Line, group: Group, width: float) -> bool:
-    return len(group) > 1 and bool(containers(line, group)) and all(line.crossing[r.start] <= width for r in group[1:])
+def _are_items(line: Line, group: Group) -> bool:
+    """Whether ranges are items of a container, or in none."""
+    return len(group) > 1 and (bool(containers(line, group)) or not _in_items(line, group))
+
+
+def _is_narrow(line: Line, group: Group, copy: range, layers: Group, width: float) -> bool:
+    """Whether at most `width` bytes, without skips, are handed on between layers inside of a copy that holds these layers."""
+    cuts = [layer.start for layer in group[1:]]
+    return all(line.crossing[cut] <= width or carried(line, cut, copy, layers) <= width for cut in cuts)
+
+
+def _in_items(line: Line, group: Group) -> bool:
+    """Whether any operation of these ranges lies in an item of a container."""
+    return any(items(line.paths[position]) for layer in group for position in layer)
 
 
 def _split(line: Line, layer: range, group: Group, of: set[Path]) -> list[range]:
@@ -174,5 +205,6 @@ def _split(line: Line, layer: range, group: Group, of: set[Path]) -> list[range]
         cuts = item_cuts(line, of, layer)
     else:
         cuts = {c for inner in _inside(line, layer) for r in inner for c in (r.start, r.stop)}
-    inside = sorted(c for c in cuts if layer.start < c < layer.stop and line.crossing[c] <= width)
-    return ranges_between([layer.start, *inside, layer.stop])
+    inside = ranges_between(sorted({layer.start, *(c for c in cuts if layer.start < c < layer.stop), layer.stop}))
+    narrow = [r.start for r in inside[1:] if _is_narrow(line, [layer, r], layer, inside, width)]
+    return ranges_between([layer.start, *narrow, layer.stop])

@@ -67,26 +67,38 @@ def item_cuts(line: Line, of: set[Path], span: range) -> set[int]:
     return cuts
 
 
-def stacks(line: Line) -> dict[Path, list[range]]:
-    """Containers with several items of one class that hold modules: the range of the line from begin to end of each item, in order.
+def stacks(line: Line) -> dict[Path, list[list[range]]]:
+    """Containers with several items of one class that hold modules: for each pass over the items, the range of the line of each.
 
-    Only containers whose items run one after the other, each once.
+    A stack that is called twice is passed over twice. Only containers with several items in every pass.
     """
-    spans: dict[Path, list[int]] = {}  # first and last position of each item
+    visits: dict[Path, list[list]] = {}  # by container, in order: item, first and last position
     for position, path in enumerate(line.paths):
         for item in items(path):
-            spans.setdefault(item, [position, position])[1] = position
-    within: dict[Path, list[Path]] = {}
-    for item in spans:
-        within.setdefault(item[:-1], []).append(item)
+            of_container = visits.setdefault(item[:-1], [])
+            if not of_container or of_container[-1][0] != item:
+                of_container.append([item, position, position])
+            of_container[-1][2] = position
     found = {}
-    for container, members in within.items():
-        classes = Counter(line.classes.get(item) for item in members if item in line.composed)
-        ranges = sorted((range(first, last + 1) for first, last in map(spans.get, members)), key=lambda r: r.start)
-        in_turn = all(before.stop <= after.start for before, after in itertools.pairwise(ranges))
-        if in_turn and max(classes.values(), default=0) > 1:
-            found[container] = ranges
+    for container, visited in visits.items():
+        classes = Counter(line.classes.get(item) for item in {v[0] for v in visited} if item in line.composed)
+        passes = _passes(visited)
+        if max(classes.values(), default=0) > 1 and min(map(len, passes)) > 1:
+            found[container] = passes
     return found
+
+
+def _passes(visited: list[list]) -> list[list[range]]:
+    """The ranges of visits of items, in lists that hold each item once."""
+    passes: list[list[range]] = []
+    seen: set[Path] = set()
+    for item, first, last in visited:
+        if not passes or item in seen:
+            passes.append([])
+            seen = set()
+        seen.add(item)
+        passes[-1].append(range(first, last + 1))
+    return passes
 
 
 def has_names(line: Line, span: range) -> bool:

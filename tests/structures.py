@@ -262,6 +262,33 @@ class Odd(nn.Module):
         return F.mse_loss(a, b)
 
 
+class Again(Odd):
+    """A whole backbone, with an odd layer in its stack, twice one after the other: its copies are stages."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.embed, self.head = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, a, b):
+        for _ in range(2):
+            a = self.embed(a)
+            for layer in self.layers:
+                a = layer(a)
+            a = self.head(a)
+        return F.mse_loss(a, b)
+
+
+class ExchangingAgain(Exchanging):
+    """Two towers that read each other, twice one after the other."""
+
+    def forward(self, a, b):
+        for _ in range(2):
+            for left, right in zip(self.left.layers, self.right.layers, strict=True):
+                a, b = left(a + b), right(b - 0.5 * a)
+            a, b = a.tanh(), b.tanh()
+        return F.mse_loss(a, b)
+
+
 class Joined(nn.Module):
     """Two towers joined into a third."""
 
@@ -301,11 +328,33 @@ class StackedPairs(nn.Module):
         return F.mse_loss(a, b)
 
 
+class StackedSkips(nn.Module):
+    """Stages with stacked weights between projections; the second one reads what each layer of the first one made."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.stages = nn.ModuleList(Stacked(depth) for _ in range(2))
+        self.ends = nn.ModuleDict({f"{end}{i}": nn.Linear(WIDTH, WIDTH) for i in range(2) for end in ("begin", "end")})
+
+    def forward(self, a, b):
+        made = []
+        for i, stage in enumerate(self.stages):
+            a = self.ends[f"begin{i}"](a)
+            for j in range(stage.weight.shape[0]):
+                a = a if i == 0 else a + 0.5 * made.pop()
+                a = a + torch.tanh(a @ stage.weight[j])
+                if i == 0:
+                    made.append(a)
+            a = self.ends[f"end{i}"](a)
+        return F.mse_loss(a, b)
+
+
 MODELS = {
     c.__name__: c
     for c in (
         Siamese, SiameseOfFour, SiameseBackbone, Triplet, Teacher, TeacherOfEqualDepth, Preference, Branches, Ensemble, UnevenEnsemble,
-        Adversaries, Cascade, Interleaved, InterleavedKinds, Exchanging, Skips, Odd, Joined, Stacked, StackedPairs,
+        Adversaries, Cascade, Interleaved, InterleavedKinds, Exchanging, Skips, Odd, Again, ExchangingAgain, Joined, Stacked, StackedPairs,
+        StackedSkips,
     )
 }
 

@@ -1,0 +1,80 @@
+"""Random compositions of stacks: every layer is a segment, whichever way they are combined, and gradients are exact."""
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from unittest import mock
+
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from models import assert_same_gradients, compilation, compiled
+from random_structures import Planned, largest_bytes, owners, plans
+from structures import WIDTH
+from l2l_compile.passes.pipeline import SEGMENTATION
+
+CUT = SEGMENTATION[:2]
+MODEST = settings(  # an example traces a model: shrinking would take minutes
+    max_examples=18, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate),
+)
+FEW = settings(MODEST, max_examples=8)
+
+
+def inputs(rows: int = 6):
+    torch.manual_seed(1)
+    return [torch.randn(rows, 5, WIDTH, dtype=torch.float64) for _ in range(2)]
+
+
+def built(plan) -> Planned:
+    torch.manual_seed(0)
+    model = Planned(plan).double()
+    assume(model(*inputs()).requires_grad)
+    return model
+
+
+def with_parameters(segments) -> set:
+    """The blocks of segments with parameters. Where the last layer ends among operations without any may depend on depth."""
+    return {segment.block for segment in segments if segment.parameter_names}
+
+
+@MODEST
+@given(plans())
+def test_no_segment_holds_two_layers_or_more_bytes_than_the_largest(plan):
+    model = built(plan)
+    owner = owners(model)
+    for segment in compilation(model, *inputs(), passes=CUT).segments:
+        assert len({owner[p] for p in segment.parameter_names if p in owner}) <= 1
+        assert segment.parameter_bytes <= largest_bytes(model)
+
+
+@FEW
+@given(plans(depths=(3,)))
+def test_deeper_towers_make_no_more_blocks(plan):
+    if any(call.how == "skips" for call in plan.calls):  # beside skips, the neighbours of an odd layer depend on the depth
+        plan = replace(plan, towers=tuple(replace(tower, odd=None) for tower in plan.towers))
+    shallow, deep = (compilation(built(p), *inputs(), passes=CUT) for p in (plan, plan.deeper(2)))
+    assert len(with_parameters(deep.segments)) <= len(with_parameters(shallow.segments))
+
+
+@FEW
+@given(plans(depths=(4, 5)))
+def test_without_names_no_segment_is_larger_than_two_layers(plan):
+    """Layers of two towers that take turns and read each other are one layer of two parts, if nothing names them."""
+    model = built(replace(plan, towers=tuple(replace(tower, odd=None) for tower in plan.towers)))
+    with mock.patch("l2l_compile.passes.line._module_path", lambda node: ()):
+        found = compilation(model, *inputs(), passes=CUT)
+    assert max(s.parameter_bytes for s in found.segments) <= 2 * largest_bytes(model)
+
+
+@FEW
+@given(plans(depths=(1, 2, 3)), st.integers(1, 7), st.integers(1, 4))
+def test_gradients_are_exact(plan, rows, micro_batches):
+    model = built(plan)
+    reference = copy.deepcopy(model)
+    torch._dynamo.reset()
+    expected, actual = reference(*inputs(rows)), compiled(model, micro_batches=micro_batches)(*inputs(rows))
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    expected.backward()
+    actual.backward()
+    assert_same_gradients(model, reference)
