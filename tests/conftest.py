@@ -1,7 +1,13 @@
 """Every test starts with a clean Dynamo, a fixed seed and one thread a worker."""
 from __future__ import annotations
 
+import os
+import tempfile
 import warnings
+from pathlib import Path
+
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # two processes that write one file of Inductor's cache at once have been seen to fail
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_l2l_{worker}"))
 
 import pytest
 import torch
