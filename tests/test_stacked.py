@@ -144,17 +144,34 @@ def test_updates_are_those_of_at_step(update, precision, compile_update):
         assert (p - q).norm() <= (1e-6 if compile_update else 0) * p.norm()
 
 
-def test_parameter_that_moves_is_read_where_it_is_now():
+@pytest.mark.parametrize("where", ["new memory", "elsewhere in one buffer"])
+def test_parameter_that_moves_is_read_where_it_is_now(where):
     model = Stacked(4).double()
     step, reference = compiled(model), copy.deepcopy(model)
-    for scale in (1.0, 0.5):
+    size = model.weight.numel()
+    buffer = torch.randn(2 * size, dtype=torch.float64) * 0.1
+    for turn in range(2):
+        moved = buffer[turn * size : (turn + 1) * size].view_as(model.weight)
+        model.weight.data = moved if "buffer" in where else moved.clone()
+        reference.weight.data = moved.clone()
         for m in (model, reference):
             m.zero_grad()
-            m.weight.data = m.weight.data.clone() * scale  # new memory
         batch = both()
         step(*batch).backward()
         reference(*batch).backward()
         assert_same_gradients(model, reference)
+
+
+def test_a_stack_that_the_model_writes_into_is_refused():
+    class Clamped(Stacked):
+        def forward(self, a, b):
+            a = torch.tanh(a @ self.weight[0])
+            with torch.no_grad():
+                self.weight.clamp_(-0.05, 0.05)
+            return super().forward(a, b)
+
+    with pytest.raises(l2l_compile.L2LError, match="weight"):
+        compiled(Clamped(4).double())(*both())
 
 
 def test_saved_state_has_the_parameter_whole():

@@ -118,7 +118,7 @@ class Runner:
         """A slice of a parameter; the same tensor in every step, unless the parameter has moved."""
         whole = arguments[part.owner]
         before, view = self._parts.get(part.index, (None, None))
-        if before is not whole or view.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+        if before is not whole or view.data_ptr() != whole.data_ptr() + part.part.start * whole.element_size():
             view = part.part.view(whole)
             self._parts[part.index] = (whole, view)
         return view
