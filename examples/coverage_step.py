@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tiny_models import ROWS
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 Gradients = dict[str, torch.Tensor | None]
@@ -29,6 +30,20 @@ def train(model: nn.Module, inputs: dict, seed: int = 0, run: Callable | None = 
         loss = sum(map(distance_to_waves, (t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad)))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+class Narrowest(TorchFunctionMode):
+    """Notes the narrowest dtype that gradients flow through: a model in float64 may have norms that compute in float32."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        made = [value.dtype for value in tree_leaves(result) if isinstance(value, torch.Tensor) and value.requires_grad]
+        self.dtype = min((self.dtype, *made), key=lambda dtype: dtype.itemsize)
+        return result
 
 
 def rows_reversed(value: Any) -> Any:

@@ -136,6 +136,39 @@ def test_the_loss_of_normalised_outputs_has_a_gradient(coverage):
     assert weight.grad.abs().max() > 1e-3
 
 
+def test_a_dtype_that_a_model_computes_in_is_found(coverage):
+    import torch
+    from coverage_step import Narrowest
+
+    x = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
+    with Narrowest(torch.float64) as seen:
+        (x.detach().float().cos() * x).sum().backward()  # a table in float32: no gradient flows through it
+        assert seen.dtype == torch.float64
+        (x.float() @ x.float()).sum().backward()
+        assert seen.dtype == torch.float32
+
+
+@pytest.mark.parametrize("inside, status", [("double", "differs"), ("float", "parity")])
+def test_a_difference_like_rounding_in_float32_is_none_where_the_model_computes_in_float32(coverage, monkeypatch, inside, status):
+    import coverage_step
+    import torch
+
+    class Model(torch.nn.Linear):
+        def forward(self, x):
+            return getattr(torch.nn.functional.linear(x, self.weight), inside)().double()
+
+    def off(model, inputs, run=None):
+        loss, gradients = coverage_step.train(model, inputs, run=run)
+        return loss * (1 if run is None else 1 + 1e-8), gradients
+
+    model, inputs = Model(4, 4, bias=False).double(), {"x": torch.randn(6, 4, dtype=torch.float64)}
+    expected = coverage_step.train(model, inputs)
+    model.zero_grad()
+    monkeypatch.setattr(coverage, "train", off)
+    row = coverage.compiled_step(model, inputs, expected, expected, "eager", None)
+    assert row["status"] == status, row["reason"]
+
+
 def test_errors_are_relative_and_those_of_rounding_are_not(coverage):
     import torch
 
