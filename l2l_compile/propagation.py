@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch._dynamo import utils as dynamo_utils
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -51,6 +51,8 @@ def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
 
         if node.op not in ("call_function", "call_method") or not is_ours(getattr(tracer, "compiler_fn", None)):
             return run()
+        if node.target is torch._VF._pad_packed_sequence:  # on torch 2.11, this fails in another way first, which breaks no graph
+            raise DataDependentOutputException(torch.ops.aten._pad_packed_sequence.default)
         if node.op == "call_function" and (made := sizes_of_stack(node.target, args, kwargs)) is not None:
             return made
         return propagate(memories.setdefault(tracer.shape_env, {}), node.target, (args, kwargs), run)
