@@ -162,10 +162,16 @@ def _refine(line: Line, group: Group) -> list[Group]:
     for copy in group:
         within = _inside(line, copy)
         layers = sorted((layer for found in within for layer in found), key=lambda layer: layer.start)
-        inner += [found for found in within if _are_items(line, found) and _is_narrow(line, found, copy, layers, width)]
+        found_items = [found for found in within if _are_items(line, found) and _is_narrow(line, found, copy, layers, width)]
+        inner += found_items if _make_up(line, found_items, copy) else []
     if not inner:
         return [group]
     return [finer for found in inner for finer in _refine(line, found)]
+
+
+def _make_up(line: Line, groups: list[Group], copy: range) -> bool:
+    """Whether these layers have most of a copy's uses of parameters: otherwise it is no stage, but a layer with a list in it."""
+    return 2 * sum(len(uses_in(line, layer)) for group in groups for layer in group) >= len(uses_in(line, copy))
 
 
 def _inside(line: Line, copy: range) -> list[Group]:

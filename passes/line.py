@@ -192,8 +192,26 @@ def _module_path(node: fx.Node) -> tuple[str, ...]:
 
 
 def _module_stack(node: fx.Node) -> list[tuple[tuple[str, ...], type]]:
-    """Path and class of the modules around an operation, outermost first."""
-    return [(_path(name), kind) for name, kind in (node.meta.get("nn_module_stack") or {}).values()]
+    """Path and class of the modules around an operation, outermost first.
+
+    Dynamo calls a module that several others hold as the first of them does; here its path is inside of the one that calls it.
+    """
+    found = []
+    outer, path = (), ()
+    for name, kind in (node.meta.get("nn_module_stack") or {}).values():
+        inner = _path(name)
+        path = (*path, *_below(outer, inner))
+        found.append((path, kind))
+        outer = inner
+    return found
+
+
+def _below(outer: tuple[str, ...], inner: tuple[str, ...]) -> tuple[str, ...]:
+    """The path of a module from the one that calls it; its own name, with its index, where it lies elsewhere."""
+    if inner[: len(outer)] == outer:
+        return inner[len(outer) :]
+    name = max((i for i, part in enumerate(inner) if not part.isdigit()), default=0)
+    return inner[name:]
 
 
 @functools.cache

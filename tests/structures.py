@@ -5,6 +5,8 @@ layer: no segment should hold parameters of two.
 """
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -262,6 +264,41 @@ class Odd(nn.Module):
         return F.mse_loss(a, b)
 
 
+class Gates(nn.Module):
+    """Two small gates, in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        for gate in self.gates:
+            x = x * torch.sigmoid(gate(x))
+        return x
+
+
+class Lent(nn.Module):
+    """Every layer holds one and the same small module besides its own."""
+
+    class Layer(nn.Module):
+        def __init__(self, lent):
+            super().__init__()
+            self.own, self.lent = Layer(), lent
+
+        def forward(self, x):
+            return self.own(self.lent(x))
+
+    def __init__(self, depth):
+        super().__init__()
+        lent = Gates()
+        self.layers = nn.ModuleList(self.Layer(lent) for _ in range(depth))
+
+    def forward(self, a, b):
+        for layer in self.layers:
+            a = layer(a)
+        return F.mse_loss(a, b)
+
+
 class Again(Odd):
     """A whole backbone, with an odd layer in its stack, twice one after the other: its copies are stages."""
 
@@ -353,18 +390,19 @@ MODELS = {
     c.__name__: c
     for c in (
         Siamese, SiameseOfFour, SiameseBackbone, Triplet, Teacher, TeacherOfEqualDepth, Preference, Branches, Ensemble, UnevenEnsemble,
-        Adversaries, Cascade, Interleaved, InterleavedKinds, Exchanging, Skips, Odd, Again, ExchangingAgain, Joined, Stacked, StackedPairs,
+        Adversaries, Cascade, Interleaved, InterleavedKinds, Exchanging, Skips, Odd, Lent, Again, ExchangingAgain, Joined, Stacked, StackedPairs,
         StackedSkips,
     )
 }
 
 
 def units(model: nn.Module) -> dict[str, set[str]]:
-    """The parameters of each layer by its name: the innermost items of lists that are no plain module."""
+    """The parameters of each layer alone by its name: layers are the innermost items of lists that are no plain module."""
     items = {
         f"{name}.{child}": layer
         for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
         for child, layer in module.named_children() if next(layer.children(), None) is not None
     }
     inner = {name for name in items if not any(other.startswith(f"{name}.") for other in items)}
-    return {name: {f"{name}.{p}" for p, _ in items[name].named_parameters()} for name in inner}
+    held = Counter(p for name in inner for p in items[name].parameters())
+    return {name: {f"{name}.{p}" for p, parameter in items[name].named_parameters() if held[parameter] == 1} for name in inner}

@@ -49,3 +49,8 @@ def test_gradients_are_exact_and_the_peak_does_not_grow_with_depth(name):
         assert_same_gradients(model, reference)
         peaks.append(l2l_compile.stats(step).peak_device_bytes)
     assert peaks[1] <= 1.01 * peaks[0]
+
+
+def test_layers_that_hold_one_module_are_cut_at_their_borders_alone():
+    found = compilation(MODELS["Lent"](4).double(), *inputs(), passes=CUT)
+    assert [s.name for s in found.segments] == ["layers.0", "layers.1", "layers.2", "layers.3", "mse_loss"]
