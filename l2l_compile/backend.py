@@ -69,6 +69,7 @@ def compile_program(captured: Captured, options: Options, lowering: Lowering) ->
         fx.GraphModule({}, backward) if backward is not None else None,
         captured.hints,
         compilation.uncut,
+        tuple(i.index for i in captured.inputs if i.node in {value.node for value in compilation.carried}),
     )
     for block in compilation.blocks:
         block.lowering = lowering

@@ -95,14 +95,14 @@ def _nodes(arguments: Any) -> list[fx.Node]:
 
 
 def _written_inputs(graph: fx.Graph) -> set[int]:
-    """The memory of the inputs that the graph writes into and that take no gradient."""
-    given = {memory_of(p) for p in graph.find_nodes(op="placeholder") if not _takes_gradient(p)}
+    """The memory of the inputs that the graph writes into and that are no leaves which take a gradient."""
+    given = {memory_of(p) for p in graph.find_nodes(op="placeholder") if not _is_trained(p)}
     return {memory_of(operand) for node in graph.nodes for operand in written_operands(node)} & given - {None}
 
 
-def _takes_gradient(node: fx.Node) -> bool:
+def _is_trained(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
-    return isinstance(value, torch.Tensor) and value.requires_grad
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
 
 
 def touches(nodes: Iterable[fx.Node], memories: Iterable[int | None]) -> dict[int, list[fx.Node]]:

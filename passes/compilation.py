@@ -53,18 +53,26 @@ class Compilation:
 
     @property
     def outputs(self) -> tuple[Value | None, ...]:
-        """The newest version of each output of the captured graph; None in the place of a number.
+        """The newest version of each output of the captured graph, None in the place of a number, and then `carried`.
 
         An input that is returned is the user's own tensor, also where the model has written into it.
         """
-        newest: dict[fx.Node, Value] = {}
-        for segment in self.segments:
-            for value in segment.outputs:
-                if value.node.op != "placeholder" or self.captured.specs[value.node].differentiable:
-                    newest[value.node] = value
-        return tuple(
-            newest.get(node, Value(node)) if node in self.captured.specs else None for node in self.captured.outputs
-        )
+        newest = {node: value for node, value in self._newest().items() if node.op != "placeholder"}
+        returned = (newest.get(node, Value(node)) if node in self.captured.specs else None for node in self.captured.outputs)
+        return (*returned, *self.carried)
+
+    @property
+    def carried(self) -> tuple[Value, ...]:
+        """The new contents of inputs that the model writes into with a gradient: autograd has to know how they were made."""
+        newest = self._newest()
+        return tuple(newest[i.node] for i in self.captured.inputs if i.node in newest and self._carries(i.node))
+
+    def _newest(self) -> dict[fx.Node, Value]:
+        return {value.node: value for segment in self.segments for value in segment.outputs}
+
+    def _carries(self, node: fx.Node) -> bool:
+        """Whether a tensor that was written into has a gradient; a leaf has none of what was written."""
+        return self.captured.specs[node].differentiable and not node.meta["example_value"].is_leaf
 
 
 class Pass(Protocol):

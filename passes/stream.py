@@ -156,14 +156,18 @@ def _run_forward(build: Builder, segment: Segment, send: tuple[int, ...]) -> dic
 
 
 def _write_backs(compilation: Compilation, build: Builder) -> list[fx.Node]:
-    """New contents of buffers and inputs that the model writes into go back to the host, once, when all has run."""
+    """New contents of buffers and inputs that the model writes into go back to the host, once, when all has run.
+
+    Those with a gradient (`carried`) are outputs instead.
+    """
     newest = {}
     index_of = {i.node: i.index for i in compilation.captured.inputs}
     for segment in compilation.segments:
         for value in segment.outputs:
             if value.version and value.node in index_of:
                 newest[value.node] = value
-    return [build.emit(nodes.write_back, index_of[v.node], build.get(v, False)) for v in newest.values()]
+    back = [value for value in newest.values() if value not in compilation.carried]
+    return [build.emit(nodes.write_back, index_of[v.node], build.get(v, False)) for v in back]
 
 
 def _stash(build: Builder, inputs: dict[fx.Node, fx.Node], value: Value) -> fx.Node:

@@ -151,7 +151,8 @@ class Program:
 
     `forward` and `backward` are `torch.fx.GraphModule`s of the vocabulary in `l2l_compile.ir.nodes`; `backward` is
     the one of the last backward call, or the predicted one before that, and None where nothing wants a gradient. `uncut` has
-    the segments that hold several layers.
+    the segments that hold several layers; `carried` the inputs that the model writes into with a gradient, by index: the
+    last outputs of `forward` are their new contents.
     """
 
     captured: Captured
@@ -161,6 +162,7 @@ class Program:
     backward: fx.GraphModule | None
     bindings: Bindings
     uncut: tuple[Uncut, ...] = ()
+    carried: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Program of {len(self.segments)} segments, instances of {len(self.blocks)} blocks>"

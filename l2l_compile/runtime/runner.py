@@ -49,6 +49,11 @@ def _on_device(box: Box) -> bool:
     return box.lane == "compute"
 
 
+def _no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that is no view: autograd allows nobody to write into a view that its Function returns."""
+    return tensor.new_empty(0).set_(tensor) if tensor._is_view() else tensor
+
+
 def _joined(box: Box, spec: TensorSpec) -> torch.Tensor:
     """A value on the host, of all micro-batches."""
     return torch.cat(box.tensors, spec.batch.dim) if len(box.tensors) > 1 else box.tensors[0]
@@ -81,7 +86,8 @@ class Runner:
         self._parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by index: a parameter, and its slice
         made = program.forward.graph.output_node().args[0][0]
         first = {node: position for position, node in reversed(list(enumerate(made))) if node is not None}
-        self._written = [node.args[0] for node in program.forward.graph.output_node().args[0][2]]
+        self._outputs = [*self.captured.outputs, *(self.captured.inputs[index].node for index in program.carried)]
+        self._written = [*program.carried, *(node.args[0] for node in program.forward.graph.output_node().args[0][2])]
         self._made = sorted(first.values())  # positions among the outputs, each value once
         self._source = [None if node is None else self._made.index(first[node]) for node in made]
         self.differentiable = [differentiable[position] for position in self._made]
@@ -95,8 +101,10 @@ class Runner:
             made, _, _ = self.forward(arguments, to_train=False)
         outputs = [
             self._plain(node, arguments) if source is None else made[source]
-            for node, source in zip(self.captured.outputs, self._source, strict=True)
+            for node, source in zip(self._outputs, self._source, strict=True)
         ]
+        for index in reversed(self.program.carried):
+            arguments[index].copy_(outputs.pop())  # where autograd sees it: what reads the argument from now on leads here
         for position, spec in self.captured.dropped.items():
             outputs[position] = torch.empty(spec.sizes(self.captured.bindings(arguments)), dtype=spec.dtype, device="meta")
         return outputs
@@ -153,9 +161,9 @@ class Runner:
             for index, contents in step.writes.items():
                 arguments[index].copy_(contents)
         stashes = Stashes(self.device, kept)
-        made = [_joined(outputs[position], captured.specs[captured.outputs[position]]) for position in self._made]
+        made = [_joined(outputs[position], captured.specs[self._outputs[position]]) for position in self._made]
         kept_memory = {t.untyped_storage().data_ptr() for box in kept for t in box.tensors}
-        made = [t.clone() if t.untyped_storage().data_ptr() in kept_memory else t for t in made]
+        made = [t.clone() if t.untyped_storage().data_ptr() in kept_memory else _no_view(t) for t in made]
         self.stats.forward_seconds = time.perf_counter() - start
         self.stats.peak_device_bytes = self.device.peak_bytes()
         return made, step, stashes
@@ -166,7 +174,7 @@ class Runner:
         """Run the backward graph for gradients of the outputs that forward made; gradients by index of the argument."""
         start = time.perf_counter()
         self.stats = step.stats  # torch.utils.checkpoint has run another forward since
-        given = [False] * len(self.captured.outputs)
+        given = [False] * len(self._outputs)
         for position, gradient in zip(self._made, gradients, strict=True):
             given[position] = gradient is not None
         module = self._backward_for(tuple(given))
@@ -211,7 +219,8 @@ class _Streamed(torch.autograd.Function):
         outputs, step, stashes = runner.forward(arguments, to_train=True)
         ctx.runner, ctx.step, ctx.stashes = runner, step, stashes
         ctx.set_materialize_grads(False)
-        tensors = [a for i, a in enumerate(arguments) if isinstance(a, torch.Tensor) and i not in step.writes]
+        written = {*step.writes, *runner.program.carried}
+        tensors = [a for i, a in enumerate(arguments) if isinstance(a, torch.Tensor) and i not in written]
         ctx.save_for_backward(*tensors)  # so that a write into one before backward is an error, as in eager
         ctx.mark_non_differentiable(*[o for o, d in zip(outputs, runner.differentiable, strict=True) if not d])
         return tuple(outputs)
