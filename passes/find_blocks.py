@@ -22,6 +22,7 @@ from .names import Path, containers, has_names, inside_an_item, item_cuts, items
 from .repeats import Copies, place, ranges_between, repeats, rotate
 
 _TRIES = 12  # repeats to look at before a stretch counts as one without layers
+_JOINTS = 3  # boundaries between copies to look at: neighbours that read different masks make one of them wider than the others
 _AS_LARGE = 0.75  # of the largest cover: repeats that cover as much compete by how narrow their boundaries are
 
 Group = list[range]  # layers of one chain, in order
@@ -122,7 +123,7 @@ def _as_layers(line: Line, copies: Copies) -> _Layers | None:
     if 2 * sum(map(len, chained)) <= len(ranges):
         return None
     joints = [(ranges[a], ranges[b]) for chain in chained for a, b in itertools.pairwise(chain)]
-    if not narrow_between(line, *joints[0]) or len({len(parts(line, r)) for r in ranges}) > 1:
+    if not any(narrow_between(line, *joint) for joint in joints[:_JOINTS]) or len({len(parts(line, r)) for r in ranges}) > 1:
         return None
     return _Layers(copies, found, _width(line, joints))
 
