@@ -48,7 +48,7 @@ def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
         program, session.options, session.device, session.lowering, session.server,
         given=compilation.given, differentiable=compilation.gradients.differentiable,
         rebuild=lambda given: _rebuild_backward(compilation, given), started=session.started,
-        check=session.check,
+        waiting=session.waiting, check=session.check,
     )
     session.add(runner)
     session.server.watch(dynamo.modules_in_frame())

@@ -15,6 +15,7 @@ from .runtime.cuda import CudaDevice
 from .runtime.device import Device
 from .runtime.runner import Runner
 from .runtime.segment_run import Stats
+from .runtime.stashes import Waiting
 
 
 def open_device(options: Options) -> Device:
@@ -31,6 +32,7 @@ class Session:
         self.lowering = Lowering(self.device.torch_device, options.block_compiler)
         self.check = Check(self.device.torch_device) if options.check else None
         self.server = ParameterServer(options, self.device)
+        self.waiting = Waiting() if options.stash == "host" else Waiting(near=None)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: what it forgets is gone here as well
         self._step: list[weakref.ref[Runner]] = []
         self._warned: set[str] = set()

@@ -109,7 +109,7 @@ class Executor:
             return Box(absent=True)
 
         def work() -> None:
-            box.tensors, copied = _copies(source.tensors, self.device.upload)
+            box.tensors, copied = copies(source.tensors, self.device.upload)
             self.device.adopt(box.tensors)
             self.step.stats.restored_bytes += copied
 
@@ -122,7 +122,7 @@ class Executor:
             return Box(absent=True)
 
         def work() -> None:
-            box.tensors, copied = _copies(source.tensors, self.device.download)
+            box.tensors, copied = copies(source.tensors, self.device.download)
             self.step.stats.offloaded_bytes += copied
 
         self.submit("d2h", (source,), (box,), work)
@@ -311,7 +311,7 @@ class Executor:
         return box
 
 
-def _copies(tensors: Sequence[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[torch.Tensor], int]:
+def copies(tensors: Sequence[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[torch.Tensor], int]:
     """Copies of tensors and their bytes; what several micro-batches share is copied once."""
     made: dict[tuple, torch.Tensor] = {}
     keys = [(t.data_ptr(), t.shape) for t in tensors]

@@ -21,32 +21,7 @@ from ..options import Options
 from .device import Device, aligned
 from .executor import Box, Executor
 from .segment_run import Stats, Step
-
-
-class Stashes:
-    """What forward keeps for backward: boxes, on the device or on the host, freed with this object at the latest."""
-
-    def __init__(self, device: Device, boxes: Sequence[Box]):
-        self.device, self.boxes = device, list(boxes)
-
-    def take(self, keep: bool) -> list[Box]:
-        """The boxes for one backward, which releases them; copies of them if they must serve again."""
-        if keep:
-            held = [box for box in self.boxes if _on_device(box)]
-            for box in held:
-                self.device.adopt(box.tensors)
-            return [box.copy() for box in self.boxes]
-        boxes, self.boxes = self.boxes, []
-        return boxes
-
-    def __del__(self) -> None:
-        for box in self.boxes:
-            if _on_device(box) and box.tensors is not None:
-                self.device.free(box.tensors)
-
-
-def _on_device(box: Box) -> bool:
-    return box.lane == "compute"
+from .stashes import Stashes, Waiting
 
 
 def _no_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,6 +41,7 @@ class Runner:
     differentiable   which outputs can have one
     rebuild          makes the backward graph for other gradients: given -> graph module
     started          called with the runner before every forward
+    waiting          the stashes of all programs of the session
     check            compares blocks on rows together and apart, if the user asked for it
     """
 
@@ -73,13 +49,13 @@ class Runner:
         self, program: Program, options: Options, device: Device, lowering: Lowering, server: ParameterServer, *,
         given: tuple[bool, ...], differentiable: tuple[bool, ...],
         rebuild: Callable[[tuple[bool, ...]], fx.GraphModule], started: Callable[[Runner], None],
-        check: Check | None = None,
+        waiting: Waiting, check: Check | None = None,
     ):
         self.program, self.options, self.device, self.lowering, self.server = program, options, device, lowering, server
         self.captured: Captured = program.captured
         self.stats = Stats()
         self._backwards = {given: program.backward}
-        self._rebuild, self._started, self._check_blocks = rebuild, started, check
+        self._rebuild, self._started, self._waiting, self._check_blocks = rebuild, started, waiting, check
         hints = self.captured.hints
         self._slab_bytes = max((sum(aligned(w.bytes(hints)) for w in s.block.weights) for s in program.segments), default=0)
         self._argument_of = {i.node: i.index for i in self.captured.inputs}
@@ -161,6 +137,8 @@ class Runner:
             for index, contents in step.writes.items():
                 arguments[index].copy_(contents)
         stashes = Stashes(self.device, kept)
+        if to_train:
+            self._waiting.add(stashes)
         made = [_joined(outputs[position], captured.specs[self._outputs[position]]) for position in self._made]
         kept_memory = {t.untyped_storage().data_ptr() for box in kept for t in box.tensors}
         made = [t.clone() if t.untyped_storage().data_ptr() in kept_memory else _no_view(t) for t in made]
