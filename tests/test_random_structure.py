@@ -58,7 +58,7 @@ def test_deeper_towers_make_no_more_blocks(plan):
 
 
 @FEW
-@given(plans(depths=(4, 5)))
+@given(plans(depths=(6, 7)))
 def test_without_names_no_segment_is_larger_than_two_layers(plan):
     """Layers of two towers that take turns and read each other are one layer of two parts, if nothing names them."""
     model = built(replace(plan, towers=tuple(replace(tower, odd=None) for tower in plan.towers)))
