@@ -65,7 +65,7 @@ def _unfolded(captured: Captured, scores: fx.Node, target: fx.Node) -> tuple[fx.
         return None
     time_first = all(spec.batch is not None and spec.batch == Batch(1) for spec in before)
     same = before[0].shape[:2] == before[1].shape and before[0].shape[2:] == after[0].shape[1:] and len(after[1].shape) == 1
-    widest = max(captured.specs[i.node].dtype.itemsize for i in captured.inputs if i.kind == "parameter")
+    widest = max((captured.specs[i.node].dtype.itemsize for i in captured.inputs if i.kind == "parameter"), default=0)
     return (scores.args[0], target.args[0]) if time_first and same and before[0].dtype.itemsize >= widest else None
 
 

@@ -47,6 +47,16 @@ def test_cross_entropy(reduction, weighted, smoothing, places, ignored):
     assert head.micro_batches == 3
 
 
+def test_a_loss_in_a_graph_without_parameters():
+    class Broken(Classifier):
+        def forward(self, x, target):
+            scores = self.head(self.body.layers[0](self.body.embed(x))).unflatten(1, (3, 5))
+            torch._dynamo.graph_break()
+            return {"loss": F.cross_entropy(scores.view(-1, 5), target.view(-1))}
+
+    assert_parity(Broken((3,), None).double(), (rows(6), targets(6, 3)))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_nll_loss(reduction):
     model = Classifier((), lambda s, t: F.nll_loss(F.log_softmax(s, 1), t, ignore_index=IGNORED, reduction=reduction)).double()
