@@ -37,6 +37,18 @@ _PLAIN = (
 )  # fmt: skip
 
 
+def _reads_numbers(target: Any, args: Sequence[Any]) -> torch._ops.OpOverload | None:
+    """The operator whose sizes depend on what a tensor holds, where Dynamo itself does not notice that they do.
+
+    It takes the number that the tensor holds now (`torch.arange(n)`), or fails in another way (packed sequences on torch 2.11).
+    """
+    if target is torch._VF._pad_packed_sequence:
+        return torch.ops.aten._pad_packed_sequence.default
+    if target is torch.arange and any(isinstance(argument, torch.Tensor) for argument in args):
+        return torch.ops.aten._local_scalar_dense.default
+    return None
+
+
 def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
     """From now on, frames whose backend `is_ours` run each operation on fake tensors once per key."""
     original = dynamo_utils.run_node
@@ -51,8 +63,8 @@ def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
 
         if node.op not in ("call_function", "call_method") or not is_ours(getattr(tracer, "compiler_fn", None)):
             return run()
-        if node.target is torch._VF._pad_packed_sequence:  # on torch 2.11, this fails in another way first, which breaks no graph
-            raise DataDependentOutputException(torch.ops.aten._pad_packed_sequence.default)
+        if (operator := _reads_numbers(node.target, (*args, *kwargs.values()))) is not None:
+            raise DataDependentOutputException(operator)  # Dynamo breaks the graph there
         if node.op == "call_function" and (made := sizes_of_stack(node.target, args, kwargs)) is not None:
             return made
         return propagate(memories.setdefault(tracer.shape_env, {}), node.target, (args, kwargs), run)

@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from l2l_compile import propagation
-from models import WIDTH, EncoderDecoder, compiled, rows
+from models import WIDTH, EncoderDecoder, assert_parity, compiled, rows
 
 
 class Fakes:
@@ -188,3 +188,24 @@ def test_other_backends_are_left_alone(monkeypatch):
 
     monkeypatch.setattr(propagation, "propagate", refuse)
     torch.compile(torch.nn.Linear(4, 4), backend="eager", dynamic=True)(torch.randn(3, 4))
+
+
+class UpToTheLongest(torch.nn.Module):
+    """As many positions as the longest row has, a number that a tensor holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(5, WIDTH)
+        self.by_keyword = False
+
+    def forward(self, lengths, longest):
+        positions = torch.arange(end=longest) if self.by_keyword else torch.arange(longest)
+        return (self.table(positions) * (positions < lengths[:, None]).unsqueeze(2)).sum(1)
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_a_size_that_a_tensor_holds_is_read_in_every_call(by_keyword):
+    model = UpToTheLongest().double()
+    model.by_keyword = by_keyword
+    batches = [torch.tensor(lengths) for lengths in ([1, 3, 2, 1, 2, 3], [5, 1, 4, 2, 1, 1])]
+    assert_parity(model, *((lengths, lengths.max()) for lengths in batches))
