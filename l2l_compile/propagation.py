@@ -28,6 +28,8 @@ from torch._dynamo import utils as dynamo_utils
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .recurrent_stacks import sizes_of_stack
 
@@ -37,16 +39,20 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def _reads_numbers(target: Any, args: Sequence[Any]) -> torch._ops.OpOverload | None:
-    """The operator whose sizes depend on what a tensor holds, where Dynamo itself does not notice that they do.
+class _ReadsNone(TorchDispatchMode):
+    """What runs inside takes no number from a tensor, as `torch.arange(n)` and `x[:n]` do; Dynamo breaks the graph there.
 
-    It takes the number that the tensor holds now (`torch.arange(n)`), or fails in another way (packed sequences on torch 2.11).
+    By itself, it would go on with the number that an input of the graph holds now.
     """
-    if target is torch._VF._pad_packed_sequence:
-        return torch.ops.aten._pad_packed_sequence.default
-    if target is torch.arange and any(isinstance(argument, torch.Tensor) for argument in args):
-        return torch.ops.aten._local_scalar_dense.default
-    return None
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if operator is torch.ops.aten._local_scalar_dense.default:
+            raise DataDependentOutputException(operator)
+        return operator(*args, **(kwargs or {}))
+
+
+def _may_be_a_number(operand: Any) -> bool:
+    return isinstance(operand, torch.Tensor) and not operand.dim() and not operand.is_floating_point()
 
 
 def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
@@ -63,8 +69,11 @@ def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
 
         if node.op not in ("call_function", "call_method") or not is_ours(getattr(tracer, "compiler_fn", None)):
             return run()
-        if (operator := _reads_numbers(node.target, (*args, *kwargs.values()))) is not None:
-            raise DataDependentOutputException(operator)  # Dynamo breaks the graph there
+        if node.target is torch._VF._pad_packed_sequence:  # on torch 2.11, this fails in another way first, which breaks no graph
+            raise DataDependentOutputException(torch.ops.aten._pad_packed_sequence.default)
+        if node.target != "item" and any(map(_may_be_a_number, tree_leaves((args, kwargs)))):
+            with _ReadsNone():
+                return run()
         if node.op == "call_function" and (made := sizes_of_stack(node.target, args, kwargs)) is not None:
             return made
         return propagate(memories.setdefault(tracer.shape_env, {}), node.target, (args, kwargs), run)
