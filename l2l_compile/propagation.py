@@ -42,11 +42,11 @@ _PLAIN = (
 class _ReadsNone(TorchDispatchMode):
     """What runs inside takes no number from a tensor, as `torch.arange(n)` and `x[:n]` do; Dynamo breaks the graph there.
 
-    By itself, it would go on with the number that an input of the graph holds now.
+    By itself, it would go on with the number that an input of the graph holds now. Constants of the graph may be read.
     """
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if operator is torch.ops.aten._local_scalar_dense.default:
+        if operator is torch.ops.aten._local_scalar_dense.default and args[0].constant is None:
             raise DataDependentOutputException(operator)
         return operator(*args, **(kwargs or {}))
 

@@ -160,13 +160,13 @@ def _write_backs(compilation: Compilation, build: Builder) -> list[fx.Node]:
 
     Those with a gradient (`carried`) are outputs instead.
     """
-    newest = {}
+    newest, carried = {}, compilation.carried
     index_of = {i.node: i.index for i in compilation.captured.inputs}
     for segment in compilation.segments:
         for value in segment.outputs:
             if value.version and value.node in index_of:
                 newest[value.node] = value
-    back = [value for value in newest.values() if value not in compilation.carried]
+    back = [value for value in newest.values() if value not in carried]
     return [build.emit(nodes.write_back, index_of[v.node], build.get(v, False)) for v in back]
 
 

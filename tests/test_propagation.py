@@ -210,3 +210,14 @@ def test_a_size_that_a_tensor_holds_is_read_in_every_call(name):
 
     batches = [torch.tensor(lengths) for lengths in ([1, 3, 2, 1, 2, 3], [5, 1, 4, 2, 1, 1])]
     assert_parity(UpToTheLongest().double(), *((lengths, lengths.max()) for lengths in batches))
+
+
+def test_a_number_that_the_graph_itself_holds_breaks_no_graph():
+    class Constants(torch.nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y[:, torch.tensor(2)].unsqueeze(1) + torch.arange(torch.tensor(WIDTH))
+
+    model, x = Constants(WIDTH, WIDTH), rows(6, WIDTH).float()
+    whole = torch.compile(model, backend="l2l", fullgraph=True, options={"block_compiler": "eager", "device": "cpu"})
+    torch.testing.assert_close(whole(x), model(x))
