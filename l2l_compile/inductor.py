@@ -29,30 +29,35 @@ _LOOKUPS = (
 _LIBRARY = torch.library.Library("l2l_compile", "DEF")
 
 
-def compile_graph(module: fx.GraphModule, examples: Sequence[torch.Tensor], device: torch.device) -> Callable:
-    """Inductor's compilation of a functional ATen graph for operands like `examples`.
+def compile_graph(module: fx.GraphModule, device: torch.device) -> Callable:
+    """Inductor's compilation of a functional ATen graph, for operands like those that it was traced with.
 
     What it returns raises `LoweringError` for operands of other dtypes: Inductor's kernels would read their bytes as
     those of the examples. (It checks sizes and strides itself.)
     """
-    copy = fx.GraphModule(module, fx.Graph())
-    copy.graph.output(copy.graph.graph_copy(module.graph, {}))
+    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
     if device.type == "cpu":
-        for node in copy.graph.nodes:
+        for node in graph.nodes:
             if node.target in _LOOKUPS:
                 node.target = _opaque(node.target)
-    copy.recompile()
+    copy = fx.GraphModule(module, graph)
     with torch.no_grad():
         compiled = torch._inductor.compile(copy, list(examples))
-    dtypes = [example.dtype for example in examples]
+    dtypes = _dtypes(examples)
 
-    def run(*operands: torch.Tensor) -> Sequence[torch.Tensor]:
-        found = [operand.dtype for operand in operands]
+    def run(*operands: int | torch.Tensor) -> Sequence[torch.Tensor]:
+        found = _dtypes(operands)
         if found != dtypes:
             raise LoweringError(f"a graph compiled for operands of {dtypes} was called with {found}")
         return compiled(*operands)
 
     return run
+
+
+def _dtypes(operands: Sequence[int | torch.Tensor]) -> list[torch.dtype]:
+    return [operand.dtype for operand in operands if isinstance(operand, torch.Tensor)]
 
 
 @functools.cache

@@ -1,28 +1,38 @@
-"""Lower blocks to callables: trace once per block and size, make randomness an operand, compile.
+"""Lower blocks to callables: trace, make randomness an operand, compile. A lowering is found before it is made.
 
 A lowered block is called with a flat list: weights, values, (for backward) gradients of outputs, random draws.
+
+`Code` is what is made: once a process for blocks of equal form, whatever program they are in, with symbols for the sizes
+that are symbols in the captured graph. It is right for all sizes that its guards hold for; sizes of 0 and 1, by which much is
+decided, are always numbers. `Lowered` is a code at the sizes of one call.
 """
 from __future__ import annotations
 
+import functools
 import itertools
+import threading
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from .errors import LoweringError
+from .forms import block_form
 from .inductor import compile_graph
 from .ir.program import Block
-from .ir.values import Bindings
+from .ir.values import Bindings, Dim, dim_of, evaluate
 from .randomness import Draw, hoist_draws
-from .trace import example_inputs, trace_backward, trace_forward
+from .sizes import Guards, Sizes
+from .trace import trace_backward, trace_forward
 from .widening import storages_of
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A block at one size. `graph` is its ATen graph, `run` what executes it; both take and give flat sequences.
+    """A block at one size. `graph` is its ATen graph, `run` what executes it, with flat sequences of tensors.
 
     draws    random draws to append to the operands, in the order of forward's operations
     seeded   whether operations remain that draw from the device's default generator themselves
@@ -42,21 +52,52 @@ class Lowered:
         return self.seeded or bool(self.draws)
 
 
-def most_bytes(graph: fx.Graph) -> int:
-    """Most bytes that the results of an ATen graph's operations take at once, each freed after its last reader."""
-    size: dict[int, int] = {}
+@dataclass(frozen=True, eq=False)
+class Code:
+    """A lowered block for all sizes that its guards hold for; `graph` and `run` take the symbolic sizes before the tensors.
+
+    taken    the memory that its operations take (see `lifetimes`)
+    source   the block's graph, which keeps alive what the form of the block tells by identity
+    """
+
+    graph: fx.GraphModule
+    run: Callable[..., Sequence[torch.Tensor]]
+    draws: tuple[Draw, ...]
+    seeded: bool
+    present: tuple[bool, ...]
+    guards: Guards
+    taken: tuple[tuple[Dim, int, int], ...]
+    source: fx.GraphModule
+
+    def at(self, sizes: Sequence[int]) -> Lowered:
+        """The code at sizes for which its guards hold."""
+        bindings = dict(zip(self.guards.symbols, sizes, strict=True))
+        run = functools.partial(self.run, *sizes) if self.guards.symbolic else self.run
+        draws = tuple(draw.at(bindings) for draw in self.draws)
+        return Lowered(self.graph, run, draws, self.seeded, self.present, most_bytes(self.taken, bindings))
+
+
+def lifetimes(graph: fx.Graph) -> tuple[tuple[Dim, int, int], ...]:
+    """Of all memory that an ATen graph's operations take: bytes, the operation that takes it, the last one that reads it."""
+    size: dict[int, Dim] = {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for position, node in enumerate(graph.nodes):
         for storage in storages_of(node):
             if node.op != "placeholder" and storage._cdata not in first:
-                first[storage._cdata], size[storage._cdata] = position, storage.nbytes()
+                first[storage._cdata], size[storage._cdata] = position, dim_of(storage.nbytes())
         for read in (node, *node.all_input_nodes):
             last.update({storage._cdata: position for storage in storages_of(read)})
-    change = [0] * (len(graph.nodes) + 1)
-    for key, position in first.items():
-        change[position] += size[key]
-        change[last[key] + 1] -= size[key]
+    return tuple((size[key], position, last[key]) for key, position in first.items())
+
+
+def most_bytes(taken: Sequence[tuple[Dim, int, int]], bindings: Bindings) -> int:
+    """Most bytes that are taken at once, each freed after its last reader."""
+    change = [0] * (max((last for _, _, last in taken), default=0) + 2)
+    for size, first, last in taken:
+        count = evaluate(size, bindings)
+        change[first] += count
+        change[last + 1] -= count
     return max(itertools.accumulate(change), default=0)
 
 
@@ -96,8 +137,52 @@ def _only_moves(target: Callable) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
 
 
+class _Store:
+    """The codes of this process by form, the latest used last. At most `size` of them are kept."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._codes: OrderedDict[tuple, list[Code]] = OrderedDict()
+
+    def find(self, key: tuple, sizes: Sequence[int]) -> Code | None:
+        """A code for a block of this form at these sizes, if there is one."""
+        found = next((code for code in self._codes.get(key, ()) if code.guards.hold(sizes)), None)
+        if found is not None:
+            self._codes.move_to_end(key)
+        return found
+
+    def add(self, key: tuple, code: Code) -> None:
+        """Keep a code."""
+        self._codes.setdefault(key, []).append(code)
+        self._codes.move_to_end(key)
+        while sum(map(len, self._codes.values())) > self._size:
+            self._codes.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._codes.clear()
+
+
+_store = _Store(1024)
+_one_at_a_time = threading.RLock()  # neither tracing nor Inductor can be used by two threads
+
+
+def forget() -> None:
+    """Lower everything anew from now on."""
+    _store.clear()
+
+
+def _surroundings() -> tuple:
+    """Settings of PyTorch that a trace depends on."""
+    return (
+        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+        torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
+    )  # fmt: skip
+
+
 class Lowering:
-    """Lowers blocks for a device, and remembers what it has lowered: by block, sizes and given gradients."""
+    """Lowers blocks for a device, and remembers what they are at each size."""
 
     def __init__(self, device: torch.device, block_compiler: str):
         self.device, self.block_compiler = device, block_compiler
@@ -105,38 +190,68 @@ class Lowering:
 
     def forward(self, block: Block, bindings: Bindings, again: bool = False) -> Lowered:
         """The block's forward at these sizes; `again` leaves out what an earlier micro-batch has made for all. Raises `LoweringError`."""
-        wanted = tuple(not (again and spec.made_once) for spec in block.outputs)
-        key = (block, all(wanted), None, *map(bindings.__getitem__, block.symbols))
-        if key not in self._done:
-            graph = trace_forward(block, bindings, self.device)
-            self._done[key] = self._compile(block, graph, wanted, leave_out=not all(wanted)) or self.forward(block, bindings)
-        return self._done[key]
+        return self._at(block, bindings, "forward", tuple(not (again and spec.made_once) for spec in block.outputs))
 
     def backward(self, block: Block, bindings: Bindings, given: tuple[bool, ...]) -> Lowered:
         """The block's recompute and gradients, for the outputs in `given`, at these sizes. Raises `LoweringError`."""
-        key = (block, True, given, *map(bindings.__getitem__, block.symbols))
-        if key not in self._done:
-            graph, present = trace_backward(block, bindings, self.device, given)
-            self._done[key] = self._compile(block, graph, present)
-        return self._done[key]
+        return self._at(block, bindings, "backward", given)
 
-    def _compile(self, block: Block, graph: fx.GraphModule, present: tuple[bool, ...], leave_out: bool = False) -> Lowered | None:
-        """The graph as a callable; `leave_out` first takes the outputs out that are not present: None if that would save nothing."""
-        examples = example_inputs(graph)
+    def _at(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Lowered:
+        key = (block, which, wanted, *map(bindings.__getitem__, block.symbols))
+        done = self._done.get(key)
+        if done is None:
+            with _one_at_a_time:
+                code, sizes = self._code(block, bindings, which, wanted)
+                done = self._done[key] = code.at(sizes)
+        return done
+
+    def _code(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> tuple[Code, tuple[int, ...]]:
+        """Code for a block at these sizes, and the values of its symbolic sizes."""
+        form = block_form(block, {s: bindings[s] for s in block.symbols if bindings[s] < 2 or block.static})
+        key = (form.key, which, wanted, self.device, self.block_compiler, _surroundings())
+        values = tuple(bindings[s] for s in form.symbols)
+        code = _store.find(key, values)
+        if code is None:
+            code = self._make(block, bindings, form.symbols, which, wanted)
+            _store.add(key, code)
+        return code, values
+
+    def _make(self, block: Block, bindings: Bindings, symbols: tuple, which: str, wanted: tuple[bool, ...]) -> Code:
+        try:
+            return self._traced(block, Sizes(bindings, symbols), which, wanted)
+        except LoweringError as error:
+            if not symbols:
+                raise
+            code = self._traced(block, Sizes(bindings), which, wanted)
+            sizes = ", ".join(f"{symbol} = {bindings[symbol]}" for symbol in symbols)
+            warnings.warn(f"backend 'l2l' compiles {block.name} anew for every size ({sizes}), since with symbolic sizes: {error}", stacklevel=2)
+            return replace(code, guards=Guards.exactly([bindings[s] for s in symbols]))
+
+    def _traced(self, block: Block, sizes: Sizes, which: str, wanted: tuple[bool, ...]) -> Code:
+        if which == "backward":
+            graph, present = trace_backward(block, sizes, self.device, wanted)
+            return self._compiled(block, graph, sizes, present)
+        graph = trace_forward(block, sizes, self.device)
+        everything = (True,) * len(wanted)
+        if wanted == everything:
+            return self._compiled(block, graph, sizes, wanted)
+        return self._compiled(block, graph, sizes, wanted, leave_out=True) or self._code(block, sizes.bindings, which, everything)[0]
+
+    def _compiled(self, block: Block, graph: fx.GraphModule, sizes: Sizes, present: tuple[bool, ...], leave_out: bool = False) -> Code | None:
+        """The graph as code; `leave_out` first takes the outputs out that are not present: None if that would save nothing."""
         draws, seeded = hoist_draws(graph)
         if leave_out and (seeded or not _leave_out(graph, present)):
             return None
-        inside = most_bytes(graph.graph)
+        taken = lifetimes(graph.graph)
         if self.block_compiler == "eager" or not any(n.op == "call_function" for n in graph.graph.nodes):
             _reshape_where_needed(graph)
-            return Lowered(graph, graph, draws, seeded, present, inside)
-        examples += [draw.make(torch.Generator(self.device)) for draw in draws]
-        try:
-            run = compile_graph(graph, examples, self.device)
-        except Exception as error:
-            raise LoweringError(
-                f"{block.name} cannot be compiled by Inductor: {type(error).__name__}: {error}. "
-                "The option block_compiler='eager' runs it uncompiled"
-            ) from error
-        return Lowered(graph, run, draws, seeded, present, inside)
-
+            run = graph
+        else:
+            try:
+                run = compile_graph(graph, self.device)
+            except Exception as error:
+                raise LoweringError(
+                    f"{block.name} cannot be compiled by Inductor: {type(error).__name__}: {error}. "
+                    "The option block_compiler='eager' runs it uncompiled"
+                ) from error
+        return Code(graph, run, draws, seeded, present, sizes.guards(), taken, block.graph)

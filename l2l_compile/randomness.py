@@ -11,21 +11,43 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from .ir.values import Bindings, Dim, dim_of, evaluate
+
 aten = torch.ops.aten
-Make = Callable[[torch.Generator], torch.Tensor]
+Fill = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One random operand: `make(generator)` draws it. `number` is its place among the draws of the block."""
+    """One random operand: an empty tensor of this shape, dtype and device, which `fill(tensor, generator)` fills.
 
-    number: int
-    make: Make
+    `number` is its place among the draws of the block.
+    """
+
+    shape: tuple[Dim, ...]
+    dtype: torch.dtype
+    device: torch.device
+    fill: Fill
+    number: int = 0
+
+    @classmethod
+    def like(cls, node: fx.Node, fill: Fill, dtype: torch.dtype | None = None) -> Draw:
+        """Of the shape and device of a node's value, and of its dtype unless another is given."""
+        value = _value(node)
+        return cls(tuple(map(dim_of, value.shape)), dtype or value.dtype, value.device, fill)
+
+    def at(self, bindings: Bindings) -> Draw:
+        """With numbers for symbolic sizes."""
+        return replace(self, shape=tuple(evaluate(d, bindings) for d in self.shape))
+
+    def make(self, generator: torch.Generator) -> torch.Tensor:
+        """Draw it; its sizes are numbers."""
+        return self.fill(torch.empty(self.shape, dtype=self.dtype, device=self.device), generator)
 
 
 def mixed(*numbers: int) -> int:
@@ -45,20 +67,22 @@ def hoist_draws(module: fx.GraphModule) -> tuple[tuple[Draw, ...], bool]:
         if not _is_random(node):
             continue
         rewrite = _REWRITES.get(node.target)
-        if rewrite is None:
+        if rewrite is None or any(isinstance(a, fx.Node) and isinstance(_value(a), torch.SymInt) for a in node.args):
             remain = True
             continue
-        make = rewrite(node)
+        draw = rewrite(node)
         number += 1
         if not node.users and not node.target._schema.is_mutable:
             graph.erase_node(node)
             continue
         with graph.inserting_after(last[0]) if last[0] is not None else graph.inserting_before(next(iter(graph.nodes))):
             operand = graph.placeholder(f"draw_{number - 1}")
-        operand.meta = dict(node.meta)
+        value = _value(node)
+        with value.fake_mode:
+            operand.meta = {"val": torch.empty(value.shape, dtype=draw.dtype, device=value.device)}
         last[0] = operand
         _substitute(graph, node, operand)
-        draws.append(Draw(number - 1, make))
+        draws.append(replace(draw, number=number - 1))
     graph.eliminate_dead_code()
     module.recompile()
     return tuple(draws), remain
@@ -87,78 +111,53 @@ def _value(node: fx.Node) -> torch.Tensor:
     return value[0] if isinstance(value, (tuple, list)) else value
 
 
-def _like(node: fx.Node, fill: Callable[[torch.Tensor, torch.Generator], torch.Tensor]) -> Make:
-    value = _value(node)
-    shape, dtype, device = tuple(value.shape), value.dtype, value.device
-
-    def make(generator: torch.Generator) -> torch.Tensor:
-        return fill(torch.empty(shape, dtype=dtype, device=device), generator)
-
-    return make
-
-
-def _dropout_mask(node: fx.Node) -> Make:
-    value, keep = _value(node), 1.0 - node.args[1]
-    shape, device = tuple(value.shape), value.device
-
-    def make(generator: torch.Generator) -> torch.Tensor:
-        return torch.empty(shape, device=device).bernoulli_(keep, generator=generator).bool()
-
-    return make
-
-
 def _argument(node: fx.Node, index: int, name: str, default):
     return node.kwargs.get(name, node.args[index] if index < len(node.args) else default)
 
 
-def _bernoulli_of(node: fx.Node) -> Make:
+def _dropout_mask(node: fx.Node) -> Draw:
+    keep = 1.0 - node.args[1]
+    return Draw.like(node, lambda t, g: t.bernoulli_(keep, generator=g), torch.bool)
+
+
+def _bernoulli_of(node: fx.Node) -> Draw:
     """bernoulli(p) with a tensor of probabilities: the uniform draws are hoisted, the comparison stays."""
-    return _like_float(node)
+    return Draw.like(node, lambda t, g: t.uniform_(generator=g), torch.get_default_dtype())
 
 
-def _like_float(node: fx.Node) -> Make:
-    value = _value(node)
-    shape, device = tuple(value.shape), value.device
-
-    def make(generator: torch.Generator) -> torch.Tensor:
-        return torch.empty(shape, device=device).uniform_(generator=generator)
-
-    return make
-
-
-def _uniform(node: fx.Node) -> Make:
+def _uniform(node: fx.Node) -> Draw:
     low, high = _argument(node, 1, "from", 0.0), _argument(node, 2, "to", 1.0)
-    return _like(node, lambda t, g: t.uniform_(low, high, generator=g))
+    return Draw.like(node, lambda t, g: t.uniform_(low, high, generator=g))
 
 
-def _normal(node: fx.Node) -> Make:
+def _normal(node: fx.Node) -> Draw:
     mean, std = _argument(node, 1, "mean", 0.0), _argument(node, 2, "std", 1.0)
-    return _like(node, lambda t, g: t.normal_(mean, std, generator=g))
+    return Draw.like(node, lambda t, g: t.normal_(mean, std, generator=g))
 
 
-def _exponential(node: fx.Node) -> Make:
+def _exponential(node: fx.Node) -> Draw:
     rate = _argument(node, 1, "lambd", 1.0)
-    return _like(node, lambda t, g: t.exponential_(rate, generator=g))
+    return Draw.like(node, lambda t, g: t.exponential_(rate, generator=g))
 
 
-def _bernoulli(node: fx.Node) -> Make:
+def _bernoulli(node: fx.Node) -> Draw:
     chance = _argument(node, 1, "p", 0.5)
-    return _like(node, lambda t, g: t.bernoulli_(chance, generator=g))
+    return Draw.like(node, lambda t, g: t.bernoulli_(chance, generator=g))
 
 
-def _randint(low: int | None, high: int) -> Callable[[fx.Node], Make]:
-    def rewrite(node: fx.Node) -> Make:
-        least = 0 if low is None else node.args[low]
-        return _like(node, lambda t, g: t.random_(least, node_high, generator=g)) if (node_high := node.args[high]) else None
+def _randint(low: int | None, high: int) -> Callable[[fx.Node], Draw]:
+    def rewrite(node: fx.Node) -> Draw:
+        least, most = 0 if low is None else node.args[low], node.args[high]
+        return Draw.like(node, lambda t, g: t.random_(least, most, generator=g))
 
     return rewrite
 
 
-def _standard(fill: str) -> Callable[[fx.Node], Make]:
-    return lambda node: _like(node, lambda t, g: getattr(t, fill)(generator=g))
+def _standard(fill: str) -> Callable[[fx.Node], Draw]:
+    return lambda node: Draw.like(node, lambda t, g: getattr(t, fill)(generator=g))
 
 
-_REWRITES: dict[object, Callable[[fx.Node], Make]] = {
+_REWRITES: dict[object, Callable[[fx.Node], Draw]] = {
     aten.native_dropout.default: _dropout_mask,
     aten.bernoulli.p: _bernoulli,
     aten.bernoulli_.float: _bernoulli,

@@ -1,11 +1,12 @@
-"""Trace a block at given sizes into two ATen graphs: `forward`, and `backward` = recompute + gradients.
+"""Trace a block into two ATen graphs: `forward`, and `backward` = recompute + gradients.
 
 Both are pure functions of their operands: operands that the block writes into are copied first, their new contents
 are further outputs, and no output shares memory with an operand or with another output. Every output is contiguous.
+Sizes that stay symbolic (`Sizes.symbols`) are whole numbers in front of the tensors.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -21,10 +22,12 @@ from .dynamo import unseen_by_saved_tensors_hooks
 from .errors import LoweringError
 from .ir.program import Block, symbolic_size
 from .ir.values import Bindings, TensorSpec, evaluate
+from .sizes import Sizes
 from .widening import cancel_round_trips, hand_on_short
 
 
 _HOST = torch.device("cpu")
+_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class _BlockInterpreter(fx.Interpreter):
@@ -102,12 +105,6 @@ def example_operands(specs: Sequence[TensorSpec], bindings: Bindings, device: to
     return [torch.empty(spec.sizes(bindings), dtype=spec.dtype, device=device) for spec in specs]
 
 
-def example_inputs(graph: fx.GraphModule) -> list[torch.Tensor]:
-    """Empty tensors like those that a graph was traced with."""
-    values = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
-    return [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in values]
-
-
 def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, ...]]:
     """The forward graph at these sizes, for analysis only, and the indices of the operands that it writes into.
 
@@ -115,7 +112,7 @@ def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, 
     """
     mutated: list[int] = []
 
-    def forward(*operands):
+    def forward(bindings, operands):
         with torch.no_grad():
             own = [o.clone() for o in _inside(block, operands)]
             with _Writes() as writes:
@@ -123,7 +120,7 @@ def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, 
             mutated[:] = [i for i, o in enumerate(own) if o.untyped_storage()._cdata in writes.storages]
             return tuple(outputs + [own[i] for i in mutated])
 
-    module = _trace(block, forward, lambda: example_operands(block.operands, bindings, _HOST), "forward")
+    module = _trace(block, forward, block.operands, Sizes(bindings), _HOST, "forward")
     return module, tuple(mutated)
 
 
@@ -144,7 +141,7 @@ def probe_values(block: Block, bindings: Bindings) -> Values:
     made_by: list[fx.Node] = []
     interpreter = _Recorder(block, bindings, _HOST)
 
-    def forward(*operands):
+    def forward(_, operands):
         with torch.no_grad():
             _interpret(block, [o.clone() for o in _inside(block, operands)], interpreter)
             tensors = [
@@ -154,37 +151,37 @@ def probe_values(block: Block, bindings: Bindings) -> Values:
             made_by[:] = [node for node, _ in tensors]
             return tuple(tensor for _, tensor in tensors)
 
-    module = _trace(block, forward, lambda: example_operands(block.operands, bindings, _HOST), "forward")
+    module = _trace(block, forward, block.operands, Sizes(bindings), _HOST, "forward")
     return Values(module.graph, made_by, interpreter.writers)
 
 
-def trace_forward(block: Block, bindings: Bindings, device: torch.device) -> fx.GraphModule:
-    """ATen graph: operands -> (outputs..., new contents of mutated operands...)."""
+def trace_forward(block: Block, sizes: Sizes, device: torch.device) -> fx.GraphModule:
+    """ATen graph: (symbolic sizes, operands) -> (outputs..., new contents of mutated operands...)."""
 
     grad = any(spec.differentiable for spec in block.outputs)
 
-    def forward(*operands):
+    def forward(bindings, operands):
         # with gradients as in backward: kernels that are chosen by them (attention) must be the same in recompute
         with torch.set_grad_enabled(grad):
             leaves = _leaves(block, operands) if grad else operands
             return tuple(_own([r.detach() for r in _run(block, bindings, device, leaves)], operands))
 
-    module = _trace(block, forward, lambda: example_operands(block.operands, bindings, device), "forward")
+    module = _trace(block, forward, block.operands, sizes, device, "forward")
     cancel_round_trips(module)
     return module
 
 
 def trace_backward(
-    block: Block, bindings: Bindings, device: torch.device, given: tuple[bool, ...]
+    block: Block, sizes: Sizes, device: torch.device, given: tuple[bool, ...]
 ) -> tuple[fx.GraphModule, tuple[bool, ...]]:
-    """ATen graph: (operands, gradients of the outputs in `given`) -> the gradients that exist.
+    """ATen graph: (symbolic sizes, operands, gradients of the outputs in `given`) -> the gradients that exist.
 
     Also says, per operand, whether it has a gradient; the graph returns only those, in the order of the operands.
     """
     count = len(block.operands)
     present: list[bool] = [False] * count
 
-    def backward(*arguments):
+    def backward(bindings, arguments):
         with torch.enable_grad():
             leaves = _leaves(block, arguments[:count])
             outputs = _run(block, bindings, device, leaves, to_border=False)
@@ -208,11 +205,8 @@ def trace_backward(
             )
         return tuple(_own([found[i] for i in sorted(found)], arguments))
 
-    def examples():
-        gradients = [replace(s, dtype=s.gradient_dtype) for s, wanted in zip(block.outputs, given, strict=True) if wanted]
-        return example_operands((*block.operands, *gradients), bindings, device)
-
-    module = _trace(block, backward, examples, "backward")
+    gradients = [replace(s, dtype=s.gradient_dtype) for s, wanted in zip(block.outputs, given, strict=True) if wanted]
+    module = _trace(block, backward, (*block.operands, *gradients), sizes, device, "backward")
     cancel_round_trips(module)
     shorter = [spec.dtype.itemsize == 2 for spec, there in zip(block.operands, present, strict=True) if there]
     hand_on_short(module, [i for i in range(sum(present[: len(block.weights)])) if shorter[i]])
@@ -272,13 +266,23 @@ def _own(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> l
     return owned
 
 
-def _trace(block: Block, function, examples, which: str) -> fx.GraphModule:
+def _trace(
+    block: Block, function: Callable, specs: Sequence[TensorSpec], sizes: Sizes, device: torch.device, which: str
+) -> fx.GraphModule:
+    """The ATen graph of `function(bindings, tensors)` for tensors of these specs."""
+    count = len(sizes.symbols)
+
+    def flat(*arguments):
+        return function(sizes.with_symbols(arguments[:count]), arguments[count:])
+
     grad = torch.is_grad_enabled()
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.environment)
     try:
         # the Python dispatcher turns operators whose schema hides a write (native_batch_norm) into ones that show it
         anomaly = torch.autograd.set_detect_anomaly(False)  # it would look at values, and there are none
-        with anomaly, unseen_by_saved_tensors_hooks(), FakeTensorMode(allow_non_fake_inputs=True), enable_python_dispatcher():
-            module = make_fx(function)(*examples())
+        with anomaly, unseen_by_saved_tensors_hooks(), fake, enable_python_dispatcher():
+            tensors = example_operands(specs, sizes.with_symbols(sizes.numbers), device)
+            module = make_fx(flat)(*sizes.numbers, *tensors)
     except LoweringError:
         raise
     except Exception as error:
@@ -291,6 +295,9 @@ def _trace(block: Block, function, examples, which: str) -> fx.GraphModule:
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         node.replace_all_uses_with(node.args[0])  # nothing records gradients where the graph runs
         module.graph.erase_node(node)
+    for node in reversed(module.graph.nodes):
+        if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), _SIZES):
+            module.graph.erase_node(node)
     return module
 
 

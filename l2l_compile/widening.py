@@ -71,12 +71,12 @@ def _narrowed_again(graph: fx.Graph, short: fx.Node, kept: set[int]) -> None:
 
 
 def _call(graph: fx.Graph, before: fx.Node, target: torch._ops.OpOverload, args: tuple, kwargs: dict) -> fx.Node:
-    """A new operation, whose first argument alone is a value."""
+    """A new operation, whose first argument alone is a tensor."""
     with graph.inserting_before(before):
         made = graph.call_function(target, args, kwargs)
     value = _value(args[0])
     with value.fake_mode:
-        made.meta["val"] = target(value, *args[1:], **kwargs)
+        made.meta["val"] = target(value, *fx.node.map_arg(args[1:], _value), **fx.node.map_arg(kwargs, _value))
     return made
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import sympy
@@ -16,6 +16,7 @@ from .weights import Input
 
 if TYPE_CHECKING:
     from ..capture import Captured
+    from ..forms import BlockForm
     from ..lower import Lowering
 
 
@@ -40,6 +41,7 @@ class Block:
                    model in float64: the rounding of their gradients depends on the order of the sum over the batch, so
                    they are summed over the whole batch at once, as eager does
     repeats        number of segments that are instances of it
+    static         whether each size is lowered by itself (`torch.compile(dynamic=False)`)
     """
 
     name: str
@@ -54,6 +56,8 @@ class Block:
     summed_whole: tuple[int, ...] = ()
     reason: str | None = None
     repeats: int = 0
+    static: bool = False
+    forms: dict[tuple, BlockForm] = field(default_factory=dict)
     lowering: Lowering | None = None
     sizes_now: Callable[[Block], Bindings] | None = None
 
@@ -72,7 +76,7 @@ class Block:
 
     @property
     def forward(self) -> fx.GraphModule:
-        """The ATen graph of one micro-batch forward, at the sizes of the last step (of capture, before the first)."""
+        """The ATen graph of one micro-batch forward that runs at the sizes of the last step (of capture, before the first)."""
         return self.lowering.forward(self, self._bindings()).graph
 
     @property

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import sympy
 import torch
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ..errors import LoweringError
 from .batch import Batch
@@ -15,14 +17,21 @@ Bindings = Mapping[sympy.Symbol, int]
 
 
 def evaluate(dim: Dim, bindings: Bindings) -> int:
-    """The number that a size stands for once every symbol has a value.
+    """The size once every symbol has a value: a number, or a `torch.SymInt` where one of the values is.
 
     Raises `LoweringError` where there is none: `x.reshape(len(x) // 4, -1)` has no second size for a batch of one row.
     """
     if isinstance(dim, int):
         return dim
+    if any(isinstance(bindings.get(s), torch.SymInt) for s in dim.free_symbols):
+        return sympy_interp(PythonReferenceAnalysis, dict(bindings), dim)
+    return int(substitute(dim, bindings))
+
+
+def substitute(dim: sympy.Expr, bindings: Bindings) -> sympy.Expr:
+    """The size with numbers in the place of symbols. Raises `LoweringError` for a division by zero."""
     try:
-        return int(dim.xreplace({s: sympy.Integer(v) for s, v in bindings.items()}))
+        return dim.xreplace({s: sympy.Integer(v) for s, v in bindings.items()})
     except ZeroDivisionError as error:
         sizes = ", ".join(f"{symbol} = {value}" for symbol, value in bindings.items() if symbol in dim.free_symbols)
         raise LoweringError(f"the size {dim} divides by zero where {sizes}") from error
