@@ -72,7 +72,7 @@ def compile_program(captured: Captured, options: Options, lowering: Lowering) ->
         tuple(i.index for i in captured.inputs if i.node in {value.node for value in compilation.carried}),
     )
     for block in compilation.blocks:
-        block.lowering = lowering
+        block.lowering, block.static = lowering, dynamo.sizes_are_fixed()
         block.sizes_now = lambda b: block_bindings(b, program.bindings, captured.batch, options.micro_batches)[0]
     return program, compilation
 

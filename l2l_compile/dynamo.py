@@ -95,6 +95,11 @@ def _batch_dimension(tx: Any, source: Any) -> int | None:
     return 0 if choice is None or choice.dimensions is None else choice.dimensions.get(source.name)
 
 
+def sizes_are_fixed() -> bool:
+    """Whether the frame is compiled with `dynamic=False`: every size by itself."""
+    return torch._dynamo.config.assume_static_by_default and not torch._dynamo.config.automatic_dynamic_shapes
+
+
 def batch_choice() -> Any:
     """What `trace_again` was given for the frame that is being compiled; None if it was not called."""
     try:

@@ -11,6 +11,7 @@ from torch import nn
 import l2l_compile
 from l2l_compile import trace
 from l2l_compile.runtime.segment_run import block_bindings
+from l2l_compile.sizes import Sizes
 from models import compiled, rows
 
 GPU = torch.device("cuda", 0)
@@ -55,9 +56,9 @@ def traced_for_gpu(block, program) -> list[torch.Tensor]:
     """The outputs of a block's forward on fake tensors of a GPU; without gradients, which need a real one."""
     bindings = block_bindings(block, program.bindings, program.captured.batch, 3)[0]
 
-    def forward(*operands):
+    def forward(bindings, operands):
         with torch.no_grad():
             return tuple(trace._interpret(block, list(operands), trace._BlockInterpreter(block, bindings, GPU)))
 
-    module = trace._trace(block, forward, lambda: trace.example_operands(block.operands, bindings, GPU), "forward")
+    module = trace._trace(block, forward, block.operands, Sizes(bindings), GPU, "forward")
     return [node.meta["val"] for node in module.graph.output_node().args[0]]

@@ -1,0 +1,208 @@
+"""Sizes that change: blocks are lowered with symbols, once for all sizes that PyTorch decides alike."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import l2l_compile
+import l2l_compile.lower
+from l2l_compile.errors import LoweringError
+from models import WIDTH, Attention, assert_parity, assert_same_gradients, compiled, rows
+
+LIBRARY = torch.library.Library("l2l_test_sizes", "DEF")
+LIBRARY.define("short_or_mixed(Tensor x) -> Tensor")
+LIBRARY.impl("short_or_mixed", lambda x: x.tanh() if x.shape[1] <= 8 else x.tanh() - x.mean(0), "CompositeImplicitAutograd")
+LIBRARY.define("windowed(Tensor x) -> Tensor")
+LIBRARY.impl("windowed", lambda x: x.tanh() if x.shape[1] <= 8 else x.tanh() + x.cumsum(1), "CompositeImplicitAutograd")
+
+
+@pytest.fixture(autouse=True)
+def nothing_lowered():
+    torch._dynamo.reset()
+    l2l_compile.lower.forget()
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """The names of blocks and what was lowered of them, in order."""
+    made = []
+    original = l2l_compile.lower.Lowering._traced
+
+    def traced(self, block, sizes, which, wanted):
+        made.append((block.name, which, wanted))
+        return original(self, block, sizes, which, wanted)
+
+    monkeypatch.setattr(l2l_compile.lower.Lowering, "_traced", traced)
+    return made
+
+
+class Deep(nn.Module):
+    """Runs the first of its layers."""
+
+    def __init__(self, layers: int, layer=Attention):
+        super().__init__()
+        self.layers, self.depth = nn.ModuleList(layer() for _ in range(layers)), layers
+
+    def forward(self, x):
+        for layer in self.layers[: self.depth]:
+            x = layer(x)
+        return x
+
+
+def model_of(layers: int = 3, *, layer=Attention) -> nn.Module:
+    torch.manual_seed(0)
+    return Deep(layers, layer).double()
+
+
+def step_at(model, step, *shape) -> None:
+    """A step, compared with eager."""
+    reference = copy.deepcopy(model)
+    model.zero_grad()
+    reference.zero_grad()
+    x = rows(*shape, WIDTH)
+    step(x).pow(2).mean().backward()
+    reference(x).pow(2).mean().backward()
+    assert_same_gradients(model, reference)
+
+
+def counted(lowered, model, step, shapes) -> list[int]:
+    """How much is lowered in a step of each shape."""
+    counts = []
+    for shape in shapes:
+        del lowered[:]
+        step_at(model, step, *shape)
+        counts.append(len(lowered))
+    return counts
+
+
+def test_nothing_is_lowered_from_the_third_length_on(lowered):
+    model = model_of()
+    counts = counted(lowered, model, compiled(model), [(6, t) for t in (9, 12, 17, 12, 9, 20, 64)])
+    assert counts[0] > 0 and counts[1] > 0 and not any(counts[2:])
+
+
+def test_dynamic_is_symbolic_at_once(lowered):
+    model = model_of()
+    counts = counted(lowered, model, compiled(model, dynamic=True), [(6, t) for t in (9, 12, 17)])
+    assert counts[0] > 0 and not any(counts[1:])
+
+
+def test_static_never_is(lowered):
+    model = model_of()
+    counts = counted(lowered, model, compiled(model, dynamic=False), [(6, 9), (6, 12), (6, 17), (5, 9)])
+    assert all(counts)
+
+
+def test_rows_of_a_micro_batch_are_a_symbol(lowered):
+    model = model_of()
+    step = compiled(model, micro_batches=4)
+    for batch in (16, 15, 9, 3, 1, 16):
+        step_at(model, step, batch, 9)
+    assert max(lowered.count(made) for made in lowered) <= 2
+
+
+def test_two_models_of_one_architecture_share_what_is_lowered(lowered):
+    model = model_of()
+    step_at(model, compiled(model), 6, 9)
+    del lowered[:]
+    other = copy.deepcopy(model)
+    step_at(other, compiled(other), 6, 9)
+    assert not lowered
+
+
+def test_evaluation_lowers_nothing_new(lowered):
+    model = model_of()
+    step = compiled(model)
+    step_at(model, step, 6, 9)
+    del lowered[:]
+    model.eval()
+    x = rows(6, 9, WIDTH)
+    assert torch.allclose(step(x), model(x), atol=1e-12)
+    assert not lowered
+
+
+def test_another_depth_lowers_nothing_new(lowered):
+    model = model_of(6)
+    step = compiled(model)
+    counts = []
+    for model.depth in (6, 3, 5, 4, 2):
+        counts += counted(lowered, model, step, [(6, 9)])
+    assert counts[0] > 0 and not any(counts[1:])
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
+class Windowed(Layer):
+    """An operation that looks further back where there is more than a window."""
+
+    def forward(self, x):
+        return x + torch.ops.l2l_test_sizes.windowed(self.linear(x))
+
+
+class Branch(Layer):
+    def forward(self, x):
+        return x + (self.linear(x).tanh() if x.shape[1] > 8 else self.linear(x).cumsum(1))
+
+
+class One(Layer):
+    def forward(self, x):
+        return x + (self.linear(x).tanh() if x.shape[1] == 1 else self.linear(x).softmax(1))
+
+
+class Padded(Layer):
+    """Pads to a multiple of 8, and cuts off again."""
+
+    def forward(self, x):
+        h = F.pad(x, (0, 0, 0, -x.shape[1] % 8))
+        return x + self.linear(h.unflatten(1, (-1, 8)).softmax(2).flatten(1, 2))[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("layer, lengths", [
+    (Windowed, (6, 7, 12, 5, 13)), (Windowed, (12, 13, 6, 14, 5)),
+    (Branch, (6, 7, 12, 5, 13)), (Branch, (12, 13, 6, 14, 5)),
+    (One, (1, 6, 7, 1, 9)), (One, (6, 7, 1, 9)),
+    (Padded, (8, 9, 16, 17, 5)), (Padded, (9, 11, 16, 24, 3)),
+])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_decisions_by_size_are_right_on_both_sides(layer, lengths, dynamic):
+    assert_parity(model_of(layer=layer), *(rows(6, t, WIDTH) for t in lengths), dynamic=dynamic)
+
+
+class MixesLater(Layer):
+    def forward(self, x):
+        return x + torch.ops.l2l_test_sizes.short_or_mixed(self.linear(x))
+
+
+@pytest.mark.parametrize("lengths", [(5, 6, 9, 7, 10), (9, 10, 5, 11, 6)])
+def test_rows_that_mix_at_some_sizes_only(lengths):
+    model = model_of(layer=MixesLater)
+    step = assert_parity(model, *(rows(6, t, WIDTH) for t in lengths), dynamic=True)
+    assert {p.segments[-1].block.inner_looped for p in l2l_compile.programs(step)} == {True, False}
+
+
+def test_what_cannot_be_traced_with_symbols_is_lowered_for_each_size(monkeypatch, lowered):
+    original = l2l_compile.lower.trace_forward
+
+    def fails(block, sizes, device):
+        if sizes.symbols:
+            raise LoweringError("no symbols here")
+        return original(block, sizes, device)
+
+    monkeypatch.setattr(l2l_compile.lower, "trace_forward", fails)
+    model = model_of()
+    step = compiled(model)
+    with pytest.warns(UserWarning, match=r"compiles block_\d+ anew for every size \(.*\), since with symbolic sizes: no symbols here"):
+        step_at(model, step, 6, 9)
+    del lowered[:]
+    step_at(model, step, 6, 9)
+    assert not lowered
+    step_at(model, step, 3, 9)
+    assert lowered
