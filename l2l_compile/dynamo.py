@@ -31,6 +31,8 @@ from torch._dynamo.utils import counters
 from torch._dynamo.variables import builder
 from torch.nn.modules import rnn
 
+from . import limits
+
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 _ANY_MARK = (*_MARKS, "_dynamo_dynamic_indices", "_dynamo_static_indices", "_dynamo_unbacked_indices")
 
@@ -139,8 +141,15 @@ class SkippedFrame:
         return f"{self.function} ({self.file}:{self.line}): {self.reason}"
 
 
-def watch_skips(is_ours: Callable[[Any], bool], skipped: Callable[[Any, SkippedFrame], None]) -> None:
-    """From now on, `skipped` hears of every frame with a backend that `is_ours` which Dynamo leaves uncompiled."""
+def watch_frames(
+    is_ours: Callable[[Any], bool],
+    skipped: Callable[[Any, SkippedFrame], None],
+    recompiled: Callable[[Any, limits.Recompilations], None],
+) -> None:
+    """From now on, frames with a backend that `is_ours` are compiled under our limits (`limits.raised`) and with recurrent layers.
+
+    `skipped` hears of those which Dynamo leaves uncompiled, `recompiled` of functions with many programs.
+    """
     original = convert_frame.ConvertFrameAssert.__call__
     if getattr(original, "_l2l", False):
         return
@@ -151,7 +160,7 @@ def watch_skips(is_ours: Callable[[Any], bool], skipped: Callable[[Any, SkippedF
             return original(self, frame, *args, **kwargs)
         _seen.append(Counter(counters["unimplemented"]))
         try:
-            with torch._dynamo.config.patch(allow_rnn=True):
+            with limits.raised(self, frame, recompiled), torch._dynamo.config.patch(allow_rnn=True):
                 return original(self, frame, *args, **kwargs)
         except (Unsupported, UserError) as error:
             if not (self._one_graph or self._box.error_on_graph_break):  # else the user gets the error itself

@@ -31,6 +31,10 @@ class CheckError(L2LError):
     """A block gives other numbers for rows together than for rows apart (option `check`)."""
 
 
+class RecompileLimitError(L2LError):
+    """A function would need more programs than it may have: something in its inputs changes in every call."""
+
+
 class VerifyError(L2LError):
     """A program breaks a rule of its vocabulary. `rule` is the rule's name, `node` the offending node's name."""
 

@@ -5,7 +5,7 @@ import warnings
 import weakref
 from typing import Any
 
-from . import dynamo
+from . import dynamo, limits
 from .check import Check
 from .host.server import ParameterServer
 from .lower import Lowering
@@ -86,6 +86,17 @@ def frame_skipped(backend: Any, frame: dynamo.SkippedFrame) -> None:
     warnings.warn(
         f"backend 'l2l' does not run {frame.function}: Dynamo cannot compile it, so it runs uncompiled on the host "
         f"({frame.reason}; {frame.file}:{frame.line}). fullgraph=True makes this an error",
+        stacklevel=2,
+    )
+
+
+def function_recompiled(backend: Any, found: limits.Recompilations) -> None:
+    """A function of ours is compiled more often than Dynamo allows by default. `explain` has one call to look at, and says nothing."""
+    if hasattr(getattr(backend, "compiler_fn", backend), "skipped"):
+        return
+    warnings.warn(
+        f"backend 'l2l' compiles {found.where} again: none of its {found.count} programs fits this call. "
+        f"With {limits.LIMIT} programs, this becomes an error.\n{found}",
         stacklevel=2,
     )
 
