@@ -5,8 +5,10 @@
     python examples/finetune.py --output runs/long --save-every 50 --resume    # the same line starts it and continues it
 
 Parameters and AdamW's state stay in fp32 on the host; layers cross to the device and compute there in 16 bits, and each
-is updated while the next forward runs. A run that was killed and resumed ends with the very bits of one that was not: a
-checkpoint holds all that a step depends on, and appears under its name only when it is complete.
+is updated while the next forward runs. Every batch is as long as its longest text: layers are compiled at the first two
+lengths, and never again. A run that was killed and resumed ends with the very bits of one that was not: a checkpoint holds
+all that a step depends on, and appears under its name only when it is complete. (Code that Inductor has made at another
+length may round otherwise: the bits are the same with --padding max or --block-compiler eager.)
 """
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="pretrained model by name or folder (default: a small BERT with random weights)")
     parser.add_argument("--layers", type=int, default=2, help="of the small BERT")
     parser.add_argument("--hidden", type=int, default=64, help="width of the small BERT, a multiple of 32")
-    parser.add_argument("--length", type=int, default=64, help="tokens a text: longer ones are cut, shorter ones are padded")
+    parser.add_argument("--length", type=int, default=64, help="tokens a text at most: longer ones are cut")
+    parser.add_argument("--padding", choices=("longest", "max"), default="longest",
+                        help="pad texts to the longest of their batch, or all to --length")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--micro-batches", type=int, default=2, help="slices of the batch that go through a layer in turn")
@@ -180,7 +184,7 @@ def build_tokenizer(texts: list[str], size: int = 6000) -> transformers.PreTrain
 
 
 def encode(examples: Examples, labels: list[str], tokenizer, length: int) -> dict[str, torch.Tensor]:
-    """All examples as tensors of one length, so that nothing is compiled twice."""
+    """All examples as tensors, padded to `length` tokens."""
     batch = tokenizer([t for t, _ in examples], padding="max_length", truncation=True, max_length=length, return_tensors="pt")
     return {**batch, "labels": torch.tensor([labels.index(label) for _, label in examples])}
 
@@ -220,15 +224,23 @@ def rows_of_epoch(count: int, args: argparse.Namespace, epoch: int) -> torch.Ten
     return torch.randperm(count, generator=generator)[: batches * args.batch_size].view(batches, args.batch_size)
 
 
+def batch_of(data: dict[str, torch.Tensor], rows: torch.Tensor, padding: str) -> dict[str, torch.Tensor]:
+    """These rows, as long as the longest of them where `padding` is "longest"."""
+    batch = {name: values[rows] for name, values in data.items()}
+    longest = int(batch["attention_mask"].sum(1).max())
+    cut = {name: values[:, :longest].contiguous() for name, values in batch.items() if values.ndim > 1}
+    return {**batch, **cut} if padding == "longest" else batch
+
+
 @torch.no_grad()
-def accuracy(model: torch.nn.Module, compiled, data: dict[str, torch.Tensor], batch_size: int) -> float:
+def accuracy(model: torch.nn.Module, compiled, data: dict[str, torch.Tensor], batch_size: int, padding: str) -> float:
     """Share of the examples that the model classifies correctly. The last batch is filled up with rows that do not count."""
     count = len(data["labels"])
     rows = torch.arange(math.ceil(count / batch_size) * batch_size).clamp(max=count - 1).split(batch_size)
     inputs = {name: values for name, values in data.items() if name != "labels"}
     model.eval()
     with torch.random.fork_rng(devices=[]):  # training goes on as if nothing had been drawn
-        found = torch.cat([compiled(**{name: values[r] for name, values in inputs.items()}).logits.argmax(-1) for r in rows])
+        found = torch.cat([compiled(**batch_of(inputs, r, padding)).logits.argmax(-1) for r in rows])
     model.train()
     return (found[:count] == data["labels"]).double().mean().item()
 
@@ -251,7 +263,7 @@ def train(args, model, optimizer, scheduler, train_data, validation_data, state:
         if args.log_steps:
             print(f"step {step + 1} begins", flush=True)
         rows = rows_of_epoch(count, args, epoch)[batch]
-        loss = compiled(**{name: values[rows] for name, values in train_data.items()}).loss
+        loss = compiled(**batch_of(train_data, rows, args.padding)).loss
         loss.backward()
         optimizer.step()
         scheduler.step()
@@ -263,7 +275,7 @@ def train(args, model, optimizer, scheduler, train_data, validation_data, state:
         bar.set_postfix_str(f"loss {loss.item():.3f}, |g| {norm:.2f}, lr {scheduler.get_last_lr()[0]:.1e}", refresh=False)
         bar.update()
         if step % per_epoch == 0 or step == last or args.eval_every and step % args.eval_every == 0:
-            now = accuracy(model, compiled, validation_data, args.batch_size)
+            now = accuracy(model, compiled, validation_data, args.batch_size, args.padding)
             best = max(best, now)
             tqdm.write(f"step {step}, epoch {step / per_epoch:.2f}: accuracy {now:.1%}, best {best:.1%}")
         if args.save_every and step % args.save_every == 0:

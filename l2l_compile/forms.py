@@ -65,11 +65,13 @@ def graph_form(module: fx.GraphModule, size: Callable[[str], tuple] | None = Non
 class BlockForm:
     """The form of a block with its symbols in the order in which its operands have them.
 
-    key      equal for two blocks that are the same function of their operands, sizes among them
+    key      equal for two blocks that are the same function of their operands, sizes among them, with the same gradients
+    values   equal for two blocks that make the same values, whatever has a gradient
     symbols  the block's own symbols behind those in the key, in order
     """
 
     key: tuple
+    values: tuple
     symbols: tuple[sympy.Symbol, ...]
 
 
@@ -90,14 +92,13 @@ class _Namer:
 
     def form(self, block: Block) -> BlockForm:
         size = lambda name: self._dim(block.sizes[name])  # noqa: E731
-        key = (
-            block.autocast, block.mutated, tuple(map(self._spec, block.weights)), tuple(map(self._spec, block.values)),
-            tuple(map(self._spec, block.outputs)), graph_form(block.graph, size),
-        )
-        return BlockForm(key, tuple(self._named))
+        border = tuple(tuple(map(self._spec, specs)) for specs in (block.weights, block.values, block.outputs))
+        values = block.autocast, block.mutated, border, graph_form(block.graph, size)
+        gradients = tuple(spec.requires_grad for spec in (*block.operands, *block.outputs))
+        return BlockForm((values, gradients), values, tuple(self._named))
 
     def _spec(self, spec: TensorSpec) -> tuple:
-        return tuple(map(self._dim, spec.shape)), spec.dtype, spec.requires_grad, spec.inside
+        return tuple(map(self._dim, spec.shape)), spec.dtype, spec.inside
 
     def _dim(self, dim: Dim) -> tuple:
         if not isinstance(dim, int):

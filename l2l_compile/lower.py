@@ -208,13 +208,17 @@ class Lowering:
     def _code(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> tuple[Code, tuple[int, ...]]:
         """Code for a block at these sizes, and the values of its symbolic sizes."""
         form = block_form(block, {s: bindings[s] for s in block.symbols if bindings[s] < 2 or block.static})
-        key = (form.key, which, wanted, self.device, self.block_compiler, _surroundings())
-        values = tuple(bindings[s] for s in form.symbols)
-        code = _store.find(key, values)
+        how = (which, wanted, self.device, self.block_compiler, _surroundings())
+        sizes = tuple(bindings[s] for s in form.symbols)
+        code = _store.find((form.key, *how), sizes)
+        if code is None and not any(spec.differentiable for spec in block.outputs):
+            code = _store.find((form.values, *how), sizes)  # evaluation runs what training has lowered
         if code is None:
             code = self._make(block, bindings, form.symbols, which, wanted)
-            _store.add(key, code)
-        return code, values
+            _store.add((form.key, *how), code)
+            if which == "forward":
+                _store.add((form.values, *how), code)
+        return code, sizes
 
     def _make(self, block: Block, bindings: Bindings, symbols: tuple, which: str, wanted: tuple[bool, ...]) -> Code:
         try:
