@@ -8,7 +8,6 @@ which results are used outside have different forms.
 """
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 
+from ..forms import argument_form, constant_form, graph_form
 from ..ir.program import Block, symbolic_size
 from ..ir.values import TensorSpec
 from ..ir.weights import Input
@@ -43,7 +43,7 @@ class Piece:
         outputs = tuple(n for n in reader.inside if _read_outside(n, reader.inside) and n in line.captured.specs)
         form = (
             line.modes[span.start].grad,
-            tuple(reader.constant(a.args) for a in line.modes[span.start].autocasts),
+            tuple(constant_form(a.args) for a in line.modes[span.start].autocasts),
             body,
             tuple(reader.operand_form(o) for o in reader.operands),
             tuple(reader.inside[n] for n in outputs),
@@ -65,20 +65,8 @@ class _Reader:
         spec = self.line.captured.specs.get(node)
         return node.op, node.target, self.argument(node.args), self.argument(node.kwargs), spec
 
-    def argument(self, value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return self.node(value)
-        if isinstance(value, (tuple, list)):
-            return (type(value).__name__, *map(self.argument, value))
-        if isinstance(value, dict):
-            return ("dict", *((k, self.argument(v)) for k, v in value.items()))
-        if isinstance(value, slice):
-            return ("slice", self.argument(value.start), self.argument(value.stop), self.argument(value.step))
-        return self.constant(value)
-
-    def constant(self, value: Any) -> tuple:
-        # the type and repr keep 1, 1.0, True, 0.0 and -0.0 apart
-        return "const", type(value).__name__, repr(value)
+    def argument(self, value: Any) -> tuple:
+        return argument_form(value, self.node)
 
     def node(self, node: fx.Node) -> tuple:
         if (size := size_expression(node)) is not None:
@@ -96,31 +84,7 @@ class _Reader:
         return weight.kind if weight else "value", self.line.captured.specs.get(node)
 
     def _subgraph(self, node: fx.Node) -> tuple:
-        return _graph_form(self.line.captured.module.get_submodule(node.target))
-
-
-def _graph_form(body: fx.GraphModule) -> tuple:
-    """The form of a whole graph (the body of a higher-order operator): names do not count, constants do."""
-    number = {node: i for i, node in enumerate(body.graph.nodes)}
-
-    def argument(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return "node", number[value]
-        if isinstance(value, (tuple, list)):
-            return (type(value).__name__, *map(argument, value))
-        if isinstance(value, dict):
-            return ("dict", *((k, argument(v)) for k, v in value.items()))
-        return type(value).__name__, repr(value)
-
-    def operation(node: fx.Node) -> tuple:
-        if node.op == "placeholder":
-            return (node.op,)
-        if node.op == "get_attr":
-            value = operator.attrgetter(node.target)(body)
-            return node.op, _graph_form(value) if isinstance(value, fx.GraphModule) else id(value)
-        return node.op, node.target, argument(node.args), argument(node.kwargs)
-
-    return tuple(map(operation, body.graph.nodes))
+        return graph_form(self.line.captured.module.get_submodule(node.target))
 
 
 def operations(line: Line, span: range) -> list[fx.Node]:
