@@ -62,9 +62,9 @@ def distance_to_waves(output: torch.Tensor) -> torch.Tensor:
 def error_of(expected: Step, step: Step, reordered: Step) -> tuple[float, str]:
     """The largest norm-wise error of loss and gradients, and whose it is; infinite where one is missing or extra.
 
-    Where terms cancel (in the gradient of the bias of keys in an attention, say), no digits are left to compare: an error within
-    the rounding of the largest gradient, or like the one that eager makes in a step on the same rows in reverse order, is
-    taken relative to the largest gradient.
+    Where terms cancel (in the gradient of the bias of keys in an attention, or of the last bias before a softmax over choices), no
+    digits are left to compare. An error within the rounding of the largest gradient or of 1, with which backward begins, or like
+    the one that eager makes in a step on the same rows in reverse order, is taken relative to the largest gradient.
     """
     largest = max((g.norm().item() for g in expected[1].values() if g is not None), default=0.0)
     errors = [(distance(step[0], expected[0]), "loss")]
@@ -73,7 +73,7 @@ def error_of(expected: Step, step: Step, reordered: Step) -> tuple[float, str]:
         if (gradient is None) != (made is None):
             errors.append((float("inf"), f"gradient of {name} ({'missing' if made is None else 'extra'})"))
         elif gradient is not None:
-            rounding = max((reordered[1][name] - gradient).norm().item(), torch.finfo(gradient.dtype).eps * largest)
+            rounding = max((reordered[1][name] - gradient).norm().item(), torch.finfo(gradient.dtype).eps * max(largest, 1))
             is_rounding = (made - gradient).norm() <= SCATTER * rounding
             errors.append((distance(made, gradient, largest if is_rounding else None), f"gradient of {name}"))
     return max(errors)

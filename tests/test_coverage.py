@@ -183,6 +183,11 @@ def test_errors_are_relative_and_those_of_rounding_are_not(coverage):
     small = tensor(2.0), {**expected[1], "table": tensor(1.5e-8)}
     assert coverage.error_of(expected, small, expected) == (pytest.approx(0.5), "gradient of table")
     assert coverage.error_of(expected, small, small) == (pytest.approx(1e-9), "gradient of table")  # eager's rows in reverse differ so, too
+    choices = tensor(1.1), {"weight": tensor(0.018), "classifier.bias": tensor(-6e-17)}  # softmax over choices: exactly 0
+    noise = tensor(1.1), {"weight": tensor(0.018), "classifier.bias": tensor(-8e-17)}
+    assert coverage.error_of(choices, noise, choices)[0] < 1e-14
+    wrong = tensor(1.1), {"weight": tensor(0.018), "classifier.bias": tensor(1e-12)}
+    assert coverage.error_of(choices, wrong, choices)[0] > 1
 
 
 # ---- workers ---------------------------------------------------------------------------------------------------------
