@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import l2l_compile
+import l2l_compile.codes
 import l2l_compile.lower
 from l2l_compile.errors import LoweringError
 from models import WIDTH, Attention, assert_parity, assert_same_gradients, compiled, rows
@@ -23,7 +24,7 @@ LIBRARY.impl("windowed", lambda x: x.tanh() if x.shape[1] <= 8 else x.tanh() + x
 @pytest.fixture(autouse=True)
 def nothing_lowered():
     torch._dynamo.reset()
-    l2l_compile.lower.forget()
+    l2l_compile.codes.store.clear()
 
 
 @pytest.fixture

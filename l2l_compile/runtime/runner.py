@@ -20,7 +20,7 @@ from ..lower import Lowering
 from ..options import Options
 from .device import Device, aligned
 from .executor import Box, Executor
-from .segment_run import Stats, Step
+from .segment_run import Stats, Step, lowerings
 from .stashes import Stashes, Waiting
 
 
@@ -55,6 +55,7 @@ class Runner:
         self.captured: Captured = program.captured
         self.stats = Stats()
         self._backwards = {given: program.backward}
+        self._lowered: set[tuple] = set()  # sizes for which compilation has begun
         self._rebuild, self._started, self._waiting, self._check_blocks = rebuild, started, waiting, check
         hints = self.captured.hints
         self._slab_bytes = max((sum(aligned(w.bytes(hints)) for w in s.block.weights) for s in program.segments), default=0)
@@ -129,6 +130,9 @@ class Runner:
             held, captured.constants, captured.bindings(arguments), captured.batch, self.options.micro_batches,
             self.lowering, self.stats, self.server, check=self._check_blocks,
         )
+        if (sizes := (to_train, *step.bindings.values())) not in self._lowered:
+            self._lowered.add(sizes)
+            self.lowering.ahead(lowerings(step, self.program, to_train))
         self.server.begin_forward(step, [a for a, i in zip(arguments, captured.inputs, strict=True) if i.kind == "parameter"], to_train)
         self.program.bindings = step.bindings
         inputs = [Box([held[i.index]]) for i in captured.inputs if not i.is_weight and i.node in captured.specs]

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import sympy
 import torch
 
-from ..ir.program import Block, Segment
+from ..ir import nodes
+from ..ir.program import Block, Program, Segment
 from ..ir.values import Bindings, TensorSpec
-from ..lower import Lowered, Lowering
+from ..lower import Lowered, Lowering, Request, wanted_of
 from ..precision import gradient_dtype
 from ..randomness import mixed
 from .device import Device
@@ -137,6 +138,25 @@ class Step:
         if self.seed is None:
             self.seed = int(torch.randint(2**62, ()))
         return self.seed
+
+
+def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]:
+    """What a step through a program is going to lower, forward first, in the order in which it runs."""
+    seen = set()
+    for segment in program.segments:
+        for turn, bindings in enumerate(step.bindings_of(segment.block)):
+            request = segment.block, bindings, "forward", wanted_of(segment.block, again=turn > 0)
+            if (told := (segment.block, turn > 0, bindings.get(step.batch))) not in seen:
+                seen.add(told)
+                yield request
+    if not to_train or program.backward is None:
+        return
+    for node in program.backward.graph.find_nodes(op="call_function", target=nodes.backward):
+        block, given = program.segments[node.args[0]].block, tuple(gradient is not None for gradient in node.args[3])
+        for bindings in step.bindings_of(block):
+            if (told := (block, given, bindings.get(step.batch))) not in seen:
+                seen.add(told)
+                yield block, bindings, "backward", given
 
 
 def run_forward(

@@ -1,0 +1,116 @@
+"""Lowered blocks: code for all sizes that its guards hold for, code at one size, and the store of all codes of a process."""
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from .ir.values import Dim, dim_of, evaluate
+from .randomness import Draw
+from .sizes import Guards
+from .widening import storages_of
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A block at one size. `graph` is its ATen graph, `run` what executes it, with flat sequences of tensors.
+
+    draws    random draws to append to the operands, in the order of forward's operations
+    seeded   whether operations remain that draw from the device's default generator themselves
+    present  which outputs (backward: gradients of operands) there are; `run` returns just those
+    inside   most bytes that its operations hold at once beside the operands, where each runs by itself
+    """
+
+    graph: fx.GraphModule
+    run: Callable[..., Sequence[torch.Tensor]]
+    draws: tuple[Draw, ...]
+    seeded: bool
+    present: tuple[bool, ...]
+    inside: int = 0
+
+    @property
+    def random(self) -> bool:
+        return self.seeded or bool(self.draws)
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """A lowered block for all sizes that its guards hold for; `graph` and `run` take the symbolic sizes before the tensors.
+
+    taken    the memory that its operations take (see `lifetimes`)
+    source   the block's graph, which keeps alive what the form of the block tells by identity
+    """
+
+    graph: fx.GraphModule
+    run: Callable[..., Sequence[torch.Tensor]]
+    draws: tuple[Draw, ...]
+    seeded: bool
+    present: tuple[bool, ...]
+    guards: Guards
+    taken: tuple[tuple[Dim, int, int], ...]
+    source: fx.GraphModule
+
+    def at(self, sizes: Sequence[int]) -> Lowered:
+        """The code at sizes for which its guards hold."""
+        bindings = dict(zip(self.guards.symbols, sizes, strict=True))
+        run = functools.partial(self.run, *sizes) if self.guards.symbolic else self.run
+        draws = tuple(draw.at(bindings) for draw in self.draws)
+        return Lowered(self.graph, run, draws, self.seeded, self.present, most_bytes(self.taken, bindings))
+
+
+def lifetimes(graph: fx.Graph) -> tuple[tuple[Dim, int, int], ...]:
+    """Of all memory that an ATen graph's operations take: bytes, the operation that takes it, the last one that reads it."""
+    size: dict[int, Dim] = {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for position, node in enumerate(graph.nodes):
+        for storage in storages_of(node):
+            if node.op != "placeholder" and storage._cdata not in first:
+                first[storage._cdata], size[storage._cdata] = position, dim_of(storage.nbytes())
+        for read in (node, *node.all_input_nodes):
+            last.update({storage._cdata: position for storage in storages_of(read)})
+    return tuple((size[key], position, last[key]) for key, position in first.items())
+
+
+def most_bytes(taken: Sequence[tuple[Dim, int, int]], bindings: Bindings) -> int:
+    """Most bytes that are taken at once, each freed after its last reader."""
+    change = [0] * (max((last for _, _, last in taken), default=0) + 2)
+    for size, first, last in taken:
+        count = evaluate(size, bindings)
+        change[first] += count
+        change[last + 1] -= count
+    return max(itertools.accumulate(change), default=0)
+
+
+class Store:
+    """The codes of this process by form, the latest used last. At most `size` of them are kept."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._codes: OrderedDict[tuple, list[Code]] = OrderedDict()
+
+    def find(self, key: tuple, sizes: Sequence[int]) -> Code | None:
+        """A code for a block of this form at these sizes, if there is one."""
+        found = next((code for code in self._codes.get(key, ()) if code.guards.hold(sizes)), None)
+        if found is not None:
+            self._codes.move_to_end(key)
+        return found
+
+    def add(self, key: tuple, code: Code) -> None:
+        """Keep a code."""
+        self._codes.setdefault(key, []).append(code)
+        self._codes.move_to_end(key)
+        while sum(map(len, self._codes.values())) > self._size:
+            self._codes.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._codes.clear()
+
+
+store = Store(1024)
