@@ -43,7 +43,7 @@ class Code:
     """A lowered block for all sizes that its guards hold for; `graph` and `run` take the symbolic sizes before the tensors.
 
     taken    the memory that its operations take (see `lifetimes`)
-    source   the block's graph, which keeps alive what the form of the block tells by identity
+    held     objects that the form of its block tells by identity: while it lives, no other object has theirs
     """
 
     graph: fx.GraphModule
@@ -53,7 +53,7 @@ class Code:
     present: tuple[bool, ...]
     guards: Guards
     taken: tuple[tuple[Dim, int, int], ...]
-    source: fx.GraphModule
+    held: tuple[object, ...] = ()
 
     def at(self, sizes: Sequence[int]) -> Lowered:
         """The code at sizes for which its guards hold."""

@@ -91,7 +91,9 @@ class Progress:
 
     def step(self) -> None:
         """A graph is compiled; it may be one that was not expected."""
-        self._done += self._done < self._total
+        if self._done == self._total:
+            return
+        self._done += 1
         wanted = os.environ.get("L2L_COMPILE_PROGRESS", str(int(sys.stderr.isatty()))) == "1"
         if wanted and time.monotonic() - self._begun > PATIENCE:
             end = "\n" if self._done == self._total else ""

@@ -35,6 +35,11 @@ def argument_form(value: Any, node: Callable[[fx.Node], tuple]) -> tuple:
     return constant_form(value)
 
 
+def held_objects(module: fx.GraphModule) -> tuple[object, ...]:
+    """What a graph holds beside its operations."""
+    return tuple(operator.attrgetter(node.target)(module) for node in module.graph.find_nodes(op="get_attr"))
+
+
 def graph_form(module: fx.GraphModule, size: Callable[[str], tuple] | None = None) -> tuple:
     """The form of a whole graph; `size` gives that of a `symbolic_size`, by its name.
 

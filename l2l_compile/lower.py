@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 
 import sympy
 import torch
+import torch._inductor.config
 from torch import fx
 
 from . import compile_ahead
 from .codes import Code, Lowered, lifetimes, store
 from .compile_ahead import Progress
 from .errors import LoweringError
-from .forms import block_form
+from .forms import block_form, held_objects
 from .inductor import compile_graph
 from .ir.program import Block
 from .ir.values import Bindings
@@ -72,9 +73,9 @@ _one_at_a_time = threading.RLock()  # neither tracing nor Inductor can be used b
 
 
 def _surroundings() -> tuple:
-    """Settings of PyTorch that a trace depends on."""
+    """Settings of PyTorch that a trace depends on, and all of Inductor's."""
     return (
-        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+        torch._inductor.config.get_hash(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
         torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
     )  # fmt: skip
@@ -217,7 +218,7 @@ class Lowering:
             run = graph
         else:
             run = self._inductor(traced)
-        return Code(graph, run, traced.draws, traced.seeded, traced.present, traced.sizes.guards(), taken, traced.block.graph)
+        return Code(graph, run, traced.draws, traced.seeded, traced.present, traced.sizes.guards(), taken, held_objects(traced.block.graph))
 
     def _inductor(self, traced: _Traced) -> Callable:
         if traced.job is not None:

@@ -110,9 +110,28 @@ def test_two_models_of_one_architecture_share_what_is_lowered(lowered):
     model = model_of()
     step_at(model, compiled(model), 6, 9)
     del lowered[:]
+    torch._dynamo.reset()  # it would run the program that it has
     other = copy.deepcopy(model)
     step_at(other, compiled(other), 6, 9)
     assert not lowered
+
+
+@pytest.mark.parametrize("change", [
+    lambda: torch._inductor.config.patch(max_autotune=True), lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+], ids=["inductor", "attention"])
+def test_other_settings_are_lowered_anew(monkeypatch, lowered, change):
+    monkeypatch.setattr(l2l_compile.lower, "compile_graph", lambda graph, device: graph)
+    monkeypatch.setattr(l2l_compile.lower.compile_ahead, "submit", lambda graph: None)
+    monkeypatch.setattr(l2l_compile.lower.compile_ahead, "compiled", lambda graph: None)
+    model = model_of()
+    step_at(model, compiled(model, block_compiler="inductor"), 6, 9)
+    first = list(lowered)
+    del lowered[:]
+    torch._dynamo.reset()  # it would run the program that it has
+    with change():
+        other = copy.deepcopy(model)
+        step_at(other, compiled(other, block_compiler="inductor"), 6, 9)
+    assert sorted(lowered) == sorted(first)
 
 
 def test_evaluation_lowers_nothing_new(lowered):
