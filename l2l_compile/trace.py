@@ -288,10 +288,16 @@ def _trace(block: Block, function, examples, which: str) -> fx.GraphModule:
     finally:
         torch.set_grad_enabled(grad)
     _check_constants(block, module)
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
-        node.replace_all_uses_with(node.args[0])  # nothing records gradients where the graph runs
-        module.graph.erase_node(node)
+    _erase_aliases(module.graph)
     return module
+
+
+def _erase_aliases(graph: fx.Graph) -> None:
+    """One name for one tensor: nothing records gradients where the graph runs, so `detach` and `alias` give what they read."""
+    for target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 def _check_constants(block: Block, module: fx.GraphModule) -> None:

@@ -350,6 +350,18 @@ def test_in_place_operations_across_boundaries():
     assert_parity(InPlace(4).double(), rows(6))
 
 
+def test_another_name_of_a_value_is_no_operation_of_a_block():
+    class Renaming(Layer):
+        def forward(self, x):
+            return torch.ops.aten.alias(super().forward(x)) + x.detach()
+
+    step = assert_parity(Stack([Renaming() for _ in range(3)]).double(), rows(6))
+    graphs = [lowered.graph for block in programs_of(step)[0].blocks for lowered in (block.forward, block.backward)]
+    called = {node.target for graph in graphs for node in graph.nodes}
+    assert torch.ops.aten.addmm.default in called
+    assert not called & {torch.ops.aten.alias.default, torch.ops.aten.detach.default}
+
+
 def test_write_into_an_input_reaches_the_caller():
     class Writing(Stack):
         def forward(self, x):
