@@ -292,13 +292,28 @@ def _trace(
     finally:
         torch.set_grad_enabled(grad)
     _check_constants(block, module)
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
-        node.replace_all_uses_with(node.args[0])  # nothing records gradients where the graph runs
-        module.graph.erase_node(node)
+    _erase_aliases(module.graph)
     for node in reversed(module.graph.nodes):
         if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), _SIZES):
             module.graph.erase_node(node)
     return module
+
+
+def _erase_aliases(graph: fx.Graph) -> None:
+    """One name for one tensor: nothing records gradients where the graph runs, so `detach` and `alias` give what they read.
+
+    Both names stay where an operation changes the sizes or strides of the tensor under one of them (`transpose_`).
+    """
+    for target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            named = node.args[0]
+            if not any(_changes_view(reader) for reader in (*node.users, *named.users)):
+                node.replace_all_uses_with(named)
+                graph.erase_node(node)
+
+
+def _changes_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
 
 
 def _check_constants(block: Block, module: fx.GraphModule) -> None:

@@ -350,6 +350,31 @@ def test_in_place_operations_across_boundaries():
     assert_parity(InPlace(4).double(), rows(6))
 
 
+@pytest.mark.parametrize("turned", ["the detached name", "the name that is detached"])
+@pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
+def test_a_value_that_is_turned_in_place_keeps_its_shape_under_another_name(turned, block_compiler):
+    class Turning(Layer):
+        def forward(self, x):
+            x = super().forward(x) * 1.0
+            detached = x.detach()
+            (detached if turned == "the detached name" else x).transpose_(1, 2)
+            return x * 2.0 + detached.cos()
+
+    assert_parity(Stack([Turning() for _ in range(2)]).double(), rows(6, WIDTH, 5), block_compiler=block_compiler)
+
+
+def test_another_name_of_a_value_is_no_operation_of_a_block():
+    class Renaming(Layer):
+        def forward(self, x):
+            return torch.ops.aten.alias(super().forward(x)) + x.detach()
+
+    step = assert_parity(Stack([Renaming() for _ in range(3)]).double(), rows(6))
+    graphs = [lowered.graph for block in programs_of(step)[0].blocks for lowered in (block.forward, block.backward)]
+    called = {node.target for graph in graphs for node in graph.nodes}
+    assert torch.ops.aten.addmm.default in called
+    assert not called & {torch.ops.aten.alias.default, torch.ops.aten.detach.default}
+
+
 def test_write_into_an_input_reaches_the_caller():
     class Writing(Stack):
         def forward(self, x):

@@ -484,14 +484,25 @@ for op in ("_batch_norm_with_update.default", "_batch_norm_with_update_functiona
 ok("_scaled_dot_product_flash_attention_for_cpu.default",
    lambda q, k, v, m: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=m),
    *[X("B", 2, 8, 8)] * 3, X("B", 1, 8, 8))
+ok("_scaled_dot_product_flash_attention_for_cpu.default",
+   lambda q, k, v, m: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=m),
+   *[X(1, "B", 8, 8)] * 3, X(1, "B", 1, 8))
+ok("_scaled_dot_product_flash_attention_for_cpu.default", aten._scaled_dot_product_flash_attention_for_cpu, *[X(2, "2B", 8, 8)] * 3)
 no("_scaled_dot_product_flash_attention_for_cpu.default", aten._scaled_dot_product_flash_attention_for_cpu,
-   *[X(2, "B", 8, 8)] * 3, why="one row of the batch to another")
+   *[X(2, 8, "B", 8)] * 3, why="one row of the batch to another")
+no("_scaled_dot_product_flash_attention_for_cpu.default",
+   lambda q, k, v, m: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=m),
+   *[X("B", 1, 8, 8)] * 3, X(1, "B", 1, 8), why=MISPLACED)
 ok("_scaled_dot_product_attention_math.default", lambda q, k, v, m: aten._scaled_dot_product_attention_math(q, k, v, m),
    *[X("B", 2, 8, 8)] * 3, X(8, 8))
 no("_scaled_dot_product_attention_math.default", lambda q, k, v: aten._scaled_dot_product_attention_math(q, k, v),
    X("B", 2, 8, 8), X(1, 2, 8, 8), X(1, 2, 8, 8), why="not the row's own")
 no("_scaled_dot_product_attention_math.default", lambda q, k, v: aten._scaled_dot_product_attention_math(q, k, v),
    X("B", 2, 8, 8), X(1, 2, "B", 8), X(1, 2, "B", 8), why="not the row's own")
+no("_scaled_dot_product_attention_math.default",
+   lambda q, k, v: aten._scaled_dot_product_attention_math(q, k, v, None, 0.0, False, None, enable_gqa=True),
+   X(1, "2B", 8, 8), X(1, "B", 8, 8), X(1, "B", 8, 8), why="not the row's own")
+ok("_scaled_dot_product_attention_math.default", lambda q: aten._scaled_dot_product_attention_math(q, q, q), X(3, 2, "B", 8, 8))
 no("_scaled_dot_product_attention_math.default", lambda q: aten._scaled_dot_product_attention_math(q, q, q), X("B", 8),
    why="one row of the batch to another")
 no("_scaled_dot_product_attention_math.default", lambda q, m: aten._scaled_dot_product_attention_math(q, q, q, torch.cat([m, m])),
@@ -506,6 +517,9 @@ ok("_scaled_dot_product_flash_attention.default", lambda q, k, v: aten._scaled_d
 ok("_scaled_dot_product_efficient_attention.default",
    lambda q, k, v, m: aten._scaled_dot_product_efficient_attention(q, k, v, m, True, 0.1)[:2],
    *[G("B", 2, 8, 8)] * 3, G("B", 2, 8, 8), numbers=False)
+ok("_scaled_dot_product_efficient_attention.default",
+   lambda q, k, v, m: aten._scaled_dot_product_efficient_attention(q, k, v, m, True, 0.1)[:2],
+   *[G(1, "B", 8, 8)] * 3, G(1, "B", 8, 8), numbers=False)
 ok("_scaled_dot_product_cudnn_attention.default",
    lambda q, k, v: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[:2], *[G("B", 2, 8, 8)] * 3, numbers=False)
 ok("_scaled_dot_product_fused_attention_overrideable.default",

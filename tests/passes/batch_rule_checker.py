@@ -31,8 +31,8 @@ def trace(function: Callable, specs: Sequence[Drawn], batch: int, pre_dispatch: 
     def flat(*tensors):
         return pytree.tree_leaves(function(*tensors))
 
-    with FakeTensorMode():
-        return make_fx(flat, pre_dispatch=pre_dispatch)(*(spec.draw(batch) for spec in specs)).graph
+    with FakeTensorMode():  # without a table of its own, make_fx may decompose operations: 2.15 writes alias for detach
+        return make_fx(flat, decomposition_table={}, pre_dispatch=pre_dispatch)(*(spec.draw(batch) for spec in specs)).graph
 
 
 def states_of(function: Callable, specs: Sequence[Drawn], calls: Callable | None = None) -> list[Batch | Mixing | None]:
