@@ -246,16 +246,21 @@ def test_the_vocabulary_and_the_order_of_the_rows_depend_on_nothing_else(finetun
 
 
 def test_rows_that_fill_the_last_batch_do_not_count(finetune):
-    data = {"input_ids": torch.tensor([0, 1, 1, 0, 1]), "labels": torch.tensor([0, 1, 1, 0, 0])}
+    tokens = torch.tensor([[0, 9], [1, 0], [1, 0], [0, 0], [1, 0]])
+    mask = torch.tensor([[1, 1], [1, 0], [1, 0], [1, 0], [1, 0]])
+    data = {"input_ids": tokens, "attention_mask": mask, "labels": torch.tensor([0, 1, 1, 0, 0])}
     sizes = []
 
-    def model(input_ids):
-        sizes.append(len(input_ids))
-        return SimpleNamespace(logits=torch.nn.functional.one_hot(input_ids, 2))
+    def model(input_ids, attention_mask):
+        assert input_ids.shape == attention_mask.shape and input_ids.is_contiguous()
+        sizes.append(tuple(input_ids.shape))
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(input_ids[:, 0], 2))
 
     before = torch.get_rng_state()
-    assert finetune.accuracy(torch.nn.Identity(), model, data, 4) == 0.8
-    assert sizes == [4, 4] and torch.equal(before, torch.get_rng_state())
+    for padding, last in (("longest", 1), ("max", 2)):
+        assert finetune.accuracy(torch.nn.Identity(), model, data, 4, padding) == 0.8
+        assert sizes[-2:] == [(4, 2), (4, last)]
+    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
