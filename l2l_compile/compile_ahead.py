@@ -44,7 +44,7 @@ def submit(module: fx.GraphModule) -> Future | None:
     except Exception as error:  # noqa: BLE001 - an argument that cannot be pickled: the graph is compiled here
         _log.debug("a graph cannot be sent to a worker: %s", error)
         return None
-    return pool.submit(functools.partial(_compile, data, config.save_config_portable(), cache_dir()))
+    return pool.submit(functools.partial(_compile, data, config.save_config_portable(), cache_dir(), torch.get_num_threads()))
 
 
 def wait(job: Future) -> None:
@@ -68,9 +68,10 @@ def _mark(module: fx.GraphModule) -> Path:
     return Path(cache_dir()) / "l2l_compile" / hashlib.sha256(text.encode()).hexdigest()
 
 
-def _compile(data: bytes, settings: dict, cache: str) -> None:
+def _compile(data: bytes, settings: dict, cache: str, threads: int) -> None:
     """In a worker: compile a graph as the process that sent it would."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    torch.set_num_threads(threads)
     with config.patch({**settings, "compile_threads": 1}):
         compile_graph(GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)), _HOST)
 
