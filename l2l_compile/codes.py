@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from .ir.values import Dim, dim_of, evaluate
+from .ir.values import Bindings, Dim, dim_of, evaluate
 from .randomness import Draw
 from .sizes import Guards
 from .widening import storages_of
@@ -42,8 +42,7 @@ class Lowered:
 class Code:
     """A lowered block for all sizes that its guards hold for; `graph` and `run` take the symbolic sizes before the tensors.
 
-    taken    the memory that its operations take (see `lifetimes`)
-    held     objects that the form of its block tells by identity: while it lives, no other object has theirs
+    `taken` is the memory that its operations take (see `lifetimes`).
     """
 
     graph: fx.GraphModule
@@ -53,7 +52,6 @@ class Code:
     present: tuple[bool, ...]
     guards: Guards
     taken: tuple[tuple[Dim, int, int], ...]
-    held: tuple[object, ...] = ()
 
     def at(self, sizes: Sequence[int]) -> Lowered:
         """The code at sizes for which its guards hold."""

@@ -5,21 +5,42 @@ lowering serves both.
 """
 from __future__ import annotations
 
+import enum
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from .ir.program import Block, symbolic_size
 from .ir.values import Bindings, Dim, TensorSpec, substitute
 
 
+_TOLD_BY_REPR = (
+    bool, int, float, complex, str, bytes, range, type(None), type(Ellipsis), enum.Enum,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """Equal to itself alone; it keeps the object alive, so that no other one gets its address."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 def constant_form(value: Any) -> tuple:
-    """The type and repr keep 1, 1.0, True, 0.0 and -0.0 apart."""
-    return "const", type(value).__name__, repr(value)
+    """The type and repr keep 1, 1.0, True, 0.0 and -0.0 apart; what the repr may not tell (an object, a tensor) is told by identity."""
+    return "const", type(value).__name__, repr(value) if isinstance(value, _TOLD_BY_REPR) else _Same(value)
 
 
 def argument_form(value: Any, node: Callable[[fx.Node], tuple]) -> tuple:
@@ -35,15 +56,10 @@ def argument_form(value: Any, node: Callable[[fx.Node], tuple]) -> tuple:
     return constant_form(value)
 
 
-def held_objects(module: fx.GraphModule) -> tuple[object, ...]:
-    """What a graph holds beside its operations."""
-    return tuple(operator.attrgetter(node.target)(module) for node in module.graph.find_nodes(op="get_attr"))
-
-
 def graph_form(module: fx.GraphModule, size: Callable[[str], tuple] | None = None) -> tuple:
     """The form of a whole graph; `size` gives that of a `symbolic_size`, by its name.
 
-    A tensor that the graph holds is told by its identity: it is kept alive by whoever keeps the graph.
+    A tensor that the graph holds is told by its identity.
     """
     number: dict[fx.Node, int] = {}
 
@@ -55,7 +71,7 @@ def graph_form(module: fx.GraphModule, size: Callable[[str], tuple] | None = Non
             return (node.op,)
         if node.op == "get_attr":
             value = operator.attrgetter(node.target)(module)
-            return node.op, graph_form(value) if isinstance(value, fx.GraphModule) else id(value)
+            return node.op, graph_form(value) if isinstance(value, fx.GraphModule) else _Same(value)
         return node.op, node.target, argument_form(node.args, node_form), argument_form(node.kwargs, node_form)
 
     body = []

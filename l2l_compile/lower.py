@@ -23,7 +23,7 @@ from . import compile_ahead
 from .codes import Code, Lowered, lifetimes, store
 from .compile_ahead import Progress
 from .errors import LoweringError
-from .forms import block_form, held_objects
+from .forms import block_form
 from .inductor import compile_graph
 from .ir.program import Block
 from .ir.values import Bindings
@@ -218,7 +218,7 @@ class Lowering:
             run = graph
         else:
             run = self._inductor(traced)
-        return Code(graph, run, traced.draws, traced.seeded, traced.present, traced.sizes.guards(), taken, held_objects(traced.block.graph))
+        return Code(graph, run, traced.draws, traced.seeded, traced.present, traced.sizes.guards(), taken)
 
     def _inductor(self, traced: _Traced) -> Callable:
         if traced.job is not None:

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from ..forms import argument_form, constant_form, graph_form
+from ..forms import argument_form, graph_form
 from ..ir.program import Block, symbolic_size
 from ..ir.values import TensorSpec
 from ..ir.weights import Input
@@ -43,7 +43,7 @@ class Piece:
         outputs = tuple(n for n in reader.inside if _read_outside(n, reader.inside) and n in line.captured.specs)
         form = (
             line.modes[span.start].grad,
-            tuple(constant_form(a.args) for a in line.modes[span.start].autocasts),
+            tuple(reader.argument(a.args) for a in line.modes[span.start].autocasts),
             body,
             tuple(reader.operand_form(o) for o in reader.operands),
             tuple(reader.inside[n] for n in outputs),

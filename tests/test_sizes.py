@@ -12,6 +12,7 @@ import l2l_compile
 import l2l_compile.codes
 import l2l_compile.lower
 from l2l_compile.errors import LoweringError
+from l2l_compile.forms import constant_form
 from models import WIDTH, Attention, assert_parity, assert_same_gradients, compiled, rows
 
 LIBRARY = torch.library.Library("l2l_test_sizes", "DEF")
@@ -145,6 +146,17 @@ def test_evaluation_lowers_nothing_new(lowered):
     with torch.no_grad():
         assert torch.allclose(step(x), model(x), atol=1e-12)
     assert not lowered
+
+
+def test_objects_of_equal_repr_are_not_the_same_constant():
+    class Opaque:
+        def __repr__(self):
+            return "<opaque>"
+
+    one = Opaque()
+    assert constant_form(one) == constant_form(one) != constant_form(Opaque())
+    assert constant_form(0.0) != constant_form(-0.0) and constant_form(1) != constant_form(True)
+    assert constant_form(torch.zeros(2)) != constant_form(torch.zeros(2))
 
 
 def test_training_does_not_run_what_evaluation_has_lowered(lowered):
