@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import fx
+from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_worker.subproc_pool import SubprocPool
@@ -47,12 +48,19 @@ def submit(module: fx.GraphModule) -> Future | None:
     return pool.submit(functools.partial(_compile, data, config.save_config_portable(), cache_dir(), torch.get_num_threads()))
 
 
-def wait(job: Future) -> None:
-    """Until the worker is done, or has failed."""
+def wait(job: Future) -> bool:
+    """Until the worker is done: whether it has compiled the graph."""
     try:
         job.result()
+        return True
     except Exception as error:  # noqa: BLE001 - compiled here instead, where the same error is raised if it is one of the graph
         _log.debug("a worker could not compile a graph: %s", error)
+        return False
+
+
+def found() -> int:
+    """How often this process has found compiled code in Inductor's caches."""
+    return counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
 
 
 def compiled(module: fx.GraphModule) -> None:

@@ -221,8 +221,8 @@ class Lowering:
         return Code(graph, run, traced.draws, traced.seeded, traced.present, traced.sizes.guards(), taken)
 
     def _inductor(self, traced: _Traced) -> Callable:
-        if traced.job is not None:
-            compile_ahead.wait(traced.job)
+        expected = traced.job is not None and compile_ahead.wait(traced.job)
+        before = compile_ahead.found()
         try:
             run = compile_graph(traced.graph, self.device)
         except Exception as error:
@@ -230,6 +230,11 @@ class Lowering:
                 f"{traced.block.name} cannot be compiled by Inductor: {type(error).__name__}: {error}. "
                 "The option block_compiler='eager' runs it uncompiled"
             ) from error
+        if expected and compile_ahead.found() == before:
+            warnings.warn(
+                "backend 'l2l': a worker has compiled a graph, but Inductor's caches do not give it to this process, which compiles it again "
+                "(settings that differ between the two?). TORCHINDUCTOR_COMPILE_THREADS=1 does without workers", stacklevel=2,
+            )
         compile_ahead.compiled(traced.graph)
         self._progress.step()
         return run

@@ -60,7 +60,7 @@ assert found["autograd_cache_hit"] == found["total"] == len(jobs), (len(jobs), d
 @pytest.mark.skipif(torch._inductor.config.compile_threads < 2, reason="Inductor has no workers on one core")
 def test_this_process_finds_what_workers_have_compiled(tmp_path):
     run = subprocess.run(
-        [sys.executable, "-c", FIRST_STEP], env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True
+        [sys.executable, "-W", "error:backend 'l2l'", "-c", FIRST_STEP], env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True
     )
     assert not run.returncode, run.stderr[-2000:]
 
@@ -82,6 +82,17 @@ def test_a_worker_that_fails_costs_time_alone(monkeypatch):
 
     monkeypatch.setattr(compile_ahead, "submit", submit)
     step()
+
+
+def test_work_that_is_done_twice_is_said(monkeypatch):
+    def submit(module):
+        job = Future()
+        job.set_result(None)
+        return job
+
+    monkeypatch.setattr(compile_ahead, "submit", submit)
+    with pytest.warns(UserWarning, match="Inductor's caches do not give it to this process"):
+        step()
 
 
 @pytest.mark.parametrize("shown", ["0", "1"])
