@@ -64,11 +64,10 @@ def feeds(line: Line, copies: list[range]) -> dict[int, Feed]:
     for index, copy in enumerate(copies):
         reads: dict[int, set[tuple]] = {}
         for position in copy:
-            node = line.nodes[position]
-            for read in node.all_input_nodes:
+            for read in line.reads[position]:
                 maker = made_in.get(read, index)
                 if maker < index and read in line.captured.specs:
-                    reads.setdefault(maker, set()).add((str(read.target), str(node.target)))
+                    reads.setdefault(maker, set()).add((str(read.target), str(line.nodes[position].target)))
         by = next((maker for maker in sorted(reads, reverse=True) if _reaches_most(line, copies[maker], copy)), None)
         if by is not None:
             found[index] = Feed(by, frozenset(reads[by]))
@@ -85,19 +84,16 @@ def _reaches_most(line: Line, maker: range, copy: range) -> bool:
 
     What is computed from the model alone, such as a weight's norm, counts for neither.
     """
-    made = {line.nodes[position] for position in maker}
-    inside = {line.nodes[position] for position in copy}
-    of_model = set(line.weights) | {i.node for i in line.captured.inputs if i.kind == "state"}
-    reached: set[fx.Node] = set()
-    fed: set[fx.Node] = set()
-    for node in map(line.nodes.__getitem__, copy):
-        reads = [read for read in node.all_input_nodes if read not in of_model and size_expression(read) is None]
-        if any(read in fed or read not in inside for read in reads):
-            fed.add(node)
-        if any(read in reached or read in made for read in reads):
-            reached.add(node)
-    uses = [use for use in uses_in(line, copy) if line.nodes[use.position] in fed]
-    return bool(uses) and sum(line.nodes[use.position] in reached for use in uses) >= _FED * len(uses)
+    reached: set[int] = set()
+    fed: set[int] = set()
+    for position in copy:
+        reads = [line.position.get(read, -1) for read in line.reads[position] if read not in line.of_model]
+        if any(read in fed or read not in copy for read in reads):
+            fed.add(position)
+        if any(read in reached or read in maker for read in reads):
+            reached.add(position)
+    uses = [use for use in uses_in(line, copy) if use.position in fed]
+    return bool(uses) and sum(use.position in reached for use in uses) >= _FED * len(uses)
 
 
 def parts(line: Line, copy: range) -> list[range]:
@@ -105,18 +101,16 @@ def parts(line: Line, copy: range) -> list[range]:
 
     The range itself where all hangs together; nothing where parts are interleaved.
     """
+    uses = uses_in(line, copy)
     graph = nx.Graph()
-    inside = {line.nodes[position] for position in copy}
-    for use in uses_in(line, copy):
-        graph.add_node(line.nodes[use.position])
-    for node in inside:
-        graph.add_edges_from((node, read) for read in node.all_input_nodes if read in inside and size_expression(read) is None)
+    graph.add_nodes_from(use.position for use in uses)
+    graph.add_edges_from(
+        (position, made) for position in copy for read in line.reads[position] if (made := line.position.get(read, -1)) in copy
+    )
     spans = []
     for component in nx.connected_components(graph):
-        used = [use.position for use in uses_in(line, copy) if line.nodes[use.position] in component]
-        if used:
-            positions = [line.position[node] for node in component]
-            spans.append(range(min(positions), max(positions) + 1))
+        if any(use.position in component for use in uses):
+            spans.append(range(min(component), max(component) + 1))
     spans.sort(key=lambda span: span.start)
     if any(after.start < before.stop for before, after in itertools.pairwise(spans)):
         return []
@@ -128,23 +122,31 @@ def _cheapest(line: Line, choices: range) -> int:
     return min(choices, key=lambda cut: (line.crossing[cut], -cut))
 
 
-def handed_on(line: Line, length: int, end: int) -> Callable[[int], int]:
-    """How many values cross a cut (up to position `end`) and are read within `length` operations behind it.
+def handed_on(line: Line, length: int, cuts: range) -> Callable[[int], int]:
+    """How many values cross a cut, one of `cuts`, and are read within `length` operations behind it.
 
     What a model collects from every layer for its end does not count.
     """
-    change = [0] * (end + 2)
-    for start, node in enumerate(line.nodes[:end]):
-        if node not in line.captured.specs:
+    read_at: dict[fx.Node, list[int]] = {}
+    for reader in range(cuts.start, min(cuts.stop - 1 + length, len(line))):
+        for read in line.reads[reader]:
+            read_at.setdefault(read, []).append(reader)
+    if cuts.stop - 1 + length > len(line):
+        for read in filter(line.position.__contains__, line.captured.outputs):
+            read_at.setdefault(read, []).append(len(line))
+    change = [0] * (len(cuts) + 1)
+    for node, readers in read_at.items():
+        if node not in line.position or node not in line.captured.specs:
             continue
-        counted = start + 1  # cuts before this one are counted for this value, or lie before it
-        for reader in sorted(line.position.get(u, len(line)) for u in node.users):
-            first, last = max(counted, reader - length + 1), min(reader, end)
+        counted = max(cuts.start, line.position[node] + 1)  # cuts before this one are counted for this value, or lie before it
+        for reader in readers:
+            first, last = max(counted, reader - length + 1), min(reader, cuts.stop - 1)
             if first <= last:  # the reader is within reach of the cuts from first to last
-                change[first] += 1
-                change[last + 1] -= 1
+                change[first - cuts.start] += 1
+                change[last + 1 - cuts.start] -= 1
                 counted = last + 1
-    return list(itertools.accumulate(change)).__getitem__
+    counts = list(itertools.accumulate(change))
+    return lambda cut: counts[cut - cuts.start]
 
 
 def narrow_between(line: Line, before: range, after: range) -> bool:
@@ -153,7 +155,7 @@ def narrow_between(line: Line, before: range, after: range) -> bool:
     Two of four projections of one input are no layer: the other two follow where more values are alive than between
     the projections themselves. One range is enough, since the last one may be the last to read a mask.
     """
-    count = handed_on(line, len(after), after.stop)
+    count = handed_on(line, len(after), range(before.start, after.stop + 1))
 
     def inside(layer: range) -> list[int]:
         uses = uses_in(line, layer)

@@ -131,8 +131,9 @@ def _as_layers(line: Line, copies: Copies) -> _Layers | None:
 def _width(line: Line, joints: list[tuple[range, range]]) -> int:
     """Most values that are handed on between two copies; the first of several joints may hand on more."""
     counted = joints[1:] or joints
-    count = handed_on(line, min(len(after) for _, after in counted), max(after.stop for _, after in counted))
-    return max(count(after.start) for _, after in counted)
+    cuts = [after.start for _, after in counted]
+    count = handed_on(line, min(len(after) for _, after in counted), range(min(cuts), max(cuts) + 1))
+    return max(map(count, cuts))
 
 
 def _place_chains(line: Line, layers: _Layers, start: int, end: int) -> list[Group]:

@@ -68,6 +68,8 @@ class Line:
         }
         self.nodes = [n for n in captured.graph.nodes if n.op.startswith("call_") and n not in self.weights]
         self.position = {n: i for i, n in enumerate(self.nodes)}
+        self.of_model = {*self.weights, *(i.node for i in captured.inputs if i.kind == "state")}
+        self.reads = [tuple(n for n in node.all_input_nodes if size_expression(n) is None) for node in self.nodes]
         # operations before each position, without those that only compute sizes: layers differ in these
         self.operations_before = [0, *itertools.accumulate(size_expression(n) is None for n in self.nodes)]
         self.paths = [_module_path(n) for n in self.nodes]
