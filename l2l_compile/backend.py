@@ -20,7 +20,7 @@ from .passes.pipeline import SEGMENTATION, STREAMING, begin, run
 from .propagation import remember_propagation
 from .runtime.runner import Runner
 from .runtime.segment_run import block_bindings
-from .session import Session, frame_skipped, function_recompiled, session_for, streams_layers
+from .session import Session, frame_begins, frame_skipped, function_recompiled, session_for, streams_layers
 
 
 def l2l(
@@ -87,6 +87,6 @@ def _rebuild_backward(compilation: Compilation, given: tuple[bool, ...]) -> fx.G
 
 l2l.streams_layers = True
 dynamo.mark_batches(streams_layers)
-dynamo.watch_frames(streams_layers, frame_skipped, function_recompiled)
+dynamo.watch_frames(streams_layers, frame_skipped, function_recompiled, frame_begins)
 dynamo.watch_packed(streams_layers, frame_skipped)
 remember_propagation(streams_layers)

@@ -1,30 +1,26 @@
-"""Compile graphs on Inductor's worker processes, side by side, before they are needed.
+"""Compile graphs for the host ahead of their use, the kernels of one while the next is lowered to kernels.
 
-A worker compiles a graph and leaves the result in Inductor's caches on disk; this process then compiles the same graph and
-finds it there, which takes a tenth of a second. Nothing depends on the worker: if it fails, the graph is compiled here,
-and whatever is wrong with it is raised here. Graphs that the caches are known to hold are not sent.
+Inductor lowers a graph in Python, hands each kernel to a C++ compiler, which is a process, and waits for all kernels of
+the graph before it returns. Here it does not wait: `begin` returns with the kernels still being compiled, and
+`Begun.result` waits when the graph is needed. As many compilers run at once as Inductor has threads for them.
 """
 from __future__ import annotations
 
 import functools
-import hashlib
+import importlib
 import logging
 import os
+import platform
 import sys
+import threading
 import time
-from concurrent.futures import Future
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import fx
-from torch._dynamo.utils import counters
-from torch._inductor import config
+from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.compile_worker.subproc_pool import SubprocPool
-from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._graph_pickler import GraphPickler, Options
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .inductor import compile_graph
 
@@ -33,55 +29,98 @@ _HOST = torch.device("cpu")
 PATIENCE = 2.0  # seconds until progress is shown
 
 
-def submit(module: fx.GraphModule) -> Future | None:
-    """Have a worker compile a graph for the host. None if there are no workers, or the caches have it already."""
-    if config.compile_threads < 2 or not config.fx_graph_cache or config.force_disable_caches or _mark(module).exists():
-        return None
-    pool = AsyncCompile.process_pool()
-    if not isinstance(pool, SubprocPool):  # forked from this process, threads and all
-        return None
+@functools.cache
+def prepare() -> list[threading.Thread]:
+    """Ask, in the background, which vector instructions the C++ compiler can use, all kinds at once: it takes seconds.
+
+    Inductor asks one after the other, at the first kernel. What it hears is remembered, in the process and on disk.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):  # there is one kind
+        return []
+    found = cpu_vec_isa.x86_isa_checker()
+    asked = [isa for isa in cpu_vec_isa.supported_vec_isa_list if all(kind in found for kind in str(isa).split())]
+    threads = [threading.Thread(target=_try, args=(isa,), name="l2l-compiler", daemon=True) for isa in asked]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _try(isa: cpu_vec_isa.VecISA) -> None:
     try:
-        data = GraphPickler.dumps(module, Options(ops_filter=None))
-    except Exception as error:  # noqa: BLE001 - an argument that cannot be pickled: the graph is compiled here
-        _log.debug("a graph cannot be sent to a worker: %s", error)
-        return None
-    return pool.submit(functools.partial(_compile, data, config.save_config_portable(), cache_dir(), torch.get_num_threads()))
+        bool(isa)
+    except Exception as error:  # noqa: BLE001 - Inductor asks again, and raises it where it belongs
+        _log.debug("the C++ compiler cannot be asked for %s: %s", isa, error)
 
 
-def wait(job: Future) -> bool:
-    """Until the worker is done: whether it has compiled the graph."""
+class Begun:
+    """A graph whose kernels are being compiled."""
+
+    def __init__(self, run: Callable, waits: list[Callable[[], None]]):
+        self._run, self._waits = run, waits
+        self._error: Exception | None = None
+        _unfinished.append(self)
+
+    def result(self) -> Callable:
+        """The compiled graph, once its kernels are there; raises what their compilation raised.
+
+        Waits for the graphs that were begun before as well: Inductor gives two graphs of equal code the same kernels.
+        """
+        while self in _unfinished:
+            _unfinished[0]._finish()
+            _unfinished.pop(0)
+        if self._error is not None:
+            raise self._error
+        return self._run
+
+    def _finish(self) -> None:
+        try:
+            for wait in self._waits:
+                wait()
+        except Exception as error:  # noqa: BLE001 - raised for the one who asks for this graph
+            self._error = error
+
+
+_unfinished: list[Begun] = []  # in the order in which they were begun
+
+
+def begin(module: fx.GraphModule) -> Begun:
+    """Lower a functional ATen graph for the host to kernels, as `compile_graph` does, and have these compiled."""
+    importlib.import_module("torch._inductor.compile_fx")  # takes a second
+    for thread in prepare():
+        thread.join()
+    with _without_waiting() as waits:
+        run = compile_graph(module, _HOST)
+    return Begun(run, waits)
+
+
+_put_off = threading.local()
+
+
+@contextmanager
+def _without_waiting() -> Iterator[list[Callable[[], None]]]:
+    _put_off.waits = waits = []
     try:
-        job.result()
-        return True
-    except Exception as error:  # noqa: BLE001 - compiled here instead, where the same error is raised if it is one of the graph
-        _log.debug("a worker could not compile a graph: %s", error)
-        return False
+        yield waits
+    finally:
+        _put_off.waits = None
 
 
-def found() -> int:
-    """How often this process has found compiled code in Inductor's caches."""
-    return counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+def _wait_later() -> None:
+    """Make Inductor's waiting for kernels something that can be put off."""
+    wait = AsyncCompile._wait_futures
+
+    @functools.wraps(wait)
+    def wait_futures(self: AsyncCompile, scope: dict) -> None:
+        waits = getattr(_put_off, "waits", None)
+        if waits is None:
+            wait(self, scope)
+        else:
+            waits.append(functools.partial(wait, self, scope))
+
+    AsyncCompile._wait_futures = wait_futures
 
 
-def compiled(module: fx.GraphModule) -> None:
-    """Remember on disk that Inductor's caches hold this graph."""
-    mark = _mark(module)
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
-
-
-def _mark(module: fx.GraphModule) -> Path:
-    operands = [str(node.meta.get("val")) for node in module.graph.find_nodes(op="placeholder")]
-    text = "\n".join([torch.__version__, str(sys.version_info), *operands, str(module.graph)])
-    return Path(cache_dir()) / "l2l_compile" / hashlib.sha256(text.encode()).hexdigest()
-
-
-def _compile(data: bytes, settings: dict, cache: str, threads: int) -> None:
-    """In a worker: compile a graph as the process that sent it would."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    torch.set_num_threads(threads)
-    with config.patch({**settings, "compile_threads": 1}):
-        compile_graph(GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)), _HOST)
+_wait_later()
 
 
 class Progress:

@@ -145,10 +145,11 @@ def watch_frames(
     is_ours: Callable[[Any], bool],
     skipped: Callable[[Any, SkippedFrame], None],
     recompiled: Callable[[Any, limits.Recompilations], None],
+    begun: Callable[[Any], None],
 ) -> None:
     """From now on, frames with a backend that `is_ours` are compiled under our limits (`limits.raised`) and with recurrent layers.
 
-    `skipped` hears of those which Dynamo leaves uncompiled, `recompiled` of functions with many programs.
+    `begun` hears of each before Dynamo looks at it, `skipped` of those which Dynamo leaves uncompiled, `recompiled` of functions with many programs.
     """
     original = convert_frame.ConvertFrameAssert.__call__
     if getattr(original, "_l2l", False):
@@ -159,6 +160,7 @@ def watch_frames(
         if not is_ours(self._torchdynamo_orig_backend):
             return original(self, frame, *args, **kwargs)
         _seen.append(Counter(counters["unimplemented"]))
+        begun(innermost_backend(self._torchdynamo_orig_backend))
         try:
             with limits.raised(self, frame, recompiled), torch._dynamo.config.patch(allow_rnn=True):
                 return original(self, frame, *args, **kwargs)

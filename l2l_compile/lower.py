@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import sympy
@@ -21,7 +21,7 @@ from torch import fx
 
 from . import compile_ahead
 from .codes import Code, Lowered, lifetimes, store
-from .compile_ahead import Progress
+from .compile_ahead import Begun, Progress
 from .errors import LoweringError
 from .forms import block_form
 from .inductor import compile_graph
@@ -101,7 +101,7 @@ class _Key:
 
 @dataclass(eq=False)
 class _Traced:
-    """A graph that waits for its compilation, which a worker may have begun."""
+    """A graph that waits for its compilation, which may have begun."""
 
     block: Block
     graph: fx.GraphModule
@@ -109,7 +109,7 @@ class _Traced:
     draws: tuple[Draw, ...]
     seeded: bool
     present: tuple[bool, ...]
-    job: Future | None = None
+    begun: Begun | None = None
 
 
 class Lowering:
@@ -130,24 +130,26 @@ class Lowering:
         return self._at(block, bindings, "backward", given)
 
     def ahead(self, requests: Iterable[Request]) -> None:
-        """Trace what is going to be asked for, and have workers compile it meanwhile. What fails is left for the one who asks."""
+        """Begin to compile what is going to be asked for. What fails is left for the one who asks."""
         if self.block_compiler == "eager" or self.device.type != "cpu":
             return
         with _one_at_a_time:
-            for block, bindings, which, wanted in requests:
-                key = self._key(block, bindings, which, wanted)
-                if self._find(key, block) is None and (key.exact, key.sizes) not in self._ahead:
-                    self._begin(key, block, bindings, which, wanted)
+            traced = list(filter(None, (self._trace_ahead(*request) for request in requests)))
+            self._progress.expect(len(traced))
+            for each in traced:
+                with suppress(Exception):
+                    each.begun = compile_ahead.begin(each.graph)
 
-    def _begin(self, key: _Key, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> None:
+    def _trace_ahead(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> _Traced | None:
+        key = self._key(block, bindings, which, wanted)
+        if self._find(key, block) is not None or (key.exact, key.sizes) in self._ahead:
+            return None
         try:
             traced = self._traced(block, Sizes(bindings, key.symbols), which, wanted)
         except LoweringError:
-            return
-        if traced is not None:
-            traced.job = compile_ahead.submit(traced.graph)
-            self._progress.expect(1)
+            return None
         self._ahead[key.exact, key.sizes] = traced
+        return traced
 
     def _at(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Lowered:
         key = (block, which, wanted, *map(bindings.__getitem__, block.symbols))
@@ -221,21 +223,13 @@ class Lowering:
         return Code(graph, run, traced.draws, traced.seeded, traced.present, traced.sizes.guards(), taken)
 
     def _inductor(self, traced: _Traced) -> Callable:
-        expected = traced.job is not None and compile_ahead.wait(traced.job)
-        before = compile_ahead.found()
         try:
-            run = compile_graph(traced.graph, self.device)
+            run = traced.begun.result() if traced.begun is not None else compile_graph(traced.graph, self.device)
         except Exception as error:
             raise LoweringError(
                 f"{traced.block.name} cannot be compiled by Inductor: {type(error).__name__}: {error}. "
                 "The option block_compiler='eager' runs it uncompiled"
             ) from error
-        if expected and compile_ahead.found() == before:
-            warnings.warn(
-                "backend 'l2l': a worker has compiled a graph, but Inductor's caches do not give it to this process, which compiles it again "
-                "(settings that differ between the two?). TORCHINDUCTOR_COMPILE_THREADS=1 does without workers", stacklevel=2,
-            )
-        compile_ahead.compiled(traced.graph)
         self._progress.step()
         return run
 

@@ -5,8 +5,9 @@ import warnings
 import weakref
 from typing import Any
 
-from . import dynamo, limits
+from . import compile_ahead, dynamo, limits
 from .check import Check
+from .errors import OptionError
 from .host.server import ParameterServer
 from .lower import Lowering
 from .options import Options
@@ -74,6 +75,18 @@ class Session:
 def streams_layers(backend: Any) -> bool:
     """Whether a backend, or the object that `torch.compile` made for it, is this one (or `explain`'s)."""
     return getattr(getattr(backend, "compiler_fn", backend), "streams_layers", False)
+
+
+def frame_begins(backend: Any) -> None:
+    """Dynamo begins to look at a frame of ours, which takes a while: what its blocks need for their compilation can begin as well."""
+    if hasattr(getattr(backend, "compiler_fn", backend), "skipped"):  # `explain` compiles no block
+        return
+    try:
+        options = Options.build(getattr(backend, "kwargs", {}).get("options"))
+    except OptionError:  # the backend raises it
+        return
+    if options.device.type == "cpu" and options.block_compiler == "inductor":
+        compile_ahead.prepare()
 
 
 def frame_skipped(backend: Any, frame: dynamo.SkippedFrame) -> None:

@@ -1,19 +1,21 @@
-"""Graphs are compiled by workers, side by side; whatever happens to a worker, the step is right."""
+"""Kernels are compiled side by side, whatever graph they are of; what fails is raised for the one who asks."""
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from concurrent.futures import Future
+import threading
 
 import pytest
 import torch
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import fresh_cache
 
 import l2l_compile
+import l2l_compile.backend
 import l2l_compile.codes
 from l2l_compile import compile_ahead
+from l2l_compile.capture import capture
 from models import Stack, assert_parity, rows
+
+several_compilers = pytest.mark.skipif(torch._inductor.config.compile_threads < 2, reason="Inductor has no threads on one core")
 
 
 @pytest.fixture(autouse=True)
@@ -24,75 +26,71 @@ def nothing_compiled():
         yield
 
 
-@pytest.fixture
-def sent(monkeypatch):
-    """The jobs that were given to workers."""
-    jobs = []
-    original = compile_ahead.submit
-
-    def submit(module):
-        jobs.append(original(module))
-        return jobs[-1]
-
-    monkeypatch.setattr(compile_ahead, "submit", submit)
-    return jobs
-
-
 def step() -> None:
     torch.manual_seed(0)
     assert_parity(Stack(2).double(), rows(6), block_compiler="inductor")
 
 
-FIRST_STEP = """
-import torch, l2l_compile
-from torch._dynamo.utils import counters
-from l2l_compile import compile_ahead
-jobs, submit = [], compile_ahead.submit
-compile_ahead.submit = lambda module: jobs.append(submit(module)) or jobs[-1]
-model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(2)))
-torch.compile(model, backend="l2l", options={"micro_batches": 2, "device": "cpu"})(torch.randn(4, 8)).sum().backward()
-assert len(jobs) > 1 and all(job.exception() is None for job in jobs), jobs
-found = counters["aot_autograd"]
-assert found["autograd_cache_hit"] == found["total"] == len(jobs), (len(jobs), dict(found))
-"""
+@several_compilers
+def test_no_graph_waits_for_the_kernels_of_another(monkeypatch):
+    begun, done, asked = [], [], threading.Event()
+    begin, result, submit = compile_ahead.begin, compile_ahead.Begun.result, AsyncCompile.submit.__func__
 
+    def held_back(cls, task):
+        def compile_later():
+            if not asked.wait(60):
+                raise TimeoutError("a graph waits for its kernels before it is asked for")
+            return task()
 
-@pytest.mark.skipif(torch._inductor.config.compile_threads < 2, reason="Inductor has no workers on one core")
-def test_this_process_finds_what_workers_have_compiled(tmp_path):
-    run = subprocess.run(
-        [sys.executable, "-W", "error:backend 'l2l'", "-c", FIRST_STEP], env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True
-    )
-    assert not run.returncode, run.stderr[-2000:]
+        return submit(cls, compile_later)
 
+    def result_of(self):
+        asked.set()
+        done.append(result(self))
+        return done[-1]
 
-def test_what_the_caches_hold_is_not_sent(sent):
+    monkeypatch.setattr(AsyncCompile, "submit", classmethod(held_back))
+    monkeypatch.setattr(compile_ahead, "begin", lambda graph: begun.append(graph) or begin(graph))
+    monkeypatch.setattr(compile_ahead.Begun, "result", result_of)
     step()
-    del sent[:]
-    torch._dynamo.reset()
-    l2l_compile.codes.store.clear()
+    assert len(begun) == len(done) > 2
+    assert not compile_ahead._unfinished
+
+
+@several_compilers
+def test_a_kernel_that_cannot_be_compiled_is_an_error_of_its_block(monkeypatch):
+    def no_compiler(cls, task):
+        def fail():
+            raise OSError("g++: out of memory")
+
+        return submit(cls, fail)
+
+    submit = AsyncCompile.submit.__func__
+    with monkeypatch.context() as broken:
+        broken.setattr(AsyncCompile, "submit", classmethod(no_compiler))
+        with pytest.raises(l2l_compile.LoweringError, match="block_1 cannot be compiled by Inductor: .*OSError: g.*block_compiler='eager'"):
+            step()
+
+
+def test_a_graph_that_cannot_be_begun_is_compiled_when_it_is_asked_for(monkeypatch):
+    def begin(graph):
+        raise OSError("not now")
+
+    monkeypatch.setattr(compile_ahead, "begin", begin)
     step()
-    assert sent and all(job is None for job in sent)
 
 
-def test_a_worker_that_fails_costs_time_alone(monkeypatch):
-    def submit(module):
-        job = Future()
-        job.set_exception(OSError("the worker was killed"))
-        return job
-
-    monkeypatch.setattr(compile_ahead, "submit", submit)
-    step()
-
-
-def test_work_that_is_done_twice_is_said(monkeypatch):
-    def submit(module):
-        job = Future()
-        job.set_result(None)
-        return job
-
-    monkeypatch.setattr(compile_ahead, "submit", submit)
-    with pytest.warns(UserWarning, match="Inductor's caches do not give it to this process"):
-        step()
+@pytest.mark.parametrize("options, asked", [({}, True), ({"block_compiler": "eager"}, False)])
+def test_the_compiler_is_asked_while_dynamo_looks_at_the_model(monkeypatch, options, asked):
+    calls = []
+    monkeypatch.setattr(compile_ahead, "prepare", lambda: calls.append(len(calls)) or [])
+    model, x = Stack(2).double(), rows(6)
+    options = {"device": "cpu", **options}
+    l2l_compile.explain(model, options)(x)
+    assert not calls
+    compiled = torch.compile(model, backend="l2l", options=options)
+    monkeypatch.setattr(l2l_compile.backend, "capture", lambda gm: pytest.fail("asked too late") if bool(calls) != asked else capture(gm))
+    compiled(x)
 
 
 @pytest.mark.parametrize("shown", ["0", "1"])

@@ -143,12 +143,11 @@ class Step:
 def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]:
     """What a step through a program is going to lower, forward first, in the order in which it runs."""
     seen = set()
-    for segment in program.segments:
-        for turn, bindings in enumerate(step.bindings_of(segment.block)):
-            request = segment.block, bindings, "forward", wanted_of(segment.block, again=turn > 0)
-            if (told := (segment.block, turn > 0, bindings.get(step.batch))) not in seen:
+    for block in dict.fromkeys(segment.block for segment in program.segments):
+        for turn, bindings in enumerate(step.bindings_of(block)):
+            if (told := (block, turn > 0, bindings.get(step.batch))) not in seen:
                 seen.add(told)
-                yield request
+                yield block, bindings, "forward", wanted_of(block, again=turn > 0)
     if not to_train or program.backward is None:
         return
     for node in program.backward.graph.find_nodes(op="call_function", target=nodes.backward):
