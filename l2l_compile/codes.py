@@ -16,6 +16,20 @@ from .sizes import Guards
 from .widening import storages_of
 
 
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """The ATen graph of a block, before it is compiled. Its operands are symbolic sizes, tensors and random draws.
+
+    `draws`, `seeded` and `present` are those of `Lowered`, `taken` is the memory that its operations take (see `lifetimes`).
+    """
+
+    graph: fx.GraphModule
+    draws: tuple[Draw, ...]
+    seeded: bool
+    present: tuple[bool, ...]
+    taken: tuple[tuple[Dim, int, int], ...]
+
+
 @dataclass(frozen=True)
 class Lowered:
     """A block at one size. `graph` is its ATen graph, `run` what executes it, with flat sequences of tensors.
@@ -40,25 +54,18 @@ class Lowered:
 
 @dataclass(frozen=True, eq=False)
 class Code:
-    """A lowered block for all sizes that its guards hold for; `graph` and `run` take the symbolic sizes before the tensors.
+    """A lowered block for all sizes that its guards hold for; `run` takes the operands of the graph that was traced."""
 
-    `taken` is the memory that its operations take (see `lifetimes`).
-    """
-
-    graph: fx.GraphModule
+    traced: Traced
     run: Callable[..., Sequence[torch.Tensor]]
-    draws: tuple[Draw, ...]
-    seeded: bool
-    present: tuple[bool, ...]
     guards: Guards
-    taken: tuple[tuple[Dim, int, int], ...]
 
     def at(self, sizes: Sequence[int]) -> Lowered:
         """The code at sizes for which its guards hold."""
-        bindings = dict(zip(self.guards.symbols, sizes, strict=True))
+        bindings, traced = dict(zip(self.guards.symbols, sizes, strict=True)), self.traced
         run = functools.partial(self.run, *sizes) if self.guards.symbolic else self.run
-        draws = tuple(draw.at(bindings) for draw in self.draws)
-        return Lowered(self.graph, run, draws, self.seeded, self.present, most_bytes(self.taken, bindings))
+        draws = tuple(draw.at(bindings) for draw in traced.draws)
+        return Lowered(traced.graph, run, draws, traced.seeded, traced.present, most_bytes(traced.taken, bindings))
 
 
 def lifetimes(graph: fx.Graph) -> tuple[tuple[Dim, int, int], ...]:

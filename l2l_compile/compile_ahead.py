@@ -7,7 +7,6 @@ the graph before it returns. Here it does not wait: `begin` returns with the ker
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import os
 import platform
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch._inductor.compile_fx  # most of a second, which the first step is spared, as with torch.compile(model)
 from torch import fx
 from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
@@ -85,7 +85,6 @@ _unfinished: list[Begun] = []  # in the order in which they were begun
 
 def begin(module: fx.GraphModule) -> Begun:
     """Lower a functional ATen graph for the host to kernels, as `compile_graph` does, and have these compiled."""
-    importlib.import_module("torch._inductor.compile_fx")  # takes a second
     for thread in prepare():
         thread.join()
     with _without_waiting() as waits:

@@ -100,8 +100,13 @@ def block_form(block: Block, numbers: Bindings) -> BlockForm:
     """The form of a block, with numbers in the place of some of its symbols; remembered by them."""
     known = block.forms.get(key := tuple(numbers.items()))
     if known is None:
-        known = block.forms[key] = _Namer(numbers).form(block)
+        known = block.forms[key] = present_form(block, numbers)
     return known
+
+
+def present_form(block: Block, numbers: Bindings) -> BlockForm:
+    """`block_form` of a block that the passes are not done with."""
+    return _Namer(numbers).form(block)
 
 
 class _Namer:

@@ -19,17 +19,17 @@ import torch
 import torch._inductor.config
 from torch import fx
 
-from . import compile_ahead
-from .codes import Code, Lowered, lifetimes, store
+from . import compile_ahead, disk, disk_traces
+from .codes import Code, Lowered, Traced, lifetimes, store
 from .compile_ahead import Begun, Progress
 from .errors import LoweringError
 from .forms import block_form
 from .inductor import compile_graph
 from .ir.program import Block
 from .ir.values import Bindings
-from .randomness import Draw, hoist_draws
+from .randomness import hoist_draws
 from .sizes import Guards, Sizes
-from .trace import trace_backward, trace_forward
+from .trace import settings_of_a_trace, trace_backward, trace_forward
 from .widening import storages_of
 
 
@@ -72,15 +72,6 @@ def _only_moves(target: Callable) -> bool:
 _one_at_a_time = threading.RLock()  # neither tracing nor Inductor can be used by two threads
 
 
-def _surroundings() -> tuple:
-    """Settings of PyTorch that a trace depends on, and all of Inductor's."""
-    return (
-        torch._inductor.config.get_hash(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
-        torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
-    )  # fmt: skip
-
-
 Request = tuple[Block, Bindings, str, tuple[bool, ...]]  # a block at sizes; "forward" or "backward", and what of it is wanted
 
 
@@ -100,15 +91,12 @@ class _Key:
 
 
 @dataclass(eq=False)
-class _Traced:
-    """A graph that waits for its compilation, which may have begun."""
+class _Waiting:
+    """A trace that waits for its compilation, which may have begun."""
 
     block: Block
-    graph: fx.GraphModule
     sizes: Sizes
-    draws: tuple[Draw, ...]
-    seeded: bool
-    present: tuple[bool, ...]
+    traced: Traced
     begun: Begun | None = None
 
 
@@ -118,7 +106,7 @@ class Lowering:
     def __init__(self, device: torch.device, block_compiler: str):
         self.device, self.block_compiler = device, block_compiler
         self._done: dict[tuple, Lowered] = {}
-        self._ahead: dict[tuple, _Traced | None] = {}
+        self._ahead: dict[tuple, _Waiting | None] = {}
         self._progress = Progress()
 
     def forward(self, block: Block, bindings: Bindings, again: bool = False) -> Lowered:
@@ -134,22 +122,22 @@ class Lowering:
         if self.block_compiler == "eager" or self.device.type != "cpu":
             return
         with _one_at_a_time:
-            traced = list(filter(None, (self._trace_ahead(*request) for request in requests)))
-            self._progress.expect(len(traced))
-            for each in traced:
+            waiting = list(filter(None, (self._trace_ahead(*request) for request in requests)))
+            self._progress.expect(len(waiting))
+            for each in waiting:
                 with suppress(Exception):
-                    each.begun = compile_ahead.begin(each.graph)
+                    each.begun = compile_ahead.begin(each.traced.graph)
 
-    def _trace_ahead(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> _Traced | None:
+    def _trace_ahead(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> _Waiting | None:
         key = self._key(block, bindings, which, wanted)
         if self._find(key, block) is not None or (key.exact, key.sizes) in self._ahead:
             return None
         try:
-            traced = self._traced(block, Sizes(bindings, key.symbols), which, wanted)
+            waiting = self._known_or_traced(key, block, bindings, which, wanted)
         except LoweringError:
             return None
-        self._ahead[key.exact, key.sizes] = traced
-        return traced
+        self._ahead[key.exact, key.sizes] = waiting
+        return waiting
 
     def _at(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Lowered:
         key = (block, which, wanted, *map(bindings.__getitem__, block.symbols))
@@ -162,7 +150,7 @@ class Lowering:
 
     def _key(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> _Key:
         form = block_form(block, {s: bindings[s] for s in block.symbols if bindings[s] < 2 or block.static})
-        how = (which, wanted, self.device, self.block_compiler, *_surroundings())
+        how = (which, wanted, self.device, self.block_compiler, torch._inductor.config.get_hash(), *settings_of_a_trace())
         return _Key((form.key, how), (form.values, how), tuple(bindings[s] for s in form.symbols), form.symbols)
 
     def _find(self, key: _Key, block: Block) -> Code | None:
@@ -185,15 +173,15 @@ class Lowering:
     def _make(self, key: _Key, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Code:
         try:
             if (key.exact, key.sizes) in self._ahead:
-                traced = self._ahead.pop((key.exact, key.sizes))
+                waiting = self._ahead.pop((key.exact, key.sizes))
             else:
-                traced = self._traced(block, Sizes(bindings, key.symbols), which, wanted)
-            return self._compiled(traced) if traced is not None else self._everything(block, bindings, which, wanted)
+                waiting = self._known_or_traced(key, block, bindings, which, wanted)
+            return self._compiled(waiting) if waiting is not None else self._everything(block, bindings, which, wanted)
         except LoweringError as error:
             if not key.symbols:
                 raise
-            traced = self._traced(block, Sizes(bindings), which, wanted)
-            code = self._compiled(traced) if traced is not None else self._everything(block, bindings, which, wanted)
+            waiting = self._traced(block, Sizes(bindings), which, wanted)
+            code = self._compiled(waiting) if waiting is not None else self._everything(block, bindings, which, wanted)
             sizes = ", ".join(f"{symbol} = {bindings[symbol]}" for symbol in key.symbols)
             warnings.warn(f"backend 'l2l' compiles {block.name} anew for every size ({sizes}), since with symbolic sizes: {error}", stacklevel=2)
             return replace(code, guards=Guards.exactly(key.sizes))
@@ -201,7 +189,20 @@ class Lowering:
     def _everything(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Code:
         return self._code(block, bindings, which, (True,) * len(wanted))[0]
 
-    def _traced(self, block: Block, sizes: Sizes, which: str, wanted: tuple[bool, ...]) -> _Traced | None:
+    def _known_or_traced(self, key: _Key, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> _Waiting | None:
+        """The graph, with symbolic sizes, from disk or traced; None as from `_traced`."""
+        sizes = Sizes(bindings, key.symbols)
+        name = disk.digest(("trace", key.exact)) if self.block_compiler == "inductor" else None
+        if name is None:
+            return self._traced(block, sizes, which, wanted)
+        known, traced = disk_traces.load(name, sizes)
+        if known:
+            return _Waiting(block, sizes, traced) if traced is not None else None
+        waiting = self._traced(block, sizes, which, wanted)
+        disk_traces.save(name, waiting.traced if waiting is not None else None, sizes)
+        return waiting
+
+    def _traced(self, block: Block, sizes: Sizes, which: str, wanted: tuple[bool, ...]) -> _Waiting | None:
         """The graph, traced; None if it would save nothing to leave out the outputs of forward that are not wanted."""
         if which == "backward":
             graph, present = trace_backward(block, sizes, self.device, wanted)
@@ -210,24 +211,23 @@ class Lowering:
         draws, seeded = hoist_draws(graph)
         if which == "forward" and not all(wanted) and (seeded or not _leave_out(graph, wanted)):
             return None
-        return _Traced(block, graph, sizes, draws, seeded, present)
+        return _Waiting(block, sizes, Traced(graph, draws, seeded, present, lifetimes(graph.graph)))
 
-    def _compiled(self, traced: _Traced) -> Code:
-        graph = traced.graph
-        taken = lifetimes(graph.graph)
+    def _compiled(self, waiting: _Waiting) -> Code:
+        graph = waiting.traced.graph
         if self.block_compiler == "eager" or not any(n.op == "call_function" for n in graph.graph.nodes):
             _reshape_where_needed(graph)
             run = graph
         else:
-            run = self._inductor(traced)
-        return Code(graph, run, traced.draws, traced.seeded, traced.present, traced.sizes.guards(), taken)
+            run = self._inductor(waiting)
+        return Code(waiting.traced, run, waiting.sizes.guards())
 
-    def _inductor(self, traced: _Traced) -> Callable:
+    def _inductor(self, waiting: _Waiting) -> Callable:
         try:
-            run = traced.begun.result() if traced.begun is not None else compile_graph(traced.graph, self.device)
+            run = waiting.begun.result() if waiting.begun is not None else compile_graph(waiting.traced.graph, self.device)
         except Exception as error:
             raise LoweringError(
-                f"{traced.block.name} cannot be compiled by Inductor: {type(error).__name__}: {error}. "
+                f"{waiting.block.name} cannot be compiled by Inductor: {type(error).__name__}: {error}. "
                 "The option block_compiler='eager' runs it uncompiled"
             ) from error
         self._progress.step()

@@ -19,12 +19,12 @@ from torch import fx
 from .ir.values import Bindings, Dim, dim_of, evaluate
 
 aten = torch.ops.aten
-Fill = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+FILLS = ("bernoulli_", "uniform_", "normal_", "exponential_", "random_")
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One random operand: an empty tensor of this shape, dtype and device, which `fill(tensor, generator)` fills.
+    """One random operand: an empty tensor of this shape, dtype and device, which its method `fill` fills, given `arguments`.
 
     `number` is its place among the draws of the block.
     """
@@ -32,14 +32,15 @@ class Draw:
     shape: tuple[Dim, ...]
     dtype: torch.dtype
     device: torch.device
-    fill: Fill
+    fill: str
+    arguments: tuple[int | float, ...] = ()
     number: int = 0
 
     @classmethod
-    def like(cls, node: fx.Node, fill: Fill, dtype: torch.dtype | None = None) -> Draw:
+    def like(cls, node: fx.Node, fill: str, *arguments: int | float, dtype: torch.dtype | None = None) -> Draw:
         """Of the shape and device of a node's value, and of its dtype unless another is given."""
         value = _value(node)
-        return cls(tuple(map(dim_of, value.shape)), dtype or value.dtype, value.device, fill)
+        return cls(tuple(map(dim_of, value.shape)), dtype or value.dtype, value.device, fill, arguments)
 
     def at(self, bindings: Bindings) -> Draw:
         """With numbers for symbolic sizes."""
@@ -47,7 +48,8 @@ class Draw:
 
     def make(self, generator: torch.Generator) -> torch.Tensor:
         """Draw it; its sizes are numbers."""
-        return self.fill(torch.empty(self.shape, dtype=self.dtype, device=self.device), generator)
+        empty = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return getattr(empty, self.fill)(*self.arguments, generator=generator)
 
 
 def mixed(*numbers: int) -> int:
@@ -116,45 +118,44 @@ def _argument(node: fx.Node, index: int, name: str, default):
 
 
 def _dropout_mask(node: fx.Node) -> Draw:
-    keep = 1.0 - node.args[1]
-    return Draw.like(node, lambda t, g: t.bernoulli_(keep, generator=g), torch.bool)
+    return Draw.like(node, "bernoulli_", 1.0 - node.args[1], dtype=torch.bool)
 
 
 def _bernoulli_of(node: fx.Node) -> Draw:
     """bernoulli(p) with a tensor of probabilities: the uniform draws are hoisted, the comparison stays."""
-    return Draw.like(node, lambda t, g: t.uniform_(generator=g), torch.get_default_dtype())
+    return Draw.like(node, "uniform_", dtype=torch.get_default_dtype())
 
 
 def _uniform(node: fx.Node) -> Draw:
     low, high = _argument(node, 1, "from", 0.0), _argument(node, 2, "to", 1.0)
-    return Draw.like(node, lambda t, g: t.uniform_(low, high, generator=g))
+    return Draw.like(node, "uniform_", low, high)
 
 
 def _normal(node: fx.Node) -> Draw:
     mean, std = _argument(node, 1, "mean", 0.0), _argument(node, 2, "std", 1.0)
-    return Draw.like(node, lambda t, g: t.normal_(mean, std, generator=g))
+    return Draw.like(node, "normal_", mean, std)
 
 
 def _exponential(node: fx.Node) -> Draw:
     rate = _argument(node, 1, "lambd", 1.0)
-    return Draw.like(node, lambda t, g: t.exponential_(rate, generator=g))
+    return Draw.like(node, "exponential_", rate)
 
 
 def _bernoulli(node: fx.Node) -> Draw:
     chance = _argument(node, 1, "p", 0.5)
-    return Draw.like(node, lambda t, g: t.bernoulli_(chance, generator=g))
+    return Draw.like(node, "bernoulli_", chance)
 
 
 def _randint(low: int | None, high: int) -> Callable[[fx.Node], Draw]:
     def rewrite(node: fx.Node) -> Draw:
         least, most = 0 if low is None else node.args[low], node.args[high]
-        return Draw.like(node, lambda t, g: t.random_(least, most, generator=g))
+        return Draw.like(node, "random_", least, most)
 
     return rewrite
 
 
 def _standard(fill: str) -> Callable[[fx.Node], Draw]:
-    return lambda node: Draw.like(node, lambda t, g: getattr(t, fill)(generator=g))
+    return lambda node: Draw.like(node, fill)
 
 
 _REWRITES: dict[object, Callable[[fx.Node], Draw]] = {

@@ -35,6 +35,20 @@ class Sizes:
         """The bindings with these numbers for the symbols."""
         return {**self.bindings, **dict(zip(self.symbols, numbers, strict=True))}
 
+    @property
+    def names(self) -> tuple[sympy.Symbol, ...]:
+        """PyTorch's symbols behind the numbers, in order."""
+        return tuple(self._names)
+
+    def decide(self, conditions: Sequence[sympy.Basic]) -> bool:
+        """Whether conditions on `names`, that another trace has left, hold at these sizes; if so, they are decided here as well."""
+        hints = {name: self.bindings[symbol] for name, symbol in zip(self._names, self.symbols, strict=True)}
+        if not all(substitute(condition, hints) == sympy.true for condition in conditions):
+            return False
+        for condition in conditions:
+            self.environment.evaluate_expr(condition)
+        return True
+
     def guards(self) -> Guards:
         """What has been decided by sizes so far."""
         if self.environment is None:

@@ -30,6 +30,15 @@ _HOST = torch.device("cpu")
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
+def settings_of_a_trace() -> tuple:
+    """The settings of PyTorch that a trace depends on."""
+    return (
+        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+        torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
+    )  # fmt: skip
+
+
 class _BlockInterpreter(fx.Interpreter):
     """Runs a block's torch-level graph with numbers for symbolic sizes, and the device for every mention of the host.
 

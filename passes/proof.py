@@ -7,18 +7,21 @@ same traces show which operands a block writes into.
 """
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 import sympy
 import torch
 from torch import fx
 
+from .. import disk
 from ..capture import Captured
 from ..errors import LoweringError
+from ..forms import present_form
 from ..ir.batch import Batch
 from ..ir.program import Block
-from ..ir.values import Bindings, Dim, evaluate
-from ..trace import probe
+from ..ir.values import Bindings, Dim, TensorSpec, evaluate
+from ..trace import probe, settings_of_a_trace
 from .batch_rules import PARTS, Mixing, Partial, analyse
 from .compilation import Compilation
 
@@ -26,34 +29,87 @@ NO_ROWS = "that it reads has no dimension that holds the rows of the batch in or
 _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109)
 
 
+@dataclass(frozen=True)
+class Proof:
+    """What was found out about a block: the attributes of `Block` by these names, and `partial` and `alike` of each output."""
+
+    mutated: tuple[int, ...]
+    reason: str | None
+    outputs: tuple[tuple[str | None, bool], ...] = ()
+    summed_whole: tuple[int, ...] = ()
+
+
 def decide(compilation: Compilation, block: Block) -> None:
     """Decide whether a block runs micro-batch by micro-batch: sets `inner_looped`, `reason`, `mutated` and outputs for writes."""
-    captured, block.inner_looped = compilation.captured, False
+    key = _key(compilation, block)
+    proof = _known.get(key) or _from_disk(key)
+    if proof is None:
+        proof = _prove(compilation, block)
+        _to_disk(key, proof)
+    _known[key] = proof
+    if len(_known) > _MOST:
+        del _known[next(iter(_known))]
+    block.mutated, block.reason, block.summed_whole = proof.mutated, proof.reason, proof.summed_whole
+    block.outputs += tuple(block.operands[i] for i in block.mutated)
+    block.inner_looped = block.reason is None
+    if block.inner_looped:
+        block.outputs = tuple(replace(o, partial=p, alike=a) for o, (p, a) in zip(block.outputs, proof.outputs, strict=True))
+
+
+_MOST = 1024  # proofs that a process remembers
+_known: dict[tuple, Proof] = {}
+
+
+def forget() -> None:
+    """Remember no proof in this process."""
+    _known.clear()
+
+
+def _key(compilation: Compilation, block: Block) -> tuple:
+    """All that a proof depends on: the block, the sizes that it is traced at, which values hold rows, and the options."""
+    captured = compilation.captured
+    numbers = {symbol: size for symbol, size in captured.hints.items() if symbol is not captured.batch}
+    rows = tuple((str(spec.batch), spec.mixed, spec.partial, spec.alike) for spec in (*block.operands, *block.outputs))
+    parts = parts_of(captured)
+    return (
+        "proof", present_form(block, numbers).key, rows, captured.hints.get(captured.batch), captured.batch is None, str(captured.why_static),
+        compilation.options.micro_batches == 1, tuple(sorted(map(str, parts))), _is_wide(captured), *settings_of_a_trace(),
+    )  # fmt: skip
+
+
+def _from_disk(key: tuple) -> Proof | None:
+    name = disk.digest(key)
+    for entry, drop in disk.read(name) if name is not None else ():
+        try:
+            return Proof(tuple(entry["mutated"]), entry["reason"], tuple((p, a) for p, a in entry["outputs"]), tuple(entry["summed_whole"]))
+        except (TypeError, KeyError, ValueError) as error:
+            drop(f"{type(error).__name__}: {error}")
+    return None
+
+
+def _to_disk(key: tuple, proof: Proof) -> None:
+    name = disk.digest(key)
+    if name is not None:
+        disk.write(name, asdict(proof))
+
+
+def _prove(compilation: Compilation, block: Block) -> Proof:
+    captured = compilation.captured
     batched = captured.batch is not None and any(v.batch for v in (*block.values, *block.outputs))
     odd = [e for e in block.sizes.values() if not _is_multiple(e, captured.batch)]
     if compilation.options.micro_batches == 1 or not batched or odd:
-        _, block.mutated = probe(block, captured.hints)
-        _extend_outputs(block)
-        block.reason = _why_not_tried(compilation, block, odd)
-        return
+        return Proof(probe(block, captured.hints)[1], _why_not_tried(compilation, block, odd))
     try:
         small, large, primes, mutated = probes(block, captured.hints, captured.batch)
     except LoweringError as error:
-        _, block.mutated = probe(block, captured.hints)
-        _extend_outputs(block)
-        block.reason = f"cannot be traced at another batch size: {str(error).splitlines()[0]}"
-        return
-    block.mutated = mutated
-    _extend_outputs(block)
+        return Proof(probe(block, captured.hints)[1], f"cannot be traced at another batch size: {str(error).splitlines()[0]}")
+    outputs = block.outputs + tuple(block.operands[i] for i in mutated)
     states = analyse(small, large, *primes, states_of_operands(block), parts_of(captured))
-    block.reason = _refusal(block, states)
-    block.inner_looped = block.reason is None
-    if block.inner_looped:
-        block.outputs = tuple(
-            replace(o, partial=s.how if isinstance(s, Partial) else None, alike=isinstance(s, Batch) and s.alike)
-            for o, s in zip(block.outputs, states, strict=True)
-        )
-        block.summed_whole = _summed_whole(block, small, _is_wide(captured))
+    reason = _refusal(block, outputs, states)
+    if reason is not None:
+        return Proof(mutated, reason)
+    kinds = tuple((s.how if isinstance(s, Partial) else None, isinstance(s, Batch) and s.alike) for s in states)
+    return Proof(mutated, None, kinds, _summed_whole(block, small, _is_wide(captured)))
 
 
 def probes(block: Block, hints: Bindings, batch: sympy.Symbol) -> tuple[fx.Graph, fx.Graph, tuple[int, int], tuple[int, ...]]:
@@ -102,10 +158,6 @@ def _why_not_tried(compilation: Compilation, block: Block, odd: list) -> str:
     return "it reads and makes no batched value"
 
 
-def _extend_outputs(block: Block) -> None:
-    block.outputs = block.outputs + tuple(block.operands[i] for i in block.mutated)
-
-
 def suitable_primes(block: Block, hints: Bindings, batch) -> list[int]:
     """Primes that divide no size in the block, so that a multiple of one can only come from the batch."""
     dims = [d for spec in (*block.operands, *block.outputs) for d in spec.shape]
@@ -122,9 +174,9 @@ def _of_one_row(dim: Dim, hints: Bindings, batch: sympy.Symbol) -> int:
         return 0
 
 
-def _refusal(block: Block, states: list[Batch | Partial | Mixing | None]) -> str | None:
-    """Why the block cannot be inner-looped; None if every output is proven."""
-    for state, spec in zip(states, block.outputs, strict=True):
+def _refusal(block: Block, outputs: Sequence[TensorSpec], states: list[Batch | Partial | Mixing | None]) -> str | None:
+    """Why the block cannot be inner-looped; None if every output, new contents of operands among them, is proven."""
+    for state, spec in zip(states, outputs, strict=True):
         if isinstance(state, Mixing):
             return f"{state.op} {state.reason}"
         if spec.mixed or state != spec.batch and not isinstance(state, Partial):

@@ -12,13 +12,17 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # two processes that write 
 import pytest
 import torch
 
+os.environ["L2L_CACHE"] = "0"  # a test sees what this code does, not what an earlier run has kept
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", message=".*lowering to.*")
 
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
+    from l2l_compile.passes import proof
+
     torch._dynamo.reset()
+    proof.forget()
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
