@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -95,10 +96,16 @@ def _checksum(text: str) -> str:
 @functools.cache
 def _versions() -> tuple[str, ...]:
     """What decides how keys become entries: PyTorch, Python, and the sources of this package."""
-    sources = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        sources.update(path.read_bytes())
-    return torch.__version__, str(torch.version.git_version), sys.version, sources.hexdigest()
+    text = hashlib.sha256()
+    for path in sources():
+        text.update(path.read_bytes())
+    return torch.__version__, str(torch.version.git_version), sys.version, text.hexdigest()
+
+
+def sources() -> list[Path]:
+    """The files of this package, in a fixed order; its passes may lie elsewhere."""
+    folders = {Path(__file__).parent, *map(Path, importlib.import_module("l2l_compile.passes").__path__)}
+    return sorted({path for folder in folders for path in folder.rglob("*.py")})
 
 
 def _told(value: Any) -> str:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -169,6 +170,11 @@ def test_an_entry_that_was_not_written_to_its_end_is_none(traced, monkeypatch):
     before, traced[:] = list(traced), []
     step(model, (6,))
     assert traced == before and entries()
+
+
+def test_the_version_of_this_package_is_all_its_code():
+    batch_rules = importlib.import_module("l2l_compile.passes.batch_rules")
+    assert {Path(module.__file__) for module in (disk, proof, batch_rules, l2l_compile)} <= set(disk.sources())
 
 
 def test_other_versions_have_entries_of_their_own(traced, monkeypatch):
