@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from .ir.values import Bindings, Dim, dim_of, evaluate
 from .randomness import Draw
@@ -20,7 +22,8 @@ from .widening import storages_of
 class Traced:
     """The ATen graph of a block, before it is compiled. Its operands are symbolic sizes, tensors and random draws.
 
-    `draws`, `seeded` and `present` are those of `Lowered`, `taken` is the memory that its operations take (see `lifetimes`).
+    `draws`, `seeded` and `present` are those of `Lowered`, `taken` is the memory that its operations take (see `lifetimes`). A graph from
+    disk has values at its operands alone (see `with_values`).
     """
 
     graph: fx.GraphModule
@@ -30,22 +33,33 @@ class Traced:
     taken: tuple[tuple[Dim, int, int], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lowered:
-    """A block at one size. `graph` is its ATen graph, `run` what executes it, with flat sequences of tensors.
+    """A block at one size. `run` executes it, with flat sequences of tensors.
 
     draws    random draws to append to the operands, in the order of forward's operations
-    seeded   whether operations remain that draw from the device's default generator themselves
-    present  which outputs (backward: gradients of operands) there are; `run` returns just those
     inside   most bytes that its operations hold at once beside the operands, where each runs by itself
     """
 
-    graph: fx.GraphModule
+    traced: Traced
     run: Callable[..., Sequence[torch.Tensor]]
     draws: tuple[Draw, ...]
-    seeded: bool
-    present: tuple[bool, ...]
     inside: int = 0
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """Its ATen graph; the value of each node, a fake tensor, is in its `meta["val"]`."""
+        return with_values(self.traced.graph)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether operations remain that draw from the device's default generator themselves."""
+        return self.traced.seeded
+
+    @property
+    def present(self) -> tuple[bool, ...]:
+        """Which outputs (backward: gradients of operands) there are; `run` returns just those."""
+        return self.traced.present
 
     @property
     def random(self) -> bool:
@@ -65,7 +79,16 @@ class Code:
         bindings, traced = dict(zip(self.guards.symbols, sizes, strict=True)), self.traced
         run = functools.partial(self.run, *sizes) if self.guards.symbolic else self.run
         draws = tuple(draw.at(bindings) for draw in traced.draws)
-        return Lowered(traced.graph, run, draws, traced.seeded, traced.present, most_bytes(traced.taken, bindings))
+        return Lowered(traced, run, draws, most_bytes(traced.taken, bindings))
+
+
+def with_values(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph, with the values of all nodes that its operands have values for."""
+    operands = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    mode = detect_fake_mode(operands)
+    if mode is not None and any(node.op == "call_function" and "val" not in node.meta for node in module.graph.nodes):
+        FakeTensorProp(module, mode).propagate_dont_convert_inputs(*operands)
+    return module
 
 
 def lifetimes(graph: fx.Graph) -> tuple[tuple[Dim, int, int], ...]:

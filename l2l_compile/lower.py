@@ -192,7 +192,7 @@ class Lowering:
     def _known_or_traced(self, key: _Key, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> _Waiting | None:
         """The graph, with symbolic sizes, from disk or traced; None as from `_traced`."""
         sizes = Sizes(bindings, key.symbols)
-        name = disk.digest(("trace", key.exact)) if self.block_compiler == "inductor" else None
+        name = disk.digest(("trace", key.exact, *_of_machine(self.device))) if self.block_compiler == "inductor" else None
         if name is None:
             return self._traced(block, sizes, which, wanted)
         known, traced = disk_traces.load(name, sizes)
@@ -232,6 +232,11 @@ class Lowering:
             ) from error
         self._progress.step()
         return run
+
+
+def _of_machine(device: torch.device) -> tuple:
+    """What a trace depends on, and another machine with the same disk may not have: PyTorch chooses attention kernels by the GPU."""
+    return (torch.cuda.get_device_name(device), torch.version.cuda) if device.type == "cuda" else ()
 
 
 def wanted_of(block: Block, again: bool) -> tuple[bool, ...]:

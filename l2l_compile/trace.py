@@ -33,7 +33,7 @@ _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def settings_of_a_trace() -> tuple:
     """The settings of PyTorch that a trace depends on."""
     return (
-        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(), torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
         torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
     )  # fmt: skip

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
+from torch.utils._pytree import tree_leaves
 
 import l2l_compile
 import l2l_compile.codes
 import l2l_compile.lower
-from l2l_compile import disk, disk_traces
+from l2l_compile import check, disk, disk_traces
 from l2l_compile.passes import proof
 from l2l_compile.sizes import Sizes
 from models import WIDTH, Layer, Stack, assert_same_gradients, compiled, rows
@@ -130,6 +131,43 @@ def test_random_draws_are_kept(traced):
         first, traced[:] = list(traced), []
     assert first == []
     assert all(map(torch.equal, *gradients))
+
+
+def test_graphs_from_disk_have_values_as_traced_ones_have(traced):
+    model = nn.Sequential(Causal(), Causal()).double()
+    found = []
+    for _ in range(2):
+        start()
+        del traced[:]
+        run = compiled(copy.deepcopy(model), block_compiler="inductor")
+        for length in (9, 8):
+            run(rows(6, length, WIDTH)).sum().backward()
+        for block in l2l_compile.programs(run)[-1].blocks:
+            found.append([(node.name, *map(str, tree_leaves(node.meta.get("val")))) for graph in (block.forward, block.backward) for node in graph.graph.nodes if node.op != "output"])
+    assert not traced
+    half = len(found) // 2
+    assert found[:half] == found[half:] and half
+
+
+def test_check_knows_how_exactly_a_graph_from_disk_computes(traced):
+    class Narrow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return x + self.linear(x).bfloat16().tanh().double()
+
+    found, amount = [], []
+    for _ in range(2):
+        start()
+        del traced[:]
+        run = compiled(nn.Sequential(Narrow(), Narrow()).double(), block_compiler="inductor", check=True)
+        run(rows(6, WIDTH)).sum().backward()
+        found.append([check._tolerance(block.forward) for block in l2l_compile.programs(run)[0].blocks])
+        amount.append(len(traced))
+    assert amount[1] < amount[0]
+    assert found[0] == found[1] and found[0][0][0] > 1e-2
 
 
 def damaged(text: str) -> dict[str, str]:
