@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
+from torch._C import _functorch as functorch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -88,9 +89,15 @@ class _Writes(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = kwargs.get(argument.name, args[index] if index < len(args) else None)
                 for tensor in given if isinstance(given, (tuple, list)) else [given]:
-                    if isinstance(tensor, torch.Tensor):
-                        self.storages.add(tensor.untyped_storage()._cdata)
+                    self.storages |= _memory_of(tensor)
         return func(*args, **kwargs)
+
+
+def _memory_of(value: object) -> set[int]:
+    """The identity of a tensor's memory, also of one that `torch.func` has wrapped; nothing for what has none."""
+    while isinstance(value, torch.Tensor) and functorch.is_functorch_wrapped_tensor(value):
+        value = functorch.get_unwrapped(value)
+    return {value.untyped_storage()._cdata} if isinstance(value, torch.Tensor) and value.layout is torch.strided else set()
 
 
 class _Recorder(_BlockInterpreter):
@@ -101,7 +108,7 @@ class _Recorder(_BlockInterpreter):
         self.writers: set[fx.Node] = set()
 
     def run_node(self, n: fx.Node):
-        there = {t.untyped_storage()._cdata for t in tree_leaves(list(self.env.values())) if isinstance(t, torch.Tensor)}
+        there = set().union(*map(_memory_of, tree_leaves(list(self.env.values()))))
         with _Writes() as writes:
             result = super().run_node(n)
         if writes.storages & there:
@@ -284,7 +291,7 @@ def _trace(
     def flat(*arguments):
         return function(sizes.with_symbols(arguments[:count]), arguments[count:])
 
-    grad = torch.is_grad_enabled()
+    grad, transforms = torch.is_grad_enabled(), functorch.maybe_current_level() or 0
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.environment)
     try:
         # the Python dispatcher turns operators whose schema hides a write (native_batch_norm) into ones that show it
@@ -300,6 +307,7 @@ def _trace(
         ) from error
     finally:
         torch.set_grad_enabled(grad)
+        functorch.pop_dynamic_layer_stack_and_undo_to_depth(transforms)  # a failure inside of a vmap leaves it open
     _check_constants(block, module)
     _erase_aliases(module.graph)
     for node in reversed(module.graph.nodes):

@@ -8,11 +8,23 @@ import torch
 from torch import nn
 
 import l2l_compile.session
-from l2l_compile import L2LError
-from models import Layer, Stack, assert_close, assert_same_gradients, compiled, rows
+from l2l_compile import L2LError, programs
+from models import WIDTH, Layer, Stack, assert_close, assert_same_gradients, compiled, rows
 
 POINTWISE = (torch.Tag.pointwise,)  # so that the layers are known to be row-wise, and run micro-batch by micro-batch
 fail: dict = {"error": None, "at": 0, "calls": 0, "in": "forward"}
+
+LIBRARY = torch.library.Library("l2l_test_failures", "DEF")
+LIBRARY.define("first(Tensor x) -> Tensor")
+LIBRARY.impl("first", lambda x: x[0].clone(), "CPU")
+
+
+@torch.library.register_fake("l2l_test_failures::first")
+def _(x):
+    if type(x.shape[0]) is int and x.shape[0] not in (2, 3, 6):
+        raise NotImplementedError(f"a batch of {x.shape[0]}")
+    return x.new_empty(x.shape[1:])
+
 
 
 @torch.library.custom_op("l2l_tests::fragile", mutates_args=(), tags=POINTWISE)
@@ -151,3 +163,25 @@ def test_sparse_gradients_are_refused():
     step = compiled(model)
     with pytest.raises(L2LError, match="sparse gradient.*sparse=False"):
         step(torch.randint(5, (6,))).sum().backward()
+
+
+class Mapped(nn.Module):
+    """A layer whose operation inside of a `torch.vmap` cannot be traced for a batch of another size."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return torch.vmap(lambda row: row.tanh() + torch.ops.l2l_test_failures.first(x.detach()))(x)
+
+
+def test_a_trace_that_fails_inside_of_a_vmap_leaves_none_open():
+    model = nn.Sequential(Mapped(), Mapped()).double()
+    reference, run, x = copy.deepcopy(model), compiled(model), rows(6, WIDTH)
+    run(x).sum().backward()
+    reference(x).sum().backward()
+    assert_same_gradients(model, reference)
+    (program,) = programs(run)  # Dynamo leaves a function uncompiled where a vmap is open
+    assert all("a batch of 7" in block.reason for block in program.blocks)
