@@ -4,7 +4,7 @@ An entry lies under the digest of a key: everything that it depends on, the sour
 PyTorch among them. A key that cannot be told from another process (an operator of the user's, whose code may change) has none.
 
 Entries are JSON with a checksum, written to a file of their own and moved into place. What is damaged is dropped and
-made again. Nothing in an entry is executed: `traces` rebuilds graphs of PyTorch's own operators, and of no others.
+made again. Nothing in an entry is executed: `disk_traces` rebuilds graphs of PyTorch's own operators, and of no others.
 """
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,10 @@ def read(name: str) -> Iterator[tuple[Any, Callable[[str], None]]]:
             if checksum != _checksum(text):
                 raise ValueError("its checksum is wrong")
             entry = json.loads(text)
-        except (OSError, ValueError) as error:
+        except OSError as error:  # another user's, or gone: it may be right
+            _log.debug("cannot read %s: %s", path, error)
+            continue
+        except ValueError as error:
             drop(str(error))
             continue
         yield entry, drop
@@ -82,7 +86,8 @@ def write(name: str, entry: Any) -> None:
 
 def _drop(path: Path, why: str) -> None:
     _log.debug("dropped %s: %s", path, why)
-    path.unlink(missing_ok=True)
+    with suppress(OSError):
+        path.unlink()
 
 
 def _folder(name: str) -> Path:
@@ -125,7 +130,7 @@ def target_name(target: Callable) -> str:
         if target.namespace not in OPERATORS:
             raise Untold(f"the operator {target}")
         return str(target)
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, torch._ops.HigherOrderOperator) and type(target).__module__.split(".")[0] == "torch":
         return f"higher order {target.name()}"
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
     name = name.removeprefix("_VariableFunctionsClass.")  # as functions of `torch` call themselves

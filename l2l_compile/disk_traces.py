@@ -113,11 +113,11 @@ def _from_graph(nodes: list, sizes: Sizes) -> fx.GraphModule:
     numbers = dict(zip(sizes.names, sizes.numbers, strict=True))
     for op, name, target, *rest in nodes:
         if op == "placeholder":
-            node = graph.create_node("placeholder", target, name=name)
+            node = graph.create_node("placeholder", _identifier(target), name=name)
             with fake:
                 node.meta["val"] = _from_operand(rest[0], sizes, numbers)
         elif op == "constant":
-            constants[target] = _from_constant(rest[0])
+            constants[_identifier(target)] = _from_constant(rest[0])
             node = graph.create_node("get_attr", target, name=name)
         elif op == "call":
             node = graph.create_node("call_function", _from_target(target), _from_argument(rest[0], made), _from_argument(rest[1], made), name=name)
@@ -172,7 +172,10 @@ def _from_target(name: str) -> Callable:
     if name in _OPERATORS:
         return getattr(operator, name)
     library, operation, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, _of(disk.OPERATORS, library)), operation), overload)
+    found = getattr(getattr(getattr(torch.ops, _of(disk.OPERATORS, library)), operation), overload)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise ValueError(f"{name} is no operator")
+    return found
 
 
 def _argument(value: Any, number: dict[fx.Node, int]) -> Any:
@@ -197,7 +200,7 @@ def _from_argument(kept: Any, made: Sequence[fx.Node]) -> Any:
     if kind in ("list", "tuple"):
         return {"list": list, "tuple": tuple}[kind](_from_argument(v, made) for v in value)
     if kind == "dict":
-        return {key: _from_argument(v, made) for key, v in value.items()}
+        return {_identifier(key): _from_argument(v, made) for key, v in value.items()}
     if kind == "slice":
         return slice(*(_from_argument(v, made) for v in value))
     return _from_plain(kept)
@@ -251,6 +254,13 @@ def _from_expression(kept: Any, symbols: Sequence[sympy.Symbol]) -> Any:
     if kept[0] == "symbol":
         return symbols[kept[1]]
     return _EXPRESSIONS[kept[0]](*(_from_expression(k, symbols) for k in kept[1:]))
+
+
+def _identifier(name: str) -> str:
+    """A name as it may stand in the source that `torch.fx` writes for a graph, and executes."""
+    if not name.isidentifier():
+        raise ValueError(f"{name} is no identifier")
+    return name
 
 
 def _of(allowed: Sequence[str], name: str) -> str:

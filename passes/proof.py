@@ -7,7 +7,7 @@ same traces show which operands a block writes into.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import sympy
@@ -42,11 +42,7 @@ class Proof:
 def decide(compilation: Compilation, block: Block) -> None:
     """Decide whether a block runs micro-batch by micro-batch: sets `inner_looped`, `reason`, `mutated` and outputs for writes."""
     key = _key(compilation, block)
-    proof = _known.get(key) or _from_disk(key)
-    if proof is None:
-        proof = _prove(compilation, block)
-        _to_disk(key, proof)
-    _known[key] = proof
+    proof = _known[key] = _known.get(key) or _from_disk(key, lambda: _prove(compilation, block))
     if len(_known) > _MOST:
         del _known[next(iter(_known))]
     block.mutated, block.reason, block.summed_whole = proof.mutated, proof.reason, proof.summed_whole
@@ -70,27 +66,24 @@ def _key(compilation: Compilation, block: Block) -> tuple:
     captured = compilation.captured
     numbers = {symbol: size for symbol, size in captured.hints.items() if symbol is not captured.batch}
     rows = tuple((str(spec.batch), spec.mixed, spec.partial, spec.alike) for spec in (*block.operands, *block.outputs))
-    parts = parts_of(captured)
     return (
-        "proof", present_form(block, numbers).key, rows, captured.hints.get(captured.batch), captured.batch is None, str(captured.why_static),
-        compilation.options.micro_batches == 1, tuple(sorted(map(str, parts))), _is_wide(captured), *settings_of_a_trace(),
+        "proof", present_form(block, numbers).key, rows, captured.hints.get(captured.batch), str(captured.why_static),
+        compilation.options.micro_batches == 1, tuple(sorted(map(str, parts_of(captured)))), _is_wide(captured), *settings_of_a_trace(),
     )  # fmt: skip
 
 
-def _from_disk(key: tuple) -> Proof | None:
+def _from_disk(key: tuple, prove: Callable[[], Proof]) -> Proof:
+    """A proof that another process has left on disk; if there is none, one that is left there now."""
     name = disk.digest(key)
     for entry, drop in disk.read(name) if name is not None else ():
         try:
             return Proof(tuple(entry["mutated"]), entry["reason"], tuple((p, a) for p, a in entry["outputs"]), tuple(entry["summed_whole"]))
         except (TypeError, KeyError, ValueError) as error:
             drop(f"{type(error).__name__}: {error}")
-    return None
-
-
-def _to_disk(key: tuple, proof: Proof) -> None:
-    name = disk.digest(key)
+    proof = prove()
     if name is not None:
         disk.write(name, asdict(proof))
+    return proof
 
 
 def _prove(compilation: Compilation, block: Block) -> Proof:

@@ -259,16 +259,46 @@ def test_names_of_functions(target):
 
 
 def test_a_graph_calls_nothing_but_operators():
-    for name in ("builtins.eval", "os.system", "eval", "aten.add", "l2l_test_disk.twice.default"):
+    for name in ("builtins.eval", "os.system", "eval", "aten.add", "l2l_test_disk.twice.default", "aten.__class__.mro"):
         with pytest.raises(ValueError):
             disk_traces._from_target(name)
 
 
-def test_conditions_tell_which_trace_is_right(monkeypatch):
+EVIL = "x=__import__('os').environ.__setitem__('L2L_EVIL', '1')"
+
+
+@pytest.mark.parametrize("nodes", [
+    [["placeholder", "x", EVIL, ["tensor", [2], {"dtype": "float32"}, "cpu"]], ["output", "output", "output", {"tuple": [{"node": 0}]}]],
+    [["constant", "x", f'a", {EVIL}), "', [[0], {"dtype": "float32"}, ""]], ["output", "output", "output", {"tuple": [{"node": 0}]}]],
+    [["call", "x", "aten.ones.default", {"tuple": [{"list": [2]}]}, {"dict": {EVIL: 1}}], ["output", "output", "output", {"tuple": [{"node": 0}]}]],
+], ids=["operand", "constant", "keyword"])
+def test_names_in_an_entry_are_not_executed(monkeypatch, nodes):
+    """`torch.fx` writes a graph as Python source, and executes it."""
+    monkeypatch.delenv("L2L_EVIL", raising=False)
+    disk.write("a" * 64, {"conditions": [], "graph": nodes, "draws": [], "seeded": False, "present": [True], "taken": []})
+    assert disk_traces.load("a" * 64, Sizes({})) == (False, None)
+    assert "L2L_EVIL" not in os.environ and not entries()
+
+
+def test_an_entry_that_cannot_be_dropped_costs_nothing(traced, monkeypatch):
+    def refuse(self, missing_ok=False):
+        raise PermissionError("read-only")
+
+    model = Stack(2).double()
+    step(model, (6,))
+    for path in entries():
+        path.write_text("")
+    monkeypatch.setattr(Path, "unlink", refuse)
+    del traced[:]
+    step(model, (6,))
+    assert traced
+
+
+def test_conditions_tell_which_trace_is_right():
     symbol = sympy.Symbol("s", integer=True, positive=True)
-    for limit, kind in ((8, sympy.Le), (8, sympy.Gt)):
+    for kind in (sympy.Le, sympy.Gt):
         sizes = Sizes({symbol: 5 if kind is sympy.Le else 12}, [symbol])
-        assert sizes.decide([kind(sizes.names[0], limit)])
+        assert sizes.decide([kind(sizes.names[0], 8)])
         disk_traces.save("a" * 64, None, sizes)
     assert len(entries()) == 2
     for size, op in ((3, "<="), (8, "<="), (9, ">"), (100, ">")):

@@ -26,7 +26,6 @@ def _(x):
     return x.new_empty(x.shape[1:])
 
 
-
 @torch.library.custom_op("l2l_tests::fragile", mutates_args=(), tags=POINTWISE)
 def fragile(x: torch.Tensor) -> torch.Tensor:
     _count("forward")
