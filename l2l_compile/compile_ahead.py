@@ -7,9 +7,7 @@ the graph before it returns. Here it does not wait: `begin` returns with the ker
 from __future__ import annotations
 
 import functools
-import logging
 import os
-import platform
 import sys
 import threading
 import time
@@ -19,37 +17,13 @@ from contextlib import contextmanager
 import torch
 import torch._inductor.compile_fx  # most of a second, which the first step is spared, as with torch.compile(model)
 from torch import fx
-from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 
+from . import vector_instructions
 from .inductor import compile_graph
 
-_log = logging.getLogger(__name__)
 _HOST = torch.device("cpu")
 PATIENCE = 2.0  # seconds until progress is shown
-
-
-@functools.cache
-def prepare() -> list[threading.Thread]:
-    """Ask, in the background, which vector instructions the C++ compiler can use, all kinds at once: it takes seconds.
-
-    Inductor asks one after the other, at the first kernel. What it hears is remembered, in the process and on disk.
-    """
-    if platform.machine() not in ("x86_64", "AMD64"):  # there is one kind
-        return []
-    found = cpu_vec_isa.x86_isa_checker()
-    asked = [isa for isa in cpu_vec_isa.supported_vec_isa_list if all(kind in found for kind in str(isa).split())]
-    threads = [threading.Thread(target=_try, args=(isa,), name="l2l-compiler", daemon=True) for isa in asked]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def _try(isa: cpu_vec_isa.VecISA) -> None:
-    try:
-        bool(isa)
-    except Exception as error:  # noqa: BLE001 - Inductor asks again, and raises it where it belongs
-        _log.debug("the C++ compiler cannot be asked for %s: %s", isa, error)
 
 
 class Begun:
@@ -68,6 +42,8 @@ class Begun:
         while self in _unfinished:
             _unfinished[0]._finish()
             _unfinished.pop(0)
+            if not _unfinished:
+                vector_instructions.ask_for_the_others()
         if self._error is not None:
             raise self._error
         return self._run
@@ -85,8 +61,8 @@ _unfinished: list[Begun] = []  # in the order in which they were begun
 
 def begin(module: fx.GraphModule) -> Begun:
     """Lower a functional ATen graph for the host to kernels, as `compile_graph` does, and have these compiled."""
-    for thread in prepare():
-        thread.join()
+    if (asking := vector_instructions.ask()) is not None:
+        asking.join()
     with _without_waiting() as waits:
         run = compile_graph(module, _HOST)
     return Begun(run, waits)

@@ -31,7 +31,7 @@ from torch._dynamo.utils import counters
 from torch._dynamo.variables import builder
 from torch.nn.modules import rnn
 
-from . import limits
+from . import collection, limits
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 _ANY_MARK = (*_MARKS, "_dynamo_dynamic_indices", "_dynamo_static_indices", "_dynamo_unbacked_indices")
@@ -162,7 +162,7 @@ def watch_frames(
         _seen.append(Counter(counters["unimplemented"]))
         begun(innermost_backend(self._torchdynamo_orig_backend))
         try:
-            with limits.raised(self, frame, recompiled), torch._dynamo.config.patch(allow_rnn=True):
+            with collection.rests(), limits.raised(self, frame, recompiled), torch._dynamo.config.patch(allow_rnn=True):
                 return original(self, frame, *args, **kwargs)
         except (Unsupported, UserError) as error:
             if not (self._one_graph or self._box.error_on_graph_break):  # else the user gets the error itself

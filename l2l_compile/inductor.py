@@ -15,7 +15,7 @@ from torch import fx
 from .errors import LoweringError
 
 aten = torch.ops.aten
-_LOOKUPS = (
+LOOKUPS = (
     aten.embedding.default,
     aten.index.Tensor,
     aten.index_select.default,
@@ -40,7 +40,7 @@ def compile_graph(module: fx.GraphModule, device: torch.device) -> Callable:
     graph.output(graph.graph_copy(module.graph, {}))
     if device.type == "cpu":
         for node in graph.nodes:
-            if node.target in _LOOKUPS:
+            if node.target in LOOKUPS:
                 node.target = _opaque(node.target)
     copy = fx.GraphModule(module, graph)
     with torch.no_grad():

@@ -19,12 +19,12 @@ import torch
 import torch._inductor.config
 from torch import fx
 
-from . import compile_ahead, disk, disk_traces
+from . import collection, compile_ahead, disk, disk_traces
 from .codes import Code, Lowered, Traced, lifetimes, store
 from .compile_ahead import Begun, Progress
 from .errors import LoweringError
 from .forms import block_form
-from .inductor import compile_graph
+from .inductor import LOOKUPS, compile_graph
 from .ir.program import Block
 from .ir.values import Bindings
 from .randomness import hoist_draws
@@ -58,8 +58,8 @@ def _leave_out(module: fx.GraphModule, wanted: Sequence[bool]) -> bool:
     return _computations(graph) < before
 
 
-def _computations(graph: fx.Graph) -> int:
-    return sum(n.op == "call_function" and not _only_moves(n.target) for n in graph.nodes)
+def _computations(graph: fx.Graph, besides: Sequence[Callable] = ()) -> int:
+    return sum(n.op == "call_function" and n.target not in besides and not _only_moves(n.target) for n in graph.nodes)
 
 
 def _only_moves(target: Callable) -> bool:
@@ -121,12 +121,13 @@ class Lowering:
         """Begin to compile what is going to be asked for. What fails is left for the one who asks."""
         if self.block_compiler == "eager" or self.device.type != "cpu":
             return
-        with _one_at_a_time:
-            waiting = list(filter(None, (self._trace_ahead(*request) for request in requests)))
-            self._progress.expect(len(waiting))
-            for each in waiting:
-                with suppress(Exception):
-                    each.begun = compile_ahead.begin(each.traced.graph)
+        with _one_at_a_time, collection.rests():
+            for request in requests:
+                waiting = self._trace_ahead(*request)
+                if waiting is not None and _gains(waiting.traced.graph, self.device):
+                    self._progress.expect(1)
+                    with suppress(Exception):
+                        waiting.begun = compile_ahead.begin(waiting.traced.graph)
 
     def _trace_ahead(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> _Waiting | None:
         key = self._key(block, bindings, which, wanted)
@@ -215,7 +216,7 @@ class Lowering:
 
     def _compiled(self, waiting: _Waiting) -> Code:
         graph = waiting.traced.graph
-        if self.block_compiler == "eager" or not any(n.op == "call_function" for n in graph.graph.nodes):
+        if self.block_compiler == "eager" or not _gains(graph, self.device):
             _reshape_where_needed(graph)
             run = graph
         else:
@@ -232,6 +233,11 @@ class Lowering:
             ) from error
         self._progress.step()
         return run
+
+
+def _gains(module: fx.GraphModule, device: torch.device) -> bool:
+    """Whether a compiler could make a graph faster: it has two operations that may be fused. To try takes seconds."""
+    return _computations(module.graph, besides=LOOKUPS if device.type == "cpu" else ()) > 1
 
 
 def _of_machine(device: torch.device) -> tuple:

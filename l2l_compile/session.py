@@ -5,7 +5,7 @@ import warnings
 import weakref
 from typing import Any
 
-from . import compile_ahead, dynamo, limits
+from . import dynamo, limits, vector_instructions
 from .check import Check
 from .errors import OptionError
 from .host.server import ParameterServer
@@ -86,7 +86,7 @@ def frame_begins(backend: Any) -> None:
     except OptionError:  # the backend raises it
         return
     if options.device.type == "cpu" and options.block_compiler == "inductor":
-        compile_ahead.prepare()
+        vector_instructions.ask()
 
 
 def frame_skipped(backend: Any, frame: dynamo.SkippedFrame) -> None:

@@ -110,31 +110,35 @@ def _forward(compilation: Compilation) -> fx.Graph:
         i.node: build.input(i.node.name, captured.specs[i.node], False, "input")
         for i in captured.inputs if not i.is_weight and i.node in captured.specs
     }
-    returned: dict[Value, fx.Node] = {}
+    outputs, only_returned = compilation.outputs, _only_returned(compilation)
+    wanted, returned = set(outputs), {}
     for segment in compilation.segments:
         for value in segment.values:
             if value.version == 0 and value.node in inputs and not build.holds(value):
                 build.hold(value, build.derived(nodes.restore, inputs[value.node]))
-        sent = _run_forward(build, segment, _only_returned(compilation, segment))
+        sent = _run_forward(build, segment, only_returned[segment.index])
         for value in segment.outputs:
-            if value in compilation.outputs:
+            if value in wanted:
                 returned[value] = sent.get(value) or build.derived(nodes.offload, build.any_form(value))
     writes = _write_backs(compilation, build)
-    outputs = tuple(map(returned.get, compilation.outputs))
     stashes = tuple(_stash(build, inputs, value) for value in compilation.gradients.kept)
-    build.graph.output((outputs, stashes, tuple(writes)))
+    build.graph.output((tuple(map(returned.get, outputs)), stashes, tuple(writes)))
     return build.graph
 
 
-def _only_returned(compilation: Compilation, segment: Segment) -> tuple[int, ...]:
-    """Indices of the outputs that are for the user alone and are made micro-batch by micro-batch."""
-    if not segment.block.inner_looped:
-        return ()
-    read = {v for s in compilation.segments[segment.index + 1 :] for v in s.values}
-    return tuple(
-        i for i, (value, spec) in enumerate(zip(segment.outputs, segment.block.outputs, strict=True))
-        if value in compilation.outputs and value not in read and not value.version and spec.batch is not None and not spec.alike
-    )
+def _only_returned(compilation: Compilation) -> list[tuple[int, ...]]:
+    """For each segment, indices of the outputs that are for the user alone and are made micro-batch by micro-batch."""
+    outputs = set(compilation.outputs)
+    last_reader = {value: segment.index for segment in compilation.segments for value in segment.values}
+
+    def of(segment: Segment) -> tuple[int, ...]:
+        return tuple(
+            i for i, (value, spec) in enumerate(zip(segment.outputs, segment.block.outputs, strict=True))
+            if value in outputs and last_reader.get(value, -1) <= segment.index
+            and not value.version and spec.batch is not None and not spec.alike
+        )
+
+    return [of(segment) if segment.block.inner_looped else () for segment in compilation.segments]
 
 
 def _run_forward(build: Builder, segment: Segment, send: tuple[int, ...]) -> dict[Value, fx.Node]:
@@ -211,7 +215,12 @@ def _backward(compilation: Compilation) -> fx.Graph:
 def _brought(compilation: Compilation) -> set[Value]:
     """The outputs whose gradients go to the device micro-batch by micro-batch; not where the whole is needed as well."""
     roots = [v for v, wanted in zip(compilation.outputs, compilation.given, strict=True) if wanted]
-    alone = {s.outputs[i] for s in compilation.segments if not s.block.summed_whole for i in _only_returned(compilation, s)}
+    alone = {
+        segment.outputs[i]
+        for segment, indices in zip(compilation.segments, _only_returned(compilation), strict=True)
+        if not segment.block.summed_whole
+        for i in indices
+    }
     return {v for v in alone if roots.count(v) == 1}
 
 

@@ -11,7 +11,7 @@ from torch._inductor.utils import fresh_cache
 import l2l_compile
 import l2l_compile.backend
 import l2l_compile.codes
-from l2l_compile import compile_ahead
+from l2l_compile import compile_ahead, vector_instructions
 from l2l_compile.capture import capture
 from models import Stack, assert_parity, rows
 
@@ -53,7 +53,7 @@ def test_no_graph_waits_for_the_kernels_of_another(monkeypatch):
     monkeypatch.setattr(compile_ahead, "begin", lambda graph: begun.append(graph) or begin(graph))
     monkeypatch.setattr(compile_ahead.Begun, "result", result_of)
     step()
-    assert len(begun) == len(done) > 2
+    assert len(begun) == len(done) > 1
     assert not compile_ahead._unfinished
 
 
@@ -83,7 +83,7 @@ def test_a_graph_that_cannot_be_begun_is_compiled_when_it_is_asked_for(monkeypat
 @pytest.mark.parametrize("options, asked", [({}, True), ({"block_compiler": "eager"}, False)])
 def test_the_compiler_is_asked_while_dynamo_looks_at_the_model(monkeypatch, options, asked):
     calls = []
-    monkeypatch.setattr(compile_ahead, "prepare", lambda: calls.append(len(calls)) or [])
+    monkeypatch.setattr(vector_instructions, "ask", lambda: calls.append(len(calls)))
     model, x = Stack(2).double(), rows(6)
     options = {"device": "cpu", **options}
     l2l_compile.explain(model, options)(x)
