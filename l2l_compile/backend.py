@@ -88,5 +88,6 @@ def _rebuild_backward(compilation: Compilation, given: tuple[bool, ...]) -> fx.G
 l2l.streams_layers = True
 dynamo.mark_batches(streams_layers)
 dynamo.watch_frames(streams_layers, frame_skipped, function_recompiled, frame_begins)
+dynamo.keep_graphs_whole(streams_layers)
 dynamo.watch_packed(streams_layers, frame_skipped)
 remember_propagation(streams_layers)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
+import sysconfig
 import types
 import weakref
 from collections import Counter
@@ -170,13 +172,49 @@ def watch_frames(
                 code, where = frame.f_code, getattr(error, "real_stack", None) or ()
                 line = next((s.lineno for s in where if s.filename == code.co_filename), code.co_firstlineno)
                 reason = SkippedFrame(code.co_qualname, code.co_filename, line, str(error).strip().split("\n")[0])
-                skipped(innermost_backend(self._torchdynamo_orig_backend), reason)
+                if not _is_of_python(code):
+                    skipped(innermost_backend(self._torchdynamo_orig_backend), reason)
             raise
         finally:
             _seen.pop()
 
     convert._l2l = True
     convert_frame.ConvertFrameAssert.__call__ = convert
+
+
+def _is_of_python(code: types.CodeType) -> bool:
+    """Whether a function is of Python's own library, which holds no layers; what it calls is looked at by itself."""
+    path = code.co_filename
+    return path.startswith("<frozen ") or path.startswith(_LIBRARY) and "-packages" not in path
+
+
+_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+
+
+def in_data_parallel() -> bool:
+    """Whether a forward of `DistributedDataParallel` is under way: it averages what comes to `p.grad`."""
+    return torch.distributed.is_available() and torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+
+
+def keep_graphs_whole(is_ours: Callable[[Any], bool]) -> None:
+    """From now on, frames with a backend that `is_ours` are captured as one graph under `DistributedDataParallel` as well.
+
+    Dynamo would cut them at the borders of its buckets, and hand them to another backend that calls ours. A program gives all
+    its gradients at its end, so there is nothing to overlap.
+    """
+    original = convert_frame.CatchErrorsWrapper.__call__
+    if getattr(original, "_l2l", False):
+        return
+
+    @functools.wraps(original)
+    def look_at(self, *args, **kwargs):
+        if dynamo_utils.get_optimize_ddp_mode() == "ddp_optimizer" and is_ours(getattr(self._torchdynamo_orig_backend, "_torchdynamo_orig_backend", None)):
+            with torch._dynamo.config.patch(optimize_ddp=False):
+                return original(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    look_at._l2l = True
+    convert_frame.CatchErrorsWrapper.__call__ = look_at
 
 
 def watch_packed(is_ours: Callable[[Any], bool], skipped: Callable[[Any, SkippedFrame], None]) -> None:

@@ -20,6 +20,7 @@ from .host.memory import HostMemory, host_memory
 from .ir.program import Block, Program, Segment, Uncut
 from .ir.text import format_bytes
 from .lower import Lowering
+from .meta_models import on_the_host
 from .options import Options
 
 
@@ -142,7 +143,7 @@ def explain(model: Callable, options: Mapping[str, Any] | None = None) -> Callab
     def trace(*args: Any, **kwargs: Any) -> Report:
         explainer = _Explainer(chosen)
         dynamo.retry_skipped()
-        with torch.random.fork_rng([]):
+        with torch.random.fork_rng([]), on_the_host(plain, args, kwargs) as (args, kwargs):
             torch.compile(_fresh_caller(), backend=explainer)(plain, *args, **kwargs)
         return explainer.report()
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..dynamo import apart_from_compilation
+from ..dynamo import apart_from_compilation, in_data_parallel
 from ..errors import L2LError
 from ..ir.weights import Part
 from ..options import Options
@@ -130,6 +130,11 @@ class Updates:
         mine = trained & self.managed
         if not mine:
             return None
+        if in_data_parallel():
+            raise L2LError(
+                f"update={self.options.update!r} under DistributedDataParallel would update each process by itself: the gradients "
+                "never come to p.grad, where they are averaged. Use update='at_step'"
+            )
         use = Use(self, mine)
         with self._lock:
             self._uses.update(use.parameters)

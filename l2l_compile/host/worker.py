@@ -3,7 +3,9 @@ from __future__ import annotations
 
 import atexit
 import queue
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -32,8 +34,10 @@ class Worker:
     def __init__(self, threads: int):
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._failure: BaseException | None = None
+        self._dropping = False
+        self.finished = 0  # pieces of work that were done or dropped
         thread = threading.Thread(target=self._loop, args=(threads, self._queue), name="l2l-host", daemon=True)
-        _threads[thread] = self._queue
+        _threads[thread] = self
         thread.start()
 
     def submit(self, work: Callable[[], None]) -> Ticket:
@@ -57,26 +61,48 @@ class Worker:
         """End the thread when what is queued is done. Does not wait: the garbage collector may call it anywhere."""
         self._queue.put(None)
 
+    def end(self, drop: bool) -> None:
+        """End the thread when what is queued is done, or dropped. Does not wait."""
+        self._dropping = drop
+        self.close()
+
     def _loop(self, threads: int, work_queue: queue.SimpleQueue) -> None:
         torch.set_num_threads(threads)
         while (item := work_queue.get()) is not None:
             work, ticket = item
             try:
-                if self._failure is None:
+                if self._failure is None and not self._dropping:
                     with torch.no_grad():
                         work()
             except BaseException as error:  # noqa: BLE001 - handed to the caller by drain or raise_failure
                 self._failure = error
             ticket.finish()
+            self.finished += 1
             del item, work, ticket
 
 
-_threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue] = weakref.WeakKeyDictionary()
+_threads: weakref.WeakKeyDictionary[threading.Thread, Worker] = weakref.WeakKeyDictionary()
+_PATIENCE = 60.0  # seconds without any work being finished
+_PATIENCE_AFTER_FAILURE = 3.0
 
 
 @atexit.register
 def _finish() -> None:
-    """Python must not end while a thread is at work."""
-    for thread, work_queue in list(_threads.items()):
-        work_queue.put(None)
-        thread.join()
+    """Python should not end while a thread is at work: its last updates would be lost. But it must end.
+
+    After an exception that nobody has caught, what is queued is dropped, and what is under way is waited for, but not for long.
+    """
+    failed = getattr(sys, "last_value", None) is not None
+    patience = _PATIENCE_AFTER_FAILURE if failed else _PATIENCE
+    workers = dict(_threads)
+    for worker in workers.values():
+        worker.end(drop=failed)
+    finished, since = -1, time.monotonic()
+    while alive := [thread for thread in workers if thread.is_alive()]:
+        alive[0].join(0.05)
+        now = sum(worker.finished for worker in workers.values())
+        if now != finished:
+            finished, since = now, time.monotonic()
+        elif time.monotonic() - since > patience:
+            print(f"l2l: the program ends without an update that has taken more than {patience:.0f} s", file=sys.stderr, flush=True)
+            return

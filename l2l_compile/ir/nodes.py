@@ -1,10 +1,11 @@
 """The node vocabulary of a program. A node is an `fx` call of one of these functions; running it is the executor's.
 
-A value is *whole* (one tensor) or *split* (one tensor per micro-batch). A segment is named by its index in
-`Program.segments`; the text form shows its name.
+A value is *whole* (one tensor) or *split* (one tensor per micro-batch). Segments and inputs are named by their index in
+`Program.segments` and in the inputs of the captured graph; the text form shows their names.
 """
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +15,15 @@ COMPUTE, H2D, D2H, HOST, NONE = "compute", "h2d", "d2h", "host", "none"
 
 @dataclass(frozen=True)
 class Operation:
-    """A word of the vocabulary: the lane that it runs on and one line on what it does."""
+    """A word of the vocabulary: the lane that it runs on, one line on what it does, and what its first operand is an index of.
+
+    names   "segment" (of `Program.segments`), "input" (of the captured graph's inputs), or None: the first operand is a value
+    """
 
     name: str
     lane: str
     does: str
+    names: str | None = None
 
 
 VOCABULARY: dict[Callable, Operation] = {}
@@ -26,7 +31,9 @@ VOCABULARY: dict[Callable, Operation] = {}
 
 def _operation(lane: str):
     def register(function: Callable) -> Callable:
-        VOCABULARY[function] = Operation(function.__name__, lane, function.__doc__)
+        first = next(iter(inspect.signature(function).parameters))
+        names = first if first in ("segment", "input") else None
+        VOCABULARY[function] = Operation(function.__name__, lane, function.__doc__, names)
         return function
 
     return register
@@ -119,8 +126,8 @@ def update(segment, after=None):
 
 
 @_operation(D2H)
-def write_back(segment, contents):
-    """Write the new contents of a segment's buffers to the host."""
+def write_back(input, contents):  # noqa: A002 - it is an input of the captured graph
+    """Write the new contents of a buffer, or of another input that the model writes into, to the host."""
     _not_run("write_back")
 
 

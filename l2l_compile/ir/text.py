@@ -12,8 +12,6 @@ from .values import Bindings
 if TYPE_CHECKING:
     from .program import Program, Segment
 
-_WITH_SEGMENT = (nodes.fetch_weights, nodes.forward, nodes.backward, nodes.push_gradients)
-
 
 def print_program(program: Program) -> str:
     """Both graphs of a program, after a line per block."""
@@ -23,11 +21,16 @@ def print_program(program: Program) -> str:
         lines.append(f"  {block.name:10s} x{block.repeats:<4d} {how}")
     for title, module in (("forward", program.forward), ("backward", program.backward)):
         if module is not None:
-            lines += ["", f"{title}:", *_graph_lines(module.graph, program.segments, program.bindings)]
+            lines += ["", f"{title}:", *_graph_lines(module.graph, program)]
     return "\n".join(lines)
 
 
-def _graph_lines(graph: fx.Graph, segments: tuple[Segment, ...], bindings: Bindings) -> list[str]:
+def _graph_lines(graph: fx.Graph, program: Program) -> list[str]:
+    names = {
+        "segment": {segment.index: segment.name for segment in program.segments},
+        "input": {given.index: given.name for given in program.captured.inputs},
+    }
+    segments, bindings = program.segments, program.bindings
     rows = []
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -36,16 +39,16 @@ def _graph_lines(graph: fx.Graph, segments: tuple[Segment, ...], bindings: Bindi
         elif node.op == "output":
             rows.append((f"return {_argument(node.args[0])}", "", ""))
         else:
-            rows.append((_call(node, segments), nodes.lane_of(node), _size(node, segments, bindings)))
+            rows.append((_call(node, names), nodes.lane_of(node), _size(node, segments, bindings)))
     width = min(100, max((len(text) for text, _, _ in rows if not text.startswith("return")), default=0))
     return [f"  {text:<{width}s}  {lane:<7s} {size}".rstrip() for text, lane, size in rows]
 
 
-def _call(node: fx.Node, segments: tuple[Segment, ...]) -> str:
+def _call(node: fx.Node, names: dict[str, dict[int, str]]) -> str:
     if node.target is operator.getitem:
         return f"%{node.name} = %{node.args[0].name}[{node.args[1]}]"
-    arguments = list(node.args)
-    shown = [repr(segments[arguments.pop(0)].name)] if node.target in _WITH_SEGMENT else []
+    arguments, kind = list(node.args), nodes.VOCABULARY[node.target].names
+    shown = [repr(names[kind][arguments.pop(0)])] if kind is not None else []
     shown += [_argument(a) for a in arguments]
     text = f"{node.target.__name__}({', '.join(shown)})"
     silent = node.target in (nodes.release, nodes.push_gradients, nodes.update, nodes.write_back) and not node.users

@@ -275,6 +275,40 @@ for _ in range(2):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+STUCK = """
+import sys, threading, time
+import l2l_compile.host.worker as lanes
+lanes._PATIENCE = 1.0
+begun = threading.Event()
+worker = lanes.Worker(1)
+worker.submit(lambda: (begun.set(), time.sleep(60)))
+worker.submit(lambda: print("ran", flush=True))
+begun.wait()
+"""
+
+
+@pytest.mark.parametrize("end, code, said", [("raise ValueError('the data ran out')", 1, "the data ran out"), ("", 0, "ends without an update")])
+def test_python_ends_though_an_update_does_not(end, code, said):
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", STUCK + end], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr
+    assert time.monotonic() - begin < 45  # most of it for the import, on a busy machine
+
+
+def test_what_is_queued_is_done_before_python_ends():
+    script = """
+import time
+from l2l_compile.host.worker import Worker
+worker = Worker(1)
+for number in range(4):
+    worker.submit(lambda number=number: (time.sleep(0.2), print(number, flush=True)))
+"""
+    for end, expected in (("", "0\n1\n2\n3\n"), ("raise SystemExit(3)", "0\n1\n2\n3\n")):
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", script + end], capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == (expected, "")
+
+
 def test_the_norm_is_that_of_the_last_step():
     """Read at once after the step, while the host lane is slow to look at the gradients."""
     norms = {}

@@ -103,6 +103,26 @@ def test_without_prefetch_every_copy_stands_right_before_its_reader():
     assert lines(shown) == lines(RESIDENT_FORWARD)
 
 
+class Normed(TwoLayers):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.two(self.norm(self.one(x)))
+
+
+def test_updates_and_writes_show_the_names_of_what_they_change():
+    model = Normed()
+    options = {"device": "cpu", "optimizer": torch.optim.SGD(model.parameters()), "update": "in_backward"}
+    program = l2l_compile.explain(model, options)(torch.ones(6, 4)).programs[0]
+    forward, backward = str(program).split("\n\nbackward:")
+    written = re.findall(r"write_back\((.*?), %", forward)
+    assert sorted(written) == ["'norm.num_batches_tracked'", "'norm.running_mean'", "'norm.running_var'"]
+    names = [repr(segment.name) for segment in reversed(program.segments)]
+    assert re.findall(r"update\((.*?), %(\w+)\)", backward) == list(zip(names, ("push_gradients", "push_gradients_1"), strict=True))
+
+
 def test_bytes_are_shown_in_binary_units():
     assert [format_bytes(n) for n in (0, 1023, 1536, 2**20, 5 * 2**30, 2**40)] == [
         "0 B", "1023 B", "1.5 KiB", "1.0 MiB", "5.0 GiB", "1.0 TiB",

@@ -1,0 +1,57 @@
+"""A model without memory (`torch.device("meta")`), as if its tensors lay on the host: what `explain` looks at is sizes alone."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_any, tree_map_only
+
+
+@contextmanager
+def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    """Within it, meta tensors of a module, and of these arguments, are fake tensors of the host; the arguments to use.
+
+    Nothing changes where neither has any. Behind it, the module has its own tensors again.
+    """
+    module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
+    places = list(_meta_tensors(module)) if isinstance(module, torch.nn.Module) else []
+    if not places and not tree_any(_is_meta, (args, kwargs)):
+        yield args, kwargs
+        return
+    made: dict[int, torch.Tensor] = {}  # a tensor that is in several places stays one
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in made:
+                made[id(tensor)] = _on_the_host(tensor) if tensor.is_meta else mode.from_tensor(tensor)
+            return made[id(tensor)]
+
+        try:
+            for values, name, tensor in places:
+                values[name] = fake(tensor)
+            yield tree_map_only(torch.Tensor, fake, (args, kwargs))
+        finally:
+            for values, name, tensor in places:
+                values[name] = tensor
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _meta_tensors(module: torch.nn.Module) -> Iterator[tuple[dict, str, torch.Tensor]]:
+    """The meta tensors that a module and those in it hold, parameters or not, with the dictionaries that they are in."""
+    for part in module.modules():
+        for values in (part._parameters, part._buffers, part.__dict__):
+            yield from ((values, name, value) for name, value in list(values.items()) if _is_meta(value))
+
+
+def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of the host like a meta tensor. Called in a fake mode."""
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
