@@ -172,6 +172,11 @@ def _check_on_host(gm: fx.GraphModule) -> None:
         example = node.meta.get("example_value")
         if isinstance(example, torch.Tensor) and example.device.type != "cpu":
             what = "parameter" if isinstance(example, torch.nn.Parameter) else "input"
+            if example.device.type == "meta":
+                raise DeviceError(
+                    f"{what} '{_readable(dynamo.source_name(node))}' is on meta, without values: give the model memory with "
+                    "model.to_empty(device='cpu'), and load its weights. (explain takes a model on meta as it is)"
+                )
             raise DeviceError(
                 f"{what} '{_readable(dynamo.source_name(node))}' is on {example.device}. Backend 'l2l' streams layers "
                 "from the host: leave the model and its inputs on the host (do not call .to('cuda')), and name the "
@@ -180,11 +185,15 @@ def _check_on_host(gm: fx.GraphModule) -> None:
 
 
 def _batch_symbol(inputs: tuple[Input, ...]) -> tuple[sympy.Symbol | None, str | None]:
-    """The symbol that most inputs share, in dimension 0 or where it was marked; equal sizes are taken to share the batch."""
-    values = [i.node.meta["example_value"] for i in inputs if i.kind == "value" and i.node.meta["example_value"].dim()]
-    data = [v for v in values if not v.requires_grad] or values
-    candidates = [next((s for s in v.shape[:2] if isinstance(s, torch.SymInt)), v.shape[0]) for v in data]
-    symbolic = [s for s in candidates if isinstance(dim_of(s), sympy.Symbol)]
+    """The symbol that most inputs share as the size of their batch; equal sizes are taken to share it."""
+    tensors = [i for i in inputs if i.kind == "value" and i.node.meta["example_value"].dim()]
+    data = [i for i in tensors if not i.node.meta["example_value"].requires_grad] or tensors
+    candidates = []
+    for i in data:
+        shape, place = i.node.meta["example_value"].shape, dynamo.batch_dimension_of(i.node)
+        if place is not None and place < len(shape):
+            candidates.append(shape[place])
+    symbolic = [s for s in candidates if isinstance(s, torch.SymInt) and isinstance(dim_of(s), sympy.Symbol)]
     if not symbolic:
         if not candidates:
             return None, "no input of this graph is a batched tensor"

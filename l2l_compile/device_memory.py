@@ -114,8 +114,8 @@ class _DryRun:
         ahead = self.options.prefetch + 1
         return ahead if kind == STASHES and self.options.stash == "device" else 2 * ahead + 4
 
-    def _look(self, inside: int) -> None:
-        now = Counter({ACTIVATIONS: inside})
+    def _look(self, inside: int, gradients: int = 0) -> None:
+        now = Counter({ACTIVATIONS: inside, GRADIENTS: gradients})
         values: Counter[tuple[str, str]] = Counter()
         for held in set(self.held.values()):
             now[held.kind] += held.bytes
@@ -160,9 +160,10 @@ class _DryRun:
         segment = self.program.segments[node.args[0]]
         lowered = self.lowering.forward(segment.block, self._sizes(segment))
         results = [user for user in node.users if user.target is operator.getitem]
-        kept = sum(self._bytes(r.meta["spec"]) for r in results if not r.meta.get("host"))
         turns = self.micro_batches if segment.block.inner_looped else 1
-        self._look(lowered.inside + kept * (turns - 1) // turns)
+        kept = sum(self._bytes(r.meta["spec"]) for r in results if not r.meta.get("host"))
+        sent = sum(self._bytes(r.meta["spec"]) for r in results if r.meta.get("host"))  # the last one is on its way
+        self._look(lowered.inside + kept * (turns - 1) // turns + (sent // turns if turns > 1 else 0))
         for result in results:
             if not result.meta.get("host"):
                 self.held[result] = _Held(self._bytes(result.meta["spec"]), _kind_of(result), result.meta["spec"])
@@ -171,12 +172,25 @@ class _DryRun:
         segment = self.program.segments[node.args[0]]
         given = tuple(gradient is not None for gradient in node.args[3])
         lowered = self.lowering.backward(segment.block, self._sizes(segment), given)
-        self._look(lowered.inside)
+        turns = self.micro_batches if segment.block.inner_looped else 1
+        brought = sum(self._bytes(segment.block.outputs[i].detached()) for i in (node.args[4] if len(node.args) > 4 else ())) // turns
+        for turn in range(max(0, turns - 2), turns):  # the gradient for the next micro-batch arrives meanwhile
+            arrived = brought * min(2, turns - turn)
+            self._look(lowered.inside, arrived + self._gathered(segment, lowered.present, turn, turns))
         for result in (user for user in node.users if user.target is operator.getitem):
             if "spec" in result.meta:
                 self.held[result] = _Held(self._bytes(result.meta["spec"]), GRADIENTS, result.meta["spec"])
             else:
                 self.held[result] = _Held(self._pushed(segment), GRADIENTS)
+
+    def _gathered(self, segment: Segment, present: Sequence[bool], turn: int, turns: int) -> int:
+        """Gradients of the micro-batches before one: their parts, or their sums."""
+        total = 0
+        for spec, there in zip(segment.block.operands, present, strict=True):
+            if there and turn:
+                whole, size = spec.detached().bytes(self.program.bindings), spec.gradient_dtype.itemsize
+                total += whole * turn // turns if spec.splits else whole * max(size, 4) // size
+        return total
 
     def _pushed(self, segment: Segment) -> int:
         trained = [w for w in segment.block.weights if w.differentiable]

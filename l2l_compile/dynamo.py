@@ -95,8 +95,16 @@ _CHOICES = "_l2l_batch_dimensions"  # on the object of a torch.compile call: by 
 
 
 def _batch_dimension(tx: Any, source: Any) -> int | None:
-    choice = getattr(innermost_backend(tx.output.compiler_fn), _CHOICES, {}).get(tx.output.root_tx.f_code)
-    return 0 if choice is None or choice.dimensions is None else choice.dimensions.get(source.name)
+    return _dimension_in(getattr(innermost_backend(tx.output.compiler_fn), _CHOICES, {}).get(tx.output.root_tx.f_code), source.name)
+
+
+def _dimension_in(choice: Any, name: str) -> int | None:
+    return 0 if choice is None or choice.dimensions is None else choice.dimensions.get(name)
+
+
+def batch_dimension_of(placeholder: torch.fx.Node) -> int | None:
+    """Where an input of the frame that is being compiled has the batch (see `trace_again`); None if it has no rows."""
+    return _dimension_in(batch_choice(), source_name(placeholder))
 
 
 def sizes_are_fixed() -> bool:

@@ -143,8 +143,11 @@ def explain(model: Callable, options: Mapping[str, Any] | None = None) -> Callab
     def trace(*args: Any, **kwargs: Any) -> Report:
         explainer = _Explainer(chosen)
         dynamo.retry_skipped()
-        with torch.random.fork_rng([]), on_the_host(plain, args, kwargs) as (args, kwargs):
-            torch.compile(_fresh_caller(), backend=explainer)(plain, *args, **kwargs)
+        try:
+            with torch.random.fork_rng([]), on_the_host(plain, args, kwargs) as (args, kwargs):
+                torch.compile(_fresh_caller(), backend=explainer)(plain, *args, **kwargs)
+        finally:
+            dynamo.retry_skipped()  # a compilation to come has its own warning, or error
         return explainer.report()
 
     return trace

@@ -96,3 +96,19 @@ def test_images_keep_their_batch():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).double()
     step = assert_parity(model, rows(6, 3, 9, 9))
     assert micro_batches_of_weights(step) == {1, 3}
+
+
+def test_one_row_of_a_varying_length():
+    """Its length is the only size that changes; it is not the batch, and the layers stay whole."""
+    batches = [(rows(*shape, 16), classes(shape[0])) for shape in ((6, 9), (6, 7), (1, 5))]
+    step = assert_parity(Encoder(True).double(), *batches)
+    last = l2l_compile.programs(step)[-1]
+    assert last.captured.why_static == "a batch of one row cannot be split"
+    assert [s.name for s in last.segments][:3] == ["encoder.layers.0", "encoder.layers.1", "encoder.layers.2"]
+
+
+def test_time_first_of_a_varying_length():
+    batches = [(rows(*shape, 16), classes(shape[1])) for shape in ((9, 6), (7, 6), (8, 6), (8, 9), (5, 1))]
+    step = assert_parity(Encoder(False).double(), *batches)
+    for program in l2l_compile.programs(step)[:-1]:
+        assert {s.micro_batches for s in program.segments if s.parameter_names} == {3}

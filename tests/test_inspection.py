@@ -193,6 +193,17 @@ def test_a_function_that_dynamo_gives_up_on_warns_and_stands_in_the_report():
     assert "run uncompiled, on the host" in str(report)
 
 
+def test_explaining_first_hides_nothing_from_a_compilation():
+    """Dynamo remembers a function that it gave up on, and would say nothing of it the second time."""
+    model, x = BreaksInItsLoop(), rows(4, dtype=torch.float32)
+    assert l2l_compile.explain(model)(x).uncompiled
+    with pytest.raises(Exception, match="Dynamo|graph|Unsupported"):
+        torch.compile(model, backend="l2l", options={"device": "cpu"}, fullgraph=True)(x)
+    assert l2l_compile.explain(model)(x).uncompiled
+    with pytest.warns(UserWarning, match="BreaksInItsLoop.forward"):
+        compiled(model)(x)
+
+
 def test_fullgraph_makes_a_break_an_error_without_a_warning(recwarn):
     with pytest.raises(RuntimeError, match="branching"):
         torch.compile(BreaksInItsLoop(), backend="l2l", fullgraph=True)(rows(4, dtype=torch.float32))

@@ -77,3 +77,10 @@ def test_no_memory_is_taken():
         model = torch.nn.Sequential(*(torch.nn.Linear(100_000, 100_000) for _ in range(4)))
     report = l2l_compile.explain(model, OPTIONS)(torch.empty(4, 100_000, device="meta"))
     assert [s.parameter_bytes for s in report.segments] == [4 * (100_000**2 + 100_000)] * 4
+
+
+def test_training_says_what_a_model_on_meta_lacks():
+    with torch.device("meta"):
+        model = Stack(2)
+    with pytest.raises(l2l_compile.DeviceError, match="is on meta, without values: .*to_empty"):
+        torch.compile(model, backend="l2l", options=OPTIONS)(torch.empty(4, 5, device="meta"))

@@ -102,7 +102,7 @@ class TensorSpec:
 
     def detached(self) -> TensorSpec:
         """The spec of its gradient."""
-        return replace(self, requires_grad=False, alike=False)
+        return replace(self, dtype=self.gradient_dtype, inside=None, requires_grad=False, alike=False)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"

@@ -210,6 +210,7 @@ def run_backward(
 
     compare = step.check and step.check.backward(step, segment, weights, operands, gradients)
     totals: list = [None] * len(block.operands)
+    gathered: list[torch.Tensor] = []  # what of them is on the device until the results are
 
     def work(turn: int) -> None:
         if compare and turn == 0:
@@ -217,9 +218,14 @@ def run_backward(
         arguments = [*weights.tensors, *(turn_of(o.tensors, turn) for o in operands)]
         arguments += [gradient_of(step, block, g.tensors, turn, spec) for g, spec in arriving]
         made = iter(_call(segment, "backward", turn, lowered[turn], arguments, seeds, device))
+        before = len(gathered)
         for index, spec in enumerate(block.operands):
             if present[index]:
-                totals[index] = _collect(totals[index], next(made), _split(block, spec), len(lowered) > 1)
+                split, total = _split(block, spec), totals[index]
+                totals[index] = _collect(total, next(made), split, len(lowered) > 1)
+                if split or total is None:
+                    gathered.append(totals[index][-1] if split else totals[index])
+        device.adopt(gathered[before:])
         if turn == len(lowered) - 1:
             finish()
 
@@ -240,6 +246,7 @@ def run_backward(
             bundle = [_for_the_link(step, spec, t) for spec, t in zip(block.weights, totals, strict=False)]
             results[-1].tensors = bundle
             device.adopt([t for t in bundle if t is not None])
+        device.free(gathered)
 
     return [functools.partial(work, turn) for turn in range(len(lowered))]
 
