@@ -188,12 +188,8 @@ def _batch_symbol(inputs: tuple[Input, ...]) -> tuple[sympy.Symbol | None, str |
     """The symbol that most inputs share as the size of their batch; equal sizes are taken to share it."""
     tensors = [i for i in inputs if i.kind == "value" and i.node.meta["example_value"].dim()]
     data = [i for i in tensors if not i.node.meta["example_value"].requires_grad] or tensors
-    candidates = []
-    for i in data:
-        shape, place = i.node.meta["example_value"].shape, dynamo.batch_dimension_of(i.node)
-        if place is not None and place < len(shape):
-            candidates.append(shape[place])
-    symbolic = [s for s in candidates if isinstance(s, torch.SymInt) and isinstance(dim_of(s), sympy.Symbol)]
+    candidates = _batch_sizes(data)
+    symbolic = [s for s in candidates if _is_symbol(s)]
     if not symbolic:
         if not candidates:
             return None, "no input of this graph is a batched tensor"
@@ -201,11 +197,22 @@ def _batch_symbol(inputs: tuple[Input, ...]) -> tuple[sympy.Symbol | None, str |
             return None, "a batch of one row cannot be split"
         return None, "Dynamo specialised the size of the batch to a number"
     size = Counter(s.node.hint for s in symbolic).most_common(1)[0][0]
-    same = [s for s in symbolic if s.node.hint == size]
+    handed_on = [i for i in tensors if i not in data and not i.node.meta["example_value"].is_leaf]  # across a graph break
+    same = [s for s in (*symbolic, *filter(_is_symbol, _batch_sizes(handed_on))) if s.node.hint == size]
     for other in same[1:]:
         bool(same[0] == other)  # a guard: the inputs' batch sizes stay equal, or Dynamo captures anew
     batch = dim_of(same[0])
     return (batch, None) if isinstance(batch, sympy.Symbol) else (None, "Dynamo specialised the size of the batch")
+
+
+def _batch_sizes(inputs: Sequence[Input]) -> list[int | torch.SymInt]:
+    """The sizes of these inputs where the batch is taken to be, of those that have rows."""
+    places = [(i.node.meta["example_value"].shape, dynamo.batch_dimension_of(i.node)) for i in inputs]
+    return [shape[place] for shape, place in places if place is not None and place < len(shape)]
+
+
+def _is_symbol(size: int | torch.SymInt) -> bool:
+    return isinstance(size, torch.SymInt) and isinstance(dim_of(size), sympy.Symbol)
 
 
 def _symbols(inputs: tuple[Input, ...]) -> tuple[dict, dict]:

@@ -139,7 +139,7 @@ class _Pair:
         graphs = [probe(block, b)[0] for b in self.bindings]
         if not all(same_program(small, g.graph) for g in graphs):
             return None
-        states = states_of_nodes(small, large, *primes, states_of_operands(block))
+        states = states_of_nodes(small, large, *primes, states_of_operands(block, self.step.bindings))
         one, other, whole = (_values_of(g, a) for g, a in zip(graphs, [*apart, together], strict=True))
         tolerance, _ = _tolerance(graphs[2])
         for position, (node, state) in enumerate(zip(small.nodes, states, strict=True)):

@@ -26,7 +26,7 @@ from torch import fx
 
 from ..capture import LOSS_TERM, Captured
 from ..ir.batch import Batch
-from ..ir.values import TensorSpec
+from ..ir.values import TensorSpec, rows_at
 
 _LOSSES = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
 _SKIPPED = -100  # the class index that the kernel leaves out
@@ -64,7 +64,8 @@ def _unfolded(captured: Captured, scores: fx.Node, target: fx.Node) -> tuple[fx.
     if None in before or any(len(b.shape) != len(a.shape) + 1 for b, a in zip(before, after, strict=True)):
         return None
     time_first = all(spec.batch is not None and spec.batch == Batch(1) for spec in before)
-    same = before[0].shape[:2] == before[1].shape and before[0].shape[2:] == after[0].shape[1:] and len(after[1].shape) == 1
+    (scores_there, target_there), scores_here = (spec.sizes(captured.hints) for spec in before), after[0].sizes(captured.hints)
+    same = scores_there[:2] == target_there and scores_there[2:] == scores_here[1:] and len(after[1].shape) == 1
     widest = max((captured.specs[i.node].dtype.itemsize for i in captured.inputs if i.kind == "parameter"), default=0)
     return (scores.args[0], target.args[0]) if time_first and same and before[0].dtype.itemsize >= widest else None
 
@@ -107,7 +108,8 @@ class _Loss:
         unfolded = _unfolded(captured, given["input"], given["target"])
         if unfolded is not None and current:
             return cls(captured, node, *unfolded, *options, time_first=True)
-        rows = scores.batch is not None and scores.batch.dim == 0 and target.batch == scores.batch
+        places = [rows_at(spec.batch, captured.hints) for spec in (scores, target)]  # equal lengths may have symbols of their own
+        rows = scores.batch is not None and scores.batch.dim == 0 and places[0] == places[1]
         classes = len(target.shape) == len(scores.shape) - 1 and not target.dtype.is_floating_point
         if not rows or not classes or not current:
             return None

@@ -20,7 +20,7 @@ from ..errors import LoweringError
 from ..forms import present_form
 from ..ir.batch import Batch
 from ..ir.program import Block
-from ..ir.values import Bindings, Dim, TensorSpec, evaluate
+from ..ir.values import Bindings, Dim, TensorSpec, evaluate, rows_at
 from ..trace import probe, settings_of_a_trace
 from .batch_rules import PARTS, Mixing, Partial, analyse
 from .compilation import Compilation
@@ -65,7 +65,7 @@ def _key(compilation: Compilation, block: Block) -> tuple:
     """All that a proof depends on: the block, the sizes that it is traced at, which values hold rows, and the options."""
     captured = compilation.captured
     numbers = {symbol: size for symbol, size in captured.hints.items() if symbol is not captured.batch}
-    rows = tuple((str(spec.batch), spec.mixed, spec.partial, spec.alike) for spec in (*block.operands, *block.outputs))
+    rows = tuple((str(rows_at(spec.batch, captured.hints)), spec.mixed, spec.partial, spec.alike) for spec in (*block.operands, *block.outputs))
     return (
         "proof", present_form(block, numbers).key, rows, captured.hints.get(captured.batch), str(captured.why_static),
         compilation.options.micro_batches == 1, tuple(sorted(map(str, parts_of(captured)))), _is_wide(captured), *settings_of_a_trace(),
@@ -97,8 +97,8 @@ def _prove(compilation: Compilation, block: Block) -> Proof:
     except LoweringError as error:
         return Proof(probe(block, captured.hints)[1], f"cannot be traced at another batch size: {str(error).splitlines()[0]}")
     outputs = block.outputs + tuple(block.operands[i] for i in mutated)
-    states = analyse(small, large, *primes, states_of_operands(block), parts_of(captured))
-    reason = _refusal(block, outputs, states)
+    states = analyse(small, large, *primes, states_of_operands(block, captured.hints), parts_of(captured))
+    reason = _refusal(block, outputs, states, captured.hints)
     if reason is not None:
         return Proof(mutated, reason)
     kinds = tuple((s.how if isinstance(s, Partial) else None, isinstance(s, Batch) and s.alike) for s in states)
@@ -112,9 +112,9 @@ def probes(block: Block, hints: Bindings, batch: sympy.Symbol) -> tuple[fx.Graph
     return small.graph, large.graph, tuple(primes), mutated
 
 
-def states_of_operands(block: Block) -> list[Batch | Mixing | None]:
-    """What is known of a block's operands before it runs."""
-    return [Mixing("a value", NO_ROWS) if spec.mixed else spec.batch for spec in block.operands]
+def states_of_operands(block: Block, bindings: Bindings) -> list[Batch | Mixing | None]:
+    """What is known of a block's operands before it runs, at the sizes that it is traced at."""
+    return [Mixing("a value", NO_ROWS) if spec.mixed else rows_at(spec.batch, bindings) for spec in block.operands]
 
 
 def parts_of(captured: Captured) -> frozenset[torch.dtype]:
@@ -167,12 +167,14 @@ def _of_one_row(dim: Dim, hints: Bindings, batch: sympy.Symbol) -> int:
         return 0
 
 
-def _refusal(block: Block, outputs: Sequence[TensorSpec], states: list[Batch | Partial | Mixing | None]) -> str | None:
+def _refusal(
+    block: Block, outputs: Sequence[TensorSpec], states: list[Batch | Partial | Mixing | None], hints: Bindings
+) -> str | None:
     """Why the block cannot be inner-looped; None if every output, new contents of operands among them, is proven."""
     for state, spec in zip(states, outputs, strict=True):
         if isinstance(state, Mixing):
             return f"{state.op} {state.reason}"
-        if spec.mixed or state != spec.batch and not isinstance(state, Partial):
+        if spec.mixed or state != rows_at(spec.batch, hints) and not isinstance(state, Partial):
             return f"an output {spec} does not hold the rows of the batch in order"
     if any(v.mixed for v in block.values):
         return f"a value {NO_ROWS}"

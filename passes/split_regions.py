@@ -73,7 +73,7 @@ def _kinds(compilation: Compilation, block: Block) -> _Kinds | None:
         small, large = (probe_values(block, {**hints, batch: prime}) for prime in primes[:2])
     except LoweringError:
         return None
-    states = regions(small.graph, large.graph, *primes[:2], states_of_operands(block), parts_of(compilation.captured))
+    states = regions(small.graph, large.graph, *primes[:2], states_of_operands(block, hints), parts_of(compilation.captured))
     if states is None:
         return None
     kinds: dict[int, str] = {}

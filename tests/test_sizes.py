@@ -247,3 +247,69 @@ def test_what_cannot_be_traced_with_symbols_is_lowered_for_each_size(monkeypatch
     assert not lowered
     step_at(model, step, 3, 9)
     assert lowered
+
+
+class Scores(nn.Module):
+    """A language model that folds its rows with their lengths before the loss, in one graph or behind a break."""
+
+    def __init__(self, breaks: bool):
+        super().__init__()
+        self.table, self.layers, self.head, self.breaks = nn.Embedding(50, WIDTH), Deep(2), nn.Linear(WIDTH, 50), breaks
+
+    def forward(self, ids, labels):
+        scores = self.head(self.layers(self.table(ids)))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_scores_are_made_row_by_row_at_every_length(breaks, dynamic):
+    """[rows, length, classes] seen as [rows * length, classes]: the length may be a symbol."""
+    torch.manual_seed(0)
+    model = Scores(breaks).double()
+    step = torch.compile(model, backend="l2l", dynamic=dynamic, options={"micro_batches": 4, "device": "cpu", "block_compiler": "eager"})
+    for shape in ((8, 9), (8, 7), (6, 12), (3, 9)):
+        reference = copy.deepcopy(model)
+        model.zero_grad()
+        reference.zero_grad()
+        ids, labels = torch.randint(50, shape), torch.randint(50, shape)
+        step(ids, labels).backward()
+        reference(ids, labels).backward()
+        assert_same_gradients(model, reference)
+    for program in l2l_compile.programs(step):
+        whole = [s for s in program.segments if not s.block.inner_looped]
+        assert all(s.block.reason == "aten.nll_loss_forward.default reduces the batch dimension" for s in whole), whole
+        assert all(len(v.shape) == 1 or v.shape[1] == 1 for s in whole for v in s.block.values)  # one number for each target
+
+
+def test_scores_that_are_given_time_first_of_any_length():
+    torch.manual_seed(0)
+    model, batches = TimeFirstScores().double(), [(9, 6), (7, 6), (8, 4)]
+    step = torch.compile(model, backend="l2l", options={"micro_batches": 2, "device": "cpu", "block_compiler": "eager"})
+    for shape in batches:
+        reference = copy.deepcopy(model)
+        model.zero_grad()
+        reference.zero_grad()
+        ids, labels = torch.randint(50, shape), torch.randint(50, shape)
+        step(ids, labels).backward()
+        reference(ids, labels).backward()
+        assert_same_gradients(model, reference)
+    last = l2l_compile.programs(step)[-1]
+    assert {s.micro_batches for s in last.segments if s.parameter_names} == {2}
+
+
+class TimeFirstScores(nn.Module):
+    """Indices [time, batch]; the layers attend along time."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0) for _ in range(2))
+
+    def forward(self, ids, labels):
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import sympy
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -12,6 +14,7 @@ class Batch:
     `[a * multiple, b * multiple)`, a slice; a larger `outer` is only met inside of a block (values of several layers joined
     along the batch, time folded before it). A value without a `Batch` is *invariant*: the same for every micro-batch.
 
+    multiple  a number, or in a `TensorSpec` an expression of other sizes (`rows_at` of `ir/values.py` gives it a value)
     uniform   all entries along `dim` are alike, so any other `outer` and `multiple` with the same product describe it too
     alike     every row holds the same
     below     entries are whole numbers from 0 on and below this; None if that is not known
@@ -20,7 +23,7 @@ class Batch:
     """
 
     dim: int
-    multiple: int = 1
+    multiple: int | sympy.Expr = 1
     outer: int = 1
     uniform: bool = field(default=False, compare=False)
     alike: bool = field(default=False, compare=False)
@@ -28,7 +31,7 @@ class Batch:
     order: object | None = None
 
     @property
-    def factor(self) -> int:
+    def factor(self) -> int | sympy.Expr:
         """Entries of the dimension for each row."""
         return self.outer * self.multiple
 

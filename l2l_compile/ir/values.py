@@ -121,4 +121,11 @@ def find_batch(shape: tuple[Dim, ...], symbol: sympy.Symbol | None) -> tuple[Bat
     multiple = sympy.simplify(expression / symbol)
     if multiple.is_Integer and multiple > 0:
         return Batch(index, int(multiple)), False
+    if multiple.is_integer and multiple.free_symbols and symbol not in multiple.free_symbols:
+        return Batch(index, multiple), False  # rows of a length that is a symbol as well, in one dimension
     return None, True
+
+
+def rows_at(batch: Batch | None, bindings: Bindings) -> Batch | None:
+    """Where the rows stand at these sizes; `bindings` need not have the size of the batch."""
+    return batch if batch is None or isinstance(batch.multiple, int) else replace(batch, multiple=evaluate(batch.multiple, bindings))

@@ -12,7 +12,7 @@ import torch
 
 from ..ir import nodes
 from ..ir.program import Block, Program, Segment
-from ..ir.values import Bindings, TensorSpec
+from ..ir.values import Bindings, TensorSpec, evaluate
 from ..lower import Lowered, Lowering, Request, wanted_of
 from ..precision import gradient_dtype
 from ..randomness import mixed
@@ -117,12 +117,12 @@ class Step:
 
     def part(self, tensor: torch.Tensor, spec: TensorSpec, turn: int) -> torch.Tensor:
         """A micro-batch's slice of a whole value, a view."""
-        dim, multiple = spec.batch.dim, spec.batch.multiple
+        dim, multiple = spec.batch.dim, evaluate(spec.batch.multiple, self.bindings)
         return tensor.narrow(dim, sum(self.sizes[:turn]) * multiple, self.sizes[turn] * multiple)
 
     def for_all(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
         """The first micro-batch's part of a value whose rows are alike, as the parts of all: one memory, as far as that goes."""
-        dim, multiple = spec.batch.dim, spec.batch.multiple
+        dim, multiple = spec.batch.dim, evaluate(spec.batch.multiple, self.bindings)
         return [tensor.narrow(dim, 0, size * multiple).contiguous() for size in self.sizes]
 
     def share(self, turn: int, partial: str | None) -> float:
