@@ -291,7 +291,7 @@ def _trace(
     def flat(*arguments):
         return function(sizes.with_symbols(arguments[:count]), arguments[count:])
 
-    grad, transforms = torch.is_grad_enabled(), functorch.maybe_current_level() or 0
+    grad, transforms = torch.is_grad_enabled(), functorch.get_dynamic_layer_stack_depth()
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.environment)
     try:
         # the Python dispatcher turns operators whose schema hides a write (native_batch_norm) into ones that show it
@@ -307,7 +307,8 @@ def _trace(
         ) from error
     finally:
         torch.set_grad_enabled(grad)
-        functorch.pop_dynamic_layer_stack_and_undo_to_depth(transforms)  # a failure inside of a vmap leaves it open
+        while functorch.get_dynamic_layer_stack_depth() > transforms:  # a failure inside of a vmap leaves it open
+            functorch.pop_dynamic_layer_stack()
     _check_constants(block, module)
     _erase_aliases(module.graph)
     for node in reversed(module.graph.nodes):
