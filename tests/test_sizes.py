@@ -263,6 +263,18 @@ class Scores(nn.Module):
         return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
 
 
+def compared_with_eager(model, step, shapes) -> None:
+    """Steps on tokens of these shapes."""
+    for shape in shapes:
+        reference = copy.deepcopy(model)
+        model.zero_grad()
+        reference.zero_grad()
+        ids, labels = torch.randint(50, shape), torch.randint(50, shape)
+        step(ids, labels).backward()
+        reference(ids, labels).backward()
+        assert_same_gradients(model, reference)
+
+
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_scores_are_made_row_by_row_at_every_length(breaks, dynamic):
@@ -270,34 +282,11 @@ def test_scores_are_made_row_by_row_at_every_length(breaks, dynamic):
     torch.manual_seed(0)
     model = Scores(breaks).double()
     step = torch.compile(model, backend="l2l", dynamic=dynamic, options={"micro_batches": 4, "device": "cpu", "block_compiler": "eager"})
-    for shape in ((8, 9), (8, 7), (6, 12), (3, 9)):
-        reference = copy.deepcopy(model)
-        model.zero_grad()
-        reference.zero_grad()
-        ids, labels = torch.randint(50, shape), torch.randint(50, shape)
-        step(ids, labels).backward()
-        reference(ids, labels).backward()
-        assert_same_gradients(model, reference)
+    compared_with_eager(model, step, [(8, 9), (8, 7), (6, 12), (3, 9)])
     for program in l2l_compile.programs(step):
         whole = [s for s in program.segments if not s.block.inner_looped]
         assert all(s.block.reason == "aten.nll_loss_forward.default reduces the batch dimension" for s in whole), whole
         assert all(len(v.shape) == 1 or v.shape[1] == 1 for s in whole for v in s.block.values)  # one number for each target
-
-
-def test_scores_that_are_given_time_first_of_any_length():
-    torch.manual_seed(0)
-    model, batches = TimeFirstScores().double(), [(9, 6), (7, 6), (8, 4)]
-    step = torch.compile(model, backend="l2l", options={"micro_batches": 2, "device": "cpu", "block_compiler": "eager"})
-    for shape in batches:
-        reference = copy.deepcopy(model)
-        model.zero_grad()
-        reference.zero_grad()
-        ids, labels = torch.randint(50, shape), torch.randint(50, shape)
-        step(ids, labels).backward()
-        reference(ids, labels).backward()
-        assert_same_gradients(model, reference)
-    last = l2l_compile.programs(step)[-1]
-    assert {s.micro_batches for s in last.segments if s.parameter_names} == {2}
 
 
 class TimeFirstScores(nn.Module):
@@ -313,3 +302,12 @@ class TimeFirstScores(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_scores_that_are_given_time_first_of_any_length():
+    torch.manual_seed(0)
+    model = TimeFirstScores().double()
+    step = torch.compile(model, backend="l2l", options={"micro_batches": 2, "device": "cpu", "block_compiler": "eager"})
+    compared_with_eager(model, step, [(9, 6), (7, 6), (8, 4)])
+    last = l2l_compile.programs(step)[-1]
+    assert {s.micro_batches for s in last.segments if s.parameter_names} == {2}
