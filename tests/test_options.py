@@ -7,9 +7,11 @@ from importlib.metadata import entry_points
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import l2l_compile
 from l2l_compile import DeviceError, OptionError, Options
+from l2l_compile.capture import capture
 from models import Stack, compiled, rows
 
 
@@ -60,9 +62,18 @@ def test_mode_is_refused_with_a_sentence():
 
 
 def test_parameter_that_is_not_on_the_host_is_an_error_that_names_it_and_says_what_to_do():
-    model = Stack().to("meta")  # any device but the host
-    with pytest.raises(DeviceError, match="parameter '.*' is on meta.*leave the model and its inputs on the host"):
+    model = Stack().to("meta")
+    with pytest.raises(DeviceError, match="parameter '.*' is on meta, without values.*model.to_empty"):
         compiled(lambda: model.head(model.embed.weight[:, 0]))()
+
+
+def test_an_input_on_an_accelerator_is_an_error_that_says_what_to_do():
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        graph.placeholder("x").meta["example_value"] = torch.empty(4, device="cuda")
+    graph.output(())
+    with pytest.raises(DeviceError, match="input 'x' is on cuda.*leave the model and its inputs on the host.*option 'device'"):
+        capture(torch.fx.GraphModule({}, graph))
 
 
 def test_input_that_is_not_on_the_host_is_an_error_that_names_it():
