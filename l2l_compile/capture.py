@@ -1,8 +1,10 @@
 """From Dynamo's graph to a `Captured` graph: inputs sorted by kind, one batch symbol, every value described."""
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import sympy
@@ -109,14 +111,25 @@ def _autocast() -> torch.dtype | None:
 
 def _refuse_data_dependence(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        value = node.meta.get("example_value")
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Tensor)) and free_unbacked_symbols(value):
+        if any(map(_is_unbacked, _symbolic_sizes(node.meta.get("example_value")))):
             where = (node.meta.get("stack_trace") or "").strip().split("\n")
             raise L2LError(
                 f"'{node.name}' makes a number or a size from the values of a tensor, which backend 'l2l' cannot stream: "
                 "keep it a tensor, or compile without fullgraph=True and capture_scalar_outputs, which breaks the graph there"
                 + "".join(f"\n  {line.strip()}" for line in where[-2:])
             )
+
+
+def _symbolic_sizes(value: object) -> list[sympy.Basic]:
+    sizes = (value,)
+    if isinstance(value, torch.Tensor):
+        sizes = (*value.shape, *value.stride(), value.storage_offset()) if value.layout is torch.strided else value.shape
+    return [size.node.expr for size in sizes if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool))]
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_unbacked(size: sympy.Basic) -> bool:
+    return bool(free_unbacked_symbols(size))
 
 
 def drop_outputs(captured: Captured) -> None:

@@ -1,7 +1,7 @@
 """Cut the line into segments: the layers that were found, and what lies between them at its narrowest places.
 
 A stretch between layers (embeddings, a different first layer, a head, or a whole model without repeats) is cut so
-that no piece holds more parameter bytes than the largest layer or the largest single use, and so that the values
+that no piece holds many more parameter bytes than the largest layer or the largest single use, and so that the values
 crossing the cuts are as small as can be (dynamic programming over the candidate cuts between parameter uses).
 
 Segments whose canonical forms are equal are instances of one block; see `canonical`.
@@ -20,6 +20,9 @@ from .compilation import Compilation
 from .line import Line
 
 
+ABOUT_A_LAYER = 1.1  # a first layer may have a table that the others read
+
+
 @dataclass(frozen=True)
 class CutSegments:
     """Provides `segments` and `blocks`."""
@@ -31,7 +34,7 @@ class CutSegments:
     def apply(self, compilation: Compilation) -> None:
         line = compilation.line
         ranges = list(compilation.layers)
-        limit = max((_weight_bytes(line, r) for r in ranges), default=0)
+        limit = ABOUT_A_LAYER * max((_weight_bytes(line, r) for r in ranges), default=0)
         for gap in _gaps(ranges, len(line)):
             edges = _with_parameters(line, gap, compilation.forced_cuts)
             for a, b in itertools.pairwise(edges):
@@ -96,7 +99,7 @@ def _weights(line: Line, piece: range) -> set:
     return {u.weight for u in line.uses[first:last]}
 
 
-def _narrow(line: Line, gap: range, limit: int) -> list[range]:
+def _narrow(line: Line, gap: range, limit: float) -> list[range]:
     """Cut a stretch into pieces of at most `limit` parameter bytes (or one use), at the least crossing bytes."""
     cuts = _candidates(line, gap)
     atoms = [_weights(line, range(a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]

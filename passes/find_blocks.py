@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from .chains import carried, chains, feeds, handed_on, may_be_cut, narrow_between, parts, up_to_the_next, uses_in
 from .compilation import Compilation
 from .line import Line
-from .names import Path, containers, has_names, inside_an_item, item_cuts, items, stacks
+from .names import Path, containers, has_alike_items, has_names, inside_an_item, item_cuts, items, stacks
 from .repeats import Copies, place, ranges_between, repeats, rotate
 
 _TRIES = 12  # repeats to look at before a stretch counts as one without layers
@@ -90,11 +90,25 @@ def _is_chain(line: Line, spans: list[range]) -> bool:
 
 @dataclass(frozen=True)
 class _Layers:
-    """A repeat whose copies are layers: its copies, the chains that they form, how many values are handed on at most."""
+    """A repeat whose copies are layers.
+
+    chains     the copies that feed one another, by index
+    handed_on  by the cut between two copies, how many values cross it and are read within `reach` operations behind it; the
+               first of several cuts may be crossed by more than the others, and is left out
+    """
 
     copies: Copies
     chains: list[list[int]]
-    width: int
+    handed_on: dict[int, int]
+    reach: int
+
+    @property
+    def width(self) -> int:
+        return max(self.handed_on.values())
+
+    def no_wider_than(self, copies: Copies) -> bool:
+        """Whether these copies are surely no narrower: at some of the same cuts, they hand on as much or more, since they are as long or longer."""
+        return all(self.handed_on.get(cut, 0) >= self.width for cut in copies.cuts[1:-1]) and min(map(len, copies.ranges)) >= self.reach
 
 
 def _search(line: Line, start: int, end: int, first: int, last: int) -> list[Group]:
@@ -102,7 +116,16 @@ def _search(line: Line, start: int, end: int, first: int, last: int) -> list[Gro
     candidates = repeats(line.uses[first:last])[:_TRIES]
     while candidates:
         least = _AS_LARGE * candidates[0].cover
-        found = [layers for r in candidates if r.cover >= least and (layers := _as_layers(line, rotate(line, r, start, end, first)))]
+        found: list[_Layers] = []
+        for candidate in candidates:
+            if candidate.cover < least:
+                break
+            copies = rotate(line, candidate, start, end, first)
+            if any(larger.no_wider_than(copies) for larger in found):
+                continue
+            layers = _as_layers(line, copies)
+            if layers is not None:
+                found.append(layers)
         if found:  # the narrowest boundaries; of these, the largest cover; of these, the shortest period
             best = min(found, key=lambda f: (f.width, -len(f.copies.ranges) * f.copies.period, f.copies.period))
             groups = _place_chains(line, best, start, end)
@@ -125,15 +148,11 @@ def _as_layers(line: Line, copies: Copies) -> _Layers | None:
     joints = [(ranges[a], ranges[b]) for chain in chained for a, b in itertools.pairwise(chain)]
     if not any(narrow_between(line, *joint) for joint in joints[:_JOINTS]) or len({len(parts(line, r)) for r in ranges}) > 1:
         return None
-    return _Layers(copies, found, _width(line, joints))
-
-
-def _width(line: Line, joints: list[tuple[range, range]]) -> int:
-    """Most values that are handed on between two copies; the first of several joints may hand on more."""
     counted = joints[1:] or joints
     cuts = [after.start for _, after in counted]
-    count = handed_on(line, min(len(after) for _, after in counted), range(min(cuts), max(cuts) + 1))
-    return max(map(count, cuts))
+    reach = min(len(after) for _, after in counted)
+    count = handed_on(line, reach, range(min(cuts), max(cuts) + 1))
+    return _Layers(copies, found, {cut: count(cut) for cut in cuts}, reach)
 
 
 def _place_chains(line: Line, layers: _Layers, start: int, end: int) -> list[Group]:
@@ -185,8 +204,9 @@ def _inside(line: Line, copy: range) -> list[Group]:
 
 
 def _are_items(line: Line, group: Group) -> bool:
-    """Whether ranges are items of a container, or in none."""
-    return len(group) > 1 and (bool(containers(line, group)) or not _in_items(line, group))
+    """Whether ranges are layers of a container, or in none."""
+    of = containers(line, group)
+    return len(group) > 1 and (any(has_alike_items(line, group, path) for path in of) or not of and not _in_items(line, group))
 
 
 def _is_narrow(line: Line, group: Group, copy: range, layers: Group, width: float) -> bool:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from ..ir.program import Segment, Uncut
 from .chains import chains, feeds, up_to_the_next, uses_in
 from .compilation import Compilation
+from .cut_segments import ABOUT_A_LAYER
 from .line import Line
 from .names import Path, has_names, items
 from .repeats import repeats, rotate
 
-_MORE = 1.1  # a segment of so many layers, by its parameters' bytes, is no layer
 _MOST = 0.75  # of a segment's bytes has to be in the layers that it is said to hold: a layer may have a list of its own
 
 
@@ -41,7 +41,7 @@ def _is_more(line: Line, segment: Segment, inner: list[range], single: int) -> b
     if len(inner) < 2:
         return False
     whole, sizes = _bytes(line, segment.span), [_bytes(line, layer) for layer in inner]
-    return whole > _MORE * max(single, *sizes) and sum(sizes) >= _MOST * whole
+    return whole > ABOUT_A_LAYER * max(single, *sizes) and sum(sizes) >= _MOST * whole
 
 
 def _uncut(line: Line, segment: Segment, inner: list[range]) -> Uncut:

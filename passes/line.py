@@ -72,8 +72,9 @@ class Line:
         self.reads = [tuple(n for n in node.all_input_nodes if size_expression(n) is None) for node in self.nodes]
         # operations before each position, without those that only compute sizes: layers differ in these
         self.operations_before = [0, *itertools.accumulate(size_expression(n) is None for n in self.nodes)]
-        self.paths = [_module_path(n) for n in self.nodes]
-        self.classes = {path: kind for n in self.nodes for path, kind in _module_stack(n)}  # of modules, by path
+        stacks = [_module_stack(n) for n in self.nodes]
+        self.paths = [stack[-1][0] if stack else () for stack in stacks]  # of the modules, outermost first; () if unknown
+        self.classes = {path: kind for stack in stacks for path, kind in stack}  # of modules, by path
         self.composed = {path[:end] for path in self.classes for end in range(1, len(path))}  # modules that hold others
         self.barriers: list[Barrier] = []
         self.modes = self._scan_modes()
@@ -185,12 +186,6 @@ def size_expression(node: fx.Node):
 def _is_number(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     return value is None or isinstance(value, (int, float, bool, torch.SymInt))
-
-
-def _module_path(node: fx.Node) -> tuple[str, ...]:
-    """Names of the modules around an operation, outermost first: ("model", "layers", "0", "mlp"); () if unknown."""
-    stack = _module_stack(node)
-    return stack[-1][0] if stack else ()
 
 
 def _module_stack(node: fx.Node) -> list[tuple[tuple[str, ...], type]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 
 from .line import Line
 
@@ -31,16 +31,22 @@ def item_depth(line: Line, cut: int) -> int:
 
 def containers(line: Line, group: list[range]) -> set[Path]:
     """Module containers whose items the ranges of a group are made of: each range has items of its own."""
-    seen: dict[Path, list[set[str]]] = {}
+    seen: defaultdict[Path, list[set[str]]] = defaultdict(lambda: [set() for _ in group])
     for index, layer in enumerate(group):
-        for position in layer:
-            for item in items(line.paths[position]):
-                seen.setdefault(item[:-1], [set() for _ in group])[index].add(item[-1])
+        for path in {line.paths[position] for position in layer}:
+            for item in items(path):
+                seen[item[:-1]][index].add(item[-1])
     return {
         container
         for container, sets in seen.items()
         if all(sets) and sum(map(len, sets)) == len(set().union(*sets))
     }
+
+
+def has_alike_items(line: Line, group: list[range], container: Path) -> bool:
+    """Whether ranges hold several items of one class of a container, as layers are; parts of one layer have classes of their own."""
+    found = {item for layer in group for path in {line.paths[p] for p in layer} for item in items(path) if item[:-1] == container}
+    return max(Counter(map(line.classes.get, found)).values(), default=0) > 1
 
 
 def inside_an_item(line: Line, group: list[range], of: set[Path]) -> bool:

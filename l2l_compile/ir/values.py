@@ -1,6 +1,7 @@
 """What the compiler knows of a value before it exists: shape with symbols, dtype, where its rows stand."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +24,8 @@ def evaluate(dim: Dim, bindings: Bindings) -> int:
     """
     if isinstance(dim, int):
         return dim
+    if dim in bindings:
+        return bindings[dim]
     if any(isinstance(bindings.get(s), torch.SymInt) for s in dim.free_symbols):
         return sympy_interp(PythonReferenceAnalysis, dict(bindings), dim)
     return int(substitute(dim, bindings))
@@ -118,12 +121,18 @@ def find_batch(shape: tuple[Dim, ...], symbol: sympy.Symbol | None) -> tuple[Bat
     if len(found) > 1:
         return None, True
     index, expression = found[0]
-    multiple = sympy.simplify(expression / symbol)
-    if multiple.is_Integer and multiple > 0:
-        return Batch(index, int(multiple)), False
-    if multiple.is_integer and multiple.free_symbols and symbol not in multiple.free_symbols:
-        return Batch(index, multiple), False  # rows of a length that is a symbol as well, in one dimension
-    return None, True
+    multiple = _multiple(expression, symbol)
+    return (None, True) if multiple is None else (Batch(index, multiple), False)
+
+
+@functools.lru_cache(maxsize=1024)
+def _multiple(size: sympy.Expr, symbol: sympy.Symbol) -> Dim | None:
+    """A size divided by the batch, where that is a whole number or an expression of other sizes that is one."""
+    multiple = sympy.simplify(size / symbol)
+    if multiple.is_Integer:
+        return int(multiple) if multiple > 0 else None
+    of_others = multiple.is_integer and multiple.free_symbols and symbol not in multiple.free_symbols
+    return multiple if of_others else None  # rows of a length that is a symbol as well, in one dimension
 
 
 def rows_at(batch: Batch | None, bindings: Bindings) -> Batch | None:

@@ -134,3 +134,40 @@ def test_value_collected_from_every_layer_does_not_split_them():
 
     found = compilation(Collecting(4).double(), rows(6), passes=CUT)
     assert [len(run) for run in repeated(found)] == [4]
+
+
+def test_layer_with_a_few_parameters_more_than_the_others_is_one_segment():
+    model = Stack([Layer(activation=nn.PReLU()), *(Layer(activation=torch.tanh) for _ in range(3))])
+    found = compilation(model.double(), rows(6), passes=CUT)
+    assert [s.name for s in found.segments[1:-1]] == names("layers", 0, 1, 2, 3)
+
+
+def test_parts_of_a_layer_in_a_list_are_no_layers_however_alike():
+    """As in T5's decoder: self- and cross-attention, of classes of their own, are the same operations on other weights."""
+
+    class Itself(Attention):
+        pass
+
+    class Other(Attention):
+        pass
+
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+        def forward(self, x):
+            return x + self.down(torch.relu(self.up(self.norm(x))))
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.ModuleList([Itself(), Other(), Mlp()])
+
+        def forward(self, x):
+            for part in self.layer:
+                x = part(x)
+            return x
+
+    found = compilation(Stack([Block() for _ in range(4)]).double(), rows(6, 4, 5), passes=CUT)
+    assert [sorted({n.split(".")[1] for n in s.parameter_names}) for s in found.segments[1:-1]] == [["0"], ["1"], ["2"], ["3"]]
