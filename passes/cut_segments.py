@@ -18,6 +18,7 @@ from ..ir.program import Block, Segment, Value
 from .canonical import Piece, build_block
 from .compilation import Compilation
 from .line import Line
+from .names import items
 
 
 ABOUT_A_LAYER = 1.1  # a first layer may have a table that the others read
@@ -39,7 +40,30 @@ class CutSegments:
             edges = _with_parameters(line, gap, compilation.forced_cuts)
             for a, b in itertools.pairwise(edges):
                 ranges += _narrow(line, range(a, b), limit)
-        instantiate(compilation, ranges)
+        instantiate(compilation, _completed(compilation, ranges, limit))
+
+
+def _completed(compilation: Compilation, ranges: list[range], limit: float) -> list[range]:
+    """The ranges, where a layer that is like no other one has the rest of its item of a list with it.
+
+    Layers are found as what several copies have in common: a norm in front of one of them alone is left out.
+    """
+    line = compilation.line
+    ranges = sorted(ranges, key=lambda r: r.start)
+    layers = set(compilation.layers)
+    torn = [
+        (a, b) for a, b in itertools.pairwise(ranges)
+        if (a in layers) != (b in layers) and b.start not in compilation.forced_cuts and set(items(line.paths[a[-1]])) & set(items(line.paths[b[0]]))
+    ]
+    if not torn:
+        return ranges
+    forms = Counter(Piece.of(line, layer).form for layer in layers)
+    for a, b in torn:
+        joined = range(a.start, b.stop)
+        alone = forms[Piece.of(line, a if a in layers else b).form] == 1
+        if alone and a in ranges and b in ranges and _weight_bytes(line, joined) <= limit:
+            ranges[ranges.index(a) : ranges.index(b) + 1] = [joined]
+    return ranges
 
 
 def instantiate(compilation: Compilation, ranges: list[range]) -> None:

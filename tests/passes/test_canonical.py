@@ -98,3 +98,9 @@ def test_layers_that_differ_only_in_a_captured_constant_tensor_keep_parity():
             return super().forward(x) + self.by
 
     assert_parity(Stack([Offset(i) for i in range(4)]).double(), rows(6))
+
+
+def test_layer_that_repeats_only_in_part_is_one_segment():
+    """The layers 1, 2 and 3 have all but one parameter in common."""
+    found = compilation(Stack([Layer(), Layer(), Rooted(), Rooted()]).double(), rows(6), passes=SEGMENTATION[:2])
+    assert [s.name for s in found.segments[1:-1]] == [f"layers.{i}" for i in range(4)]
