@@ -12,15 +12,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
 import torch._inductor.compile_fx  # most of a second, which the first step is spared, as with torch.compile(model)
 from torch import fx
-from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture
 
 from . import vector_instructions
 from .inductor import compile_graph
+from .kernel_files import Kernel, compile_file, in_files
+from .priority import give_way
 
 _HOST = torch.device("cpu")
 PATIENCE = 2.0  # seconds until progress is shown
@@ -73,26 +77,43 @@ _put_off = threading.local()
 
 @contextmanager
 def _without_waiting() -> Iterator[list[Callable[[], None]]]:
-    _put_off.waits = waits = []
+    _put_off.waits, _put_off.kernels = waits, _ = [], []
     try:
         yield waits
     finally:
-        _put_off.waits = None
+        _put_off.waits = _put_off.kernels = None
+
+
+@functools.cache
+def _compilers() -> ThreadPoolExecutor:
+    """Threads that wait for C++ compilers, which leave the first processor to Python: it lowers the next graph."""
+    return ThreadPoolExecutor(get_compile_threads(), "l2l-compiler", initializer=give_way, initargs=(5,))
 
 
 def _wait_later() -> None:
-    """Make Inductor's waiting for kernels something that can be put off."""
-    wait = AsyncCompile._wait_futures
+    """Make Inductor's waiting for kernels something that can be put off; until then, it hands over the kernels of a graph one by one."""
+    wait, compiles = AsyncCompile._wait_futures, AsyncCompile.cpp_pybinding
+
+    @functools.wraps(compiles)
+    def cpp_pybinding(self: AsyncCompile, types: list[str], source: str) -> object:
+        kernels = getattr(_put_off, "kernels", None)
+        if kernels is None or get_compile_threads() < 2:
+            return compiles(self, types, source)
+        kernels.append(kernel := Kernel(types, source))
+        return LambdaFuture(lambda: kernel.load())
 
     @functools.wraps(wait)
     def wait_futures(self: AsyncCompile, scope: dict) -> None:
         waits = getattr(_put_off, "waits", None)
         if waits is None:
             wait(self, scope)
-        else:
-            waits.append(functools.partial(wait, self, scope))
+            return
+        for kernels in in_files(_put_off.kernels, get_compile_threads()):
+            compile_file(kernels, functools.partial(CppPythonBindingsCodeCache.load_pybinding_async, submit_fn=_compilers().submit))
+        _put_off.kernels.clear()
+        waits.append(functools.partial(wait, self, scope))
 
-    AsyncCompile._wait_futures = wait_futures
+    AsyncCompile._wait_futures, AsyncCompile.cpp_pybinding = wait_futures, cpp_pybinding
 
 
 _wait_later()

@@ -15,6 +15,8 @@ from collections.abc import Callable
 import torch._inductor.config
 from torch._inductor import cpu_vec_isa
 
+from .priority import give_way
+
 _log = logging.getLogger(__name__)
 
 
@@ -65,6 +67,7 @@ def _find_best() -> None:
 
 
 def _find_all() -> None:
+    give_way(19)  # the first step is computing now
     for kind in _offered():
         bool(kind)
     cpu_vec_isa.valid_vec_isa_list.cache_clear()

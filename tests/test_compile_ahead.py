@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,22 +35,22 @@ def step() -> None:
 @several_compilers
 def test_no_graph_waits_for_the_kernels_of_another(monkeypatch):
     begun, done, asked = [], [], threading.Event()
-    begin, result, submit = compile_ahead.begin, compile_ahead.Begun.result, AsyncCompile.submit.__func__
+    begin, result, submit = compile_ahead.begin, compile_ahead.Begun.result, compile_ahead._compilers().submit
 
-    def held_back(cls, task):
+    def held_back(task):
         def compile_later():
             if not asked.wait(60):
                 raise TimeoutError("a graph waits for its kernels before it is asked for")
             return task()
 
-        return submit(cls, compile_later)
+        return submit(compile_later)
 
     def result_of(self):
         asked.set()
         done.append(result(self))
         return done[-1]
 
-    monkeypatch.setattr(AsyncCompile, "submit", classmethod(held_back))
+    monkeypatch.setattr(compile_ahead, "_compilers", lambda: SimpleNamespace(submit=held_back))
     monkeypatch.setattr(compile_ahead, "begin", lambda graph: begun.append(graph) or begin(graph))
     monkeypatch.setattr(compile_ahead.Begun, "result", result_of)
     step()
@@ -59,15 +60,16 @@ def test_no_graph_waits_for_the_kernels_of_another(monkeypatch):
 
 @several_compilers
 def test_a_kernel_that_cannot_be_compiled_is_an_error_of_its_block(monkeypatch):
-    def no_compiler(cls, task):
+    def no_compiler(task):
         def fail():
             raise OSError("g++: out of memory")
 
-        return submit(cls, fail)
+        return submit(fail)
 
-    submit = AsyncCompile.submit.__func__
+    submit = compile_ahead._compilers().submit
     with monkeypatch.context() as broken:
-        broken.setattr(AsyncCompile, "submit", classmethod(no_compiler))
+        broken.setattr(compile_ahead, "_compilers", lambda: SimpleNamespace(submit=no_compiler))
+        broken.setattr(AsyncCompile, "submit", staticmethod(no_compiler))
         with pytest.raises(l2l_compile.LoweringError, match="block_1 cannot be compiled by Inductor: .*OSError: g.*block_compiler='eager'"):
             step()
 
