@@ -11,12 +11,13 @@ from torch import fx
 from . import dynamo
 from .batch_dimension import look_elsewhere
 from .capture import Captured, capture
+from .dumps import trace
 from .errors import L2LError, OptionError
 from .ir.program import Program
 from .lower import Lowering
 from .options import Options
 from .passes.compilation import Compilation
-from .passes.pipeline import SEGMENTATION, STREAMING, begin, run
+from .passes.pipeline import PIPELINE, PREPARATION, SEGMENTATION, STREAMING, After, run
 from .propagation import remember_propagation
 from .runtime.runner import Runner
 from .runtime.segment_run import block_bindings
@@ -55,22 +56,12 @@ def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
     return runner
 
 
-def compile_program(captured: Captured, options: Options, lowering: Lowering) -> tuple[Program, Compilation]:
-    """Run the passes over a captured graph."""
-    compilation = begin(captured, options)
-    run(compilation)
+def compile_program(captured: Captured, options: Options, lowering: Lowering, after: After = trace) -> tuple[Program, Compilation]:
+    """Run the passes over a captured graph, ours and then those of the option `passes`; `after` is called behind each."""
+    compilation = Compilation(captured, options)
+    run(compilation, PIPELINE + options.passes, after=after)
     look_elsewhere(captured, compilation)
-    backward = compilation.backward
-    program = Program(
-        captured,
-        tuple(compilation.segments),
-        tuple(compilation.blocks),
-        fx.GraphModule({}, compilation.forward),
-        fx.GraphModule({}, backward) if backward is not None else None,
-        captured.hints,
-        compilation.uncut,
-        tuple(i.index for i in captured.inputs if i.node in {value.node for value in compilation.carried}),
-    )
+    program = compilation.program()
     for block in compilation.blocks:
         block.lowering, block.static = lowering, dynamo.sizes_are_fixed()
         block.sizes_now = lambda b: block_bindings(b, program.bindings, captured.batch, options.micro_batches)[0]
@@ -80,8 +71,8 @@ def compile_program(captured: Captured, options: Options, lowering: Lowering) ->
 def _rebuild_backward(compilation: Compilation, given: tuple[bool, ...]) -> fx.GraphModule:
     """The backward graph for other gradients than were foreseen."""
     fresh = replace(compilation, given=given, forward=None, backward=None)
-    facts = frozenset().union(*(step.provides for step in SEGMENTATION))
-    run(fresh, STREAMING, facts)
+    facts = frozenset().union(*(step.provides for step in PREPARATION + SEGMENTATION))
+    run(fresh, STREAMING + compilation.options.passes, facts)
     return fx.GraphModule({}, fresh.backward)
 
 

@@ -41,6 +41,7 @@ class Options:
     accumulate      number of backward calls in a step (in_backward and in_forward).
     pinned_memory   most bytes of host memory that are page-locked for the device (cuda), or "8GB", "512MiB"; None sets no
                     bound. Beyond it, weights go through a ring of staging buffers, and tensors come back unpinned.
+    passes          passes of the user's own (`l2l_compile.passes.compilation.Pass`), run after ours and verified as ours are.
     compile_update  whether updates behind the device are compiled into one pass over memory where the optimizer is
                     elementwise; False runs the optimizer's own step on each layer.
     """
@@ -60,6 +61,7 @@ class Options:
     accumulate: int = 1
     compile_update: bool = True
     pinned_memory: int | None = None
+    passes: tuple[Any, ...] = ()
 
     @property
     def gradients_on_link(self) -> str | None:
@@ -90,6 +92,7 @@ class Options:
         _check_int(given, "accumulate", 1)
         _check_choice(given, "compile_update", (True, False))
         _check_optimizer(given)
+        given["passes"] = _passes(given.get("passes", ()))
         given["pinned_memory"] = _bytes(given.get("pinned_memory"))
         given["device"] = _device(given.get("device"))
         return cls(**given)
@@ -138,6 +141,16 @@ def _check_optimizer(given: dict) -> None:
         )
     if update == "at_step":
         raise OptionError("option 'max_grad_norm' is for update='in_forward'; at_step, call torch.nn.utils.clip_grad_norm_ as usual")
+
+
+def _passes(given: Any) -> tuple[Any, ...]:
+    found = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (None,)
+    for step in found:
+        if isinstance(step, type) or not all(hasattr(step, name) for name in ("name", "requires", "provides", "apply")):
+            raise OptionError(
+                f"option 'passes' must be a sequence of passes, objects with name, requires, provides and apply(compilation), got {given!r}"
+            )
+    return found
 
 
 _UNITS = {f"{prefix}{i}B": base**power for base, i in ((1000, ""), (1024, "i")) for power, prefix in enumerate("KMGT", 1)}

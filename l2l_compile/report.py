@@ -6,6 +6,7 @@ import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from . import dynamo
 from .backend import compile_program
 from .capture import capture
 from .device_memory import DeviceMemory, device_memory
+from .dumps import Dump
+from .dumps import trace as trace_pass
 from .host.compiled_step import why_not_compiled
 from .host.memory import HostMemory, host_memory
 from .ir.program import Block, Program, Segment, Uncut
@@ -126,12 +129,13 @@ def _program_lines(number: int, program: Program) -> list[str]:
     return [title, *("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)) + "  " + row[4] for row in rows)]
 
 
-def explain(model: Callable, options: Mapping[str, Any] | None = None) -> Callable[..., Report]:
+def explain(model: Callable, options: Mapping[str, Any] | None = None, *, dump: str | Path | None = None) -> Callable[..., Report]:
     """`explain(model, options)(*args, **kwargs)` reports what `torch.compile(model, backend="l2l")` would run.
 
     `model` is a module or a function, compiled or not (then its own options hold, unless others are given); the arguments are those of a training step, on the host.
     Nothing is computed and nothing changes: the model is traced, outputs are zeros until the trace ends. After a
-    graph break, the trace goes on with those zeros. Raises what compilation would raise.
+    graph break, the trace goes on with those zeros. With `dump`, a folder, the program after every pass is written to
+    `dump/program0/03_find_blocks.txt` and so on, with the seconds of the pass. Raises what compilation would raise.
     """
     if not callable(model):
         raise TypeError(f"explain takes a module or a function, got {type(model).__name__}")
@@ -141,7 +145,7 @@ def explain(model: Callable, options: Mapping[str, Any] | None = None) -> Callab
     plain = getattr(plain, "_torchdynamo_orig_callable", plain)
 
     def trace(*args: Any, **kwargs: Any) -> Report:
-        explainer = _Explainer(chosen)
+        explainer = _Explainer(chosen, Dump(dump) if dump is not None else None)
         dynamo.retry_skipped()
         try:
             with torch.random.fork_rng([]), on_the_host(plain, args, kwargs) as (args, kwargs):
@@ -172,14 +176,15 @@ class _Explainer:
     streams_layers = True  # what `dynamo.mark_batches` looks for
     __name__ = "l2l_explain"
 
-    def __init__(self, options: Options):
-        self.options = options
+    def __init__(self, options: Options, dump: Dump | None):
+        self.options, self.dump = options, dump
         self.programs: list[Program] = []
         self.skipped: list[dynamo.SkippedFrame] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
         lowering = Lowering(self.options.device, self.options.block_compiler)
-        program, _ = compile_program(capture(gm), self.options, lowering)
+        after = self.dump.next_program() if self.dump is not None else trace_pass
+        program, _ = compile_program(capture(gm), self.options, lowering, after)
         self.programs.append(program)
         return lambda *arguments: [_placeholder(program, i, arguments) for i in range(len(program.captured.outputs))]
 

@@ -1,15 +1,34 @@
 """What travels through the passes, and the shape that every pass has."""
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import fx
 
 from ..capture import Captured
-from ..ir.program import Block, Segment, Uncut, Value
+from ..ir.program import Block, Program, Segment, Uncut, Value
 from ..options import Options
 from .line import Line
+
+
+class Fact(enum.StrEnum):
+    """What a pass has made sure of, for those behind it."""
+
+    LINE = "line"
+    LAYERS = "layers"
+    SEGMENTS = "segments"
+    BLOCKS = "blocks"
+    REGIONS = "regions"
+    BATCHING = "batching"
+    GRANULARITY = "granularity"
+    GRADIENTS = "gradients"
+    PROGRAM = "program"
+    STASHES_PLACED = "stashes_placed"
+    PREFETCHED = "prefetched"
+    RELEASED = "released"
+    UPDATES_PLACED = "updates_placed"
 
 
 @dataclass(frozen=True)
@@ -24,7 +43,7 @@ class Gradients:
 class Compilation:
     """One captured graph on its way to a program. Each pass fills in what it provides.
 
-    line         the operations in order, with the cost of a cut before each        (given)
+    line         the operations in order, with the cost of a cut before each        read_line, split_regions
     given        which outputs have a gradient in `backward`; () asks for a guess    (given)
     layers       ranges of the line that are one layer each                          find_blocks
     forced_cuts  cuts between layers that module names ask for                       find_blocks
@@ -39,7 +58,7 @@ class Compilation:
 
     captured: Captured
     options: Options
-    line: Line
+    line: Line = None  # until `read_line`
     given: tuple[bool, ...] = ()
     layers: list[range] = field(default_factory=list)
     forced_cuts: set[int] = field(default_factory=set)
@@ -50,6 +69,15 @@ class Compilation:
     gradients: Gradients | None = None
     forward: fx.Graph | None = None
     backward: fx.Graph | None = None
+
+    def program(self) -> Program:
+        """The program as it stands."""
+        forward, backward = (fx.GraphModule({}, g) if g is not None else None for g in (self.forward, self.backward))
+        carried = {value.node for value in self.carried}
+        return Program(
+            self.captured, tuple(self.segments), tuple(self.blocks), forward, backward, self.captured.hints, self.uncut,
+            tuple(i.index for i in self.captured.inputs if i.node in carried),
+        )
 
     @property
     def outputs(self) -> tuple[Value | None, ...]:
@@ -76,10 +104,10 @@ class Compilation:
 
 
 class Pass(Protocol):
-    """A frozen dataclass with a name, what it needs and what it makes (names of facts), and one `apply`."""
+    """A frozen dataclass with a name, the facts that it needs and provides, and one `apply`. What it can be told are its fields."""
 
-    name: str
-    requires: frozenset[str]
-    provides: frozenset[str]
+    name: ClassVar[str]
+    requires: ClassVar[frozenset[Fact]] = frozenset()
+    provides: ClassVar[frozenset[Fact]] = frozenset()
 
     def apply(self, compilation: Compilation) -> None: ...

@@ -13,10 +13,11 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..ir.program import Block, Segment, Value
 from .canonical import Piece, build_block
-from .compilation import Compilation
+from .compilation import Compilation, Fact
 from .line import Line
 from .names import items
 
@@ -28,9 +29,9 @@ ABOUT_A_LAYER = 1.1  # a first layer may have a table that the others read
 class CutSegments:
     """Provides `segments` and `blocks`."""
 
-    name: str = "cut_segments"
-    requires: frozenset[str] = frozenset({"layers"})
-    provides: frozenset[str] = frozenset({"segments", "blocks"})
+    name: ClassVar = "cut_segments"
+    requires: ClassVar = frozenset({Fact.LAYERS})
+    provides: ClassVar = frozenset({Fact.SEGMENTS, Fact.BLOCKS})
 
     def apply(self, compilation: Compilation) -> None:
         line = compilation.line

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..ir.program import Segment, Value
-from .compilation import Compilation, Gradients
+from .compilation import Compilation, Fact, Gradients
 
 
 @dataclass(frozen=True)
 class Differentiate:
     """Provides `gradients`."""
 
-    name: str = "differentiate"
-    requires: frozenset[str] = frozenset({"batching"})
-    provides: frozenset[str] = frozenset({"gradients"})
+    name: ClassVar = "differentiate"
+    requires: ClassVar = frozenset({Fact.BATCHING})
+    provides: ClassVar = frozenset({Fact.GRADIENTS})
 
     def apply(self, compilation: Compilation) -> None:
         differentiable = tuple(is_differentiable(compilation, v) for v in compilation.outputs)

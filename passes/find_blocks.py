@@ -14,9 +14,10 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .chains import carried, chains, feeds, handed_on, may_be_cut, narrow_between, parts, up_to_the_next, uses_in
-from .compilation import Compilation
+from .compilation import Compilation, Fact
 from .line import Line
 from .names import Path, containers, has_alike_items, has_names, inside_an_item, item_cuts, items, stacks
 from .repeats import Copies, place, ranges_between, repeats, rotate
@@ -32,9 +33,9 @@ Group = list[range]  # layers of one chain, in order
 class FindBlocks:
     """Provides `layers`: ranges of the line that are one layer each, and cuts that module names ask for."""
 
-    name: str = "find_blocks"
-    requires: frozenset[str] = frozenset()
-    provides: frozenset[str] = frozenset({"layers"})
+    name: ClassVar = "find_blocks"
+    requires: ClassVar = frozenset({Fact.LINE})
+    provides: ClassVar = frozenset({Fact.LAYERS})
 
     def apply(self, compilation: Compilation) -> None:
         line = compilation.line

@@ -8,10 +8,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..ir.program import Segment, Uncut
 from .chains import chains, feeds, up_to_the_next, uses_in
-from .compilation import Compilation
+from .compilation import Compilation, Fact
 from .cut_segments import ABOUT_A_LAYER
 from .line import Line
 from .names import Path, has_names, items
@@ -24,9 +25,9 @@ _MOST = 0.75  # of a segment's bytes has to be in the layers that it is said to 
 class MeasureGranularity:
     """Provides `granularity`: `compilation.uncut`, the segments that hold several layers."""
 
-    name: str = "measure_granularity"
-    requires: frozenset[str] = frozenset({"batching"})
-    provides: frozenset[str] = frozenset({"granularity"})
+    name: ClassVar = "measure_granularity"
+    requires: ClassVar = frozenset({Fact.BATCHING})
+    provides: ClassVar = frozenset({Fact.GRANULARITY})
 
     def apply(self, compilation: Compilation) -> None:
         line = compilation.line

@@ -1,45 +1,34 @@
 """The passes, in order, and the runner that checks what each needs and verifies the program after each."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
-from ..capture import Captured, drop_outputs
 from ..errors import L2LError
-from ..options import Options
-from ..precision import narrow
-from .compilation import Compilation, Pass
+from .compilation import Compilation, Fact, Pass
 from .cut_segments import CutSegments
 from .differentiate import Differentiate
 from .find_blocks import FindBlocks
 from .granularity import MeasureGranularity
-from .line import Line
-from .loss_terms import gather_loss_terms
 from .place_stash import PlaceStash
 from .place_updates import PlaceUpdates
 from .prefetch import Prefetch
+from .preparation import DropOutputs, GatherLossTerms, Narrow, ReadLine
 from .release import Release
 from .split_regions import SplitRegions
 from .stream import Stream
 from .trace_batch import TraceBatch
 from .verify import verify
 
+PREPARATION: tuple[Pass, ...] = (DropOutputs(), GatherLossTerms(), Narrow(), ReadLine())
 SEGMENTATION: tuple[Pass, ...] = (FindBlocks(), CutSegments(), SplitRegions(), TraceBatch(), MeasureGranularity())
 STREAMING: tuple[Pass, ...] = (Differentiate(), Stream(), PlaceStash(), Prefetch(), Release(), PlaceUpdates())
-PIPELINE: tuple[Pass, ...] = SEGMENTATION + STREAMING
+PIPELINE: tuple[Pass, ...] = PREPARATION + SEGMENTATION + STREAMING
+
+After = Callable[[Pass, Compilation, float], None]  # called behind a pass, with the seconds that it and its verification took
 
 
-def begin(captured: Captured, options: Options) -> Compilation:
-    """A captured graph, ready for the passes: losses written row by row, specs narrowed to the precision."""
-    if options.outputs == "loss":
-        drop_outputs(captured)
-    if options.micro_batches > 1:
-        gather_loss_terms(captured, only_largest=options.precision != "fp32")
-    if options.precision != "fp32":
-        narrow(captured, options.precision)
-    return Compilation(captured, options, Line(captured))
-
-
-def check_order(passes: Sequence[Pass], given: frozenset[str] = frozenset()) -> None:
+def check_order(passes: Sequence[Pass], given: frozenset[Fact] = frozenset()) -> None:
     """Raise `L2LError` when a pass needs a fact that no pass before it provides; nothing has run then."""
     facts = set(given)
     for step in passes:
@@ -49,11 +38,14 @@ def check_order(passes: Sequence[Pass], given: frozenset[str] = frozenset()) -> 
         facts |= step.provides
 
 
-def run(compilation: Compilation, passes: Sequence[Pass] = PIPELINE, given: frozenset[str] = frozenset()) -> None:
-    """Run passes over a compilation. `given` are facts that it has already."""
+def run(compilation: Compilation, passes: Sequence[Pass] = PIPELINE, given: frozenset[Fact] = frozenset(), after: After | None = None) -> None:
+    """Run passes over a compilation, each verified before the next one runs. `given` are facts that it has already."""
     check_order(passes, given)
     facts = set(given)
     for step in passes:
+        start = time.perf_counter()
         step.apply(compilation)
         facts |= step.provides
         verify(compilation, frozenset(facts))
+        if after is not None:
+            after(step, compilation, time.perf_counter() - start)

@@ -11,11 +11,12 @@ everything stays.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
 from ..ir import nodes
-from .compilation import Compilation
+from .compilation import Compilation, Fact
 
 _TENSORS = ("spec", "split", "value")
 
@@ -24,9 +25,9 @@ _TENSORS = ("spec", "split", "value")
 class PlaceStash:
     """Provides `stashes_placed`."""
 
-    name: str = "place_stash"
-    requires: frozenset[str] = frozenset({"program"})
-    provides: frozenset[str] = frozenset({"stashes_placed"})
+    name: ClassVar = "place_stash"
+    requires: ClassVar = frozenset({Fact.PROGRAM})
+    provides: ClassVar = frozenset({Fact.STASHES_PLACED})
 
     def apply(self, compilation: Compilation) -> None:
         idle = compilation.options.prefetch + 1

@@ -10,18 +10,19 @@ In forward, the updates stand at the start: the host lane works them off in orde
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..ir import nodes
-from .compilation import Compilation
+from .compilation import Compilation, Fact
 
 
 @dataclass(frozen=True)
 class PlaceUpdates:
     """Provides `updates_placed`."""
 
-    name: str = "place_updates"
-    requires: frozenset[str] = frozenset({"released"})
-    provides: frozenset[str] = frozenset({"updates_placed"})
+    name: ClassVar = "place_updates"
+    requires: ClassVar = frozenset({Fact.RELEASED})
+    provides: ClassVar = frozenset({Fact.UPDATES_PLACED})
 
     def apply(self, compilation: Compilation) -> None:
         if compilation.options.update == "in_backward" and compilation.backward is not None:

@@ -10,11 +10,12 @@ device at once. `prefetch` = 0 leaves every copy right before its reader.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
 from ..ir import nodes
-from .compilation import Compilation
+from .compilation import Compilation, Fact
 from .place_stash import segment_times
 
 
@@ -22,9 +23,9 @@ from .place_stash import segment_times
 class Prefetch:
     """Provides `prefetched`."""
 
-    name: str = "prefetch"
-    requires: frozenset[str] = frozenset({"stashes_placed"})
-    provides: frozenset[str] = frozenset({"prefetched"})
+    name: ClassVar = "prefetch"
+    requires: ClassVar = frozenset({Fact.STASHES_PLACED})
+    provides: ClassVar = frozenset({Fact.PREFETCHED})
 
     def apply(self, compilation: Compilation) -> None:
         for graph in filter(None, (compilation.forward, compilation.backward)):

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
 from ..ir import nodes
-from .compilation import Compilation
+from .compilation import Compilation, Fact
 
 _NO_MEMORY = (nodes.forward, nodes.backward, nodes.offload, nodes.stash, nodes.push_gradients, nodes.update, nodes.write_back, nodes.release)
 
@@ -27,9 +28,9 @@ _NO_MEMORY = (nodes.forward, nodes.backward, nodes.offload, nodes.stash, nodes.p
 class Release:
     """Provides `released`."""
 
-    name: str = "release"
-    requires: frozenset[str] = frozenset({"prefetched"})
-    provides: frozenset[str] = frozenset({"released"})
+    name: ClassVar = "release"
+    requires: ClassVar = frozenset({Fact.PREFETCHED})
+    provides: ClassVar = frozenset({Fact.RELEASED})
 
     def apply(self, compilation: Compilation) -> None:
         for graph in filter(None, (compilation.forward, compilation.backward)):

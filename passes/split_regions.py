@@ -11,6 +11,7 @@ once. Nothing is taken on trust here: `trace_batch` proves every new block by it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
@@ -22,7 +23,7 @@ from ..trace import probe_values
 from ..writes import AT_READER
 from .batch_rules import Mixing, RowIds, regions
 from .canonical import OPERATION, operations
-from .compilation import Compilation
+from .compilation import Compilation, Fact
 from .cut_segments import instantiate
 from .line import Line, size_expression
 from .proof import decide, parts_of, states_of_operands, suitable_primes
@@ -34,9 +35,9 @@ _KINDS = {Mixing: "mixes", RowIds: "numbers", type(None): "free"}  # else "rows"
 class SplitRegions:
     """Provides `regions`: blocks that are refused as a whole are cut where that leaves a part row-wise."""
 
-    name: str = "split_regions"
-    requires: frozenset[str] = frozenset({"segments", "blocks"})
-    provides: frozenset[str] = frozenset({"regions"})
+    name: ClassVar = "split_regions"
+    requires: ClassVar = frozenset({Fact.SEGMENTS, Fact.BLOCKS})
+    provides: ClassVar = frozenset({Fact.REGIONS})
 
     def apply(self, compilation: Compilation) -> None:
         for block in compilation.blocks:

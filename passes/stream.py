@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import fx
 
@@ -22,7 +23,7 @@ from ..capture import Captured
 from ..ir import nodes
 from ..ir.program import Segment, Value
 from ..ir.values import TensorSpec
-from .compilation import Compilation
+from .compilation import Compilation, Fact
 from .differentiate import reached_backward
 
 
@@ -30,9 +31,9 @@ from .differentiate import reached_backward
 class Stream:
     """Provides `program`: the forward graph and, where something wants a gradient, the backward graph."""
 
-    name: str = "stream"
-    requires: frozenset[str] = frozenset({"batching", "gradients"})
-    provides: frozenset[str] = frozenset({"program"})
+    name: ClassVar = "stream"
+    requires: ClassVar = frozenset({Fact.BATCHING, Fact.GRADIENTS})
+    provides: ClassVar = frozenset({Fact.PROGRAM})
 
     def apply(self, compilation: Compilation) -> None:
         compilation.forward = _forward(compilation)

@@ -5,6 +5,7 @@ An operand that a block writes into becomes a new version of the value, which la
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import fx
 
@@ -13,7 +14,7 @@ from ..errors import L2LError
 from ..ir.program import Segment, Value
 from ..simplify import memory_of
 from ..writes import share_memory
-from .compilation import Compilation
+from .compilation import Compilation, Fact
 from .proof import decide
 
 
@@ -21,9 +22,9 @@ from .proof import decide
 class TraceBatch:
     """Provides `batching`: `Block.inner_looped`, `Block.reason`, `Block.mutated` and versions of values."""
 
-    name: str = "trace_batch"
-    requires: frozenset[str] = frozenset({"regions"})
-    provides: frozenset[str] = frozenset({"batching"})
+    name: ClassVar = "trace_batch"
+    requires: ClassVar = frozenset({Fact.REGIONS})
+    provides: ClassVar = frozenset({Fact.BATCHING})
 
     def apply(self, compilation: Compilation) -> None:
         captured = compilation.captured

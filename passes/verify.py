@@ -22,22 +22,22 @@ from torch import fx
 
 from ..errors import VerifyError
 from ..ir import nodes
-from .compilation import Compilation
+from .compilation import Compilation, Fact
 from .place_stash import stash_inputs
 from .release import holds_device_memory
 
 _HOST_SOURCES = (nodes.offload,)
 
 
-def verify(compilation: Compilation, facts: frozenset[str]) -> None:
+def verify(compilation: Compilation, facts: frozenset[Fact]) -> None:
     """Raise `VerifyError` with the rule and the node if a program graph is illegal, as far as the passes have come."""
     for graph in filter(None, (compilation.forward, compilation.backward)):
         verify_graph(graph, compilation, facts)
-    if "stashes_placed" in facts and compilation.backward is not None:
+    if Fact.STASHES_PLACED in facts and compilation.backward is not None:
         _stash(compilation)
 
 
-def verify_graph(graph: fx.Graph, compilation: Compilation, facts: frozenset[str]) -> None:
+def verify_graph(graph: fx.Graph, compilation: Compilation, facts: frozenset[Fact]) -> None:
     """The rules that concern one graph."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
@@ -48,13 +48,13 @@ def verify_graph(graph: fx.Graph, compilation: Compilation, facts: frozenset[str
         if node.target in (nodes.forward, nodes.backward):
             _weights(node, compilation)
             _form(node, compilation)
-    if "prefetched" in facts or "released" in facts:
+    if Fact.PREFETCHED in facts or Fact.RELEASED in facts:
         _slabs(graph, compilation, position)
-    if "released" in facts:
+    if Fact.RELEASED in facts:
         _alive(graph)
         _released_once(graph)
     _pushed_once(graph, compilation)
-    if "updates_placed" in facts:
+    if Fact.UPDATES_PLACED in facts:
         _updated(graph, compilation)
 
 

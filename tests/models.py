@@ -11,7 +11,7 @@ from torch import nn
 from l2l_compile.capture import capture
 from l2l_compile.options import Options
 from l2l_compile.passes.compilation import Compilation
-from l2l_compile.passes.pipeline import PIPELINE, begin, run
+from l2l_compile.passes.pipeline import PREPARATION, SEGMENTATION, STREAMING, run
 
 WIDTH = 8
 
@@ -256,6 +256,9 @@ def assert_parity(model: nn.Module, *batches, tolerance=1e-10, dynamic=None, **o
 # ---- look at a compilation -------------------------------------------------------------------------------------------
 
 
+PREPARED = frozenset().union(*(step.provides for step in PREPARATION))
+
+
 class _Recorder:
     """A backend that runs the passes and leaves the graph as it is."""
 
@@ -266,13 +269,14 @@ class _Recorder:
         self.options, self.passes, self.found = options, passes, []
 
     def __call__(self, gm, example_inputs):
-        compilation = begin(capture(gm), self.options)
-        run(compilation, self.passes)
+        compilation = Compilation(capture(gm), self.options)
+        run(compilation, PREPARATION)
+        run(compilation, self.passes, PREPARED)
         self.found.append(compilation)
         return gm.forward
 
 
-def compilations(model, *inputs, passes=PIPELINE, dynamic=None, **options) -> list[Compilation]:
+def compilations(model, *inputs, passes=SEGMENTATION + STREAMING, dynamic=None, **options) -> list[Compilation]:
     """What the passes make of a model, one for each captured graph."""
     torch._dynamo.reset()
     recorder = _Recorder(Options.build({"micro_batches": 3, "device": "cpu", **options}), passes)
