@@ -7,10 +7,11 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help quickstart test bench gpu clean
+.PHONY: help quickstart check test bench gpu clean
 
 help:
 	@echo "make quickstart   train a small language model, layer by layer (about two minutes)"
+	@echo "make check        in about a minute: lint, and the tests of passes and of the vocabulary"
 	@echo "make test         the test suite"
 	@echo "make bench        the benchmarks; figures go to runs/"
 	@echo "make gpu          nine minutes on a GPU: numbers, memory, races, speed (small sizes without one)"
@@ -18,6 +19,11 @@ help:
 
 quickstart: $(READY)
 	$(RUN) examples/quickstart.py
+
+check: $(READY)
+	$(RUN) -m ruff --version >/dev/null 2>&1 || $(RUN) -m pip install --quiet -e ".[check]"
+	$(RUN) -m ruff check .
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 tests/ir tests/passes --ignore=tests/passes/test_opinfo.py --ignore=tests/passes/test_split_regions.py
 
 # One thread a worker: two workers that fight for two cores are slower than one.
 test: $(READY)

@@ -26,23 +26,22 @@ import sys
 import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from coverage_step import Narrowest, Step, dtype_of, error_of, rows_reversed, train
-from coverage_structure import depth_of, growing_lists, shape_of, stacks
-from coverage_table import ACROSS, SPLIT, table, verdict
-from tiny_models import LAYERS, Job, jobs, make, missing, settings
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from workers import run
 
 import l2l_compile
 import l2l_compile.passes
+from coverage_step import Narrowest, Step, dtype_of, error_of, rows_reversed, train
+from coverage_structure import depth_of, growing_lists, shape_of, stacks
+from coverage_table import ACROSS, SPLIT, table, verdict
 from l2l_compile.errors import L2LError
+from tiny_models import LAYERS, Job, jobs, make, missing, settings
+from workers import run
 
 __all__ = ["ACROSS", "SPLIT", "check", "collect", "error_of", "jobs", "main", "read", "rows_reversed", "table", "verdict"]
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tiny_models import ROWS
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+
+from tiny_models import ROWS
 
 Gradients = dict[str, torch.Tensor | None]
 Step = tuple[torch.Tensor, Gradients]  # loss, and the gradient of each parameter

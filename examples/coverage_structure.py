@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from coverage_table import ACROSS, SPLIT
 from torch import nn
 
 import l2l_compile
+from coverage_table import ACROSS, SPLIT
 
 Result = dict[str, Any]
 Gradients = dict[str, torch.Tensor | None]

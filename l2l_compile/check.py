@@ -17,7 +17,7 @@ from torch import fx
 
 from .errors import CheckError
 from .ir.batch import Batch
-from .ir.program import Block, Segment
+from .ir.program import Segment
 from .ir.values import TensorSpec
 from .lower import Lowered, Lowering
 from .passes.batch_rules import Partial, same_program, states_of_nodes
@@ -120,10 +120,11 @@ class _Pair:
         return pieces
 
     def _message(self, index: int, error: float, apart: list[list], together: list) -> str:
-        block, count = self.segment.block, len(self.segment.block.operands)
+        count = len(self.segment.block.operands)
         name = self._first_that_differs([a[:count] for a in apart], together[:count])
         if name is None:
-            custom = sorted({str(n.target) for n in self.together.graph.graph.nodes if getattr(n.target, "namespace", "aten") not in ("aten", "prims")})
+            targets = {n.target for n in self.together.graph.graph.nodes}
+            custom = sorted(str(target) for target in targets if getattr(target, "namespace", "aten") not in ("aten", "prims"))
             name = f"an operation in its backward{': ' + ', '.join(custom) if custom else ''}"
         rows = " and ".join(map(str, self.step.sizes))
         return (

@@ -26,10 +26,13 @@ _LARGEST = 1024  # elements of a constant
 _NUMBERS = {f.__name__: f for f in (torch.sym_float, torch.sym_int, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite, torch.sym_sqrt)}
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "neg", "pow", "getitem", "eq", "ne", "lt", "le", "gt", "ge", "and_", "or_")
 _EXPRESSIONS = {
-    **{c.__name__: c for c in (sympy.Add, sympy.Mul, sympy.Pow, sympy.Max, sympy.Min, sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge, sympy.And, sympy.Or, sympy.Not)},
+    **{c.__name__: c for c in (
+        sympy.Add, sympy.Mul, sympy.Pow, sympy.Max, sympy.Min, sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge, sympy.And, sympy.Or,
+        sympy.Not,
+    )},
     **{name: getattr(sympy_functions, name) for name in (
-        "FloorDiv", "CleanDiv", "CeilToInt", "CeilDiv", "ModularIndexing", "Mod", "PythonMod", "Max", "Min", "IntTrueDiv", "FloatTrueDiv", "FloorToInt",
-        "ToFloat", "Identity",
+        "FloorDiv", "CleanDiv", "CeilToInt", "CeilDiv", "ModularIndexing", "Mod", "PythonMod", "Max", "Min", "IntTrueDiv", "FloatTrueDiv",
+        "FloorToInt", "ToFloat", "Identity",
     ) if hasattr(sympy_functions, name)},
 }  # fmt: skip
 

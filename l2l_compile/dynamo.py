@@ -216,7 +216,8 @@ def keep_graphs_whole(is_ours: Callable[[Any], bool]) -> None:
 
     @functools.wraps(original)
     def look_at(self, *args, **kwargs):
-        if dynamo_utils.get_optimize_ddp_mode() == "ddp_optimizer" and is_ours(getattr(self._torchdynamo_orig_backend, "_torchdynamo_orig_backend", None)):
+        backend = getattr(self._torchdynamo_orig_backend, "_torchdynamo_orig_backend", None)
+        if dynamo_utils.get_optimize_ddp_mode() == "ddp_optimizer" and is_ours(backend):
             with torch._dynamo.config.patch(optimize_ddp=False):
                 return original(self, *args, **kwargs)
         return original(self, *args, **kwargs)

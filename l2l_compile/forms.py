@@ -18,7 +18,6 @@ from torch import fx
 from .ir.program import Block, symbolic_size
 from .ir.values import Bindings, Dim, TensorSpec, substitute
 
-
 _TOLD_BY_REPR = (
     bool, int, float, complex, str, bytes, range, type(None), type(Ellipsis), enum.Enum,
     torch.dtype, torch.device, torch.layout, torch.memory_format,

@@ -11,7 +11,6 @@ import torch
 
 from .errors import OptionError
 
-
 _LEAST_PINNED = 1 << 20  # bytes: the staging ring needs some
 _PRECISIONS = ("fp32", "bf16", "fp16")
 

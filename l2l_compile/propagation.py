@@ -196,7 +196,7 @@ def _learn(result: Any, operands: Sequence[FakeTensor]) -> Result | None:
     parts = [_learn_part(leaf, operands) for leaf in leaves]
     if None in parts:
         return None
-    own = [StorageWeakRef(leaf.untyped_storage()) for leaf, p in zip(leaves, parts) if isinstance(p, _Made) and p.base is None]
+    own = [StorageWeakRef(leaf.untyped_storage()) for leaf, p in zip(leaves, parts, strict=True) if isinstance(p, _Made) and p.base is None]
     if len(set(own)) < len(own):  # two results in one storage
         return None
     return Result(kind, tuple(parts))
@@ -224,7 +224,7 @@ def _learn_part(leaf: Any, operands: Sequence[FakeTensor]) -> _Same | _Made | No
 def _storage_bytes(t: torch.Tensor) -> Any:
     if any(isinstance(size, int) and size == 0 for size in t.shape):
         return 0
-    elements = t.storage_offset() + 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
+    elements = t.storage_offset() + 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return elements * t.element_size()
 
 

@@ -132,7 +132,8 @@ def _program_lines(number: int, program: Program) -> list[str]:
 def explain(model: Callable, options: Mapping[str, Any] | None = None, *, dump: str | Path | None = None) -> Callable[..., Report]:
     """`explain(model, options)(*args, **kwargs)` reports what `torch.compile(model, backend="l2l")` would run.
 
-    `model` is a module or a function, compiled or not (then its own options hold, unless others are given); the arguments are those of a training step, on the host.
+    `model` is a module or a function, compiled or not (then its own options hold, unless others are given); the arguments are
+    those of a training step, on the host.
     Nothing is computed and nothing changes: the model is traced, outputs are zeros until the trace ends. After a
     graph break, the trace goes on with those zeros. With `dump`, a folder, the program after every pass is written to
     `dump/program0/03_find_blocks.txt` and so on, with the seconds of the pass. Raises what compilation would raise.

@@ -129,7 +129,7 @@ def _write_by_mask(graph: fx.Graph) -> None:
         def put(target: Any, *args: Any, node: fx.Node = node) -> fx.Node:
             with graph.inserting_before(node):
                 made = graph.call_function(target, args)
-            made.meta = {**node.meta, "example_value": target(*fx.node.map_arg(args, lambda n: n.meta["example_value"]))}
+            made.meta = {**node.meta, "example_value": target(*fx.node.map_arg(args, lambda read: read.meta["example_value"]))}
             return made
 
         opened = put(operator.getitem, mask, (..., *[None] * inner)) if inner else mask

@@ -26,7 +26,6 @@ from .ir.values import Bindings, TensorSpec, evaluate
 from .sizes import Sizes
 from .widening import cancel_round_trips, hand_on_short
 
-
 _HOST = torch.device("cpu")
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -34,7 +33,8 @@ _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def settings_of_a_trace() -> tuple:
     """The settings of PyTorch that a trace depends on."""
     return (
-        torch.get_default_dtype(), torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(), torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
         torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
     )  # fmt: skip

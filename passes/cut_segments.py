@@ -15,12 +15,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..ir.program import Block, Segment, Value
+from ..ir.program import Segment, Value
 from .canonical import Piece, build_block
 from .compilation import Compilation, Fact
 from .line import Line
 from .names import items
-
 
 ABOUT_A_LAYER = 1.1  # a first layer may have a table that the others read
 
@@ -127,7 +126,7 @@ def _weights(line: Line, piece: range) -> set:
 def _narrow(line: Line, gap: range, limit: float) -> list[range]:
     """Cut a stretch into pieces of at most `limit` parameter bytes (or one use), at the least crossing bytes."""
     cuts = _candidates(line, gap)
-    atoms = [_weights(line, range(a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    atoms = [_weights(line, range(a, b)) for a, b in itertools.pairwise(cuts)]
     limit = max([limit, *(sum(map(line.weight_bytes, atom)) for atom in atoms)])
     best = [0.0] + [math.inf] * len(atoms)
     came = [0] * (len(atoms) + 1)
@@ -151,7 +150,7 @@ def _candidates(line: Line, gap: range) -> list[int]:
     """The cheapest cut between each two parameter uses of a stretch, with its ends."""
     uses = [u.position for u in line.uses if gap.start <= u.position < gap.stop]
     cuts = [gap.start]
-    for before, after in zip(uses, uses[1:], strict=False):
+    for before, after in itertools.pairwise(uses):
         choices = range(before + 1, after + 1)
         if choices:
             cut = min(choices, key=lambda c: (line.crossing[c], -c))

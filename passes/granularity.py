@@ -50,7 +50,8 @@ def _uncut(line: Line, segment: Segment, inner: list[range]) -> Uncut:
     borders = [range(before.stop, after.start + 1) for before, after in itertools.pairwise(inner)]
     why = next((reason for border in borders if (reason := _why_not(line, border))), None)
     if why is None:
-        why, remedy = "no repeat was found there whose copies feed one another", "put the layers into one torch.nn.ModuleList, so that their names tell"
+        why = "no repeat was found there whose copies feed one another"
+        remedy = "put the layers into one torch.nn.ModuleList, so that their names tell"
     else:
         remedy = "compute that inside of each layer, or hand tensors from layer to layer"
     return Uncut(segment.name, _bytes(line, segment.span) / largest, segment.parameter_bytes, why, remedy)

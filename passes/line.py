@@ -23,8 +23,8 @@ from ..simplify import may_be_size, memory_of
 from ..writes import touches, written_operands
 
 # Regions that a cut may not enter: what runs inside depends on interpreter state that is not re-made after a cut.
-_OPEN = re.compile(r"^_?(vmap_increment_nesting|grad_increment_nesting|jvp_increment_nesting|enter_\w+|saved_tensors_hooks_disable|functorch_\w*enter\w*)$")
-_CLOSE = re.compile(r"^_?(vmap_decrement_nesting|grad_decrement_nesting|jvp_decrement_nesting|exit_\w+|saved_tensors_hooks_enable|functorch_\w*exit\w*)$")
+_OPEN = re.compile(r"^_?((vmap|grad|jvp)_increment_nesting|enter_\w+|saved_tensors_hooks_disable|functorch_\w*enter\w*)$")
+_CLOSE = re.compile(r"^_?((vmap|grad|jvp)_decrement_nesting|exit_\w+|saved_tensors_hooks_enable|functorch_\w*exit\w*)$")
 
 ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 SET_GRAD = torch._C._set_grad_enabled

@@ -6,7 +6,6 @@ alternate. They never decide that two layers are equal.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter, defaultdict
 

@@ -89,7 +89,7 @@ def _bridge(graph: fx.Graph, idle: int) -> None:
             continue
         readers = sorted((u for u in node.users if u.target not in (nodes.stash, nodes.offload)), key=order.__getitem__)
         moments = [times[node], *(times[r] for r in readers)]
-        for k, reader in enumerate(readers):
+        for k in range(len(readers)):
             if moments[k + 1] - moments[k] > idle:
                 _restore_before(graph, node, readers[k], readers[k:], order)
                 break

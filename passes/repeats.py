@@ -6,6 +6,7 @@ shape of the parameter) only nominate: `chains` looks at what the copies compute
 from __future__ import annotations
 
 import bisect
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +45,7 @@ class Copies:
 
 def ranges_between(cuts: list[int]) -> list[range]:
     """The ranges between neighbours of sorted cuts."""
-    return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
 
 def repeats(uses: list[Use]) -> list[Repeat]:
@@ -64,7 +65,10 @@ def repeats(uses: list[Use]) -> list[Repeat]:
 
 
 def rotate(line: Line, repeat: Repeat, start: int, end: int, first: int) -> Copies:
-    """The rotation with the cheapest cuts between copies; of those, where names say that layers begin. `first` is the index of the use that `repeat.offset` counts from."""
+    """The rotation with the cheapest cuts between copies; of those, where names say that layers begin.
+
+    `first` is the index of the use that `repeat.offset` counts from.
+    """
     best = None
     for rotation in range(repeat.slack + 1):
         bounds = [first + repeat.offset + rotation + i * repeat.period for i in range(repeat.copies + 1)]
@@ -89,7 +93,7 @@ def place(line: Line, bounds: list[int], start: int, end: int) -> list[int]:
     back = min(range(reach + 1), key=lambda d: (sum(line.crossing[high - d] for _, high in inner), d))
     cuts = [high - back for _, high in inner]
     before = line.operations_before
-    lengths = {before[b] - before[a] for a, b in zip(cuts, cuts[1:], strict=False)}
+    lengths = {before[b] - before[a] for a, b in itertools.pairwise(cuts)}
     width = max(line.crossing[c] for c in cuts)
     if len(lengths) != 1:
         return [_outer(line, gaps[0], gaps[0][1] - back, width), *cuts, _outer(line, gaps[-1], None, width)]

@@ -9,8 +9,23 @@ from torch import nn
 
 import l2l_compile
 from models import (
-    WIDTH, Attention, BiasOfFirst, Broken, EncoderDecoder, Funnel, Layer, Shared, Stack, TwoHeads, UNet, assert_close, assert_parity,
-    assert_same_gradients, compiled, functional, rows,
+    WIDTH,
+    Attention,
+    BiasOfFirst,
+    Broken,
+    EncoderDecoder,
+    Funnel,
+    Layer,
+    Shared,
+    Stack,
+    TwoHeads,
+    UNet,
+    assert_close,
+    assert_parity,
+    assert_same_gradients,
+    compiled,
+    functional,
+    rows,
 )
 
 

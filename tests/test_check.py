@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import l2l_compile
 from l2l_compile import CheckError
 from models import WIDTH, Layer, Stack, assert_parity, compiled, loss_of, rows
 

@@ -98,8 +98,9 @@ def test_how_a_stack_lies_in_segments(coverage, held, state, largest):
 
 
 def test_the_layers_of_stages_are_the_lists_that_grow(coverage):
-    import coverage_structure
     from torch import nn
+
+    import coverage_structure
 
     block = lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))  # noqa: E731
     staged = lambda *depths: nn.ModuleDict({  # noqa: E731
@@ -117,6 +118,7 @@ def test_the_layers_of_stages_are_the_lists_that_grow(coverage):
 
 def test_rows_are_reversed_where_there_are_rows(coverage):
     import torch
+
     from tiny_models import ROWS
 
     rows = torch.arange(float(ROWS))
@@ -128,6 +130,7 @@ def test_rows_are_reversed_where_there_are_rows(coverage):
 
 def test_the_loss_of_normalised_outputs_has_a_gradient(coverage):
     import torch
+
     from coverage_step import distance_to_waves
 
     weight = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
@@ -138,6 +141,7 @@ def test_the_loss_of_normalised_outputs_has_a_gradient(coverage):
 
 def test_a_dtype_that_a_model_computes_in_is_found(coverage):
     import torch
+
     from coverage_step import Narrowest
 
     x = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
@@ -150,8 +154,9 @@ def test_a_dtype_that_a_model_computes_in_is_found(coverage):
 
 @pytest.mark.parametrize("inside, status", [("double", "differs"), ("float", "parity")])
 def test_a_difference_like_rounding_in_float32_is_none_where_the_model_computes_in_float32(coverage, monkeypatch, inside, status):
-    import coverage_step
     import torch
+
+    import coverage_step
 
     class Model(torch.nn.Linear):
         def forward(self, x):

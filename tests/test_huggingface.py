@@ -10,9 +10,9 @@ from models import assert_parity
 
 T.logging.set_verbosity_error()
 VOCAB, ROWS, LENGTH = 32, 5, 8  # three micro-batches of 2, 2 and 1 rows
-SIZES = dict(hidden_size=16, num_attention_heads=2, intermediate_size=24, vocab_size=VOCAB, max_position_embeddings=32)
+SIZES = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": VOCAB, "max_position_embeddings": 32}
 DECODER = dict(SIZES, num_key_value_heads=1, use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-QUIET = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, problem_type="single_label_classification")
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "problem_type": "single_label_classification"}
 
 
 def language(model):

@@ -9,10 +9,10 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from l2l_compile.passes.pipeline import SEGMENTATION
 from models import assert_same_gradients, compilation, compiled
 from random_structures import Planned, largest_bytes, owners, plans
 from structures import WIDTH
-from l2l_compile.passes.pipeline import SEGMENTATION
 
 CUT = SEGMENTATION[:2]
 MODEST = settings(  # an example traces a model: shrinking would take minutes

@@ -4,10 +4,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from l2l_compile.randomness import draws_random, hoist_draws
 from models import Attention, Layer, Stack, assert_close, compiled, rows
-from torch.fx.experimental.proxy_tensor import make_fx
 
 
 class Noisy(Layer):

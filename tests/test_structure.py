@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import l2l_compile
+from l2l_compile.passes.pipeline import SEGMENTATION
 from models import assert_same_gradients, compilation, compiled
 from structures import MODELS, WIDTH, units
-from l2l_compile.passes.pipeline import SEGMENTATION
 
 CUT = SEGMENTATION[:2]
 

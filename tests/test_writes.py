@@ -12,7 +12,6 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from l2l_compile import programs
 from l2l_compile.errors import L2LError
-
 from models import WIDTH, Layer, Stack, assert_close, assert_parity, assert_same_gradients, compilation, compiled, repeated, rows
 
 NORMS = {"parametrization": parametrizations.spectral_norm, "hook": spectral_norm}
@@ -88,7 +87,8 @@ def test_a_gan_with_spectral_norm_trains_as_in_eager(norm, iterations, models, m
 
 def test_a_layer_with_spectral_norm_is_one_segment_and_split_into_micro_batches():
     """The power iteration reads no rows: it does not keep its layer from going micro-batch by micro-batch."""
-    model = nn.Sequential(nn.Linear(5, WIDTH), *(nn.Sequential(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(4))).double()
+    layers = [nn.Sequential(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(4)]
+    model = nn.Sequential(nn.Linear(5, WIDTH), *layers).double()
     step = assert_parity(model, rows(6), rows(7))
     program = programs(step)[0]
     assert not program.whole_batch
@@ -286,7 +286,7 @@ def test_two_calls_before_backward_recompute_from_what_each_has_seen():
     model = Temperature().double()
     reference = copy.deepcopy(model)
     losses = []
-    for m, step in ((model, compiled(model)), (reference, reference)):
+    for _m, step in ((model, compiled(model)), (reference, reference)):
         torch.manual_seed(0)
         first, second = step(rows(6)), step(rows(6))
         losses.append((first.pow(2).mean(), second.pow(2).mean()))

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from l2l_compile import programs
-
 from models import WIDTH, Stack, assert_parity, compiled, rows
 
 split_graph = torch._dynamo.graph_break

@@ -22,9 +22,9 @@ import tempfile
 import time
 
 import torch
-from measuring import Limit, Work, arguments, device_of, llama, report, token_batch, train_step
 
 import l2l_compile
+from measuring import Limit, Work, arguments, device_of, llama, report, token_batch, train_step
 
 BACKENDS = ("eager", "l2l")
 MOST = 20.0  # ms per layer

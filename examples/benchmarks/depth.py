@@ -7,9 +7,9 @@ from __future__ import annotations
 import sys
 
 import torch
-from measuring import Limit, arguments, device_of, llama, report, token_batch, train_step
 
 import l2l_compile
+from measuring import Limit, arguments, device_of, llama, report, token_batch, train_step
 
 MOST = 1.01  # the largest peak over the smallest
 

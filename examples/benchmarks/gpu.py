@@ -65,7 +65,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="the whole ends within it (default: 9)")
     parser.add_argument("--only", nargs="+", choices=list(SHARES), default=list(SHARES), metavar="STAGE", help=", ".join(SHARES))
     parser.add_argument("--device", default="auto", help="cpu or cuda; auto takes a GPU if there is one")
-    parser.add_argument("--json", type=Path, help="where the figures go (default: runs/gpu.json; of a GPU beside this script, runs/gpu-<date>-<device>.json)")
+    places = "runs/gpu.json; of a GPU beside this script, runs/gpu-<date>-<device>.json"
+    parser.add_argument("--json", type=Path, help=f"where the figures go (default: {places})")
     parser.add_argument("--host-gb", type=float, help="memory of the host, where it grows as it is used (default: what is free)")
     options = parser.parse_args()
     if options.host_gb is not None:

@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 
 import torch
-from measuring import Limit, arguments, device_of, llama, report, token_batch
 
 import l2l_compile
+from measuring import Limit, arguments, device_of, llama, report, token_batch
 
 MODES = {"at_step": 18.0, "in_forward": 18.0, "in_backward": 14.0}  # most bytes for each parameter, beside the ring of the last
 

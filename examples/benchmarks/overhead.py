@@ -13,10 +13,10 @@ import sys
 import time
 
 import torch
-from measuring import Limit, arguments, device_of, report, seconds
 
 import l2l_compile
 from l2l_compile.runtime import segment_run
+from measuring import Limit, arguments, device_of, report, seconds
 
 MOST = 100.0  # microseconds per node
 

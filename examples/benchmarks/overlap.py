@@ -14,9 +14,9 @@ import sys
 import time
 
 import torch
-from measuring import Limit, arguments, device_of, interleaved, llama, report, token_batch
 
 import l2l_compile
+from measuring import Limit, arguments, device_of, interleaved, llama, report, token_batch
 
 LOADS = (0.2, 0.5)  # host time as a share of the device's
 NEAR = 1.15  # the most that a step may take, in terms of the larger time, where the updates fit behind their half of the step

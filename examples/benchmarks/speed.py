@@ -13,9 +13,9 @@ import statistics
 import sys
 
 import torch
-from measuring import Limit, Work, arguments, device_of, interleaved, llama, report, token_batch, train_step
 
 import l2l_compile
+from measuring import Limit, Work, arguments, device_of, interleaved, llama, report, token_batch, train_step
 
 MOST = 1.0  # seconds with l2l over seconds of eager, on the host
 
@@ -67,13 +67,13 @@ def main() -> int:
     compiled = torch.compile(model, backend="l2l", options={"micro_batches": options.micro_batches, "device": device})
     works = {
         "l2l": lambda: train_step(compiled, ids),
-        rival_name: lambda: eager_step(rival, ids, options.micro_batches),
+        rival_name: lambda: eager_step(rival, ids, options.micro_batches),  # noqa: F821 - deleted after its last call
     }
     found = interleaved(works, options.repeats)
     difference = largest_difference(model, rival)
     medians = {name: statistics.median(times) for name, times in found.items()}
     peaks = {rival_name: peak_bytes(works[rival_name], device)}
-    del rival, works[rival_name]
+    del rival, works[rival_name]  # the memory of the device is measured without it
     works["l2l"]()
     peaks["l2l"] = l2l_compile.stats(compiled).peak_device_bytes
     rows = [

@@ -18,9 +18,9 @@ import sys
 import tempfile
 
 import torch
-from measuring import Limit, arguments, device_of, llama, report, seconds, token_batch, train_step
 
 import l2l_compile  # noqa: F401 - registers the backend
+from measuring import Limit, arguments, device_of, llama, report, seconds, token_batch, train_step
 
 BACKENDS = ("inductor", "l2l")
 COLD, WARM, SECOND = 0.5, 1.0, 1.0  # most of torch.compile's seconds at a first step; most seconds beyond its at a second length

@@ -12,13 +12,13 @@ import statistics
 import sys
 
 import torch
-from measuring import Limit, Work, arguments, interleaved, report
 
 from l2l_compile.host.compiled_step import CompiledStep
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.pages import unlocked
 from l2l_compile.host.torch_step import hyperparameters
 from l2l_compile.host.wire import Wires
+from measuring import Limit, Work, arguments, interleaved, report
 
 MOST = 1 / 1.4  # of PyTorch's seconds
 HOST = torch.device("cpu")

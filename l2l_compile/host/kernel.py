@@ -31,7 +31,8 @@ _STORED = {
     torch.bfloat16: ("bf16", "from_bf16({})", "to_bf16({})"),
     torch.float16: ("_Float16", "(real){}", "(_Float16){}"),
 }
-_FLAGS = "-x c -std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math -pthread -shared -fPIC".split()
+_FLAGS = ["-x", "c", "-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+          "-pthread", "-shared", "-fPIC"]
 _ALONE = 1 << 16  # entries below which a second thread costs more than it gives
 
 _PRELUDE = """\

@@ -82,7 +82,7 @@ def record(optimizer: torch.optim.Optimizer, groups: Hyperparameters, group: int
     recorder = _Recorder(stand_in, known)
     with recorder, _Questions() as questions:
         step()
-    after = shadow.state[stand_in] if stand_in in shadow.state else {}
+    after = shadow.state.get(stand_in, {})
     rest = {}
     for name, value in after.items():
         if isinstance(value, torch.Tensor) and value.device.type == "meta":

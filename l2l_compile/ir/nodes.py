@@ -126,7 +126,7 @@ def update(segment, after=None):
 
 
 @_operation(D2H)
-def write_back(input, contents):  # noqa: A002 - it is an input of the captured graph
+def write_back(input, contents):
     """Write the new contents of a buffer, or of another input that the model writes into, to the host."""
     _not_run("write_back")
 

@@ -13,7 +13,6 @@ from ..host.wire import Wire
 from .device import LANES, Device, Lane
 from .ledger import Ledger
 
-
 _LARGE = 4 << 20  # bytes: large enough that new pages cost little next to what is computed
 
 

@@ -29,7 +29,7 @@ class Box:
     results      for a node with several results, a box each
     """
 
-    __slots__ = ("tensors", "lane", "event", "readers", "absent", "results", "slab")
+    __slots__ = ("absent", "event", "lane", "readers", "results", "slab", "tensors")
 
     def __init__(self, tensors: list[torch.Tensor] | None = None, absent: bool = False):
         self.tensors, self.absent = tensors, absent

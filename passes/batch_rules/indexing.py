@@ -119,8 +119,9 @@ def advanced_index(value: Value, indices: list[Value | None]) -> Batch:
     for dim, index in given.items():
         if isinstance(index.state, RowIds) and (dim != own or value.state.factor != 1):
             raise Refused("computes with the number of a row")
-    places = (i.state if isinstance(i.state, Batch) else Batch(i.state.dim) for i in given.values() if i.state is not None)
-    indexed = agree([p.at(p.dim + k - i.ndim) for p, i in zip(places, (i for i in given.values() if i.state is not None))])
+    batched = [i for i in given.values() if i.state is not None]
+    places = [i.state if isinstance(i.state, Batch) else Batch(i.state.dim) for i in batched]
+    indexed = agree([p.at(p.dim + k - i.ndim) for p, i in zip(places, batched, strict=True)])
     if own is not None and own not in given:
         if indexed is not None:
             raise Refused("looks every row's indices up in every row")

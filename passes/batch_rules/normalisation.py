@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from .rules import rule
-from .values import Batch, Call, Mixing, Refused, State
+from .values import Call, Mixing, Refused, State
 
 NORMALISES = "normalises over the batch; freeze the statistics with .eval() to split it"
 

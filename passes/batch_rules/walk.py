@@ -57,7 +57,8 @@ def regions(small: fx.Graph, large: fx.Graph, small_batch: int, large_batch: int
     """As `analyse`, for a graph that returns the results of all its steps: each state as if its operands were given.
 
     A step that mixes rows is run on the whole batch; what reads its result finds the rows where its sizes show them. Sorting
-    does so as well, unless all that reads the order can be followed. A step that numbers the rows (RowIds) has to run where its result is read. None if the graph is not the same at both sizes.
+    does so as well, unless all that reads the order can be followed. A step that numbers the rows (RowIds) has to run where its
+    result is read. None if the graph is not the same at both sizes.
     """
     if not same_program(small, large):
         return None
@@ -274,7 +275,7 @@ class _Walk:
         if small.ndim != large.ndim or small.dtype != large.dtype:
             return Mixing(op, "gives another kind of value at another size of the batch")
         try:
-            seen = batch_of_sizes(list(zip(small.shape, large.shape)), self.small_batch, self.large_batch)
+            seen = batch_of_sizes(list(zip(small.shape, large.shape, strict=True)), self.small_batch, self.large_batch)
         except Refused as why:
             return Mixing(op, str(why))
         expected = Batch(state.dim) if isinstance(state, RowIds) else layout(state)

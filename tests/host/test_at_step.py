@@ -5,12 +5,12 @@ import copy
 
 import pytest
 import torch
+from test_updates import OPTIMIZERS, data, frozen_in_the_middle
 from torch import nn
 
 import l2l_compile
 from l2l_compile.runtime.segment_run import micro_batch_sizes
 from models import Stack, compiled
-from test_updates import OPTIMIZERS, data, frozen_in_the_middle
 
 
 class Convolutions(nn.Module):

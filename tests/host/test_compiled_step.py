@@ -7,17 +7,17 @@ import time
 
 import pytest
 import torch
+from test_updates import MODES, OPTIMIZERS, data, frozen_in_the_middle, train
 from torch import nn
 
 from l2l_compile import L2LError, synchronize
 from l2l_compile.host.compiled_step import CompiledStep, why_not_compiled
-from l2l_compile.host.torch_step import hyperparameters, step_on
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.pages import unlocked
+from l2l_compile.host.torch_step import hyperparameters, step_on
 from l2l_compile.host.wire import Wires
 from l2l_compile.session import session_of
 from models import Shared, Stack, compiled
-from test_updates import MODES, OPTIMIZERS, data, frozen_in_the_middle, train
 
 SHAPES = [(300, 257), (70000,), (5,), (1, 1)]
 ELEMENTWISE = {

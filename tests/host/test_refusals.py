@@ -5,11 +5,11 @@ import copy
 
 import pytest
 import torch
+from test_updates import MODES, data, step_of
 
 import l2l_compile
 from l2l_compile import L2LError
 from models import Broken, Stack, TwoHeads, compiled, loss_of
-from test_updates import MODES, data, step_of
 
 
 class Coupled(torch.optim.SGD):
@@ -59,14 +59,14 @@ def test_an_optimizer_of_another_model_is_refused(update):
 def test_parameters_that_the_optimizer_lacks_keep_their_gradients(update):
     model = TwoHeads()
     *most, last = model.parameters()
-    step, optimizer = step_of(model, update, torch.optim.SGD(most, lr=0.1))
+    step, _optimizer = step_of(model, update, torch.optim.SGD(most, lr=0.1))
     loss_of(step(data(1))).backward()
     assert last.grad is not None and all(p.grad is None for p in most)
 
 
 def test_a_program_without_parameters_of_the_optimizer_keeps_its_gradients():
     model = Broken()
-    step, optimizer = step_of(model, optimizer=torch.optim.SGD(model.second.parameters(), lr=0.1))
+    step, _optimizer = step_of(model, optimizer=torch.optim.SGD(model.second.parameters(), lr=0.1))
     step(data(1)).sum().backward()
     assert all(p.grad is not None for p in model.first.parameters())
     assert all(p.grad is None for p in model.second.parameters())

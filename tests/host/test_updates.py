@@ -210,7 +210,7 @@ def test_a_gradient_from_outside_is_added_in_forward_and_refused_in_backward():
 
 def test_writes_into_parameters_are_seen_by_the_next_forward():
     model = Stack()
-    step, optimizer = step_of(model, precision="bf16")
+    step, _optimizer = step_of(model, precision="bf16")
     for write in (lambda p: p.data.mul_(2), lambda p: p.data.copy_(torch.ones_like(p)), lambda p: nn.init.zeros_(p)):
         before = step(data(1))
         for p in model.parameters():

@@ -40,7 +40,7 @@ def X(*sizes):
     return Input(sizes)
 
 
-def I(*sizes):
+def I(*sizes):  # noqa: E743 - as X and the others
     return Input(sizes, "int")
 
 

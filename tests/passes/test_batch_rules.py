@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from batch_rule_cases import CASES, Case, I, Input, M, X
+from batch_rule_checker import LARGE, SAME, SMALL, check_numbers, proven, states_of, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_rule_cases import CASES, Case, I, Input, M, X
-from batch_rule_checker import LARGE, SAME, SMALL, check_numbers, proven, states_of, trace
 from l2l_compile.ir.batch import Batch
 from l2l_compile.passes.batch_rules import Mixing, Partial, analyse, memory, rules
 
@@ -249,7 +249,8 @@ def test_masks_that_are_the_same_for_every_row() -> None:
         padded = written.masked_fill(padding, 2.0)
         before = written[:, :1] + 1
         written.masked_fill_(padding, 3.0)
-        return torch.where(causal, 0.0, -1.0), causal & padding[row, key], torch.rand(count, 5), padded, before, written, view, x.new_ones(count, 2) + 1
+        drawn, ones = torch.rand(count, 5), x.new_ones(count, 2) + 1
+        return torch.where(causal, 0.0, -1.0), causal & padding[row, key], drawn, padded, before, written, view, ones
 
     states = states_of(masks, (X("B", 4), M("B", 5)))
     assert [state.alike for state in states] == [True, False, False, False, False, False, False, True]

@@ -6,7 +6,19 @@ from torch import nn
 
 from l2l_compile.passes.pipeline import SEGMENTATION
 from models import (
-    WIDTH, Attention, BiasOfFirst, EncoderDecoder, Funnel, Layer, Shared, Stack, UNet, compilation, functional, repeated, rows,
+    WIDTH,
+    Attention,
+    BiasOfFirst,
+    EncoderDecoder,
+    Funnel,
+    Layer,
+    Shared,
+    Stack,
+    UNet,
+    compilation,
+    functional,
+    repeated,
+    rows,
 )
 
 FOUND = SEGMENTATION[:1]

@@ -126,7 +126,7 @@ def test_rows_that_are_ordered_by_the_batch_are_whole():
     assert sorted(runs(step).values()) == [1, 3, 3]
 
 
-@pytest.mark.parametrize("size", [lambda y: y.size(), lambda y: y.shape[:2] + (1,), lambda y: (y.shape[0], -1, 1)])
+@pytest.mark.parametrize("size", [lambda y: y.size(), lambda y: (*y.shape[:2], 1), lambda y: (y.shape[0], -1, 1)])
 def test_sizes_may_be_read_on_both_sides_of_a_cut(size):
     class Model(Two):
         def forward(self, x):

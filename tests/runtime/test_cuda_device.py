@@ -15,10 +15,10 @@ class Runtime:
     def __init__(self):
         self.locked, self.last_error = set(), 0
 
-    def cudaHostRegister(self, address, size, flags):  # noqa: N802 - the runtime's name
+    def cudaHostRegister(self, address, size, flags):
         return self._result(712 if address in self.locked else self.locked.add(address) or 0)
 
-    def cudaHostUnregister(self, address):  # noqa: N802
+    def cudaHostUnregister(self, address):
         return self._result(713 if address not in self.locked else self.locked.remove(address) or 0)
 
     def _result(self, code):

@@ -11,7 +11,6 @@ import l2l_compile
 from l2l_compile.runtime.cpu import CpuDevice
 from l2l_compile.runtime.executor import Box
 from l2l_compile.runtime.stashes import Stashes
-
 from models import WIDTH, Layer, assert_same_gradients, compiled, rows
 
 

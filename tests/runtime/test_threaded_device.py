@@ -9,7 +9,8 @@ import torch
 
 import l2l_compile
 from l2l_compile.ir import nodes
-from l2l_compile.runtime import executor, threaded as module
+from l2l_compile.runtime import executor
+from l2l_compile.runtime import threaded as module
 from l2l_compile.runtime.threaded import ThreadedDevice
 from models import Layer, Shared, Stack, TwoHeads, UNet, assert_parity, compilation, compiled, loss_of, rows
 
@@ -245,7 +246,7 @@ def test_a_copy_to_the_host_has_the_time_of_one_segment(depth):
         for node in graph.nodes:
             runs += node.target in (nodes.forward, nodes.backward)
             if nodes.lane_of(node) == nodes.D2H:
-                begun |= {read: runs for read in node.all_input_nodes}
+                begun |= dict.fromkeys(node.all_input_nodes, runs)
             if node.target is nodes.release and node.args[0] in begun:
                 late[node.args[0]] = runs - begun[node.args[0]]
         assert set(late.values()) <= {0, 1}

@@ -127,7 +127,7 @@ def _run_case(context: Context, case: Case) -> bool:
             case.work(report)
     except Unfit as reason:
         report.verdict("", "skipped", note=str(reason))
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is this case's row, and the others go on
+    except BaseException as error:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         report.verdict(type(error).__name__, "error", note=described(error))

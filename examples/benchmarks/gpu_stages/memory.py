@@ -75,4 +75,5 @@ def lengths(context: Context, report: Report) -> None:
             pinned = compiled.device.pinned.used
             report.fact(f"page-locked after length {tokens}, turn {turn}", pinned, "bytes")
         found.append(pinned)
-    report("page-locked after turn 2 over turn 1", found[1] / max(found[0], 1), most=1.1, should="1, but for buffers that happen to be in use at once")
+    should = "1, but for buffers that happen to be in use at once"
+    report("page-locked after turn 2 over turn 1", found[1] / max(found[0], 1), most=1.1, should=should)

@@ -14,7 +14,6 @@ from .speed import TIMED, WARM
 from .training import Compiled, device_options, reference_kernels, stand_in, warm_up
 from .transformer import BERT_LARGE, Encoder, Size, build, token_batch
 
-
 prepare = warm_up
 
 

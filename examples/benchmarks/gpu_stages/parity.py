@@ -17,7 +17,17 @@ from .cases import Case, Context, Report
 from .parity_questions import questions
 from .settings import Setting, settings
 from .training import (
-    Batch, Compiled, adamw, device_options, distance, loss_of, moved, reference_kernels, relative, stand_in, warm_up,
+    Batch,
+    Compiled,
+    adamw,
+    device_options,
+    distance,
+    loss_of,
+    moved,
+    reference_kernels,
+    relative,
+    stand_in,
+    warm_up,
 )
 from .zoo import SPECS, Spec, batch, made
 

@@ -17,8 +17,8 @@ import torch
 
 from .cases import Case, Context, Report, Unfit
 from .lanes import Timeline
-from .training import Compiled, device_options, reference_kernels, stand_in, warm_up
 from .timeline_report import tell_lanes
+from .training import Compiled, device_options, reference_kernels, stand_in, warm_up
 from .transformer import LLAMA_8B_WIDTH, Decoder, Size, build, token_batch
 
 WARM, TIMED = 2, 3

@@ -1,6 +1,8 @@
 """What a timeline of one step says: how long compute stands still, where, and how fast each copy lane is."""
 from __future__ import annotations
 
+import itertools
+
 from l2l_compile.runtime.segment_run import Stats
 
 from .cases import Report
@@ -12,7 +14,7 @@ LONGEST = 6  # gaps that are named
 def tell_lanes(timeline: Timeline, stats: Stats, report: Report) -> None:
     """Rows for the idle time of compute, its longest gaps, and GB/s of the copy lanes while they are at work."""
     compute = timeline.of("compute")
-    gaps = sorted(((a.seconds_until(b), a, b) for a, b in zip(compute, compute[1:], strict=False)), key=lambda gap: -gap[0])
+    gaps = sorted(((a.seconds_until(b), a, b) for a, b in itertools.pairwise(compute)), key=lambda gap: -gap[0])
     busy, idle = sum(piece.seconds for piece in compute), sum(gap for gap, _, _ in gaps)
     report.fact("compute at work", busy, "s")
     report.fact("compute idle between pieces", idle, "s", should="near 0: copies and updates are hidden")
@@ -24,7 +26,8 @@ def tell_lanes(timeline: Timeline, stats: Stats, report: Report) -> None:
     for lane, count in moved.items():
         seconds = sum(piece.seconds for piece in timeline.of(lane))
         report.fact(f"{lane}: bytes", count)
-        report.fact(f"{lane}: while at work", count / max(seconds, 1e-12) / 1e9, "GB/s", should="that of pinned copies (stage copies), less casts on the host and waits for compute")
+        should = "that of pinned copies (stage copies), less casts on the host and waits for compute"
+        report.fact(f"{lane}: while at work", count / max(seconds, 1e-12) / 1e9, "GB/s", should=should)
     for name, seconds in by_kind(compute).items():
         report.fact(f"compute in {name}", seconds, "s")
 
