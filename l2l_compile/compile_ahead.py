@@ -77,7 +77,8 @@ _put_off = threading.local()
 
 @contextmanager
 def _without_waiting() -> Iterator[list[Callable[[], None]]]:
-    _put_off.waits, _put_off.kernels = waits, _ = [], []
+    waits: list[Callable[[], None]] = []
+    _put_off.waits, _put_off.kernels = waits, []
     try:
         yield waits
     finally:
@@ -88,6 +89,9 @@ def _without_waiting() -> Iterator[list[Callable[[], None]]]:
 def _compilers() -> ThreadPoolExecutor:
     """Threads that wait for C++ compilers, which leave the first processor to Python: it lowers the next graph."""
     return ThreadPoolExecutor(get_compile_threads(), "l2l-compiler", initializer=give_way, initargs=(5,))
+
+
+os.register_at_fork(after_in_child=_compilers.cache_clear)  # a child has none of the threads
 
 
 def _wait_later() -> None:

@@ -1,6 +1,7 @@
 """Kernels are compiled side by side, whatever graph they are of; what fails is raised for the one who asks."""
 from __future__ import annotations
 
+import os
 import threading
 from types import SimpleNamespace
 
@@ -105,3 +106,30 @@ def test_progress(monkeypatch, capsys, shown):
         progress.step()
     lines = "\rl2l: compiled 1 of 2 graphs\rl2l: compiled 2 of 2 graphs\n"
     assert capsys.readouterr().err == (lines if shown == "1" else "")
+
+
+@several_compilers
+def test_compilers_work_where_no_priority_can_be_set(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    compile_ahead._compilers.cache_clear()
+    try:
+        assert compile_ahead._compilers().submit(lambda: 3).result(30) == 3
+    finally:
+        compile_ahead._compilers.cache_clear()
+
+
+@several_compilers
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_process_has_compilers_of_its_own():
+    compile_ahead._compilers().submit(int).result()
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(compile_ahead._compilers().submit(lambda: 7).result(30))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
