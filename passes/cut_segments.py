@@ -51,10 +51,8 @@ def _completed(compilation: Compilation, ranges: list[range], limit: float) -> l
     line = compilation.line
     ranges = sorted(ranges, key=lambda r: r.start)
     layers = set(compilation.layers)
-    torn = [
-        (a, b) for a, b in itertools.pairwise(ranges)
-        if (a in layers) != (b in layers) and b.start not in compilation.forced_cuts and set(items(line.paths[a[-1]])) & set(items(line.paths[b[0]]))
-    ]
+    beside_a_layer = [(a, b) for a, b in itertools.pairwise(ranges) if (a in layers) != (b in layers)]
+    torn = [(a, b) for a, b in beside_a_layer if b.start not in compilation.forced_cuts and _within_an_item(line, b.start)]
     if not torn:
         return ranges
     forms = Counter(Piece.of(line, layer).form for layer in layers)
@@ -64,6 +62,11 @@ def _completed(compilation: Compilation, ranges: list[range], limit: float) -> l
         if alone and a in ranges and b in ranges and _weight_bytes(line, joined) <= limit:
             ranges[ranges.index(a) : ranges.index(b) + 1] = [joined]
     return ranges
+
+
+def _within_an_item(line: Line, cut: int) -> bool:
+    """Whether one item of a list lies on both sides of a cut."""
+    return not set(items(line.paths[cut - 1])).isdisjoint(items(line.paths[cut]))
 
 
 def instantiate(compilation: Compilation, ranges: list[range]) -> None:
