@@ -14,6 +14,7 @@ layers takes a step with l2l as well: blocks and peak device memory should not g
 hangs costs a worker process and no more. Results go to `runs/coverage.jsonl` as they come, the table to
 `examples/coverage.md`.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -130,7 +131,13 @@ def deep_step(model: nn.Module, inputs: dict[str, Any], growing: set[str]) -> Re
 
 
 def compiled_step(
-    model: nn.Module, inputs: dict, expected: Step, reordered: Step, backend: str, options: dict | None, growing: Collection[str] = ()
+    model: nn.Module,
+    inputs: dict,
+    expected: Step,
+    reordered: Step,
+    backend: str,
+    options: dict | None,
+    growing: Collection[str] = (),
 ) -> Result:
     """Status and reason of a step with this backend, and what l2l made of the model."""
     torch._dynamo.reset()
@@ -224,7 +231,9 @@ def main() -> int:
     for library, remedy in missing().items():
         print(f"{library} is not installed and is left out: {remedy}", file=sys.stderr)
     known = read(options.results)
-    todo = [j for j in jobs() if {j.key, j.name, j.task, j.library} & set(options.only) or not options.only and j.key not in known]
+    todo = [
+        j for j in jobs() if {j.key, j.name, j.task, j.library} & set(options.only) or not options.only and j.key not in known
+    ]
     if options.sample is not None:
         todo = sampled(todo, options.sample)
     rows = list(collect(todo, options.results, workers=options.workers, seconds=options.seconds).values())

@@ -1,4 +1,5 @@
 """One training step, and how far the losses and gradients of two steps are apart."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

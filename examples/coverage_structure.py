@@ -1,4 +1,5 @@
 """What l2l made of a model: its programs, how its stacks of layers lie in segments, blocks and peak memory."""
+
 from __future__ import annotations
 
 import re
@@ -85,8 +86,11 @@ def stacks(model: nn.Module, growing: Collection[str] = ()) -> Iterator[tuple[st
     for name, module in lists(model):
         if name.startswith(tuple(inside)):
             continue
-        layers = {f"{name}.{child}": layer for child, layer in module.named_children()
-                  if next(layer.children(), None) is not None and next(layer.parameters(), None) is not None}
+        layers = {
+            f"{name}.{child}": layer
+            for child, layer in module.named_children()
+            if next(layer.children(), None) is not None and next(layer.parameters(), None) is not None
+        }
         grows = pattern(name) in growing
         holds_stages = not grows and any(g.startswith(f"{pattern(name)}.") for g in growing)
         alike = max(Counter(map(type, layers.values())).values(), default=0) > 1

@@ -1,4 +1,5 @@
 """The table of `coverage.py` as Markdown."""
+
 from __future__ import annotations
 
 import importlib.metadata
@@ -31,7 +32,21 @@ CLASSES = """\
 - `largest`: the weights in the segment that holds most of a stack, where those of the largest layer are 1.
 - `blocks`, `peak`: of this model, and of one with the layers in brackets: blocks, and peak device memory relative to this model.
 - `whole batch`: what decided so where a segment that reads batched values is not split into micro-batches."""
-COLUMNS = ("class", "task", "dtype", "result", "graphs", "repeats", "stacks", "largest", "layers", "blocks", "peak", "whole batch", "worst error")
+COLUMNS = (
+    "class",
+    "task",
+    "dtype",
+    "result",
+    "graphs",
+    "repeats",
+    "stacks",
+    "largest",
+    "layers",
+    "blocks",
+    "peak",
+    "whole batch",
+    "worst error",
+)
 
 
 def verdict(row: Result) -> str:
@@ -47,16 +62,21 @@ def table(rows: list[Result]) -> str:
     libraries = {name: [r for r in rows if r["library"] == name] for name in dict.fromkeys(r["library"] for r in rows)}
     made_with = ", ".join(f"{name} {version(name)}" for name in ("torch", *libraries))
     lines = [
-        "# Coverage", "",
+        "# Coverage",
+        "",
         f"One training step of a tiny model of each class: {made_with}.",
-        "Made by `python examples/coverage.py`, which tells what is compared.", "",
-        *totals({**libraries, "all": rows} if len(libraries) > 1 else libraries), "",
+        "Made by `python examples/coverage.py`, which tells what is compared.",
+        "",
+        *totals({**libraries, "all": rows} if len(libraries) > 1 else libraries),
+        "",
     ]
     for status, title in FAILURES.items():
         failed = [row for row in rows if verdict(row) == status]
         if failed:
             lines += [f"## {title} ({len(failed)})", ""]
-            lines += [f"- {', '.join(names)}: {reason}" for reason, names in grouped((r["reason"], r["name"]) for r in failed)] + [""]
+            lines += [
+                f"- {', '.join(names)}: {reason}" for reason, names in grouped((r["reason"], r["name"]) for r in failed)
+            ] + [""]
     lines += ["## What keeps a stack from being streamed layer by layer", "", *missed(rows), ""]
     lines += ["## What runs whole-batch", "", WHOLE, "", "| why | classes | such as |", "|---|---|---|"]
     whole = grouped((reason, row["name"]) for row in rows for reason in row.get("whole", ()))
@@ -74,14 +94,19 @@ def version(package: str) -> str:
 def totals(libraries: dict[str, list[Result]]) -> list[str]:
     """A table of the figures, a column for each library."""
     columns = [figures(rows) for rows in libraries.values()]
-    return [cells(("model classes", *libraries)), "|---" * (len(columns) + 1) + "|",
-            *(cells((name, *(column[name] for column in columns))) for name in columns[0])]
+    return [
+        cells(("model classes", *libraries)),
+        "|---" * (len(columns) + 1) + "|",
+        *(cells((name, *(column[name] for column in columns))) for name in columns[0]),
+    ]
 
 
 def missed(rows: list[Result]) -> list[str]:
     """A line for each stack that is not streamed layer by layer."""
     found = ((row["name"], stack, state) for row in rows for stack, state in row.get("stacks", {}).items())
-    return [f"- {escaped(name)}, {escaped(stack)}: {state}" for name, stack, state in found if state not in (SPLIT, ACROSS)] or ["Nothing."]
+    return [f"- {escaped(name)}, {escaped(stack)}: {state}" for name, stack, state in found if state not in (SPLIT, ACROSS)] or [
+        "Nothing."
+    ]
 
 
 def figures(rows: list[Result]) -> dict[str, str]:
@@ -102,9 +127,15 @@ def figures(rows: list[Result]) -> dict[str, str]:
         "**stacks streamed layer by layer**": share(sum(state in (SPLIT, ACROSS) for state in stacks), len(stacks)),
         "of these, cut at the borders of layers": str(stacks.count(SPLIT)),
         "classes with every stack streamed layer by layer, of those with stacks": share(
-            sum({*row["stacks"].values()} <= {SPLIT, ACROSS} for row in compiled if row["stacks"]), sum(bool(row["stacks"]) for row in compiled)),
-        "no more blocks in a deeper model, of those with a depth": share(sum(row["blocks"] >= d["blocks"] for row, d in deep), len(deep)),
-        "at most 5 % more peak device memory in a deeper model": share(sum(d["peak"] <= 1.05 * row["peak"] for row, d in deep), len(deep)),
+            sum({*row["stacks"].values()} <= {SPLIT, ACROSS} for row in compiled if row["stacks"]),
+            sum(bool(row["stacks"]) for row in compiled),
+        ),
+        "no more blocks in a deeper model, of those with a depth": share(
+            sum(row["blocks"] >= d["blocks"] for row, d in deep), len(deep)
+        ),
+        "at most 5 % more peak device memory in a deeper model": share(
+            sum(d["peak"] <= 1.05 * row["peak"] for row, d in deep), len(deep)
+        ),
     }
 
 
@@ -126,8 +157,15 @@ def line(row: Result) -> str:
     if "programs" in row:
         found = sum(state in (SPLIT, ACROSS) for state in row["stacks"].values())
         whole = ", ".join(reason.split()[0] if reason.startswith("aten.") else escaped(reason) for reason in row["whole"])
-        made += [str(row["programs"]), f"×{row['repeats']}", f"{found} of {len(row['stacks'])}", f"{row['largest']:.2f}", *depths(row), whole,
-                 f"{row['error']:.1e}"]
+        made += [
+            str(row["programs"]),
+            f"×{row['repeats']}",
+            f"{found} of {len(row['stacks'])}",
+            f"{row['largest']:.2f}",
+            *depths(row),
+            whole,
+            f"{row['error']:.1e}",
+        ]
     return cells(made + [""] * (len(COLUMNS) - len(made)))
 
 
@@ -136,7 +174,11 @@ def depths(row: Result) -> list[str]:
     deep = row.get("deep", {})
     if "blocks" not in deep:
         return [str(row["layers"]), str(row["blocks"]), "fails when deeper" if deep else ""]
-    return [f"{row['layers']} ({deep['layers']})", f"{row['blocks']} ({deep['blocks']})", f"×{deep['peak'] / max(row['peak'], 1):.2f}"]
+    return [
+        f"{row['layers']} ({deep['layers']})",
+        f"{row['blocks']} ({deep['blocks']})",
+        f"×{deep['peak'] / max(row['peak'], 1):.2f}",
+    ]
 
 
 def cells(texts: Iterable[str]) -> str:

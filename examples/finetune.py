@@ -10,6 +10,7 @@ lengths, and never again. A run that was killed and resumed ends with the very b
 all that a step depends on, and appears under its name only when it is complete. (Code that Inductor has made at another
 length may round otherwise: the bits are the same with --padding max or --block-compiler eager.)
 """
+
 from __future__ import annotations
 
 import argparse
@@ -51,17 +52,25 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2, help="of the small BERT")
     parser.add_argument("--hidden", type=int, default=64, help="width of the small BERT, a multiple of 32")
     parser.add_argument("--length", type=int, default=64, help="tokens a text at most: longer ones are cut")
-    parser.add_argument("--padding", choices=("longest", "max"), default="longest",
-                        help="pad texts to the longest of their batch, or all to --length")
+    parser.add_argument(
+        "--padding",
+        choices=("longest", "max"),
+        default="longest",
+        help="pad texts to the longest of their batch, or all to --length",
+    )
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--micro-batches", type=int, default=2, help="slices of the batch that go through a layer in turn")
     parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate; 3e-5 suits a pretrained model")
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--warmup", type=float, default=0.1, help="share of the steps in which the learning rate rises")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16",
-                        help="fp16 scales the loss. The scale is not in a checkpoint, a resumed run starts again at 65536: its "
-                             "bits are those of an unbroken run only as long as that keeps this scale as well")
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        default="bf16",
+        help="fp16 scales the loss. The scale is not in a checkpoint, a resumed run starts again at 65536: its "
+        "bits are those of an unbroken run only as long as that keeps this scale as well",
+    )
     parser.add_argument("--device", help="where the layers run (default: the accelerator if there is one, else cpu)")
     parser.add_argument("--block-compiler", choices=("inductor", "eager"), default="inductor")
     parser.add_argument("--seed", type=int, default=0)
@@ -199,10 +208,17 @@ def build_model(args: argparse.Namespace, labels: list[str], vocabulary: int) ->
     if args.model:
         model = transformers.AutoModelForSequenceClassification.from_pretrained(args.model, dtype=torch.float32, **heads)
         return model.train()
-    return transformers.BertForSequenceClassification(transformers.BertConfig(
-        vocab_size=vocabulary, hidden_size=args.hidden, num_hidden_layers=args.layers, num_attention_heads=args.hidden // 32,
-        intermediate_size=4 * args.hidden, max_position_embeddings=args.length, **heads,
-    ))
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(
+            vocab_size=vocabulary,
+            hidden_size=args.hidden,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.hidden // 32,
+            intermediate_size=4 * args.hidden,
+            max_position_embeddings=args.length,
+            **heads,
+        )
+    )
 
 
 def build_optimizer(model: torch.nn.Module, args: argparse.Namespace, steps: int):
@@ -213,7 +229,8 @@ def build_optimizer(model: torch.nn.Module, args: argparse.Namespace, steps: int
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
     warmup = max(1, round(args.warmup * steps))
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, max(0.0, (steps - step) / max(1, steps - warmup))))
+        optimizer, lambda step: min((step + 1) / warmup, max(0.0, (steps - step) / max(1, steps - warmup)))
+    )
     return optimizer, scheduler
 
 
@@ -247,8 +264,14 @@ def accuracy(model: torch.nn.Module, compiled, data: dict[str, torch.Tensor], ba
 
 def train(args, model, optimizer, scheduler, train_data, validation_data, state: dict | None, must_match: dict) -> float:
     """The training loop, from the start or from a checkpoint; the loop is PyTorch's own. The accuracy at the end."""
-    options = {"micro_batches": args.micro_batches, "precision": args.precision, "optimizer": optimizer,
-               "update": "in_forward", "max_grad_norm": 1.0, "block_compiler": args.block_compiler}
+    options = {
+        "micro_batches": args.micro_batches,
+        "precision": args.precision,
+        "optimizer": optimizer,
+        "update": "in_forward",
+        "max_grad_norm": 1.0,
+        "block_compiler": args.block_compiler,
+    }
     if args.device:
         options["device"] = args.device
     compiled = torch.compile(model, backend="l2l", options=options)
@@ -291,8 +314,12 @@ def train(args, model, optimizer, scheduler, train_data, validation_data, state:
 def snapshot(model, optimizer, scheduler, position: dict, must_match: dict) -> dict:
     """All that the next step depends on. `state_dict` waits for updates that are under way."""
     return {
-        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
-        "position": position, "must_match": must_match, "random": {"torch": torch.get_rng_state(), "python": random.getstate()},
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "position": position,
+        "must_match": must_match,
+        "random": {"torch": torch.get_rng_state(), "python": random.getstate()},
     }
 
 

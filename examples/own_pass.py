@@ -6,6 +6,7 @@ moves fetches to where no slab is free, and is refused with the rule that it bre
 
     python examples/own_pass.py
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass

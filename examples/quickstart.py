@@ -7,6 +7,7 @@ The model, its gradients and the optimizer stay in host memory. The device (a GP
 a few layers at a time, whatever the number of layers. At the end: what the compiler made of the model, a sample of
 generated text, and a folder that `from_pretrained` loads.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -46,15 +47,27 @@ def build_model(args: argparse.Namespace) -> transformers.PreTrainedModel:
     """A causal language model with random weights, in fp32 on the host."""
     if args.model == "llama":
         config = transformers.LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=args.hidden, intermediate_size=args.hidden * 11 // 4,
-            num_hidden_layers=args.layers, num_attention_heads=args.hidden // 64,
-            max_position_embeddings=4 * args.context, bos_token_id=None, eos_token_id=None,
+            vocab_size=VOCABULARY,
+            hidden_size=args.hidden,
+            intermediate_size=args.hidden * 11 // 4,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.hidden // 64,
+            max_position_embeddings=4 * args.context,
+            bos_token_id=None,
+            eos_token_id=None,
         )
     else:
         config = transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=args.hidden, n_layer=args.layers, n_head=args.hidden // 64,
-            n_positions=4 * args.context, bos_token_id=None, eos_token_id=None,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,  # a short run does not overfit
+            vocab_size=VOCABULARY,
+            n_embd=args.hidden,
+            n_layer=args.layers,
+            n_head=args.hidden // 64,
+            n_positions=4 * args.context,
+            bos_token_id=None,
+            eos_token_id=None,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,  # a short run does not overfit
         )
     config.use_cache = False  # training needs no cache of keys and values; it would be copied to the host in every step
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -113,8 +126,13 @@ def generate(model: transformers.PreTrainedModel, prompt: str, length: int = 200
     """Sampled continuation of a prompt. The plain model generates, on the host."""
     tokens = torch.tensor([list(prompt.encode())])
     made = model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=length, do_sample=True, temperature=0.7,
-        use_cache=True, pad_token_id=0,
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=length,
+        do_sample=True,
+        temperature=0.7,
+        use_cache=True,
+        pad_token_id=0,
     )
     return bytes(made[0].tolist()).decode(errors="replace")
 

@@ -1,4 +1,5 @@
 """Worker processes that do one job after the other; one that dies or hangs is replaced, and the others do not notice."""
+
 from __future__ import annotations
 
 import contextlib
@@ -11,9 +12,7 @@ from typing import Any
 Work = Callable[[Any], dict]
 
 
-def run(
-    jobs: Iterable, work: Work, workers: int = 2, seconds: float = 180, lifetime: int = 50
-) -> Iterator[tuple[Any, dict]]:
+def run(jobs: Iterable, work: Work, workers: int = 2, seconds: float = 180, lifetime: int = 50) -> Iterator[tuple[Any, dict]]:
     """Do jobs in processes: yields each with its result as it comes, and the `seconds` that it took.
 
     The result is `{"status": "hang"}` where there is none in time, and `{"status": "death"}` where the process ended. A

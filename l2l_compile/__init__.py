@@ -2,6 +2,7 @@
 
 `explain` shows what would be compiled, `programs` what was, `stats` what the last step moved and held.
 """
+
 from .errors import CheckError, DeviceError, L2LError, LoweringError, OptionError, RecompileLimitError, VerifyError
 from .inspection import programs, stats, synchronize
 from .ir.program import Block, Program, Segment

@@ -1,4 +1,5 @@
 """The backend that `torch.compile(model, backend="l2l")` calls with every captured graph."""
+
 from __future__ import annotations
 
 import inspect
@@ -46,17 +47,26 @@ def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
     """Compile a captured graph for a session and register its program there."""
     program, compilation = compile_program(capture(gm), session.options, session.lowering)
     runner = Runner(
-        program, session.options, session.device, session.lowering, session.server,
-        given=compilation.given, differentiable=compilation.gradients.differentiable,
-        rebuild=lambda given: _rebuild_backward(compilation, given), started=session.started,
-        waiting=session.waiting, check=session.check,
+        program,
+        session.options,
+        session.device,
+        session.lowering,
+        session.server,
+        given=compilation.given,
+        differentiable=compilation.gradients.differentiable,
+        rebuild=lambda given: _rebuild_backward(compilation, given),
+        started=session.started,
+        waiting=session.waiting,
+        check=session.check,
     )
     session.add(runner)
     session.server.watch(dynamo.modules_in_frame())
     return runner
 
 
-def compile_program(captured: Captured, options: Options, lowering: Lowering, after: After = trace) -> tuple[Program, Compilation]:
+def compile_program(
+    captured: Captured, options: Options, lowering: Lowering, after: After = trace
+) -> tuple[Program, Compilation]:
     """Run the passes over a captured graph, ours and then those of the option `passes`; `after` is called behind each."""
     compilation = Compilation(captured, options)
     run(compilation, PIPELINE + options.passes, after=after)

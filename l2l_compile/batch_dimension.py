@@ -7,6 +7,7 @@ is the one that runs.
 States of recurrent layers are [layers, batch, hidden], beside inputs that may be [batch, time]. Dynamo then fixes the size of
 the batch, since it meets a number in a state. The layers say where the batch is, so the frame is traced again with it there.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -98,6 +99,7 @@ def _values(captured: Captured) -> list[Input]:
     """Inputs that are no part of a module, those included that count as weights for want of a batch dimension."""
     tensors = [i for i in captured.inputs if isinstance(i.node.meta["example_value"], torch.Tensor)]
     return [
-        i for i in tensors
+        i
+        for i in tensors
         if not isinstance(i.node.meta["example_value"], torch.nn.Parameter) and not dynamo.is_module_attribute(i.node)
     ]

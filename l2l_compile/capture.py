@@ -1,4 +1,5 @@
 """From Dynamo's graph to a `Captured` graph: inputs sorted by kind, one batch symbol, every value described."""
+
 from __future__ import annotations
 
 import functools
@@ -93,8 +94,18 @@ def capture(gm: fx.GraphModule) -> Captured:
     }
     symbol_at, hints = _symbols(inputs)
     captured = Captured(
-        gm.graph, gm, inputs, specs, batch, why_static, hints, symbol_at,
-        grad_enabled=torch.is_grad_enabled(), autocast=_autocast(), break_reason=dynamo.graph_break(gm), parts=parts,
+        gm.graph,
+        gm,
+        inputs,
+        specs,
+        batch,
+        why_static,
+        hints,
+        symbol_at,
+        grad_enabled=torch.is_grad_enabled(),
+        autocast=_autocast(),
+        break_reason=dynamo.graph_break(gm),
+        parts=parts,
     )
     _lift_constants(captured)
     return captured
@@ -139,7 +150,11 @@ def drop_outputs(captured: Captured) -> None:
     """
     if captured.break_reason is not None:
         return
-    specs = {i: captured.specs[o] for i, o in enumerate(captured.outputs) if isinstance(o, fx.Node) and o in captured.specs and o.op != "placeholder"}
+    specs = {
+        i: captured.specs[o]
+        for i, o in enumerate(captured.outputs)
+        if isinstance(o, fx.Node) and o in captured.specs and o.op != "placeholder"
+    }
     batched = {i: spec for i, spec in specs.items() if spec.batch is not None or spec.mixed}
     if not any(spec.differentiable for i, spec in specs.items() if i not in batched):
         return

@@ -4,6 +4,7 @@ What is proven about a block rests on what its operations say of themselves; a c
 For every inner-looped block, the rows of the first two micro-batches are run together and apart, the first time that the
 block runs forward and backward. Random draws are the same for every row here.
 """
+
 from __future__ import annotations
 
 import warnings
@@ -88,16 +89,25 @@ class _Pair:
         self.apart = [lower(step.lowering, b) for b in self.bindings[:2]]
         self.together = lower(plain, self.bindings[2])
 
-    def compare(self, weights: Box, operands: Sequence[Box], gradients: Sequence[tuple[Box, TensorSpec]], made: Sequence[TensorSpec]) -> None:
+    def compare(
+        self, weights: Box, operands: Sequence[Box], gradients: Sequence[tuple[Box, TensorSpec]], made: Sequence[TensorSpec]
+    ) -> None:
         """Raises `CheckError` unless the block makes the same values, which are described by `made`."""
         block = self.segment.block
         if self.together.seeded:
-            warnings.warn(f"check=True cannot compare '{self.segment.name}': an operation of it draws random numbers by itself", stacklevel=2)
+            warnings.warn(
+                f"check=True cannot compare '{self.segment.name}': an operation of it draws random numbers by itself",
+                stacklevel=2,
+            )
             return
         values = [(o.tensors[:2], spec) for o, spec in zip(operands, block.values, strict=True)]
         arriving = [(g.tensors[:2], spec) for g, spec in gradients]
         apart = [
-            [*weights.tensors, *(turn_of(v, turn) for v, _ in values), *(gradient_of(self.step, block, g, turn, spec) for g, spec in arriving)]
+            [
+                *weights.tensors,
+                *(turn_of(v, turn) for v, _ in values),
+                *(gradient_of(self.step, block, g, turn, spec) for g, spec in arriving),
+            ]
             for turn in range(2)
         ]
         together = [*weights.tensors, *(joined(v, spec) for v, spec in (*values, *arriving))]
@@ -169,7 +179,9 @@ def _summed(spec: TensorSpec) -> TensorSpec:
 def _draws(run: Lowered) -> list[torch.Tensor]:
     """The same draw for every row: masks that keep all, and one number."""
     drawn = [d.make(torch.Generator(_device(run)).manual_seed(0)) for d in run.draws]
-    return [torch.ones_like(d) if d.dtype is torch.bool else torch.full_like(d, 0.5 if d.is_floating_point() else 0) for d in drawn]
+    return [
+        torch.ones_like(d) if d.dtype is torch.bool else torch.full_like(d, 0.5 if d.is_floating_point() else 0) for d in drawn
+    ]
 
 
 def _device(run: Lowered) -> torch.device:
@@ -199,7 +211,9 @@ def _norm(value: torch.Tensor) -> float:
     """Of the finite entries; 0.0 for whole numbers."""
     if not (value.is_floating_point() or value.is_complex()):
         return 0.0
-    return torch.where(torch.isfinite(value), value, 0).to(torch.complex128 if value.is_complex() else torch.float64).norm().item()
+    return (
+        torch.where(torch.isfinite(value), value, 0).to(torch.complex128 if value.is_complex() else torch.float64).norm().item()
+    )
 
 
 def _tolerance(module: fx.GraphModule) -> tuple[float, float]:

@@ -1,4 +1,5 @@
 """Lowered blocks: code for all sizes that its guards hold for, code at one size, and the store of all codes of a process."""
+
 from __future__ import annotations
 
 import functools

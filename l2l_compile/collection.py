@@ -1,4 +1,5 @@
 """Python's collection of cycles rests while a program is made: it would go through millions of live objects again and again."""
+
 from __future__ import annotations
 
 import gc

@@ -4,6 +4,7 @@ Inductor lowers a graph in Python, hands each kernel to a C++ compiler, which is
 the graph before it returns. Here it does not wait: `begin` returns with the kernels still being compiled, and
 `Begun.result` waits when the graph is needed. As many compilers run at once as Inductor has threads for them.
 """
+
 from __future__ import annotations
 
 import functools
@@ -113,7 +114,9 @@ def _wait_later() -> None:
             wait(self, scope)
             return
         for kernels in in_files(_put_off.kernels, get_compile_threads()):
-            compile_file(kernels, functools.partial(CppPythonBindingsCodeCache.load_pybinding_async, submit_fn=_compilers().submit))
+            compile_file(
+                kernels, functools.partial(CppPythonBindingsCodeCache.load_pybinding_async, submit_fn=_compilers().submit)
+            )
         _put_off.kernels.clear()
         waits.append(functools.partial(wait, self, scope))
 

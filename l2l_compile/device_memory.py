@@ -3,6 +3,7 @@
 It counts as `stats().peak_device_bytes` does on the host: weights from fetch to release, values while the program holds them, and
 within a block what its operations make, each by itself. A GPU's allocator rounds up, and kernels may need work space.
 """
+
 from __future__ import annotations
 
 import operator
@@ -87,8 +88,12 @@ class _DryRun:
         self.peak: Counter[str] = Counter()
         self.most: dict[tuple[str, str], int] = {}  # of values of one kind and spec at once
         self._handlers = {
-            nodes.fetch_weights: self._fetch, nodes.forward: self._forward, nodes.backward: self._backward,
-            nodes.release: self._release, nodes.split: self._split, nodes.merge: self._merge,
+            nodes.fetch_weights: self._fetch,
+            nodes.forward: self._forward,
+            nodes.backward: self._backward,
+            nodes.release: self._release,
+            nodes.split: self._split,
+            nodes.merge: self._merge,
         }
 
     def step(self) -> None:
@@ -106,7 +111,8 @@ class _DryRun:
         """Values of which more are held at once than neighbouring layers need."""
         return [
             f"{kind}: {count} values {spec} are on the device at once, since {_why(kind, self.options)}"
-            for (kind, spec), count in self.most.items() if count > self._few(kind)
+            for (kind, spec), count in self.most.items()
+            if count > self._few(kind)
         ]
 
     def _few(self, kind: str) -> int:
@@ -173,7 +179,9 @@ class _DryRun:
         given = tuple(gradient is not None for gradient in node.args[3])
         lowered = self.lowering.backward(segment.block, self._sizes(segment), given)
         turns = self.micro_batches if segment.block.inner_looped else 1
-        brought = sum(self._bytes(segment.block.outputs[i].detached()) for i in (node.args[4] if len(node.args) > 4 else ())) // turns
+        brought = (
+            sum(self._bytes(segment.block.outputs[i].detached()) for i in (node.args[4] if len(node.args) > 4 else ())) // turns
+        )
         for turn in range(max(0, turns - 2), turns):  # the gradient for the next micro-batch arrives meanwhile
             arrived = brought * min(2, turns - turn)
             self._look(lowered.inside, arrived + self._gathered(segment, lowered.present, turn, turns))

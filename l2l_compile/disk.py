@@ -6,6 +6,7 @@ PyTorch among them. A key that cannot be told from another process (an operator 
 Entries are JSON with a checksum, written to a file of their own and moved into place. What is damaged is dropped and
 made again. Nothing in an entry is executed: `disk_traces` rebuilds graphs of PyTorch's own operators, and of no others.
 """
+
 from __future__ import annotations
 
 import functools

@@ -1,4 +1,5 @@
 """ATen graphs of blocks, as entries of `disk`: nodes by name, PyTorch's own operators alone, sizes as expressions."""
+
 from __future__ import annotations
 
 import functools
@@ -23,8 +24,29 @@ from .sizes import Sizes
 
 _log = logging.getLogger(__name__)
 _LARGEST = 1024  # elements of a constant
-_NUMBERS = {f.__name__: f for f in (torch.sym_float, torch.sym_int, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite, torch.sym_sqrt)}
-_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "neg", "pow", "getitem", "eq", "ne", "lt", "le", "gt", "ge", "and_", "or_")
+_NUMBERS = {
+    f.__name__: f
+    for f in (torch.sym_float, torch.sym_int, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite, torch.sym_sqrt)
+}
+_OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "neg",
+    "pow",
+    "getitem",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "and_",
+    "or_",
+)
 _EXPRESSIONS = {
     **{c.__name__: c for c in (
         sympy.Add, sympy.Mul, sympy.Pow, sympy.Max, sympy.Min, sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge, sympy.And, sympy.Or,
@@ -68,7 +90,14 @@ def _encoded(traced: Traced | None, sizes: Sizes) -> dict:
         "conditions": conditions,
         "graph": _graph(traced.graph, symbols),
         "draws": [
-            [[_expression(d, symbols) for d in draw.shape], _plain(draw.dtype), str(draw.device), draw.fill, list(draw.arguments), draw.number]
+            [
+                [_expression(d, symbols) for d in draw.shape],
+                _plain(draw.dtype),
+                str(draw.device),
+                draw.fill,
+                list(draw.arguments),
+                draw.number,
+            ]
             for draw in traced.draws
         ],
         "seeded": traced.seeded,
@@ -123,7 +152,9 @@ def _from_graph(nodes: list, sizes: Sizes) -> fx.GraphModule:
             constants[_identifier(target)] = _from_constant(rest[0])
             node = graph.create_node("get_attr", target, name=name)
         elif op == "call":
-            node = graph.create_node("call_function", _from_target(target), _from_argument(rest[0], made), _from_argument(rest[1], made), name=name)
+            node = graph.create_node(
+                "call_function", _from_target(target), _from_argument(rest[0], made), _from_argument(rest[1], made), name=name
+            )
         else:
             node = graph.create_node("output", "output", _from_argument(rest[0], made), name=name)
         if node.name != name:

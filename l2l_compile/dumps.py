@@ -1,4 +1,5 @@
 """A compilation as text after every pass: files of `explain(..., dump=folder)`, artifacts of `TORCH_TRACE`."""
+
 from __future__ import annotations
 
 import shutil

@@ -8,6 +8,7 @@ Two things are not to be had through public names:
 * A backend is not told which `torch.compile` call it serves. `current_owner` and `owner_of` both find the object
   that `torch.compile` made for that call, so that programs can be looked up by the compiled model.
 """
+
 from __future__ import annotations
 
 import functools
@@ -95,7 +96,9 @@ _CHOICES = "_l2l_batch_dimensions"  # on the object of a torch.compile call: by 
 
 
 def _batch_dimension(tx: Any, source: Any) -> int | None:
-    return _dimension_in(getattr(innermost_backend(tx.output.compiler_fn), _CHOICES, {}).get(tx.output.root_tx.f_code), source.name)
+    return _dimension_in(
+        getattr(innermost_backend(tx.output.compiler_fn), _CHOICES, {}).get(tx.output.root_tx.f_code), source.name
+    )
 
 
 def _dimension_in(choice: Any, name: str) -> int | None:

@@ -1,4 +1,5 @@
 """Errors of the compiler: each names who failed, which rule, and what to do."""
+
 from __future__ import annotations
 
 from torch._dynamo.exc import ShortenTraceback

@@ -3,6 +3,7 @@
 Two blocks of equal form are the same function of their operands, whatever model or capture they come from, so one
 lowering serves both.
 """
+
 from __future__ import annotations
 
 import enum
@@ -19,8 +20,20 @@ from .ir.program import Block, symbolic_size
 from .ir.values import Bindings, Dim, TensorSpec, substitute
 
 _TOLD_BY_REPR = (
-    bool, int, float, complex, str, bytes, range, type(None), type(Ellipsis), enum.Enum,
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    type(None),
+    type(Ellipsis),
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
 )
 
 

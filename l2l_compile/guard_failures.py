@@ -1,4 +1,5 @@
 """Dynamo's reasons why programs do not fit a call, in plain words: what changed, and what to do about it."""
+
 from __future__ import annotations
 
 import re
@@ -43,19 +44,25 @@ _CONSTANT = "hold {name} constant, or let it take a few values only"
 _SIZE = "pad {name} to a few sizes, or call torch._dynamo.mark_dynamic({name}, {dim}) before the model"
 _MODES = "call the model under the same modes (no_grad, autocast, default dtype, threads) each time"
 _KINDS = (  # the first that matches counts
-    _Kind(r"tensor '(?P<name>.+)' size mismatch .* expected (?P<value>\d+), .* on a parameter.*", "the size of {name}", _CONSTANT),
-    _Kind(r"tensor '(?P<name>.+)' size mismatch at index (?P<dim>\d+)\. expected (?P<value>\d+).*", "size {dim} of {name}", _SIZE),
+    _Kind(
+        r"tensor '(?P<name>.+)' size mismatch .* expected (?P<value>\d+), .* on a parameter.*", "the size of {name}", _CONSTANT
+    ),
+    _Kind(
+        r"tensor '(?P<name>.+)' size mismatch at index (?P<dim>\d+)\. expected (?P<value>\d+).*", "size {dim} of {name}", _SIZE
+    ),
     _Kind(r"(?P<name>.+)\.size\(\)\[(?P<dim>\d+)\] == (?P<value>\d+)", "size {dim} of {name}", _SIZE),
     _Kind(
         r"tensor '(?P<name>.+)' (?P<property>\w+) mismatch.*?\. expected (?:\w+=)?(?P<value>[^,.]+).*",
-        "{property} of {name}", _CONSTANT,
+        "{property} of {name}",
+        _CONSTANT,
     ),
     _Kind(r"expected type of '(?P<name>.+)' to be .*", "{name} was of another type", _CONSTANT),
     _Kind(r"___check_type_id\((?P<name>.+), \d+\).*", "{name} was of another type", _CONSTANT),
     _Kind(r"___check_obj_id\((?P<name>.+), \d+\).*", "{name} was another object", "give the same {name} in each call"),
     _Kind(r"(?P<name>len\(.+\)) == (?P<value>\d+)", "{name}", _CONSTANT),
     _Kind(
-        r"(?P<name>.+?) == (?P<value>-?[\d.]+(?:e[+-]?\d+)?)", "{name}",
+        r"(?P<name>.+?) == (?P<value>-?[\d.]+(?:e[+-]?\d+)?)",
+        "{name}",
         "give {name} as a tensor if the model computes with it, or else hold it constant or let it take a few values only",
     ),
     _Kind(r"(?P<name>.+?) == (?P<value>.+)", "{name}", _CONSTANT),

@@ -4,6 +4,7 @@ Inductor's C++ kernels check indices inside of OpenMP regions, where a failed ch
 host, look-ups therefore stay calls of PyTorch's own kernels: each is hidden from Inductor behind an operator of the
 same signature, so an out-of-range token raises the IndexError that it raises in eager.
 """
+
 from __future__ import annotations
 
 import functools

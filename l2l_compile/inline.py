@@ -4,6 +4,7 @@
 recomputes every layer anyway, so the wrapper is dropped. `torch.compiler.nested_compile_region` arrives as
 `invoke_subgraph(body, name, *args)`: the block finder finds the same repeats in the inlined bodies.
 """
+
 from __future__ import annotations
 
 import torch
@@ -29,7 +30,7 @@ def inline_subgraphs(gm: fx.GraphModule) -> None:
 
 
 def _inline(gm: fx.GraphModule, call: fx.Node) -> None:
-    body_node, operands = call.args[0], call.args[_WRAPPERS[call.target]:]
+    body_node, operands = call.args[0], call.args[_WRAPPERS[call.target] :]
     body = gm.get_submodule(body_node.target)
     env = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
     with gm.graph.inserting_before(call):

@@ -1,4 +1,5 @@
 """What a user can look at after compilation: programs and figures."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -7,6 +7,7 @@ run at once. A file has one function that Python calls, with the number of the k
     namespace kernel_1 { ... }
     extern "C" void kernel(const int64_t which, void* p0, void* p1, const int64_t n0) { switch (which) {...} }
 """
+
 from __future__ import annotations
 
 import functools
@@ -31,7 +32,9 @@ class Kernel:
         head = _HEAD.match(self.source)
         kinds = ["p" if t.endswith("*") else "n" if t.split()[-1] == "int64_t" else "?" for t in self.types]
         alike = kinds == sorted(kinds, reverse=True) and "?" not in kinds and "p" in kinds
-        usual = head and self.source.count('extern "C"') == 1 and not re.search(r"^\s*#(?!include|pragma)", self.source, re.MULTILINE)
+        usual = (
+            head and self.source.count('extern "C"') == 1 and not re.search(r"^\s*#(?!include|pragma)", self.source, re.MULTILINE)
+        )
         return head[1] if usual and alike and "#include" not in self.source[head.end() :] else None
 
     @property
@@ -45,7 +48,7 @@ class Kernel:
     def in_namespace(self, name: str) -> str:
         """Its source, without what it includes."""
         head = _HEAD.match(self.source)
-        return f"namespace {name} {{\n{head[2]}{self.source[head.end():]}\n}}\n"
+        return f"namespace {name} {{\n{head[2]}{self.source[head.end() :]}\n}}\n"
 
 
 def in_files(kernels: Sequence[Kernel], files: int) -> list[list[Kernel]]:
@@ -66,7 +69,9 @@ def compile_file(kernels: Sequence[Kernel], compiles: Callable[[Sequence[str], s
         kernels[0].load = compiles(kernels[0].types, kernels[0].source)
         return
     pointers, numbers = max(k.pointers for k in kernels), max(k.numbers for k in kernels)
-    load = compiles(["const int64_t", *["void*"] * pointers, *["const int64_t"] * numbers], "".join(_source(kernels, pointers, numbers)))
+    load = compiles(
+        ["const int64_t", *["void*"] * pointers, *["const int64_t"] * numbers], "".join(_source(kernels, pointers, numbers))
+    )
     for which, kernel in enumerate(kernels):
         kernel.load = functools.partial(_one_of, load, which, kernel, pointers, numbers)
 
@@ -78,7 +83,9 @@ def _source(kernels: Sequence[Kernel], pointers: int, numbers: int) -> Iterator[
     operands = [*(f"void* p{i}" for i in range(pointers)), *(f"const int64_t n{i}" for i in range(numbers))]
     yield f'extern "C" void kernel(const int64_t which, {", ".join(operands)})\n{{\n    switch (which) {{\n'
     for which, kernel in enumerate(kernels):
-        given = [f"static_cast<{t}>(p{i})" for i, t in enumerate(kernel.types[: kernel.pointers])] + [f"n{i}" for i in range(kernel.numbers)]
+        given = [f"static_cast<{t}>(p{i})" for i, t in enumerate(kernel.types[: kernel.pointers])] + [
+            f"n{i}" for i in range(kernel.numbers)
+        ]
         yield f"        case {which}: kernel_{which}::kernel({', '.join(given)}); break;\n"
     yield "    }\n}\n"
 

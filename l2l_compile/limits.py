@@ -3,6 +3,7 @@
 An adapter to private Dynamo, as `dynamo.py` is. Dynamo counts the programs of a code object. At `recompile_limit`, it runs each
 call that fits none of them uncompiled. That would be the whole model on the host, after one line in a log.
 """
+
 from __future__ import annotations
 
 import inspect

@@ -6,6 +6,7 @@ A `Code` is made once a process for blocks of equal form, whatever program they 
 captured graph are symbols in the code. It is right for all sizes that its guards hold for. Sizes of 0 and 1, by which much
 is decided, are always numbers. `Lowered` is a code at the sizes of one call.
 """
+
 from __future__ import annotations
 
 import threading
@@ -184,13 +185,18 @@ class Lowering:
             waiting = self._traced(block, Sizes(bindings), which, wanted)
             code = self._compiled(waiting) if waiting is not None else self._everything(block, bindings, which, wanted)
             sizes = ", ".join(f"{symbol} = {bindings[symbol]}" for symbol in key.symbols)
-            warnings.warn(f"backend 'l2l' compiles {block.name} anew for every size ({sizes}), since with symbolic sizes: {error}", stacklevel=2)
+            warnings.warn(
+                f"backend 'l2l' compiles {block.name} anew for every size ({sizes}), since with symbolic sizes: {error}",
+                stacklevel=2,
+            )
             return replace(code, guards=Guards.exactly(key.sizes))
 
     def _everything(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Code:
         return self._code(block, bindings, which, (True,) * len(wanted))[0]
 
-    def _known_or_traced(self, key: _Key, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> _Waiting | None:
+    def _known_or_traced(
+        self, key: _Key, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]
+    ) -> _Waiting | None:
         """The graph, with symbolic sizes, from disk or traced; None as from `_traced`."""
         sizes = Sizes(bindings, key.symbols)
         name = disk.digest(("trace", key.exact, *_of_machine(self.device))) if self.block_compiler == "inductor" else None

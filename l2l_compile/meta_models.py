@@ -1,4 +1,5 @@
 """A model without memory (`torch.device("meta")`), as if its tensors lay on the host: what `explain` looks at is sizes alone."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,5 @@
 """The options of the backend: one frozen dataclass, built from `torch.compile(..., options={...})`."""
+
 from __future__ import annotations
 
 import difflib
@@ -78,7 +79,9 @@ class Options:
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
-                raise OptionError(f"unknown option {name!r} of backend 'l2l'; known options: {', '.join(known)}.{_nearest(name, known)}")
+                raise OptionError(
+                    f"unknown option {name!r} of backend 'l2l'; known options: {', '.join(known)}.{_nearest(name, known)}"
+                )
         _check_int(given, "micro_batches", 1)
         _check_int(given, "prefetch", 0)
         _check_choice(given, "stash", ("device", "host"))
@@ -118,7 +121,9 @@ def _nearest(given: Any, known: Sequence[str]) -> str:
 def _check_optimizer(given: dict) -> None:
     optimizer, update = given.get("optimizer"), given.get("update", "at_step")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptionError(f"option 'optimizer' must be a torch.optim.Optimizer that is already built, got {type(optimizer).__name__}")
+        raise OptionError(
+            f"option 'optimizer' must be a torch.optim.Optimizer that is already built, got {type(optimizer).__name__}"
+        )
     if update != "at_step" and optimizer is None:
         raise OptionError(f"option update={update!r} needs the option 'optimizer', the one of the training loop")
     if update == "at_step" and given.get("accumulate", 1) != 1:
@@ -139,7 +144,9 @@ def _check_optimizer(given: dict) -> None:
             "not wait for. Use update='in_forward'"
         )
     if update == "at_step":
-        raise OptionError("option 'max_grad_norm' is for update='in_forward'; at_step, call torch.nn.utils.clip_grad_norm_ as usual")
+        raise OptionError(
+            "option 'max_grad_norm' is for update='in_forward'; at_step, call torch.nn.utils.clip_grad_norm_ as usual"
+        )
 
 
 def _passes(given: Any) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ Every block then runs under `torch.autocast` of that dtype, which settles what i
 all of these in fp32: an operation that autocast does not know would else meet a weight of 16 bits beside values of 32. Where
 autocast narrows what has just been widened, `widening.py` takes both out.
 """
+
 from __future__ import annotations
 
 import warnings
@@ -49,12 +50,15 @@ def narrow(captured: Captured, precision: str) -> None:
     parameters = [i for i in captured.weights if i.kind == "parameter"]
     wide = [i.name for i in parameters if captured.specs[i.node].dtype is torch.float64]
     if wide:
-        raise L2LError(f"parameter '{wide[0]}' is float64, but {option} keeps float32 on the host: convert the model with .float()")
+        raise L2LError(
+            f"parameter '{wide[0]}' is float64, but {option} keeps float32 on the host: convert the model with .float()"
+        )
     short = [i.name for i in parameters if captured.specs[i.node].dtype in (torch.bfloat16, torch.float16)]
     if short:
         warnings.warn(
             f"{len(short)} parameters such as '{short[0]}' have 16 bits on the host: {option} keeps no wider copy of them, and small "
-            "updates are lost. Convert the model with .float()", stacklevel=2,
+            "updates are lost. Convert the model with .float()",
+            stacklevel=2,
         )
     captured.autocast = DTYPES[precision]
     for weight in parameters:

@@ -1,4 +1,5 @@
 """Work beside the first step that should not take processors from it."""
+
 from __future__ import annotations
 
 import os

@@ -15,6 +15,7 @@ the operand's version counter; with a `grad_fn` that leads to the operands, if i
 first run. What cannot be told apart by such a key (operations that write, that return sizes, that make up new symbols,
 tensors with values, subclasses, higher-order operations) runs as always.
 """
+
 from __future__ import annotations
 
 import functools
@@ -196,7 +197,11 @@ def _learn(result: Any, operands: Sequence[FakeTensor]) -> Result | None:
     parts = [_learn_part(leaf, operands) for leaf in leaves]
     if None in parts:
         return None
-    own = [StorageWeakRef(leaf.untyped_storage()) for leaf, p in zip(leaves, parts, strict=True) if isinstance(p, _Made) and p.base is None]
+    own = [
+        StorageWeakRef(leaf.untyped_storage())
+        for leaf, p in zip(leaves, parts, strict=True)
+        if isinstance(p, _Made) and p.base is None
+    ]
     if len(set(own)) < len(own):  # two results in one storage
         return None
     return Result(kind, tuple(parts))

@@ -6,6 +6,7 @@ a block trace the same operations in the same order, so draw number i is the sam
 elimination or the compiler drops or reorders other work. Attention kernels with dropout inside draw for themselves:
 for those the executor seeds the device's default generator before each call.
 """
+
 from __future__ import annotations
 
 import hashlib

@@ -8,6 +8,7 @@ step, which Inductor takes minutes to compile, and loses cuDNN's kernels. The op
 the layer. The backward one runs the layer again with autograd inside; in a streamed backward, which recomputes anyway,
 the forward one is then dead code.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -30,8 +31,14 @@ _LIBRARY.define(f"recurrent_layer_backward(int[] given, bool[] needed, Tensor[] 
 
 
 def layer(
-    kind: str, input: torch.Tensor, states: Sequence[torch.Tensor], weights: Sequence[torch.Tensor],
-    has_biases: bool, train: bool, bidirectional: bool, batch_first: bool,
+    kind: str,
+    input: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    has_biases: bool,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
     """One layer, in both directions if `bidirectional`: (output, h_n), for an LSTM (output, h_n, c_n).
 
@@ -93,9 +100,7 @@ def _backward(given, needed, gradients, kind, input, states, weights, has_biases
         operands = (input, *states, *weights)
         leaves = [o.detach().requires_grad_(wanted) for o, wanted in zip(operands, needed, strict=True)]
         count = 1 + len(states)
-        results = _run(
-            kind, leaves[0], leaves[1:count], leaves[count:], has_biases, True, bidirectional, batch_first, autocast
-        )
+        results = _run(kind, leaves[0], leaves[1:count], leaves[count:], has_biases, True, bidirectional, batch_first, autocast)
         roots = [results[i] for i in given]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         seeds = [g.to(root.dtype) for g, root in zip(gradients, roots, strict=True)]

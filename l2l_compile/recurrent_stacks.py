@@ -7,6 +7,7 @@
 
 Each layer may then be a segment of its own. States of zeros are made anew in each layer instead of being handed there.
 """
+
 from __future__ import annotations
 
 import operator
@@ -43,7 +44,13 @@ class _Stack:
     @classmethod
     def of(cls, function: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> _Stack | None:
         """None for other functions, and for packed sequences, whose third argument is no list of weights."""
-        if function not in KINDS or kwargs or len(args) != 9 or not isinstance(args[2], (tuple, list)) or isinstance(args[3], (tuple, list)):
+        if (
+            function not in KINDS
+            or kwargs
+            or len(args) != 9
+            or not isinstance(args[2], (tuple, list))
+            or isinstance(args[3], (tuple, list))
+        ):
             return None
         kind = KINDS[function]
         return cls(kind, args[0], tuple(args[1]) if kind == "lstm" else (args[1],), tuple(args[2]), *args[3:])
@@ -79,7 +86,8 @@ def sizes_of_stack(function: Callable, args: Sequence[Any], kwargs: dict[str, An
         return None
     count = stack.directions
     output, *finals = stack.write(
-        lambda number, made, *rest, **named: made(*rest, **named), lambda state, number: state[number * count : (number + 1) * count]
+        lambda number, made, *rest, **named: made(*rest, **named),
+        lambda state, number: state[number * count : (number + 1) * count],
     )
     return (output, *(torch.cat(final) for final in finals))
 
@@ -121,9 +129,7 @@ class _Writer:
         start = 1 if state.op == "call_method" else 0  # x.new_zeros(sizes), torch.zeros(sizes)
         sizes = state.args[start] if isinstance(state.args[start], (tuple, list)) else state.args[start:]
         example = state.meta["example_value"]
-        return self.put(
-            number, torch.zeros, (self.stack.directions, *sizes[1:]), dtype=example.dtype, device=example.device
-        )
+        return self.put(number, torch.zeros, (self.stack.directions, *sizes[1:]), dtype=example.dtype, device=example.device)
 
     def joined(self, final: list[fx.Node], state: fx.Node) -> fx.Node:
         """Every layer's last state as one, in front of what reads it first: the last layer stays like the others."""
@@ -142,7 +148,9 @@ class _Writer:
             for mode in (self.stack.input.meta["example_value"].fake_mode, *self.modes()):
                 modes.enter_context(mode)
             value = function(*examples[0], **examples[1])
-        made.meta = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "stack_trace")} | {"example_value": value}
+        made.meta = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "stack_trace")} | {
+            "example_value": value
+        }
         stack = made.meta.get("nn_module_stack")
         if stack and number is not None and self.stack.layers > 1:
             key, (path, kind) = list(stack.items())[-1]
@@ -159,5 +167,7 @@ class _Writer:
 
 def _is_zeros(state: fx.Node) -> bool:
     """Whether a state is made as zeros, for recurrent layers alone: nobody else could write into it."""
-    made = state.op == "call_function" and state.target is torch.zeros or state.op == "call_method" and state.target == "new_zeros"
+    made = (
+        state.op == "call_function" and state.target is torch.zeros or state.op == "call_method" and state.target == "new_zeros"
+    )
     return made and len(state.args) > (state.op == "call_method") and all(user.target in KINDS for user in state.users)

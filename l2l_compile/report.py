@@ -1,4 +1,5 @@
 """`explain`: what the backend would make of a model, without running it."""
+
 from __future__ import annotations
 
 import functools
@@ -89,7 +90,9 @@ class Report:
     @property
     def large_outputs(self) -> tuple[Output, ...]:
         """Outputs of more than a megabyte that are larger than what passes between two layers."""
-        passed = max((s.bytes(p.bindings) for p in self.programs for b in p.blocks for s in b.outputs if b.repeats > 1), default=0)
+        passed = max(
+            (s.bytes(p.bindings) for p in self.programs for b in p.blocks for s in b.outputs if b.repeats > 1), default=0
+        )
         return tuple(o for o in self.outputs if o.bytes > max(passed, 2**20))
 
     def __str__(self) -> str:
@@ -103,7 +106,9 @@ class Report:
         lines += [str(self.device_memory), str(self.host_memory)]
         if self.update is not None:
             lines.append(f"updates: {self.update}")
-        lines.append(f"outputs copied to the host in every step: {len(self.outputs)} tensor{'s' * (len(self.outputs) != 1)}, {format_bytes(total)}")
+        lines.append(
+            f"outputs copied to the host in every step: {len(self.outputs)} tensor{'s' * (len(self.outputs) != 1)}, {format_bytes(total)}"
+        )
         if len(self.outputs) > 8 or self.large_outputs:
             shown = ", ".join(f"{o.name} {list(o.shape)} {format_bytes(o.bytes)}" for o in self.outputs[:3])
             lines.append(f"  the largest: {shown}. A cache of keys and values is not needed in training (use_cache=False)")
@@ -125,11 +130,15 @@ def _program_lines(number: int, program: Program) -> list[str]:
     if program.captured.why_static:
         title += f"; not split: {program.captured.why_static}"
     places = {i.name: program.captured.specs[i.node].batch for i in program.captured.inputs if i.kind == "value"}
-    title += "".join(f"; '{name}' has the batch in dimension {place.dim}" for name, place in places.items() if place and place.dim)
+    title += "".join(
+        f"; '{name}' has the batch in dimension {place.dim}" for name, place in places.items() if place and place.dim
+    )
     return [title, *("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)) + "  " + row[4] for row in rows)]
 
 
-def explain(model: Callable, options: Mapping[str, Any] | None = None, *, dump: str | Path | None = None) -> Callable[..., Report]:
+def explain(
+    model: Callable, options: Mapping[str, Any] | None = None, *, dump: str | Path | None = None
+) -> Callable[..., Report]:
     """`explain(model, options)(*args, **kwargs)` reports what `torch.compile(model, backend="l2l")` would run.
 
     `model` is a module or a function, compiled or not (then its own options hold, unless others are given); the arguments are

@@ -1,4 +1,5 @@
 """What belongs to one `torch.compile` call: its device, its lowered blocks, its programs, its last step."""
+
 from __future__ import annotations
 
 import warnings
@@ -145,4 +146,3 @@ def session_of(compiled: Any) -> Session | None:
         equal = [o for o in _alive(_owners) if o == owner]
         session = getattr(equal[-1], _SESSION) if equal else None
     return session
-

@@ -1,4 +1,5 @@
 """Rewrites of Dynamo's graph that change no number: sizes and constants spelled out, writes and dead operations removed."""
+
 from __future__ import annotations
 
 import inspect
@@ -88,7 +89,12 @@ def _replaced(arguments: Any, node: fx.Node, by: tuple) -> Any:
     return by if arguments is node else arguments
 
 
-_ANEW = {operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul, operator.itruediv: operator.truediv}
+_ANEW = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
 
 
 def _write_anew(graph: fx.Graph) -> None:
@@ -219,8 +225,12 @@ def may_be_size(node: fx.Node) -> bool:
     """Whether a node makes, of numbers alone, a tensor that is a whole number: PyTorch takes such a one as a size."""
     value = node.meta.get("example_value")
     return (
-        node.op == "call_function" and isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype in (torch.int64, torch.int32)
-        and getattr(value, "constant", None) is not None and is_pure(node)
+        node.op == "call_function"
+        and isinstance(value, torch.Tensor)
+        and value.ndim == 0
+        and value.dtype in (torch.int64, torch.int32)
+        and getattr(value, "constant", None) is not None
+        and is_pure(node)
     )
 
 
@@ -241,7 +251,14 @@ def writes(node: fx.Node) -> bool:
     inplace = node.kwargs.get("inplace")
     if isinstance(node.target, types.FunctionType):
         inplace = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get("inplace")
-    return name.endswith("_") and not name.endswith("__") or name == "setitem" or node.target in _ANEW or "out" in node.kwargs or bool(inplace)
+    return (
+        name.endswith("_")
+        and not name.endswith("__")
+        or name == "setitem"
+        or node.target in _ANEW
+        or "out" in node.kwargs
+        or bool(inplace)
+    )
 
 
 def is_pure(node: fx.Node) -> bool:

@@ -5,6 +5,7 @@ sizes of the first call. Whatever PyTorch decides by a size on the way to code (
 beyond a length, the index type of a kernel) it writes down in its `ShapeEnv`; `Guards` are those conditions. Code is run at
 other sizes only where all of them hold.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence

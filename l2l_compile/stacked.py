@@ -7,6 +7,7 @@ A slice is fetched alone, and its gradient is pushed alone, into its place in th
 an index, a slice, `unbind`, `select` or `narrow` with constant numbers is one, if it lies in one piece of memory; what `chunk` and
 `split` give is not: layers take fused projections apart with them.
 """
+
 from __future__ import annotations
 
 import operator

@@ -4,6 +4,7 @@ Both are pure functions of their operands: operands that the block writes into a
 are further outputs, and no output shares memory with an operand or with another output. Every output is contiguous.
 Sizes that stay symbolic (`Sizes.symbols`) are whole numbers in front of the tensors.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -161,8 +162,11 @@ def probe_values(block: Block, bindings: Bindings) -> Values:
         with torch.no_grad():
             _interpret(block, [o.clone() for o in _inside(block, operands)], interpreter)
             tensors = [
-                (node, leaf) for node, value in interpreter.env.items() if node.op.startswith("call_")
-                for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)
+                (node, leaf)
+                for node, value in interpreter.env.items()
+                if node.op.startswith("call_")
+                for leaf in tree_leaves(value)
+                if isinstance(leaf, torch.Tensor)
             ]
             made_by[:] = [node for node, _ in tensors]
             return tuple(tensor for _, tensor in tensors)
@@ -239,8 +243,7 @@ def _interpret(block: Block, operands: Sequence[torch.Tensor], interpreter: _Blo
 def _leaves(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Operands that record gradients, as wide as the block computes with them."""
     return [
-        o.detach().requires_grad_(spec.differentiable)
-        for o, spec in zip(_inside(block, operands), block.operands, strict=True)
+        o.detach().requires_grad_(spec.differentiable) for o, spec in zip(_inside(block, operands), block.operands, strict=True)
     ]
 
 
@@ -302,9 +305,7 @@ def _trace(
     except LoweringError:
         raise
     except Exception as error:
-        raise LoweringError(
-            f"{which} of {block.name} cannot be traced: {type(error).__name__}: {error}"
-        ) from error
+        raise LoweringError(f"{which} of {block.name} cannot be traced: {type(error).__name__}: {error}") from error
     finally:
         torch.set_grad_enabled(grad)
         while functorch.get_dynamic_layer_stack_depth() > transforms:  # a failure inside of a vmap leaves it open

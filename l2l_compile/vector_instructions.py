@@ -3,6 +3,7 @@
 Inductor asks for all kinds, one after the other, at the first kernel: a compilation or more for each. It uses the first
 kind that is there, unless the user wants another one. What it hears is remembered, in the process and on disk.
 """
+
 from __future__ import annotations
 
 import functools

@@ -4,6 +4,7 @@ Under CMP every operation sees the dtypes that it would see under autocast with 
 by autocast at once, to what they were; taking both casts out of the graph changes no bit. So does handing a gradient on in 16
 bits if it was computed in 16 bits and only widened at the end.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,7 +16,12 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 _SHORT = (torch.bfloat16, torch.float16)
 _VIEWS = (  # of dense memory, which a cast lays out as it was
-    aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
     aten.squeeze.dim,
 )
 
@@ -97,7 +103,11 @@ def _value(node: fx.Node) -> torch.Tensor:
 
 def storages_of(node: fx.Node) -> list[torch.UntypedStorage]:
     """The memory of an ATen node's results; a sparse one has none of its own."""
-    return [v.untyped_storage() for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor) and v.layout is torch.strided]
+    return [
+        v.untyped_storage()
+        for v in tree_leaves(node.meta.get("val"))
+        if isinstance(v, torch.Tensor) and v.layout is torch.strided
+    ]
 
 
 def _storages(node: fx.Node) -> set[int]:

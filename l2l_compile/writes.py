@@ -5,6 +5,7 @@ written by one operation and touched by another is a *state*: spectral norm's ve
 statistics of a BatchNorm that is called twice. A state is no weight, which every segment would fetch as it was before the
 step. It is a value that goes from segment to segment, and each write makes a new version of it.
 """
+
 from __future__ import annotations
 
 import inspect

@@ -6,6 +6,7 @@ order in which operands are first read. Equality of forms is the proof that two 
 layers that differ in an eps, an activation, a shape, a dtype, a frozen parameter, in which operand feeds what, or in
 which results are used outside have different forms.
 """
+
 from __future__ import annotations
 
 from collections import Counter
@@ -103,9 +104,9 @@ def _common_name(line: Line, span: range) -> str:
     """
     paths = [line.paths[i] for i in span if line.paths[i]]
     with_weights = [
-        line.paths[i] for i in span
-        if line.paths[i]
-        and any(a in line.weights and line.weights[a].kind == "parameter" for a in line.nodes[i].all_input_nodes)
+        line.paths[i]
+        for i in span
+        if line.paths[i] and any(a in line.weights and line.weights[a].kind == "parameter" for a in line.nodes[i].all_input_nodes)
     ]
     paths = with_weights or paths
     if not paths:
@@ -182,4 +183,3 @@ def _argument(line: Line, graph: fx.Graph, env: dict, attributes: dict, sizes: d
         env[node] = graph.get_attr(node.target)
         return env[node]
     raise KeyError(node)
-

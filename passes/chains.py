@@ -7,6 +7,7 @@ A copy *feeds* a later one if values that it made reach at least half of the par
 one another in the same way are a chain. A copy whose parameters are used by parts that do not hang together is no layer: it
 is two, or the end of one tower and the beginning of another.
 """
+
 from __future__ import annotations
 
 import bisect

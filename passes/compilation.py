@@ -1,4 +1,5 @@
 """What travels through the passes, and the shape that every pass has."""
+
 from __future__ import annotations
 
 import enum
@@ -75,7 +76,13 @@ class Compilation:
         forward, backward = (fx.GraphModule({}, g) if g is not None else None for g in (self.forward, self.backward))
         carried = {value.node for value in self.carried}
         return Program(
-            self.captured, tuple(self.segments), tuple(self.blocks), forward, backward, self.captured.hints, self.uncut,
+            self.captured,
+            tuple(self.segments),
+            tuple(self.blocks),
+            forward,
+            backward,
+            self.captured.hints,
+            self.uncut,
             tuple(i.index for i in self.captured.inputs if i.node in carried),
         )
 

@@ -6,6 +6,7 @@ crossing the cuts are as small as can be (dynamic programming over the candidate
 
 Segments whose canonical forms are equal are instances of one block; see `canonical`.
 """
+
 from __future__ import annotations
 
 import bisect
@@ -84,8 +85,14 @@ def instantiate(compilation: Compilation, ranges: list[range]) -> None:
         block.repeats += 1
         compilation.segments.append(
             Segment(
-                index, piece.name, block, piece.weights, tuple(map(Value, piece.values)), tuple(map(Value, piece.outputs)),
-                parameter_bytes=sum(line.weight_bytes(w) for w in piece.weights if w.kind == "parameter"), span=piece.span,
+                index,
+                piece.name,
+                block,
+                piece.weights,
+                tuple(map(Value, piece.values)),
+                tuple(map(Value, piece.outputs)),
+                parameter_bytes=sum(line.weight_bytes(w) for w in piece.weights if w.kind == "parameter"),
+                span=piece.span,
             )
         )
     compilation.blocks = list(compilation.forms.values())

@@ -4,6 +4,7 @@ A segment runs backward when one of its operands wants a gradient and one of its
 graph that can have one. It needs its value operands again, to recompute; those are stashed. Segments below the first
 trainable parameter keep nothing and run no backward.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -24,7 +25,9 @@ class Differentiate:
 
     def apply(self, compilation: Compilation) -> None:
         differentiable = tuple(is_differentiable(compilation, v) for v in compilation.outputs)
-        everything = reached_backward(compilation.segments, [v for v, d in zip(compilation.outputs, differentiable, strict=True) if d])
+        everything = reached_backward(
+            compilation.segments, [v for v, d in zip(compilation.outputs, differentiable, strict=True) if d]
+        )
         kept = dict.fromkeys(v for s in everything for v in s.values)
         compilation.gradients = Gradients(differentiable, tuple(kept))
         if not compilation.given:
@@ -52,7 +55,6 @@ def reached_backward(segments: Sequence[Segment], given: Sequence[Value]) -> lis
 def _predict(compilation: Compilation, differentiable: tuple[bool, ...]) -> tuple[bool, ...]:
     """Which outputs will have a gradient, for the first print: scalars (a loss) if there are any, else all."""
     scalars = tuple(
-        d and not compilation.captured.specs[v.node].shape
-        for v, d in zip(compilation.outputs, differentiable, strict=True)
+        d and not compilation.captured.specs[v.node].shape for v, d in zip(compilation.outputs, differentiable, strict=True)
     )
     return scalars if any(scalars) else differentiable

@@ -9,6 +9,7 @@ The sequence of parameter uses, labelled by operation and parameter shape, repea
 Labels only nominate where layers may be; whether two layers are instances of one block is decided by `CutSegments`, which
 compares them operation by operation.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -109,7 +110,10 @@ class _Layers:
 
     def no_wider_than(self, copies: Copies) -> bool:
         """Whether these copies are surely no narrower: at some of the same cuts, they hand on as much or more, since they are as long or longer."""
-        return all(self.handed_on.get(cut, 0) >= self.width for cut in copies.cuts[1:-1]) and min(map(len, copies.ranges)) >= self.reach
+        return (
+            all(self.handed_on.get(cut, 0) >= self.width for cut in copies.cuts[1:-1])
+            and min(map(len, copies.ranges)) >= self.reach
+        )
 
 
 def _search(line: Line, start: int, end: int, first: int, last: int) -> list[Group]:

@@ -3,6 +3,7 @@
 The memory of the device depends on depth where a segment does. Layers are told by the items of module lists that run one after the
 other, or, where there are no names, by uses of parameters that repeat.
 """
+
 from __future__ import annotations
 
 import itertools

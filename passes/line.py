@@ -3,6 +3,7 @@
 Dynamo's graph is in execution order, so a segment is a range of the line. A *cut* before operation `c` costs the
 bytes of the values that are made before `c` and read at or after it; an infinite cost forbids it.
 """
+
 from __future__ import annotations
 
 import bisect
@@ -61,11 +62,7 @@ class Line:
     def __init__(self, captured: Captured):
         self.captured = captured
         self.weights = {i.node: i for i in captured.weights}
-        self.weights |= {
-            node: Input(-1, node, node.target, "buffer")
-            for node in captured.specs
-            if node.op == "get_attr"
-        }
+        self.weights |= {node: Input(-1, node, node.target, "buffer") for node in captured.specs if node.op == "get_attr"}
         self.nodes = [n for n in captured.graph.nodes if n.op.startswith("call_") and n not in self.weights]
         self.position = {n: i for i, n in enumerate(self.nodes)}
         self.of_model = {*self.weights, *(i.node for i in captured.inputs if i.kind == "state")}
@@ -108,7 +105,11 @@ class Line:
             elif _OPEN.match(name):
                 opened.append(position)
             elif _CLOSE.match(name) and opened:
-                self.barriers.append(Barrier(range(opened.pop() + 1, position + 1), "they are inside of a transform of torch.func (vmap, grad, ...)"))
+                self.barriers.append(
+                    Barrier(
+                        range(opened.pop() + 1, position + 1), "they are inside of a transform of torch.func (vmap, grad, ...)"
+                    )
+                )
         return [*modes, mode]
 
     def _numbers_handed_on(self) -> Iterator[Barrier]:
@@ -129,7 +130,12 @@ class Line:
         blocked = [0] * (len(self.nodes) + 1)
         for start, node in enumerate(self.nodes):
             last = self._last_reader(node, start)
-            if last > start and node in self.captured.specs and not may_be_size(node) and node.target not in (ENTER_AUTOCAST, SET_GRAD):
+            if (
+                last > start
+                and node in self.captured.specs
+                and not may_be_size(node)
+                and node.target not in (ENTER_AUTOCAST, SET_GRAD)
+            ):
                 change[start + 1] += self._bytes(node)
                 change[min(last + 1, len(self.nodes))] -= self._bytes(node)
         for position, node in enumerate(self.nodes):  # new contents of an input wait for the end of the line

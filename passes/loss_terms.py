@@ -13,6 +13,7 @@ behind time cannot be handed from segment to segment once they are folded. (The 
 
 Other reductions need no rewriting: the batch rules split them as they are.
 """
+
 from __future__ import annotations
 
 import inspect
@@ -39,7 +40,11 @@ def gather_loss_terms(captured: Captured, only_largest: bool) -> None:
     """
     if captured.batch is None:
         return
-    sizes = {node: _entries(spec, captured) for node, spec in captured.specs.items() if spec.batch is not None and spec.dtype.is_floating_point}
+    sizes = {
+        node: _entries(spec, captured)
+        for node, spec in captured.specs.items()
+        if spec.batch is not None and spec.dtype.is_floating_point
+    }
     least = max(sizes.values(), default=0) if only_largest else 0
     for node in list(captured.graph.nodes):
         if node.op == "call_function" and node.target in _LOSSES:
@@ -97,11 +102,16 @@ class _Loss:
         bound = _LOSSES[node.target].bind(*node.args, **node.kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        scores, target = (captured.specs.get(given[name]) if isinstance(given[name], fx.Node) else None for name in ("input", "target"))
+        scores, target = (
+            captured.specs.get(given[name]) if isinstance(given[name], fx.Node) else None for name in ("input", "target")
+        )
         if scores is None or target is None or given["reduction"] not in ("mean", "sum"):
             return None
         options = (
-            given["weight"], given["ignore_index"], given["reduction"] == "mean", given.get("label_smoothing", 0.0),
+            given["weight"],
+            given["ignore_index"],
+            given["reduction"] == "mean",
+            given.get("label_smoothing", 0.0),
             node.target is F.cross_entropy,
         )
         current = given["size_average"] is None and given["reduce"] is None
@@ -164,6 +174,9 @@ class _Loss:
         examples = fx.node.map_arg((args, kwargs), lambda n: n.meta["example_value"])
         with self.node.meta["example_value"].fake_mode, torch.set_grad_enabled(captured.grad_enabled):
             value = function(*examples[0], **examples[1])
-        made.meta = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "stack_trace")} | {"example_value": value, LOSS_TERM: True}
+        made.meta = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "stack_trace")} | {
+            "example_value": value,
+            LOSS_TERM: True,
+        }
         captured.specs[made] = TensorSpec.of(value, captured.batch)
         return made

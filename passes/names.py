@@ -3,6 +3,7 @@
 Names serve as hints for what labels cannot tell: a first layer that differs from the others, two kinds of layer that
 alternate. They never decide that two layers are equal.
 """
+
 from __future__ import annotations
 
 import functools
@@ -35,11 +36,7 @@ def containers(line: Line, group: list[range]) -> set[Path]:
         for path in {line.paths[position] for position in layer}:
             for item in items(path):
                 seen[item[:-1]][index].add(item[-1])
-    return {
-        container
-        for container, sets in seen.items()
-        if all(sets) and sum(map(len, sets)) == len(set().union(*sets))
-    }
+    return {container for container, sets in seen.items() if all(sets) and sum(map(len, sets)) == len(set().union(*sets))}
 
 
 def has_alike_items(line: Line, group: list[range], container: Path) -> bool:
@@ -50,10 +47,7 @@ def has_alike_items(line: Line, group: list[range], container: Path) -> bool:
 
 def inside_an_item(line: Line, group: list[range], of: set[Path]) -> bool:
     """Whether a group lies within a single item of these containers: a layer is not cut where its siblings are not."""
-    found = {
-        next((i for i in items(line.paths[p]) if i[:-1] in of), None)
-        for layer in group for p in layer if line.paths[p]
-    }
+    found = {next((i for i in items(line.paths[p]) if i[:-1] in of), None) for layer in group for p in layer if line.paths[p]}
     return len(found) == 1 and None not in found
 
 

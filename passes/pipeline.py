@@ -1,4 +1,5 @@
 """The passes, in order, and the runner that checks what each needs and verifies the program after each."""
+
 from __future__ import annotations
 
 import time
@@ -38,7 +39,9 @@ def check_order(passes: Sequence[Pass], given: frozenset[Fact] = frozenset()) ->
         facts |= step.provides
 
 
-def run(compilation: Compilation, passes: Sequence[Pass] = PIPELINE, given: frozenset[Fact] = frozenset(), after: After | None = None) -> None:
+def run(
+    compilation: Compilation, passes: Sequence[Pass] = PIPELINE, given: frozenset[Fact] = frozenset(), after: After | None = None
+) -> None:
     """Run passes over a compilation, each verified before the next one runs. `given` are facts that it has already."""
     check_order(passes, given)
     facts = set(given)

@@ -8,6 +8,7 @@ reader is in backward (the input of a layer) or later in the same graph (a skip 
 encoder and decoder). A value that every layer reads is never idle for that long and stays. With `stash="device"`,
 everything stays.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -85,7 +86,12 @@ def _bridge(graph: fx.Graph, idle: int) -> None:
     times = segment_times(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        if node.op != "call_function" or "spec" not in node.meta or node.target in (nodes.offload, nodes.stash) or node.meta.get("host"):
+        if (
+            node.op != "call_function"
+            or "spec" not in node.meta
+            or node.target in (nodes.offload, nodes.stash)
+            or node.meta.get("host")
+        ):
             continue
         readers = sorted((u for u in node.users if u.target not in (nodes.stash, nodes.offload)), key=order.__getitem__)
         moments = [times[node], *(times[r] for r in readers)]

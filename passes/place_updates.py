@@ -7,6 +7,7 @@
 
 In forward, the updates stand at the start: the host lane works them off in order, as far ahead of the device as it can.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -7,6 +7,7 @@
 The copy then runs while segment i - 1 computes. With `prefetch` = p, at most p + 1 segments' weights are on the
 device at once. `prefetch` = 0 leaves every copy right before its reader.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass

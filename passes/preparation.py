@@ -1,4 +1,5 @@
 """What is done to a captured graph before it is cut: outputs that nobody wants, losses, precision, and the line of its operations."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -5,6 +5,7 @@ rows of the batch through the two graphs. A block is inner-looped only if every 
 same for every micro-batch); otherwise it sees the whole batch, and `Block.reason` names the operation that decided. The
 same traces show which operands a block writes into.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -65,7 +66,10 @@ def _key(compilation: Compilation, block: Block) -> tuple:
     """All that a proof depends on: the block, the sizes that it is traced at, which values hold rows, and the options."""
     captured = compilation.captured
     numbers = {symbol: size for symbol, size in captured.hints.items() if symbol is not captured.batch}
-    rows = tuple((str(rows_at(spec.batch, captured.hints)), spec.mixed, spec.partial, spec.alike) for spec in (*block.operands, *block.outputs))
+    rows = tuple(
+        (str(rows_at(spec.batch, captured.hints)), spec.mixed, spec.partial, spec.alike)
+        for spec in (*block.operands, *block.outputs)
+    )
     return (
         "proof", present_form(block, numbers).key, rows, captured.hints.get(captured.batch), str(captured.why_static),
         compilation.options.micro_batches == 1, tuple(sorted(map(str, parts_of(captured)))), _is_wide(captured), *settings_of_a_trace(),
@@ -77,7 +81,9 @@ def _from_disk(key: tuple, prove: Callable[[], Proof]) -> Proof:
     name = disk.digest(key)
     for entry, drop in disk.read(name) if name is not None else ():
         try:
-            return Proof(tuple(entry["mutated"]), entry["reason"], tuple((p, a) for p, a in entry["outputs"]), tuple(entry["summed_whole"]))
+            return Proof(
+                tuple(entry["mutated"]), entry["reason"], tuple((p, a) for p, a in entry["outputs"]), tuple(entry["summed_whole"])
+            )
         except (TypeError, KeyError, ValueError) as error:
             drop(f"{type(error).__name__}: {error}")
     proof = prove()
@@ -188,10 +194,16 @@ def _summed_whole(block: Block, graph: fx.Graph, wide: bool) -> tuple[int, ...]:
     for node in graph.nodes:
         if any(a in varying for a in node.all_input_nodes):
             varying.add(node)
-    shared = [(i, p, spec.dtype) for i, (p, spec) in enumerate(zip(placeholders, block.operands, strict=True))
-              if spec.differentiable and p not in varying]
-    return tuple(i for i, p, dtype in shared if (
-        any(_is_narrow(n) for n in _reached(p, varying)) if dtype is torch.float64 else wide and dtype is torch.float32))
+    shared = [
+        (i, p, spec.dtype)
+        for i, (p, spec) in enumerate(zip(placeholders, block.operands, strict=True))
+        if spec.differentiable and p not in varying
+    ]
+    return tuple(
+        i
+        for i, p, dtype in shared
+        if (any(_is_narrow(n) for n in _reached(p, varying)) if dtype is torch.float64 else wide and dtype is torch.float32)
+    )
 
 
 def _reached(start: fx.Node, without: set[fx.Node]) -> set[fx.Node]:

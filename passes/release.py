@@ -10,6 +10,7 @@ the time of the next segment before its source is freed: the compute lane would 
 
 A value that forward stashes on the device is not released there: backward releases it.
 """
+
 from __future__ import annotations
 
 import operator
@@ -21,7 +22,16 @@ from torch import fx
 from ..ir import nodes
 from .compilation import Compilation, Fact
 
-_NO_MEMORY = (nodes.forward, nodes.backward, nodes.offload, nodes.stash, nodes.push_gradients, nodes.update, nodes.write_back, nodes.release)
+_NO_MEMORY = (
+    nodes.forward,
+    nodes.backward,
+    nodes.offload,
+    nodes.stash,
+    nodes.push_gradients,
+    nodes.update,
+    nodes.write_back,
+    nodes.release,
+)
 
 
 @dataclass(frozen=True)

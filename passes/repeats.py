@@ -3,6 +3,7 @@
 A *tandem repeat* of a sequence is a stretch that consists of copies of one period, one after the other. Labels (operation and
 shape of the parameter) only nominate: `chains` looks at what the copies compute.
 """
+
 from __future__ import annotations
 
 import bisect

@@ -8,6 +8,7 @@ statistics of it, a contrastive loss compares every row with every other. Its op
 each as early as what it reads allows, and the segment is cut between them. Only the phases of the whole batch see it at
 once. Nothing is taken on trust here: `trace_batch` proves every new block by itself.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -109,8 +110,7 @@ def _assign(line: Line, span: range, number: dict[fx.Node, int], kinds: dict[int
     floor = top = 0
     inside = [line.nodes[i] for i in span]
     numbering = [
-        node for node in inside
-        if kinds.get(number.get(node)) == "numbers" or AT_READER in node.meta or _is_no_value(line, node)
+        node for node in inside if kinds.get(number.get(node)) == "numbers" or AT_READER in node.meta or _is_no_value(line, node)
     ]
     for node in inside:
         kind = kinds.get(number.get(node), "free")

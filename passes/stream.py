@@ -10,6 +10,7 @@ Forward, for each segment in order:                    Backward, for each segmen
 Every fetch and restore stands right before its reader; later passes move them, choose where stashes live and say when
 each value is released. A `Builder` keeps every value in the forms (whole, split) in which it was asked for.
 """
+
 from __future__ import annotations
 
 import operator
@@ -109,7 +110,8 @@ def _forward(compilation: Compilation) -> fx.Graph:
     captured, build = compilation.captured, Builder(compilation.captured)
     inputs = {
         i.node: build.input(i.node.name, captured.specs[i.node], False, "input")
-        for i in captured.inputs if not i.is_weight and i.node in captured.specs
+        for i in captured.inputs
+        if not i.is_weight and i.node in captured.specs
     }
     outputs, only_returned = compilation.outputs, _only_returned(compilation)
     wanted, returned = set(outputs), {}
@@ -134,9 +136,13 @@ def _only_returned(compilation: Compilation) -> list[tuple[int, ...]]:
 
     def of(segment: Segment) -> tuple[int, ...]:
         return tuple(
-            i for i, (value, spec) in enumerate(zip(segment.outputs, segment.block.outputs, strict=True))
-            if value in outputs and last_reader.get(value, -1) <= segment.index
-            and not value.version and spec.batch is not None and not spec.alike
+            i
+            for i, (value, spec) in enumerate(zip(segment.outputs, segment.block.outputs, strict=True))
+            if value in outputs
+            and last_reader.get(value, -1) <= segment.index
+            and not value.version
+            and spec.batch is not None
+            and not spec.alike
         )
 
     return [of(segment) if segment.block.inner_looped else () for segment in compilation.segments]
@@ -207,9 +213,9 @@ def _backward(compilation: Compilation) -> fx.Graph:
     for segment in reversed(reached_backward(compilation.segments, roots)):
         _run_backward(build, gradients, stashes, segment, on_host)
     inputs = [Value(i.node) for i in compilation.captured.inputs if i.kind == "value"]
-    build.graph.output(tuple(
-        gradients.derived(nodes.offload, gradients.get(v, False)) if gradients.holds(v) else None for v in inputs
-    ))
+    build.graph.output(
+        tuple(gradients.derived(nodes.offload, gradients.get(v, False)) if gradients.holds(v) else None for v in inputs)
+    )
     return build.graph
 
 
@@ -234,9 +240,7 @@ def _run_backward(
             build.hold(value, build.derived(nodes.restore, stashes[value]))
     weights = build.emit(nodes.fetch_weights, segment.index, segment=segment) if segment.weights else None
     operands = tuple(build.get(v, split) for v in segment.values)
-    arrived = tuple(
-        gradients.get(v, split) if gradients.holds(v) else on_host.get(v) for v in segment.outputs
-    )
+    arrived = tuple(gradients.get(v, split) if gradients.holds(v) else on_host.get(v) for v in segment.outputs)
     brought = tuple(i for i, v in enumerate(segment.outputs) if v in on_host)
     made = build.emit(nodes.backward, segment.index, weights, operands, arrived, *([brought] if brought else []), segment=segment)
     for index, (value, spec) in enumerate(zip(segment.values, block.values, strict=True)):
@@ -263,4 +267,3 @@ def _add(gradients: Builder, value: Value, node: fx.Node) -> None:
 
 def _identifier(value: Value) -> str:
     return f"{value.node.name}_{value.version}" if value.version else value.node.name
-

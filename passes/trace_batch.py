@@ -2,6 +2,7 @@
 
 An operand that a block writes into becomes a new version of the value, which later segments read.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

@@ -1,18 +1,19 @@
 """The rules of the vocabulary: what makes a program legal. Checked after every pass; each rule has a name.
 
-    known_node        only nodes of the vocabulary, with a segment that exists
-    defined           a node reads only what stands before it
-    lane              restore reads the host, backward those gradients that it brings itself, everything else the device
-    weights           a segment runs on the weights that were fetched for it
-    form              an inner-looped segment reads its batched operands split, another one whole; only the former brings gradients
-    slabs             at most `prefetch` + 1 segments' weights are on the device at once
-    alive             nothing is read after it was released
-    released_once     every slab and every value of the device is released exactly once, or stashed
-    pushed_once       every segment that makes weight gradients pushes them exactly once
-    updated           in_forward, every segment with parameters to train is updated once before its fetch; in_backward,
-                      every push is followed by one update that reads it; at_step, nothing is updated
-    stash             backward takes exactly what forward kept, where forward left it
+known_node        only nodes of the vocabulary, with a segment that exists
+defined           a node reads only what stands before it
+lane              restore reads the host, backward those gradients that it brings itself, everything else the device
+weights           a segment runs on the weights that were fetched for it
+form              an inner-looped segment reads its batched operands split, another one whole; only the former brings gradients
+slabs             at most `prefetch` + 1 segments' weights are on the device at once
+alive             nothing is read after it was released
+released_once     every slab and every value of the device is released exactly once, or stashed
+pushed_once       every segment that makes weight gradients pushes them exactly once
+updated           in_forward, every segment with parameters to train is updated once before its fetch; in_backward,
+                  every push is followed by one update that reads it; at_step, nothing is updated
+stash             backward takes exactly what forward kept, where forward left it
 """
+
 from __future__ import annotations
 
 import operator
@@ -166,7 +167,11 @@ def _updated(graph: fx.Graph, compilation: Compilation) -> None:
         if not fits.get(compilation.options.update, False):
             raise VerifyError("updated", node.name, f"has no place in this graph with update={compilation.options.update!r}")
         after = nodes.fetch_weights if graph is compilation.forward else None
-        partners = [u for u in node.users if u.target is after] if after else [a for a in node.args[1:] if a.target is nodes.push_gradients]
+        partners = (
+            [u for u in node.users if u.target is after]
+            if after
+            else [a for a in node.args[1:] if a.target is nodes.push_gradients]
+        )
         if not partners or any(p.args[0] != node.args[0] for p in partners):
             raise VerifyError("updated", node.name, "does not stand between the gradients and the next fetch of its segment")
     counted = Counter(n.args[0] for n in updates)
@@ -176,7 +181,9 @@ def _updated(graph: fx.Graph, compilation: Compilation) -> None:
         else:
             wanted = fits["in_backward"] and compilation.options.update == "in_backward" and node.target is nodes.push_gradients
         if wanted and counted[node.args[0]] != 1:
-            raise VerifyError("updated", node.name, f"of '{compilation.segments[node.args[0]].name}' goes with {counted[node.args[0]]} updates")
+            raise VerifyError(
+                "updated", node.name, f"of '{compilation.segments[node.args[0]].name}' goes with {counted[node.args[0]]} updates"
+            )
 
 
 def _stash(compilation: Compilation) -> None:

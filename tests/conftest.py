@@ -1,4 +1,5 @@
 """Every test starts with a clean Dynamo, a fixed seed and one thread a worker."""
+
 from __future__ import annotations
 
 import os
@@ -6,7 +7,9 @@ import tempfile
 import warnings
 from pathlib import Path
 
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # two processes that write one file of Inductor's cache at once have been seen to fail
+if worker := os.environ.get(
+    "PYTEST_XDIST_WORKER"
+):  # two processes that write one file of Inductor's cache at once have been seen to fail
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_l2l_{worker}"))
 
 import pytest

@@ -1,4 +1,5 @@
 """Tiny models for the tests, and what most tests do with them: compile, compare with eager, look at a compilation."""
+
 from __future__ import annotations
 
 import copy
@@ -148,7 +149,13 @@ class Funnel(nn.Sequential):
 
     def __init__(self):
         super().__init__(
-            nn.Linear(5, 32), nn.ReLU(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 40), nn.GELU(), nn.LayerNorm(40),
+            nn.Linear(5, 32),
+            nn.ReLU(),
+            nn.Linear(32, 24),
+            nn.Tanh(),
+            nn.Linear(24, 40),
+            nn.GELU(),
+            nn.LayerNorm(40),
             nn.Linear(40, 3),
         )
 

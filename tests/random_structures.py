@@ -1,4 +1,5 @@
 """Random compositions of stacks, for `test_random_structure`: towers in chains, branches, turns and with skips, some shared or frozen."""
+
 from __future__ import annotations
 
 import functools
@@ -119,7 +120,11 @@ class Planned(nn.Module):
         self.towers = nn.ModuleDict({f"t{i}": tower.layers() for i, tower in enumerate(plan.towers)})
         self.embeds, self.norms, self.heads = (
             nn.ModuleDict({f"t{i}": made() for i, tower in enumerate(plan.towers) if tower.ends})
-            for made in (lambda: nn.Linear(WIDTH, WIDTH, bias=False), lambda: nn.LayerNorm(WIDTH), lambda: nn.Linear(WIDTH, WIDTH))
+            for made in (
+                lambda: nn.Linear(WIDTH, WIDTH, bias=False),
+                lambda: nn.LayerNorm(WIDTH),
+                lambda: nn.Linear(WIDTH, WIDTH),
+            )
         )
         for i, tower in enumerate(plan.towers):
             if tower.frozen:
@@ -180,7 +185,9 @@ class Planned(nn.Module):
             return torch.cat(ends, -1).square().mean()
         if self.plan.join == "add":
             return sum(ends).tanh().mean()
-        measure = {"mse": F.mse_loss, "cosine": lambda x, y: F.cosine_similarity(x.mean(1), y.mean(1)).square().mean()}[self.plan.join]
+        measure = {"mse": F.mse_loss, "cosine": lambda x, y: F.cosine_similarity(x.mean(1), y.mean(1)).square().mean()}[
+            self.plan.join
+        ]
         return sum((measure(first, other) for other in others), first.square().mean())
 
 
@@ -211,7 +218,9 @@ def largest_bytes(model: Planned) -> int:
 def plans(draw, depths=(1, 2, 3, 4, 5), kinds=(*KINDS, STACKED)):
     """A composition in which every tower is called."""
     odd = st.sampled_from([None, None, None, "first", "second", "middle", "last"])
-    tower = st.builds(TowerPlan, st.sampled_from(kinds), st.sampled_from(depths), odd, st.booleans() | st.just(False), st.booleans())
+    tower = st.builds(
+        TowerPlan, st.sampled_from(kinds), st.sampled_from(depths), odd, st.booleans() | st.just(False), st.booleans()
+    )
     towers = draw(st.lists(tower, min_size=1, max_size=3))
     waiting, calls, values = list(range(len(towers))), [], 2
     more = draw(st.integers(0, 1))  # calls of towers that were called before
@@ -221,7 +230,13 @@ def plans(draw, depths=(1, 2, 3, 4, 5), kinds=(*KINDS, STACKED)):
         first = draw(st.integers(0, len(towers) - 1)) if again else waiting.pop(0)
         second = draw(st.integers(0, len(towers) - 1)) if again or not waiting else waiting.pop(0)
         used = (first,) if how == "one" else (first, second)
-        if how == "one" and not again and second != first and second not in waiting and not any(second in c.towers for c in calls):
+        if (
+            how == "one"
+            and not again
+            and second != first
+            and second not in waiting
+            and not any(second in c.towers for c in calls)
+        ):
             waiting.insert(0, second)
         reads = (draw(st.integers(0, values - 1)), draw(st.integers(0, values - 1)))
         frozen = all(towers[i].frozen for i in used) and draw(st.booleans())

@@ -3,6 +3,7 @@
 Each class takes the depth of its stacks, and two inputs [rows, tokens, WIDTH]. `units(model)` names the parameters of each
 layer: no segment should hold parameters of two.
 """
+
 from __future__ import annotations
 
 from collections import Counter
@@ -389,8 +390,29 @@ class StackedSkips(nn.Module):
 MODELS = {
     c.__name__: c
     for c in (
-        Siamese, SiameseOfFour, SiameseBackbone, Triplet, Teacher, TeacherOfEqualDepth, Preference, Branches, Ensemble, UnevenEnsemble,
-        Adversaries, Cascade, Interleaved, InterleavedKinds, Exchanging, Skips, Odd, Lent, Again, ExchangingAgain, Joined, Stacked, StackedPairs,
+        Siamese,
+        SiameseOfFour,
+        SiameseBackbone,
+        Triplet,
+        Teacher,
+        TeacherOfEqualDepth,
+        Preference,
+        Branches,
+        Ensemble,
+        UnevenEnsemble,
+        Adversaries,
+        Cascade,
+        Interleaved,
+        InterleavedKinds,
+        Exchanging,
+        Skips,
+        Odd,
+        Lent,
+        Again,
+        ExchangingAgain,
+        Joined,
+        Stacked,
+        StackedPairs,
         StackedSkips,
     )
 }
@@ -400,8 +422,10 @@ def units(model: nn.Module) -> dict[str, set[str]]:
     """The parameters of each layer alone by its name: layers are the innermost items of lists that are no plain module."""
     items = {
         f"{name}.{child}": layer
-        for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
-        for child, layer in module.named_children() if next(layer.children(), None) is not None
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for child, layer in module.named_children()
+        if next(layer.children(), None) is not None
     }
     inner = {name for name in items if not any(other.startswith(f"{name}.") for other in items)}
     held = Counter(p for name in inner for p in items[name].parameters())

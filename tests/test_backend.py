@@ -1,4 +1,5 @@
 """What a user of `torch.compile(model, backend="l2l")` may rely on, against eager in float64."""
+
 from __future__ import annotations
 
 import copy
@@ -77,16 +78,33 @@ def test_varying_sequence_length(dynamic):
     assert all(s.block.inner_looped for p in programs_of(step) for s in p.segments)
 
 
-@pytest.mark.parametrize("options", [
-    {"micro_batches": 1}, {"micro_batches": 50}, {"stash": "device"}, {"prefetch": 0}, {"prefetch": 3}, {"block_compiler": "inductor"},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batches": 1},
+        {"micro_batches": 50},
+        {"stash": "device"},
+        {"prefetch": 0},
+        {"prefetch": 3},
+        {"block_compiler": "inductor"},
+    ],
+    ids=str,
+)
 def test_options_do_not_change_the_numbers(options):
     assert_parity(Stack(5).double(), rows(6), rows(7), **options)
 
 
-@pytest.mark.parametrize("make, shape", [
-    (EncoderDecoder, (4, WIDTH)), (BiasOfFirst, (4, WIDTH)), (Shared, (5,)), (UNet, (WIDTH,)), (Funnel, (5,)), (TwoHeads, (5,)),
-])
+@pytest.mark.parametrize(
+    "make, shape",
+    [
+        (EncoderDecoder, (4, WIDTH)),
+        (BiasOfFirst, (4, WIDTH)),
+        (Shared, (5,)),
+        (UNet, (WIDTH,)),
+        (Funnel, (5,)),
+        (TwoHeads, (5,)),
+    ],
+)
 def test_shapes_of_model(make, shape):
     assert_parity(make().double(), rows(6, *shape), rows(5, *shape))
 

@@ -1,4 +1,5 @@
 """The batch may be the second dimension of the inputs."""
+
 from __future__ import annotations
 
 import pytest
@@ -49,7 +50,9 @@ def classes(*shape: int, count: int = 5) -> torch.Tensor:
 
 @pytest.mark.parametrize("time, batch", [(9, 6), (6, 9), (6, 6)])
 def test_time_first(time, batch):
-    step = assert_parity(Encoder(False).double(), (rows(time, batch, 16), classes(batch)), (rows(time, batch - 1, 16), classes(batch - 1)))
+    step = assert_parity(
+        Encoder(False).double(), (rows(time, batch, 16), classes(batch)), (rows(time, batch - 1, 16), classes(batch - 1))
+    )
     assert micro_batches_of_weights(step) == {3}
 
 

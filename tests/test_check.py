@@ -1,4 +1,5 @@
 """Option check: what operations say of themselves is compared with what they do."""
+
 from __future__ import annotations
 
 import pytest
@@ -65,7 +66,9 @@ def test_an_operator_that_mixes_rows_and_lies_about_it():
     model, x = Custom(centre).double(), rows(6, WIDTH)
     with pytest.raises(CheckError, match=r"segment 'layers.0'.*l2l_check.centre.default mixes the rows"):
         compiled(model, check=True)(x)
-    assert not torch.allclose(compiled(Custom(centre).double())(x), Custom(centre).double()(x))  # what it would have done in silence
+    assert not torch.allclose(
+        compiled(Custom(centre).double())(x), Custom(centre).double()(x)
+    )  # what it would have done in silence
 
 
 def test_a_backward_that_mixes_rows():
@@ -126,8 +129,12 @@ def test_every_block_is_compared_once(monkeypatch):
 
     seen = []
     compare = l2l_compile.check._Pair.compare
-    monkeypatch.setattr(l2l_compile.check._Pair, "compare", lambda self, *a: (seen.append((self.segment.name, self.what)), compare(self, *a)))
+    monkeypatch.setattr(
+        l2l_compile.check._Pair, "compare", lambda self, *a: (seen.append((self.segment.name, self.what)), compare(self, *a))
+    )
     step = compiled(Stack(4).double(), check=True)
     for _ in range(2):
         step(rows(6)).sum().backward()
-    assert seen == [(n, "outputs") for n in ("embed", "layers.0", "head")] + [(n, "gradients") for n in ("head", "layers.3", "embed")]
+    assert seen == [(n, "outputs") for n in ("embed", "layers.0", "head")] + [
+        (n, "gradients") for n in ("head", "layers.3", "embed")
+    ]

@@ -1,4 +1,5 @@
 """A compiled model inside of `torch.utils.checkpoint` and other hooks on what autograd saves: eager's under the same wrapping."""
+
 from __future__ import annotations
 
 import contextlib

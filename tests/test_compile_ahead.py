@@ -1,4 +1,5 @@
 """Kernels are compiled side by side, whatever graph they are of; what fails is raised for the one who asks."""
+
 from __future__ import annotations
 
 import os
@@ -71,7 +72,9 @@ def test_a_kernel_that_cannot_be_compiled_is_an_error_of_its_block(monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(compile_ahead, "_compilers", lambda: SimpleNamespace(submit=no_compiler))
         broken.setattr(AsyncCompile, "submit", staticmethod(no_compiler))
-        with pytest.raises(l2l_compile.LoweringError, match="block_1 cannot be compiled by Inductor: .*OSError: g.*block_compiler='eager'"):
+        with pytest.raises(
+            l2l_compile.LoweringError, match="block_1 cannot be compiled by Inductor: .*OSError: g.*block_compiler='eager'"
+        ):
             step()
 
 
@@ -92,7 +95,9 @@ def test_the_compiler_is_asked_while_dynamo_looks_at_the_model(monkeypatch, opti
     l2l_compile.explain(model, options)(x)
     assert not calls
     compiled = torch.compile(model, backend="l2l", options=options)
-    monkeypatch.setattr(l2l_compile.backend, "capture", lambda gm: pytest.fail("asked too late") if bool(calls) != asked else capture(gm))
+    monkeypatch.setattr(
+        l2l_compile.backend, "capture", lambda gm: pytest.fail("asked too late") if bool(calls) != asked else capture(gm)
+    )
     compiled(x)
 
 

@@ -1,4 +1,5 @@
 """examples/coverage.py: a sample of its classes, workers that die or hang, results that are continued."""
+
 from __future__ import annotations
 
 import importlib
@@ -12,8 +13,12 @@ from types import SimpleNamespace
 import pytest
 
 SAMPLE = (
-    "GPT2LMHeadModel", "XLMRobertaForMaskedLM", "LlamaForSequenceClassification", "T5ForConditionalGeneration",
-    "ConvNextForImageClassification", "ASTForAudioClassification",
+    "GPT2LMHeadModel",
+    "XLMRobertaForMaskedLM",
+    "LlamaForSequenceClassification",
+    "T5ForConditionalGeneration",
+    "ConvNextForImageClassification",
+    "ASTForAudioClassification",
 )
 
 
@@ -33,8 +38,10 @@ def test_a_sample_of_the_classes(coverage, name):
     assert name in coverage.table([{"library": "torch", "name": name, "task": "", **row}])
 
 
-@pytest.mark.parametrize("library, name", [("timm", "test_vit"), ("torchvision", "resnet18"), ("diffusers", "DiTTransformer2DModel"),
-                                           ("torchaudio", "Conformer")])
+@pytest.mark.parametrize(
+    "library, name",
+    [("timm", "test_vit"), ("torchvision", "resnet18"), ("diffusers", "DiTTransformer2DModel"), ("torchaudio", "Conformer")],
+)
 def test_a_class_of_each_other_library(coverage, library, name):
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
@@ -44,9 +51,19 @@ def test_a_class_of_each_other_library(coverage, library, name):
 
 
 # One of each task whose inputs have a shape of their own: choices, spans, images within text, boxes, series, videos.
-@pytest.mark.parametrize("name", [
-    "BertForMultipleChoice", "RobertaForQuestionAnswering", "LlavaForConditionalGeneration", "YolosForObjectDetection",
-    "PatchTSTForRegression", "VideoMAEForVideoClassification", "DPTForDepthEstimation", "ViTForMaskedImageModeling"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BertForMultipleChoice",
+        "RobertaForQuestionAnswering",
+        "LlavaForConditionalGeneration",
+        "YolosForObjectDetection",
+        "PatchTSTForRegression",
+        "VideoMAEForVideoClassification",
+        "DPTForDepthEstimation",
+        "ViTForMaskedImageModeling",
+    ],
+)
 def test_a_class_of_each_kind_of_input_trains_eagerly(coverage, name):
     trained = coverage.trains_eagerly(job_of(coverage, "transformers", name))
     assert not isinstance(trained, str), trained
@@ -83,12 +100,15 @@ LAYERS = {"a": {"a.w", "a.n"}, "b": {"b.w", "b.n"}}
 SIZES = {"a.w": 90, "a.n": 10, "b.w": 90, "b.n": 10, "head": 500}
 
 
-@pytest.mark.parametrize("held, state, largest", [
-    ([{"a.w", "a.n"}, {"b.w", "b.n", "head"}], "layers", 1.0),
-    ([{"a.w"}, {"a.n", "b.w"}, {"b.n", "head"}], "layers, cut inside", 1.0),
-    ([{"a.w", "a.n", "b.w"}, {"b.n"}], "a segment holds 2 of 2 layers", 1.9),
-    ([{"a.w", "a.n"}, {"head"}], "1 of 2 layers are in no segment", 1.0),
-])
+@pytest.mark.parametrize(
+    "held, state, largest",
+    [
+        ([{"a.w", "a.n"}, {"b.w", "b.n", "head"}], "layers", 1.0),
+        ([{"a.w"}, {"a.n", "b.w"}, {"b.n", "head"}], "layers, cut inside", 1.0),
+        ([{"a.w", "a.n", "b.w"}, {"b.n"}], "a segment holds 2 of 2 layers", 1.9),
+        ([{"a.w", "a.n"}, {"head"}], "1 of 2 layers are in no segment", 1.0),
+    ],
+)
 def test_how_a_stack_lies_in_segments(coverage, held, state, largest):
     import coverage_structure
 
@@ -103,13 +123,16 @@ def test_the_layers_of_stages_are_the_lists_that_grow(coverage):
     import coverage_structure
 
     block = lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))  # noqa: E731
-    staged = lambda *depths: nn.ModuleDict({  # noqa: E731
-        "stages": nn.ModuleList(nn.ModuleDict({"blocks": nn.ModuleList(block() for _ in range(d))}) for d in depths)})
+    staged = lambda *depths: nn.ModuleDict(  # noqa: E731
+        {"stages": nn.ModuleList(nn.ModuleDict({"blocks": nn.ModuleList(block() for _ in range(d))}) for d in depths)}
+    )
     model, deeper = staged(2, 3), staged(2, 6)
     growing = coverage_structure.growing_lists(model, deeper)
     assert growing == {"stages.*.blocks"}
     assert [(name, len(layers)) for name, layers in coverage_structure.stacks(model, growing)] == [
-        ("stages.0.blocks", 2), ("stages.1.blocks", 3)]
+        ("stages.0.blocks", 2),
+        ("stages.1.blocks", 3),
+    ]
     assert [name for name, _ in coverage_structure.stacks(model)] == ["stages"]
 
 
@@ -187,7 +210,10 @@ def test_errors_are_relative_and_those_of_rounding_are_not(coverage):
     assert coverage.error_of(expected, (tensor(float("nan")), expected[1]), expected) == (float("inf"), "loss")
     small = tensor(2.0), {**expected[1], "table": tensor(1.5e-8)}
     assert coverage.error_of(expected, small, expected) == (pytest.approx(0.5), "gradient of table")
-    assert coverage.error_of(expected, small, small) == (pytest.approx(1e-9), "gradient of table")  # eager's rows in reverse differ so, too
+    assert coverage.error_of(expected, small, small) == (
+        pytest.approx(1e-9),
+        "gradient of table",
+    )  # eager's rows in reverse differ so, too
     choices = tensor(1.1), {"weight": tensor(0.018), "classifier.bias": tensor(-6e-17)}  # softmax over choices: exactly 0
     noise = tensor(1.1), {"weight": tensor(0.018), "classifier.bias": tensor(-8e-17)}
     assert coverage.error_of(choices, noise, choices)[0] < 1e-14
@@ -220,7 +246,12 @@ def test_a_crash_and_a_hang_leave_the_others_their_results(coverage, tmp_path):
     assert coverage.read(path) == rows
     rows = by_name(rows)
     assert {name: row["status"] for name, row in rows.items()} == {
-        "one": "parity", "two": "parity", "three": "parity", "crash": "death", "hang": "hang"}
+        "one": "parity",
+        "two": "parity",
+        "three": "parity",
+        "crash": "death",
+        "hang": "hang",
+    }
     assert "3" in rows["crash"]["reason"] and coverage.verdict(rows["crash"]) == "death"
     assert coverage.verdict(rows["hang"]) == "Dynamo fails"  # it hangs without l2l as well
 

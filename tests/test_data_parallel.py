@@ -1,4 +1,5 @@
 """`DistributedDataParallel` around a compiled model, or compiled itself: whole programs, and the mean of all gradients."""
+
 from __future__ import annotations
 
 import copy
@@ -56,7 +57,9 @@ def gradients_are_averaged(rank: int) -> None:
                 step(batch(rank, number)).pow(2).mean().backward()
                 (sum(reference(batch(r, number)).pow(2).mean() for r in range(PROCESSES)) / PROCESSES).backward()
                 for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-                    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14, msg=f"{form.__name__} {settings} {name}")
+                    torch.testing.assert_close(
+                        ours.grad, theirs.grad, rtol=1e-12, atol=1e-14, msg=f"{form.__name__} {settings} {name}"
+                    )
             (program,) = l2l_compile.programs(compiled)
             assert len(program.segments) == 5, (form.__name__, settings, len(program.segments))
 
@@ -68,7 +71,9 @@ def updates_behind_the_device_are_refused(rank: int) -> None:
             model = Stack(3)
             options = {**OPTIONS, "optimizer": torch.optim.SGD(model.parameters()), "update": update}
             step, _ = form(model, options)
-            with pytest.raises(l2l_compile.L2LError, match=f"update='{update}' under DistributedDataParallel.*Use update='at_step'"):
+            with pytest.raises(
+                l2l_compile.L2LError, match=f"update='{update}' under DistributedDataParallel.*Use update='at_step'"
+            ):
                 step(batch(rank, 0).float())
 
 

@@ -2,6 +2,7 @@
 
 There is no GPU here: blocks are traced for one on fake tensors, which have a device and no memory.
 """
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,5 @@
 """Traces and proofs on disk: found by the next process, right or not used at all."""
+
 from __future__ import annotations
 
 import copy
@@ -143,7 +144,14 @@ def test_graphs_from_disk_have_values_as_traced_ones_have(traced):
         for length in (9, 8):
             run(rows(6, length, WIDTH)).sum().backward()
         for block in l2l_compile.programs(run)[-1].blocks:
-            found.append([(node.name, *map(str, tree_leaves(node.meta.get("val")))) for graph in (block.forward, block.backward) for node in graph.graph.nodes if node.op != "output"])
+            found.append(
+                [
+                    (node.name, *map(str, tree_leaves(node.meta.get("val"))))
+                    for graph in (block.forward, block.backward)
+                    for node in graph.graph.nodes
+                    if node.op != "output"
+                ]
+            )
     assert not traced
     half = len(found) // 2
     assert found[:half] == found[half:] and half
@@ -180,7 +188,19 @@ def damaged(text: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["empty", "truncated", "without its end", "another number", "not JSON", "a list", "without its parts", "an operator of another library"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "empty",
+        "truncated",
+        "without its end",
+        "another number",
+        "not JSON",
+        "a list",
+        "without its parts",
+        "an operator of another library",
+    ],
+)
 def test_a_damaged_entry_is_dropped_and_made_again(traced, kind):
     model = Stack(2).double()
     step(model, (6,))
@@ -248,7 +268,17 @@ def test_what_the_user_has_written_is_not_known_by_name(traced):
         assert traced and not entries()
 
 
-@pytest.mark.parametrize("target", [lambda x: x, print.__self__.__import__, F.gelu, torch.matmul, torch.ops.aten.add.Tensor, torch.ops.l2l_test_disk.twice.default])
+@pytest.mark.parametrize(
+    "target",
+    [
+        lambda x: x,
+        print.__self__.__import__,
+        F.gelu,
+        torch.matmul,
+        torch.ops.aten.add.Tensor,
+        torch.ops.l2l_test_disk.twice.default,
+    ],
+)
 def test_names_of_functions(target):
     known = target in (F.gelu, torch.matmul, torch.ops.aten.add.Tensor, print.__self__.__import__)
     if known:
@@ -267,11 +297,24 @@ def test_a_graph_calls_nothing_but_operators():
 EVIL = "x=__import__('os').environ.__setitem__('L2L_EVIL', '1')"
 
 
-@pytest.mark.parametrize("nodes", [
-    [["placeholder", "x", EVIL, ["tensor", [2], {"dtype": "float32"}, "cpu"]], ["output", "output", "output", {"tuple": [{"node": 0}]}]],
-    [["constant", "x", f'a", {EVIL}), "', [[0], {"dtype": "float32"}, ""]], ["output", "output", "output", {"tuple": [{"node": 0}]}]],
-    [["call", "x", "aten.ones.default", {"tuple": [{"list": [2]}]}, {"dict": {EVIL: 1}}], ["output", "output", "output", {"tuple": [{"node": 0}]}]],
-], ids=["operand", "constant", "keyword"])
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [
+            ["placeholder", "x", EVIL, ["tensor", [2], {"dtype": "float32"}, "cpu"]],
+            ["output", "output", "output", {"tuple": [{"node": 0}]}],
+        ],
+        [
+            ["constant", "x", f'a", {EVIL}), "', [[0], {"dtype": "float32"}, ""]],
+            ["output", "output", "output", {"tuple": [{"node": 0}]}],
+        ],
+        [
+            ["call", "x", "aten.ones.default", {"tuple": [{"list": [2]}]}, {"dict": {EVIL: 1}}],
+            ["output", "output", "output", {"tuple": [{"node": 0}]}],
+        ],
+    ],
+    ids=["operand", "constant", "keyword"],
+)
 def test_names_in_an_entry_are_not_executed(monkeypatch, nodes):
     """`torch.fx` writes a graph as Python source, and executes it."""
     monkeypatch.delenv("L2L_EVIL", raising=False)
@@ -325,7 +368,12 @@ for found, wanted in zip(model.parameters(), expected):
 def test_two_processes_at_once(tmp_path):
     for _ in range(2):
         processes = [
-            subprocess.Popen([sys.executable, "-c", TWO], env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [sys.executable, "-c", TWO],
+                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             for _ in range(2)
         ]
         for process in processes:

@@ -1,4 +1,5 @@
 """What the documents show of a report and of a program is what they print; their code runs; their links lead somewhere."""
+
 from __future__ import annotations
 
 import re
@@ -76,10 +77,19 @@ def code_blocks(document: str, language: str) -> list[str]:
 def test_the_lines_of_the_readme_train_and_explain(capsys):
     """The line that is added, the lines around it, and the report before that."""
     (adopted,), (explained,) = code_blocks("README.md", "diff"), code_blocks("README.md", "python")
-    config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32, use_cache=False)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32, use_cache=False
+    )
     tokens = torch.randint(32, (8, 4))
-    scope = {"torch": torch, "transformers": transformers, "config": config, "loader": [{"input_ids": tokens, "labels": tokens}] * 2}
-    lines = [line[1:] for line in adopted.replace('"micro_batches": 8', '"micro_batches": 8, "block_compiler": "eager"').split("\n")]
+    scope = {
+        "torch": torch,
+        "transformers": transformers,
+        "config": config,
+        "loader": [{"input_ids": tokens, "labels": tokens}] * 2,
+    }
+    lines = [
+        line[1:] for line in adopted.replace('"micro_batches": 8', '"micro_batches": 8, "block_compiler": "eager"').split("\n")
+    ]
     exec("\n".join(lines), scope)
     (program,) = l2l_compile.programs(scope["model"])
     assert [s.micro_batches for s in program.segments if s.block.inner_looped] == [8] * 4
@@ -90,12 +100,20 @@ def test_the_lines_of_the_readme_train_and_explain(capsys):
 def test_the_lines_on_updates_run():
     (block,) = code_blocks("docs/updates.md", "python")
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32, use_cache=False)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32, use_cache=False
+    )
     model, tokens = LlamaForCausalLM(config), torch.randint(32, (8, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     before = model.lm_head.weight.detach().clone()
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    scope = {"torch": torch, "model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": [{"input_ids": tokens, "labels": tokens}] * 2}
+    scope = {
+        "torch": torch,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "loader": [{"input_ids": tokens, "labels": tokens}] * 2,
+    }
     exec(block.replace('"micro_batches": 8', '"micro_batches": 8, "block_compiler": "eager"'), scope)
     l2l_compile.synchronize(scope["model"])
     assert not torch.equal(model.lm_head.weight, before)

@@ -1,4 +1,5 @@
 """A step that fails leaves parameters, buffers and device memory as they were, and the next one works."""
+
 from __future__ import annotations
 
 import copy
@@ -76,14 +77,17 @@ def arm(where: str, at: int, error: BaseException) -> None:
     fail.update({"error": error, "at": at, "calls": 0, "in": where})
 
 
-@pytest.mark.parametrize(("device", "stash", "where", "error"), [
-    ("cpu", "host", "forward", ValueError("boom")),
-    ("cpu", "device", "forward", KeyboardInterrupt()),
-    ("cpu", "device", "backward", ValueError("boom")),
-    ("cpu", "host", "backward", KeyboardInterrupt()),
-    ("threaded", "device", "forward", ValueError("boom")),
-    ("threaded", "host", "backward", MemoryError()),
-])
+@pytest.mark.parametrize(
+    ("device", "stash", "where", "error"),
+    [
+        ("cpu", "host", "forward", ValueError("boom")),
+        ("cpu", "device", "forward", KeyboardInterrupt()),
+        ("cpu", "device", "backward", ValueError("boom")),
+        ("cpu", "host", "backward", KeyboardInterrupt()),
+        ("threaded", "device", "forward", ValueError("boom")),
+        ("threaded", "host", "backward", MemoryError()),
+    ],
+)
 def test_failure_in_a_middle_micro_batch(device, error, where, stash, request):
     if device == "threaded":
         request.getfixturevalue("threaded")

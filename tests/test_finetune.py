@@ -1,4 +1,5 @@
 """examples/finetune.py: a run that is killed and resumed, its checkpoints, its default task."""
+
 from __future__ import annotations
 
 import csv
@@ -59,8 +60,12 @@ class Launcher:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self.errors = folder / "errors.txt"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors.open("w"),
-            text=True, env=environment,
+            [sys.executable, "-c", LAUNCHER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors.open("w"),
+            text=True,
+            env=environment,
         )
 
     def run(self, *arguments, kill_in_step: int | None = None, delay: float = 0.0) -> tuple[int, list[str]]:
@@ -115,8 +120,28 @@ def equal(one, other) -> bool:
 
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(launcher, finetune, tmp_path):
     table = write_rows(tmp_path / "rows.csv")
-    common = ("--data", table, "--layers", 1, "--hidden", 32, "--length", 16, "--batch-size", 8, "--epochs", 2, "--save-every", 2,
-              "--block-compiler", "eager", "--device", "cpu", "--log-steps", "--resume")  # 5 batches an epoch
+    common = (
+        "--data",
+        table,
+        "--layers",
+        1,
+        "--hidden",
+        32,
+        "--length",
+        16,
+        "--batch-size",
+        8,
+        "--epochs",
+        2,
+        "--save-every",
+        2,
+        "--block-compiler",
+        "eager",
+        "--device",
+        "cpu",
+        "--log-steps",
+        "--resume",
+    )  # 5 batches an epoch
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     status, printed = launcher.run(*common, "--output", whole)
     assert status == 0, launcher.errors.read_text()[-3000:]
@@ -193,6 +218,7 @@ def test_a_failure_while_writing_leaves_the_old_checkpoint(finetune, tmp_path, m
 
 def test_a_folder_takes_the_place_of_an_older_one(finetune, tmp_path):
     for text in ("old", "new"):
+
         def write(path, text=text):
             path.mkdir()
             (path / text).write_text(text)
@@ -214,11 +240,22 @@ def test_the_default_task_is_deterministic_and_without_leakage(finetune):
     assert not runs(train) & runs(validation)
 
 
-@pytest.mark.parametrize("paragraph, kind", [
-    ("   >>> 3 + 4\n   7", "code"), ('   pass_stmt ::= "pass"', "code"), ("   for x in y:\n       print(x)", "code"),
-    ("object.__len__(self) -> int", None), ("The value is *None*.", "prose"), ("   Called to implement it.", "prose"),
-    ("Assignment\n**********", None), ("is equivalent to", None), ("a = b", "code"), ("pass", None), ("", None),
-])
+@pytest.mark.parametrize(
+    "paragraph, kind",
+    [
+        ("   >>> 3 + 4\n   7", "code"),
+        ('   pass_stmt ::= "pass"', "code"),
+        ("   for x in y:\n       print(x)", "code"),
+        ("object.__len__(self) -> int", None),
+        ("The value is *None*.", "prose"),
+        ("   Called to implement it.", "prose"),
+        ("Assignment\n**********", None),
+        ("is equivalent to", None),
+        ("a = b", "code"),
+        ("pass", None),
+        ("", None),
+    ],
+)
 def test_kinds_of_paragraphs(finetune, paragraph, kind):
     assert finetune.kind_of(paragraph) == kind
 

@@ -1,7 +1,8 @@
 """On a GPU: the parity part of examples/benchmarks/gpu.py, as many settings as cover every pair of values, and its questions.
 
-    pytest -m gpu
+pytest -m gpu
 """
+
 from __future__ import annotations
 
 import importlib

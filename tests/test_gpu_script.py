@@ -1,4 +1,5 @@
 """examples/benchmarks/gpu.py: whatever a stage does, the others run, the JSON is whole, and the end comes in time."""
+
 from __future__ import annotations
 
 import importlib
@@ -221,7 +222,10 @@ def test_the_table_is_worst_first():
         rows.Row("s", "crashed", "", None, verdict="crash", note="signal"), rows.Row("s", "gpu", "", None, verdict="needs a GPU"),
     ]  # fmt: skip
     lines = table.table(made).splitlines()
-    order = [next(i for i, line in enumerate(lines) if f" {name} " in line) for name in ("crashed", "worse", "off", "gpu", "measured", "fine")]
+    order = [
+        next(i for i, line in enumerate(lines) if f" {name} " in line)
+        for name in ("crashed", "worse", "off", "gpu", "measured", "fine")
+    ]
     assert order == sorted(order)
     assert "at most 2" in lines[order[1]] and "signal" in lines[order[0] + 1]
 
@@ -260,7 +264,11 @@ def test_a_case_that_fails_is_a_row_and_the_next_one_runs(tmp_path):
     assert cases.run_cases(context, listed, path) == 0
     found = [content for kind, content in rows.read_journal(path) if kind == "row"]
     assert [(r.case, r.verdict) for r in found] == [
-        ("fails", "ok"), ("fails", "error"), ("unfit", "skipped"), ("gpu", "needs a GPU"), ("alone", "measured")
+        ("fails", "ok"),
+        ("fails", "error"),
+        ("unfit", "skipped"),
+        ("gpu", "needs a GPU"),
+        ("alone", "measured"),
     ]
     assert "what is wrong" in found[1].note and "test_gpu_script.py" in found[1].note
 
@@ -278,7 +286,9 @@ find_package()
 import l2l_compile.passes.pipeline
 print(l2l_compile.__file__, l2l_compile.passes.__file__)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""})
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""}
+    )
     assert done.returncode == 0, done.stderr
     assert str(BENCHMARKS.parent.parent) in done.stdout
 

@@ -1,4 +1,5 @@
 """The guard: what holds more than a layer is named with the reason, and the report says what grows with depth."""
+
 from __future__ import annotations
 
 import copy
@@ -104,7 +105,9 @@ def test_what_is_cut_at_layers_is_not_named(name):
     assert not report.uncut and not report.device_memory.grows
 
 
-@pytest.mark.parametrize("options", [{}, {"stash": "device"}, {"prefetch": 0}, {"prefetch": 3}, {"micro_batches": 1}, {"outputs": "loss"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"stash": "device"}, {"prefetch": 0}, {"prefetch": 3}, {"micro_batches": 1}, {"outputs": "loss"}]
+)
 @pytest.mark.parametrize("name", ["Siamese", "Skips", "StackedPairs"])
 def test_expected_peak_is_the_one_that_is_measured(name, options):
     model = MODELS[name](5).double()

@@ -1,4 +1,5 @@
 """One training step of tiny Hugging Face models equals eager's."""
+
 from __future__ import annotations
 
 import pytest
@@ -26,10 +27,24 @@ def llama():
 
 
 def gpt2():
-    return language(T.GPT2LMHeadModel(T.GPT2Config(
-        vocab_size=VOCAB, n_positions=32, n_embd=16, n_layer=3, n_head=2, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, loss_type="ForCausalLM", bos_token_id=1, eos_token_id=2,
-    )))
+    return language(
+        T.GPT2LMHeadModel(
+            T.GPT2Config(
+                vocab_size=VOCAB,
+                n_positions=32,
+                n_embd=16,
+                n_layer=3,
+                n_head=2,
+                use_cache=False,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                loss_type="ForCausalLM",
+                bos_token_id=1,
+                eos_token_id=2,
+            )
+        )
+    )
 
 
 def gemma2():
@@ -37,10 +52,24 @@ def gemma2():
 
 
 def t5():
-    return language(T.T5ForConditionalGeneration(T.T5Config(
-        vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=24, num_layers=3, num_decoder_layers=3, num_heads=2, dropout_rate=0.0,
-        use_cache=False, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
-    )))
+    return language(
+        T.T5ForConditionalGeneration(
+            T.T5Config(
+                vocab_size=VOCAB,
+                d_model=16,
+                d_kv=8,
+                d_ff=24,
+                num_layers=3,
+                num_decoder_layers=3,
+                num_heads=2,
+                dropout_rate=0.0,
+                use_cache=False,
+                decoder_start_token_id=0,
+                pad_token_id=0,
+                eos_token_id=1,
+            )
+        )
+    )
 
 
 def bert():
@@ -48,14 +77,24 @@ def bert():
     mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
     mask[1, -3:] = 0
     return model, {
-        "input_ids": torch.randint(3, VOCAB, (ROWS, LENGTH)), "attention_mask": mask, "labels": torch.randint(2, (ROWS,)),
+        "input_ids": torch.randint(3, VOCAB, (ROWS, LENGTH)),
+        "attention_mask": mask,
+        "labels": torch.randint(2, (ROWS,)),
     }
 
 
 def vit():
-    model = T.ViTForImageClassification(T.ViTConfig(
-        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=24, image_size=16, patch_size=8, **QUIET,
-    ))
+    model = T.ViTForImageClassification(
+        T.ViTConfig(
+            hidden_size=16,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            intermediate_size=24,
+            image_size=16,
+            patch_size=8,
+            **QUIET,
+        )
+    )
     return model, {"pixel_values": torch.randn(ROWS, 3, 16, 16), "labels": torch.randint(2, (ROWS,))}
 
 
@@ -82,7 +121,9 @@ def test_parity_in_float64_and_layers_in_the_inner_loop(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_parity_on_a_device_apart_from_the_host(name, threaded):
     model, inputs = build(name)
-    step = assert_parity(model, inputs, inputs, stash="device" if name in ("gpt2", "t5") else "host", prefetch=2 if name == "bert" else 1)
+    step = assert_parity(
+        model, inputs, inputs, stash="device" if name in ("gpt2", "t5") else "host", prefetch=2 if name == "bert" else 1
+    )
     assert l2l_compile.session.session_of(step).device in threaded.devices
 
 

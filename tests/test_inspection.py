@@ -1,4 +1,5 @@
 """What a user can look at: `explain`, `programs`, `stats`."""
+
 from __future__ import annotations
 
 import copy
@@ -70,10 +71,19 @@ def test_explain_points_at_large_outputs():
 
 def test_explain_of_a_model_that_installs_hooks_when_it_is_first_called():
     """What one program hands to the next is no weight of it."""
-    model = T.MixtralForCausalLM(T.MixtralConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        num_local_experts=4, use_cache=False, output_router_logits=True,
-    ))
+    model = T.MixtralForCausalLM(
+        T.MixtralConfig(
+            vocab_size=50,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            use_cache=False,
+            output_router_logits=True,
+        )
+    )
     ids = torch.randint(50, (6, 5))
     report = l2l_compile.explain(model, {"micro_batches": 3, "device": "cpu"})(input_ids=ids, labels=ids)
     assert len(report.programs) > 1 and report.host_memory.parameters == sum(p.numel() for p in model.parameters())
@@ -232,7 +242,9 @@ def test_a_module_compiled_in_place_can_be_looked_at():
     model(rows(4, dtype=torch.float32)).sum().backward()
     (program,) = l2l_compile.programs(model)
     assert [s.name for s in program.segments][1] == "layers.0"
-    assert [s.name for s in l2l_compile.explain(model)(rows(4, dtype=torch.float32)).segments] == [s.name for s in program.segments]
+    assert [s.name for s in l2l_compile.explain(model)(rows(4, dtype=torch.float32)).segments] == [
+        s.name for s in program.segments
+    ]
 
 
 def test_a_compiled_model_that_has_run_can_be_copied_and_saved():

@@ -1,4 +1,5 @@
 """Kernels of one graph share C++ files: which ones do, and that each gets its own operands."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -23,15 +24,19 @@ def kernel(types: list[str], body: str = "", include: str = INCLUDE) -> Kernel:
 USUAL = ["const float*", "float*", "const int64_t"]
 
 
-@pytest.mark.parametrize("alone", [
-    kernel(["const int64_t", "float*"]),
-    kernel(["float*", "const float"]),
-    kernel(["const int64_t"]),
-    kernel(USUAL, include=f"{INCLUDE}#define TWICE 2\n"),
-    kernel(USUAL, "#define TWICE 2"),
-    kernel(USUAL, 'static int x;\n}\nextern "C" void other() {'),
-    kernel(USUAL, include=f"{INCLUDE}struct Pair {{}};\n"),
-], ids=["a number first", "a float", "no tensor", "macro in front", "macro", "another function", "a struct in front"])
+@pytest.mark.parametrize(
+    "alone",
+    [
+        kernel(["const int64_t", "float*"]),
+        kernel(["float*", "const float"]),
+        kernel(["const int64_t"]),
+        kernel(USUAL, include=f"{INCLUDE}#define TWICE 2\n"),
+        kernel(USUAL, "#define TWICE 2"),
+        kernel(USUAL, 'static int x;\n}\nextern "C" void other() {'),
+        kernel(USUAL, include=f"{INCLUDE}struct Pair {{}};\n"),
+    ],
+    ids=["a number first", "a float", "no tensor", "macro in front", "macro", "another function", "a struct in front"],
+)
 def test_an_unusual_kernel_has_a_file_of_its_own(alone):
     assert alone.header is None
     assert [alone] in in_files([kernel(USUAL), alone, kernel(USUAL)], 1)
@@ -55,7 +60,11 @@ def test_a_kernel_that_is_alone_is_compiled_as_inductor_has_it():
 
 def test_each_kernel_of_a_file_gets_its_own_operands_and_the_others_are_filled_up():
     calls = []
-    several = [kernel(["float*"]), kernel(["const float*", "float*", "const int64_t", "const int64_t"]), kernel(["const float*", "float*"])]
+    several = [
+        kernel(["float*"]),
+        kernel(["const float*", "float*", "const int64_t", "const int64_t"]),
+        kernel(["const float*", "float*"]),
+    ]
     compile_file(several, lambda types, source: lambda: lambda *given: calls.append(given))
     for each, operands in zip(several, [("a",), ("a", "b", 1, 2), ("a", "b")], strict=True):
         each.load()(*operands)

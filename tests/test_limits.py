@@ -1,4 +1,5 @@
 """Models that are compiled again and again: up to which number of programs, and what the user hears of it."""
+
 from __future__ import annotations
 
 import copy

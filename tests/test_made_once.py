@@ -1,4 +1,5 @@
 """What does not depend on the rows is made by the first micro-batch for all: masks, positions, rotary tables."""
+
 from __future__ import annotations
 
 import copy
@@ -84,8 +85,11 @@ def test_what_rows_have_of_their_own_is_computed_for_each():
 
 
 @pytest.mark.parametrize("options", [{}, {"stash": "device"}, {"prefetch": 0}, {"check": True}], ids=str)
-@pytest.mark.parametrize("model", [Masked, lambda: Masked(5), lambda: Masked(in_place=True), lambda: Masked(batch_first=False)],
-                         ids=["", "deep", "written by a layer", "time first"])
+@pytest.mark.parametrize(
+    "model",
+    [Masked, lambda: Masked(5), lambda: Masked(in_place=True), lambda: Masked(batch_first=False)],
+    ids=["", "deep", "written by a layer", "time first"],
+)
 def test_parity(threaded, model, options):
     made = model().double()
     reference, dim = copy.deepcopy(made), 0 if made.batch_first else 1
@@ -112,6 +116,7 @@ def test_parity_of_compiled_blocks():
 
 def test_the_mask_of_one_micro_batch_is_held_and_copied():
     """As much of the device, and of the link, for eight micro-batches as for one of the same size."""
+
     class Wide(Masked):
         def forward(self, x, padding=None):
             return super().forward(x, padding)["scores"].pow(2).mean()
@@ -131,6 +136,7 @@ def test_the_mask_of_one_micro_batch_is_held_and_copied():
 
 def test_a_draw_that_every_row_reads_is_not_shared():
     """Random numbers are drawn for every micro-batch, as they are for every row in eager."""
+
     class Noisy(Masked):
         def forward(self, x):
             noise = F.dropout(torch.ones(x.shape[0], 6, 1, dtype=x.dtype), 0.5)

@@ -1,4 +1,5 @@
 """A model on the meta device is explained as the real one is, and stays as it was."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,5 @@
 """Options and where the model must be."""
+
 from __future__ import annotations
 
 import subprocess
@@ -27,9 +28,19 @@ def test_unknown_option_names_the_known_ones_and_the_nearest():
 @pytest.mark.parametrize(
     "bad",
     [
-        {"micro_batches": 0}, {"micro_batches": 2.0}, {"micro_batches": True}, {"micro_batches": "2"},
-        {"prefetch": -1}, {"prefetch": None}, {"stash": "disk"}, {"stash": ["host"]}, {"block_compiler": "none"},
-        {"device": "mps"}, {"device": "no such thing"}, {"device": 3.5}, {7: 1},
+        {"micro_batches": 0},
+        {"micro_batches": 2.0},
+        {"micro_batches": True},
+        {"micro_batches": "2"},
+        {"prefetch": -1},
+        {"prefetch": None},
+        {"stash": "disk"},
+        {"stash": ["host"]},
+        {"block_compiler": "none"},
+        {"device": "mps"},
+        {"device": "no such thing"},
+        {"device": 3.5},
+        {7: 1},
     ],
     ids=str,
 )

@@ -1,4 +1,5 @@
 """What a model returns: copied to the host micro-batch by micro-batch, or not made at all."""
+
 from __future__ import annotations
 
 import copy
@@ -120,11 +121,14 @@ def test_gradients_of_outputs_come_to_the_device_micro_batch_by_micro_batch():
     vocabulary = 8000
     model = Language(vocabulary, depth=2)
     few, many = ids(4, 16, vocabulary), ids(32, 16, vocabulary)
-    assert peak_with_the_loss_outside(model, many, micro_batches=16) <= 1.2 * peak_with_the_loss_outside(model, few, micro_batches=2)
+    assert peak_with_the_loss_outside(model, many, micro_batches=16) <= 1.2 * peak_with_the_loss_outside(
+        model, few, micro_batches=2
+    )
 
 
 def test_every_device_brings_gradients_in_order(threaded):
     """One result for the user alone and one that the next layers read, batches that micro-batches do not divide, rows in dimension 1."""
+
     class Several(nn.Module):
         def __init__(self):
             super().__init__()

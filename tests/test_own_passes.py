@@ -1,4 +1,5 @@
 """Passes of the user's own, and what can be seen of every pass: files of `explain(dump=...)`, artifacts of TORCH_TRACE."""
+
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,5 @@
 """Cross mixed precision: 16 bits on the link and on the device, fp32 on the host."""
+
 from __future__ import annotations
 
 import copy
@@ -18,16 +19,33 @@ from test_huggingface import VOCAB, bert, gemma2, gpt2, language, llama
 
 def gradient_error(model, reference) -> float:
     """Relative distance of all gradients together."""
-    pairs = [(p.grad.double(), q.grad.double()) for p, q in zip(model.parameters(), reference.parameters(), strict=True) if q.grad is not None]
+    pairs = [
+        (p.grad.double(), q.grad.double())
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+        if q.grad is not None
+    ]
     return (sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)).sqrt().item()
 
 
 def wide_t5():
     """Wide enough to be measured: one element that rounding carries over a ReLU's edge is all of a tiny T5's error in fp16."""
-    return language(T.T5ForConditionalGeneration(T.T5Config(
-        vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=256, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False,
-        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
-    )))
+    return language(
+        T.T5ForConditionalGeneration(
+            T.T5Config(
+                vocab_size=VOCAB,
+                d_model=64,
+                d_kv=16,
+                d_ff=256,
+                num_layers=2,
+                num_heads=4,
+                dropout_rate=0.0,
+                use_cache=False,
+                decoder_start_token_id=0,
+                pad_token_id=0,
+                eos_token_id=1,
+            )
+        )
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -95,19 +113,33 @@ def test_operations_that_autocast_does_not_know(operation):
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_experts_that_are_multiplied_in_groups(precision):
-    model, inputs = language(T.MixtralForCausalLM(T.MixtralConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        num_local_experts=4, use_cache=False,
-    )))
+    model, inputs = language(
+        T.MixtralForCausalLM(
+            T.MixtralConfig(
+                vocab_size=VOCAB,
+                hidden_size=64,
+                intermediate_size=96,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                num_local_experts=4,
+                use_cache=False,
+            )
+        )
+    )
     found, expected = gradient_errors(model, inputs, precision)
-    assert found <= 3 * expected + 1e-2  # a token that rounding sends to another expert is all of the error, of ours or of autocast's
+    assert (
+        found <= 3 * expected + 1e-2
+    )  # a token that rounding sends to another expert is all of the error, of ours or of autocast's
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_matrices_of_16_bits_are_read_as_they_arrive(which):
     """Widened for what autocast does not know, they cost nothing where it narrows them again; so their gradients."""
     step = compiled(llama()[0], precision="bf16")
-    (program,) = l2l_compile.explain(step, {"micro_batches": 3, "precision": "bf16", "block_compiler": "eager"})(**llama()[1]).programs
+    (program,) = l2l_compile.explain(step, {"micro_batches": 3, "precision": "bf16", "block_compiler": "eager"})(
+        **llama()[1]
+    ).programs
     block = next(b for b in program.blocks if b.repeats > 1)
     graph = getattr(block, which).graph
     operands = [p for p in graph.find_nodes(op="placeholder") if isinstance(p.meta["val"], torch.Tensor)]
@@ -116,7 +148,11 @@ def test_matrices_of_16_bits_are_read_as_they_arrive(which):
     casts = [n for n in graph.nodes if n.target is torch.ops.aten._to_copy.default]
     assert casts and not any(c.args[0] in matrices for c in casts)
     if which == "backward":
-        made = [r.meta["val"].dtype for r, spec in zip(graph.output_node().args[0], block.weights, strict=False) if len(spec.shape) == 2]
+        made = [
+            r.meta["val"].dtype
+            for r, spec in zip(graph.output_node().args[0], block.weights, strict=False)
+            if len(spec.shape) == 2
+        ]
         assert made == [torch.bfloat16] * 7
 
 

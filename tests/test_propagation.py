@@ -1,4 +1,5 @@
 """What the memory of fake propagation makes again is what PyTorch would have made."""
+
 from __future__ import annotations
 
 import pytest
@@ -133,9 +134,7 @@ def test_what_has_effects_is_run_every_time(operation, arguments):
     assert [fakes.run(operation, fakes.rows(), *arguments)[1] for _ in range(2)] == [False, False]
 
 
-@pytest.mark.parametrize(
-    ("one", "other"), [((1,), (1.0,)), ((1,), (True,)), ((2,), (3,)), ((torch.float64,), (torch.float16,))]
-)
+@pytest.mark.parametrize(("one", "other"), [((1,), (1.0,)), ((1,), (True,)), ((2,), (3,)), ((torch.float64,), (torch.float16,))])
 def test_operands_that_compare_equal_are_told_apart(one, other):
     fakes = Fakes()
 

@@ -1,4 +1,5 @@
 """Random stacks: parity in float64, on the host and on a device apart from it, and programs that keep their rules."""
+
 from __future__ import annotations
 
 import copy
@@ -22,7 +23,10 @@ from models import Attention, assert_parity, compilation, rows
 
 FACTS = frozenset().union(*(step.provides for step in PIPELINE))
 MODEST = settings(  # an example compiles a model: shrinking would take minutes
-    max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )
 FEW = settings(MODEST, max_examples=12)
 
@@ -74,15 +78,22 @@ class RandomStack(nn.Module):
             x = self.layers[index](x)
             states.append(x)
         found = {
-            "logits": self.head(x), "loss": self.head(x).pow(2).mean(), "states": tuple(states), "best": x.argmax(-1),
+            "logits": self.head(x),
+            "loss": self.head(x).pow(2).mean(),
+            "states": tuple(states),
+            "best": x.argmax(-1),
             "detached": x.detach() * 2,
         }
         return {name: found[name] for name in self.outputs}
 
 
 kinds = st.builds(
-    Kind, mixer=st.sampled_from(["mlp", "gated", "attention"]), norm=st.sampled_from(["layer", "rms", "none"]),
-    residual=st.booleans(), activation=st.sampled_from(["gelu", "silu", "tanh"]), bias=st.booleans(),
+    Kind,
+    mixer=st.sampled_from(["mlp", "gated", "attention"]),
+    norm=st.sampled_from(["layer", "rms", "none"]),
+    residual=st.booleans(),
+    activation=st.sampled_from(["gelu", "silu", "tanh"]),
+    bias=st.booleans(),
 )
 
 
@@ -101,7 +112,9 @@ def stacks(draw):
         (model.embed if index < 0 else model.layers[index]).requires_grad_(False)
     batches = [rows(draw(st.integers(2, 9)), 3, 5) for _ in range(2)]
     options = {
-        "micro_batches": draw(st.integers(1, 5)), "prefetch": draw(st.integers(0, 3)), "stash": draw(st.sampled_from(["host", "device"])),
+        "micro_batches": draw(st.integers(1, 5)),
+        "prefetch": draw(st.integers(0, 3)),
+        "stash": draw(st.sampled_from(["host", "device"])),
     }
     return model, batches, options
 

@@ -1,4 +1,5 @@
 """Random compositions of stacks: every layer is a segment, whichever way they are combined, and gradients are exact."""
+
 from __future__ import annotations
 
 import copy
@@ -16,7 +17,11 @@ from structures import WIDTH
 
 CUT = SEGMENTATION[:2]
 MODEST = settings(  # an example traces a model: shrinking would take minutes
-    max_examples=18, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate),
+    max_examples=18,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.generate),
 )
 FEW = settings(MODEST, max_examples=8)
 

@@ -1,4 +1,5 @@
 """Random numbers: recompute sees what forward saw, seeds decide, and nothing is drawn in vain."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,5 @@
 """Recurrent layers: a layer is a segment, rows are sequences of their own, and numbers are eager's."""
+
 from __future__ import annotations
 
 import copy
@@ -81,10 +82,14 @@ class Tagger(nn.Module):
         return {"loss": self.loss(self.head(self.rnn(x)[0]).view(-1, 4), target.reshape(-1))}
 
 
-@pytest.mark.parametrize("reduction, weighted, smoothing", [("mean", False, 0.0), ("sum", False, 0.0), ("mean", True, 0.0), ("mean", True, 0.2)])
+@pytest.mark.parametrize(
+    "reduction, weighted, smoothing", [("mean", False, 0.0), ("sum", False, 0.0), ("mean", True, 0.0), ("mean", True, 0.2)]
+)
 def test_losses_over_folded_time_stay_row_wise_up_to_their_sum(reduction, weighted, smoothing):
     weight = torch.rand(4).double() if weighted else None
-    model = Tagger(lambda s, t: F.cross_entropy(s, t, weight, ignore_index=2, reduction=reduction, label_smoothing=smoothing)).double()
+    model = Tagger(
+        lambda s, t: F.cross_entropy(s, t, weight, ignore_index=2, reduction=reduction, label_smoothing=smoothing)
+    ).double()
     step = assert_parity(model, (rows(5, 6, 5), torch.randint(4, (5, 6))), (rows(5, 7, 5), torch.randint(4, (5, 7))))
     assert micro_batches(step) == {3}
 
@@ -94,9 +99,17 @@ def test_classes_that_lie_batch_first_in_memory():
     assert_parity(model, (rows(5, 6, 5), torch.randint(4, (6, 5)).t()), (rows(5, 6, 5), torch.randint(4, (6, 5)).t()))
 
 
-@pytest.mark.parametrize("options", [
-    {"bidirectional": True}, {"proj_size": 4}, {"proj_size": 3, "bidirectional": True, "bias": False}, {"inputs": 6}, {"num_layers": 1},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bidirectional": True},
+        {"proj_size": 4},
+        {"proj_size": 3, "bidirectional": True, "bias": False},
+        {"inputs": 6},
+        {"num_layers": 1},
+    ],
+    ids=str,
+)
 def test_forms_of_an_lstm(options):
     model = LanguageModel(**{"num_layers": 3, **options}).double()
     step = assert_parity(model, batch(6), batch(7))
@@ -133,9 +146,16 @@ def test_blocks_do_not_grow_with_time():
     assert lengths[0] == lengths[1]
 
 
-@pytest.mark.parametrize("options", [
-    {"block_compiler": "inductor"}, {"check": True}, {"stash": "device", "prefetch": 2}, {"outputs": "loss"},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_compiler": "inductor"},
+        {"check": True},
+        {"stash": "device", "prefetch": 2},
+        {"outputs": "loss"},
+    ],
+    ids=str,
+)
 def test_options(options):
     assert_parity(LanguageModel(num_layers=2, keep_state=False).double(), batch(6), **options)
 
@@ -200,7 +220,9 @@ def states(kind, layers: int, count: int, **options) -> tuple[torch.Tensor, ...]
 
 
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "time first"])
-@pytest.mark.parametrize("kind, options", [(nn.LSTM, {}), (nn.GRU, {}), (nn.LSTM, {"bidirectional": True})], ids=["LSTM", "GRU", "both directions"])
+@pytest.mark.parametrize(
+    "kind, options", [(nn.LSTM, {}), (nn.GRU, {}), (nn.LSTM, {"bidirectional": True})], ids=["LSTM", "GRU", "both directions"]
+)
 def test_gradients_go_through_given_states(kind, options, batch_first):
     """In both directions, there are as many states as rows: 3 * 2 = 6."""
     model = LanguageModel(kind, num_layers=3, batch_first=batch_first, **options).double()

@@ -1,4 +1,5 @@
 """Rewrites of Dynamo's graph that may change no number."""
+
 from __future__ import annotations
 
 import pytest
@@ -78,7 +79,9 @@ def test_a_write_that_nobody_sees_splits_no_layer():
     assert max(block.repeats for block in program.blocks) >= 3 and not program.whole_batch
 
 
-@pytest.mark.parametrize("squeeze", [lambda x: x.unsqueeze(1).squeeze(), lambda x: torch.squeeze(x.unsqueeze(-1)), lambda x: x.squeeze()])
+@pytest.mark.parametrize(
+    "squeeze", [lambda x: x.unsqueeze(1).squeeze(), lambda x: torch.squeeze(x.unsqueeze(-1)), lambda x: x.squeeze()]
+)
 @pytest.mark.parametrize("micro_batches", [3, 6])
 def test_a_micro_batch_of_one_row_keeps_its_dimension(squeeze, micro_batches):
     class Model(nn.Module):
@@ -110,7 +113,9 @@ def test_a_parameter_is_written_where_a_mask_says(parts):
                 x = layer(x)
             return x
 
-    step = assert_parity(Model().double(), (rows(6, 4, WIDTH), torch.rand(6, 4) > 0.5), (rows(7, 4, WIDTH), torch.rand(7, 4) > 0.5))
+    step = assert_parity(
+        Model().double(), (rows(6, 4, WIDTH), torch.rand(6, 4) > 0.5), (rows(7, 4, WIDTH), torch.rand(7, 4) > 0.5)
+    )
     assert not any(p.whole_batch for p in l2l_compile.programs(step))
 
 
@@ -135,21 +140,29 @@ def windows(x, count):
     return made.sum((1, 2)).unsqueeze(1) / torch.div(count, 2, rounding_mode="trunc")
 
 
-@pytest.mark.parametrize("read", [
-    lambda x: windows(x, 7),
-    lambda x: windows(x.transpose(0, 1).contiguous().transpose(0, 1), 7),
-    lambda x: windows(x.transpose(1, 2).contiguous().transpose(1, 2), 7),
-    lambda x: windows(x, 7) + x.new_zeros((x.shape[0], torch.div(9, 2, rounding_mode="trunc") * 2, 1)),
-], ids=["rows", "time first", "width first", "sizes in tensors"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: windows(x, 7),
+        lambda x: windows(x.transpose(0, 1).contiguous().transpose(0, 1), 7),
+        lambda x: windows(x.transpose(1, 2).contiguous().transpose(1, 2), 7),
+        lambda x: windows(x, 7) + x.new_zeros((x.shape[0], torch.div(9, 2, rounding_mode="trunc") * 2, 1)),
+    ],
+    ids=["rows", "time first", "width first", "sizes in tensors"],
+)
 def test_views_by_strides(read):
     step = assert_parity(Windows(read).double(), rows(6, 8, WIDTH), rows(5, 8, WIDTH))
     assert not any(p.whole_batch for p in l2l_compile.programs(step))
 
 
-@pytest.mark.parametrize("read, why", [
-    (lambda x: x[:, 2:].as_strided((x.shape[0], 4, WIDTH), (8 * WIDTH, WIDTH, 1)).sum(1, keepdim=True), "holds more than"),
-    (lambda x: (y := x * 1, y.as_strided((x.shape[0], 4, WIDTH), (8 * WIDTH, WIDTH, 1)).mul_(2), y)[-1], "is written into"),
-], ids=["a slice", "a write"])
+@pytest.mark.parametrize(
+    "read, why",
+    [
+        (lambda x: x[:, 2:].as_strided((x.shape[0], 4, WIDTH), (8 * WIDTH, WIDTH, 1)).sum(1, keepdim=True), "holds more than"),
+        (lambda x: (y := x * 1, y.as_strided((x.shape[0], 4, WIDTH), (8 * WIDTH, WIDTH, 1)).mul_(2), y)[-1], "is written into"),
+    ],
+    ids=["a slice", "a write"],
+)
 def test_views_by_strides_that_cannot_be_cut(read, why):
     with pytest.raises(l2l_compile.L2LError, match=why):
         assert_parity(Windows(read).double(), rows(6, 8, WIDTH))

@@ -1,4 +1,5 @@
 """Sizes that change: blocks are lowered with symbols, once for all sizes that PyTorch decides alike."""
+
 from __future__ import annotations
 
 import copy
@@ -117,9 +118,14 @@ def test_two_models_of_one_architecture_share_what_is_lowered(lowered):
     assert not lowered
 
 
-@pytest.mark.parametrize("change", [
-    lambda: torch._inductor.config.patch(max_autotune=True), lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-], ids=["inductor", "attention"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: torch._inductor.config.patch(max_autotune=True),
+        lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    ],
+    ids=["inductor", "attention"],
+)
 def test_other_settings_are_lowered_anew(monkeypatch, lowered, change):
     monkeypatch.setattr(l2l_compile.lower.compile_ahead, "compile_graph", lambda graph, device: graph)
     model = model_of()
@@ -206,12 +212,19 @@ class Padded(Layer):
         return x + self.linear(h.unflatten(1, (-1, 8)).softmax(2).flatten(1, 2))[:, : x.shape[1]]
 
 
-@pytest.mark.parametrize("layer, lengths", [
-    (Windowed, (6, 7, 12, 5, 13)), (Windowed, (12, 13, 6, 14, 5)),
-    (Branch, (6, 7, 12, 5, 13)), (Branch, (12, 13, 6, 14, 5)),
-    (One, (1, 6, 7, 1, 9)), (One, (6, 7, 1, 9)),
-    (Padded, (8, 9, 16, 17, 5)), (Padded, (9, 11, 16, 24, 3)),
-])
+@pytest.mark.parametrize(
+    "layer, lengths",
+    [
+        (Windowed, (6, 7, 12, 5, 13)),
+        (Windowed, (12, 13, 6, 14, 5)),
+        (Branch, (6, 7, 12, 5, 13)),
+        (Branch, (12, 13, 6, 14, 5)),
+        (One, (1, 6, 7, 1, 9)),
+        (One, (6, 7, 1, 9)),
+        (Padded, (8, 9, 16, 17, 5)),
+        (Padded, (9, 11, 16, 24, 3)),
+    ],
+)
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_decisions_by_size_are_right_on_both_sides(layer, lengths, dynamic):
     assert_parity(model_of(layer=layer), *(rows(6, t, WIDTH) for t in lengths), dynamic=dynamic)
@@ -240,7 +253,9 @@ def test_what_cannot_be_traced_with_symbols_is_lowered_for_each_size(monkeypatch
     monkeypatch.setattr(l2l_compile.lower, "trace_forward", fails)
     model = model_of()
     step = compiled(model)
-    with pytest.warns(UserWarning, match=r"compiles block_\d+ anew for every size \(.*\), since with symbolic sizes: no symbols here"):
+    with pytest.warns(
+        UserWarning, match=r"compiles block_\d+ anew for every size \(.*\), since with symbolic sizes: no symbols here"
+    ):
         step_at(model, step, 6, 9)
     del lowered[:]
     step_at(model, step, 6, 9)
@@ -281,7 +296,9 @@ def test_scores_are_made_row_by_row_at_every_length(breaks, dynamic):
     """[rows, length, classes] seen as [rows * length, classes]: the length may be a symbol."""
     torch.manual_seed(0)
     model = Scores(breaks).double()
-    step = torch.compile(model, backend="l2l", dynamic=dynamic, options={"micro_batches": 4, "device": "cpu", "block_compiler": "eager"})
+    step = torch.compile(
+        model, backend="l2l", dynamic=dynamic, options={"micro_batches": 4, "device": "cpu", "block_compiler": "eager"}
+    )
     compared_with_eager(model, step, [(8, 9), (8, 7), (6, 12), (3, 9)])
     for program in l2l_compile.programs(step):
         whole = [s for s in program.segments if not s.block.inner_looped]

@@ -1,4 +1,5 @@
 """Parameters that hold the weights of all layers: slices are fetched, pushed and updated as weights of their own."""
+
 from __future__ import annotations
 
 import copy
@@ -52,7 +53,9 @@ def test_each_slice_is_a_weight_of_its_layer(way):
     model = Read(WAYS[way])
     found = compilation(model, *both(), passes=CUT)
     assert max(s.parameter_bytes for s in found.segments) == WIDTH * WIDTH * 8
-    assert [n for s in found.segments for n in s.parameter_names] and len({n for s in found.segments for n in s.parameter_names}) == 4
+    assert [n for s in found.segments for n in s.parameter_names] and len(
+        {n for s in found.segments for n in s.parameter_names}
+    ) == 4
     assert_parity(model, both())
 
 

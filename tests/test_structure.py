@@ -1,4 +1,5 @@
 """Every layer is a segment, whichever way a model combines its stacks: numbers, segments, blocks and peak at two depths."""
+
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,5 @@
 """The C++ compiler is asked for the best vector instructions first; in the end Inductor knows of all that there are."""
+
 from __future__ import annotations
 
 import gc

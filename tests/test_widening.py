@@ -1,4 +1,5 @@
 """Casts that are taken out of an ATen graph change none of its bits, and no result comes to share memory with an operand."""
+
 from __future__ import annotations
 
 import pytest

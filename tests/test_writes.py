@@ -1,4 +1,5 @@
 """Buffers that the model writes into while other layers, other calls or the loop read them: eager's, written once a step."""
+
 from __future__ import annotations
 
 import copy
@@ -62,6 +63,7 @@ def train(gan, parts, steps=5):
 
 def in_two(generate, judge):
     """Generator and critic as two models: a call of the critic for each kind of image."""
+
     def parts(z, real=None):
         fake = generate(z)
         return judge(fake) if real is None else (judge(real), judge(fake.detach()))
@@ -78,7 +80,12 @@ def test_a_gan_with_spectral_norm_trains_as_in_eager(norm, iterations, models, m
     reference = copy.deepcopy(gan)
     train(reference, reference)
     options = {"micro_batches": micro_batches}
-    train(gan, compiled(gan, **options) if models == "one" else in_two(compiled(gan.generator, **options), compiled(gan.critic, **options)))
+    train(
+        gan,
+        compiled(gan, **options)
+        if models == "one"
+        else in_two(compiled(gan.generator, **options), compiled(gan.critic, **options)),
+    )
     for (name, a), (_, e) in zip(gan.named_parameters(), reference.named_parameters(), strict=True):
         assert_close(a.detach(), e.detach(), 1e-10, name)
     for (name, a), (_, e) in zip(gan.named_buffers(), reference.named_buffers(), strict=True):
@@ -169,7 +176,9 @@ class Siamese(nn.Module):
 
     def __init__(self, momentum=0.1):
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(5, WIDTH), nn.BatchNorm1d(WIDTH, momentum=momentum), nn.ReLU(), nn.Linear(WIDTH, 4))
+        self.encoder = nn.Sequential(
+            nn.Linear(5, WIDTH), nn.BatchNorm1d(WIDTH, momentum=momentum), nn.ReLU(), nn.Linear(WIDTH, 4)
+        )
         self.head = nn.Linear(4, 4)
 
     def forward(self, x):
@@ -347,7 +356,11 @@ def test_a_trained_parameter_that_a_layer_writes_and_others_read_is_refused():
     class Clipped(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.stack, self.scale = nn.Linear(5, WIDTH), nn.ModuleList([Layer() for _ in range(4)]), nn.Parameter(torch.ones(WIDTH))
+            self.embed, self.stack, self.scale = (
+                nn.Linear(5, WIDTH),
+                nn.ModuleList([Layer() for _ in range(4)]),
+                nn.Parameter(torch.ones(WIDTH)),
+            )
 
         def forward(self, x):
             x = self.embed(x)

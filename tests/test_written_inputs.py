@@ -1,4 +1,5 @@
 """Inputs of a graph that the model writes into where gradients flow: what reads them after the graph leads back into it."""
+
 from __future__ import annotations
 
 import pytest
@@ -138,8 +139,11 @@ class ByLayers(nn.Module):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("model", [Weighted, Kept, ThroughAView, Filled, Several, Returned, WithoutRecording, Data, ALeaf, ByLayers],
-                         ids=lambda model: model.__name__)
+@pytest.mark.parametrize(
+    "model",
+    [Weighted, Kept, ThroughAView, Filled, Several, Returned, WithoutRecording, Data, ALeaf, ByLayers],
+    ids=lambda model: model.__name__,
+)
 def test_gradients_are_eagers(model, micro_batches):
     step = assert_parity(model().double(), *([rows(6, 4, WIDTH)] * 2), micro_batches=micro_batches)
     assert len(programs(step)) > 1

@@ -11,6 +11,7 @@ out: it is the same at each depth, and noisy (a C++ compiler).
 
     python examples/benchmarks/compile_time.py
 """
+
 from __future__ import annotations
 
 import json

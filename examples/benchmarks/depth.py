@@ -1,7 +1,8 @@
 """Peak device memory of a training step against the number of layers: constant with streamed layers and host stashes.
 
-    python examples/benchmarks/depth.py
+python examples/benchmarks/depth.py
 """
+
 from __future__ import annotations
 
 import sys

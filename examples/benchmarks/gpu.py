@@ -9,6 +9,7 @@ table, worst first, says of each figure what it should be. Without a GPU, what a
 rest says that it needs one. Nothing is downloaded, and the package need not be installed. The whole ends within
 `--minutes`, whatever a stage does.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -43,7 +44,8 @@ def stages(names: list[str], device: str) -> list[Stage]:
     most = max(1, len(os.sched_getaffinity(0)) // CORES_A_WORKER)
     return [
         Stage(name, shares[name], (*command, name, "--device", device), min(most, WORKERS.get(name, 1)), early=True)
-        for name in shares if name in names
+        for name in shares
+        if name in names
     ]
 
 

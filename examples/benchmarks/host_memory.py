@@ -7,6 +7,7 @@ that are on their way (the ring that `explain` prints) over the deeper model's a
 
     python examples/benchmarks/host_memory.py
 """
+
 from __future__ import annotations
 
 import json

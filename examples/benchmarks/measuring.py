@@ -1,4 +1,5 @@
 """What the benchmarks share: their model, their clock, and a report as a table and as JSON with the machine it ran on."""
+
 from __future__ import annotations
 
 import argparse
@@ -61,10 +62,18 @@ def _cpu_model() -> str:
 def llama(layers: int, hidden: int, intermediate: int, heads: int, vocabulary: int = 1024, tokens: int = 128):
     """A Llama of `transformers` with random fp32 weights, on the host, for sequences of `tokens`."""
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=heads, vocab_size=vocabulary, max_position_embeddings=tokens, use_cache=False,
-    ))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            vocab_size=vocabulary,
+            max_position_embeddings=tokens,
+            use_cache=False,
+        )
+    )
 
 
 def token_batch(rows: int, tokens: int = 128, vocabulary: int = 1024) -> torch.Tensor:
@@ -110,7 +119,10 @@ class Limit:
         return self.figure <= self.most
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.figure:.4g} {self.unit}".rstrip() + f" (limit {self.most:g}: {'held' if self.held else 'EXCEEDED'})"
+        return (
+            f"{self.name}: {self.figure:.4g} {self.unit}".rstrip()
+            + f" (limit {self.most:g}: {'held' if self.held else 'EXCEEDED'})"
+        )
 
 
 def report(options: argparse.Namespace, device: torch.device, rows: list[dict], limits: list[Limit], **details) -> int:

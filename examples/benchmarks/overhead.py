@@ -6,6 +6,7 @@ thread: waking a second one for a tensor of 32 numbers takes longer than all tha
 
     python examples/benchmarks/overhead.py
 """
+
 from __future__ import annotations
 
 import statistics

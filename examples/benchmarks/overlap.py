@@ -6,6 +6,7 @@ step takes the sum.
 
     python examples/benchmarks/overlap.py
 """
+
 from __future__ import annotations
 
 import copy
@@ -40,8 +41,14 @@ class Training:
         self.model, self.ids = copy.deepcopy(model), ids
         self.optimizer = SlowAdamW(self.model.parameters(), lr=1e-4)
         self.optimizer.pace = pace
-        self.options = {"optimizer": self.optimizer, "update": update, "compile_update": False, "block_compiler": "eager",
-                        "micro_batches": 2, "device": device}
+        self.options = {
+            "optimizer": self.optimizer,
+            "update": update,
+            "compile_update": False,
+            "block_compiler": "eager",
+            "micro_batches": 2,
+            "device": device,
+        }
         self.compiled = torch.compile(self.model, backend="l2l", options=self.options)
 
     def device_alone(self) -> None:
@@ -67,7 +74,10 @@ def main() -> int:
     parameters = sum(p.numel() for p in model.parameters())
 
     alone = Training(model, ids, "at_step", device, 0.0)
-    times = {name: statistics.median(t) for name, t in interleaved({"device": alone.device_alone, "step": alone.step}, options.repeats).items()}
+    times = {
+        name: statistics.median(t)
+        for name, t in interleaved({"device": alone.device_alone, "step": alone.step}, options.repeats).items()
+    }
     own = times["step"] - times["device"]  # what AdamW itself takes
     stats = l2l_compile.stats(alone.compiled)
     forward = stats.forward_seconds / stats.seconds
@@ -84,8 +94,17 @@ def main() -> int:
         for update in ("in_backward", "in_forward"):
             behind = forward if update == "in_forward" else 1 - forward
             ratio = found[update] / max(found["device"], host)
-            rows.append({"update": update, "device s": found["device"], "host s": host, "at_step s": found["at_step"],
-                         "step s": found[update], "of the larger": ratio, "of the sum": found[update] / found["at_step"]})
+            rows.append(
+                {
+                    "update": update,
+                    "device s": found["device"],
+                    "host s": host,
+                    "at_step s": found["at_step"],
+                    "step s": found[update],
+                    "of the larger": ratio,
+                    "of the sum": found[update] / found["at_step"],
+                }
+            )
             if host < behind * found["device"]:
                 limits.append(Limit(f"{update}, host {load:g} of device: step, of the larger", ratio, NEAR))
         del modes, works

@@ -6,6 +6,7 @@ tokens per second and peak memory are for reading there, and no limit is checked
 
     python examples/benchmarks/speed.py
 """
+
 from __future__ import annotations
 
 import copy
@@ -53,9 +54,7 @@ def largest_difference(model: torch.nn.Module, twin: torch.nn.Module) -> float:
 
 
 def main() -> int:
-    parser = arguments(
-        __doc__, layers=8, hidden=512, intermediate=1376, heads=8, rows=16, tokens=128, micro_batches=4, repeats=9
-    )
+    parser = arguments(__doc__, layers=8, hidden=512, intermediate=1376, heads=8, rows=16, tokens=128, micro_batches=4, repeats=9)
     options = parser.parse_args()
     if options.quick:
         options.layers, options.hidden, options.intermediate, options.repeats = 2, 128, 344, 3
@@ -78,7 +77,10 @@ def main() -> int:
     peaks["l2l"] = l2l_compile.stats(compiled).peak_device_bytes
     rows = [
         {
-            "step": name, "median_s": median, "fastest_s": min(found[name]), "tokens_per_s": ids.numel() / median,
+            "step": name,
+            "median_s": median,
+            "fastest_s": min(found[name]),
+            "tokens_per_s": ids.numel() / median,
             "peak_device_bytes": peaks[name] if peaks[name] is not None else "-",
         }
         for name, median in medians.items()

@@ -7,6 +7,7 @@ what is in the cache then. Seconds are wall-clock seconds of a step, all process
 
     python examples/benchmarks/starts.py
 """
+
 from __future__ import annotations
 
 import functools
@@ -48,7 +49,9 @@ def main() -> int:
         {"backend": backend, "start": start, **{f"{tokens} tokens, s": s for tokens, s in zip(options.tokens, each, strict=True)}}
         for (backend, start), each in median.items()
     ]
-    first = {start: ratio([r[0] for r in found["l2l", start]], [r[0] for r in found["inductor", start]]) for start in ("cold", "warm")}
+    first = {
+        start: ratio([r[0] for r in found["l2l", start]], [r[0] for r in found["inductor", start]]) for start in ("cold", "warm")
+    }
     beyond = statistics.median(a[1] - b[1] for a, b in zip(found["l2l", "cold"], found["inductor", "cold"], strict=True))
     limits = [
         Limit("first step, cold, of torch.compile's", first["cold"], COLD),

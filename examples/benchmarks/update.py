@@ -6,6 +6,7 @@ call, and the cast goes into buffers that are there already.
 
     python examples/benchmarks/update.py
 """
+
 from __future__ import annotations
 
 import statistics
@@ -80,7 +81,9 @@ def main() -> int:
     wide = [[torch.randn_like(p) * 1e-3 for p in own] for own in layers]
     narrow = [[g.bfloat16() if g.dim() > 1 else g for g in own] for own in wide]
     works = {
-        "AdamW(fused=True), then the cast": two_passes([[torch.nn.Parameter(p.detach().clone()) for p in own] for own in layers], wide),
+        "AdamW(fused=True), then the cast": two_passes(
+            [[torch.nn.Parameter(p.detach().clone()) for p in own] for own in layers], wide
+        ),
         "one pass, gradients in bf16": one_pass(layers, narrow),
         "one pass, gradients in fp32": one_pass(layers, wide),
     }

@@ -5,6 +5,7 @@ inputs with one of the `SETTINGS`, which are tried in order. No model has a rule
 names and types of configuration fields or constructor arguments, inputs follow from the task and the signature of
 `forward`. Models are in training mode without dropout, drop path or label dropout.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -31,8 +32,10 @@ LIBRARIES = {
 INSTALL = 'pip install -e ".[coverage]"'
 
 for _name in repair():
-    print(f"{_name}: its compiled operators do not load with this torch; its models train without them. Or {REMEDY}",
-          file=sys.stderr)
+    print(
+        f"{_name}: its compiled operators do not load with this torch; its models train without them. Or {REMEDY}",
+        file=sys.stderr,
+    )
 
 
 def missing() -> dict[str, str]:

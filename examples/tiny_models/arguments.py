@@ -1,4 +1,5 @@
 """The arguments of constructors, made small by their names, for libraries that have no configurations."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,7 +16,9 @@ from .job import LAYERS, MOST_PARAMETERS
 from .randomness import calm
 
 # `d` is the depth of a stage in the dataclasses of timm's `byobnet`.
-DEPTH = re.compile(r"^(n|num|stage|block|encoder|decoder|d)?_?(depths?|layers|blocks|d|single_layers|refiner_layers|block_config)$")
+DEPTH = re.compile(
+    r"^(n|num|stage|block|encoder|decoder|d)?_?(depths?|layers|blocks|d|single_layers|refiner_layers|block_config)$"
+)
 CHANCE = re.compile(r"drop")
 SIZE = re.compile(r"^(img|image|input|spatial|sample)_size$")
 

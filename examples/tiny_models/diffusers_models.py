@@ -3,6 +3,7 @@
 Constructor arguments are shrunk by their names; inputs follow from the signature of `forward`. Whether a transformer
 reads images, videos, sound or tokens does not show there: each is a setting.
 """
+
 from __future__ import annotations
 
 import inspect
@@ -22,8 +23,12 @@ from .job import LAYERS, ROWS, Job
 
 __all__ = ["SETTINGS", "jobs", "make"]
 
-TASKS = {"unets": "denoising UNet", "transformers": "denoising transformer", "autoencoders": "autoencoder",
-         "controlnets": "controlnet"}
+TASKS = {
+    "unets": "denoising UNet",
+    "transformers": "denoising transformer",
+    "autoencoders": "autoencoder",
+    "controlnets": "controlnet",
+}
 WIDTH, HEADS, TOKENS, TEXT, FRAMES = 64, 2, 16, 8, 5
 
 
@@ -59,19 +64,33 @@ RULES: tuple[tuple[str, Callable[[int], int]], ...] = (
     (r"out_channels|block_channels", lambda value: 32 * math.ceil(value / 256)),
     (r"^base_(dim|channels)$|^(encoder|decoder)_base_(dim|channels)$|^dim$", lambda value: min(value, 32)),
     (r"sample_size", lambda value: 16),
-    (r"(attention|text|caption|pooled|projection|context|embed|hid|hidden|ffn|intermediate|mlp|cap_feat|image)\w*_(dim|channels|size)$",
-     lambda value: min(value, WIDTH)),
+    (
+        r"(attention|text|caption|pooled|projection|context|embed|hid|hidden|ffn|intermediate|mlp|cap_feat|image)\w*_(dim|channels|size)$",
+        lambda value: min(value, WIDTH),
+    ),
 )
-TEXT_WIDTH = ("joint_attention_dim", "text_embed_dim", "text_dim", "caption_channels", "cap_feat_dim", "caption_dim", "encoder_hid_dim",
-              "context_in_dim", "cross_attention_dim")
+TEXT_WIDTH = (
+    "joint_attention_dim",
+    "text_embed_dim",
+    "text_dim",
+    "caption_channels",
+    "cap_feat_dim",
+    "caption_dim",
+    "encoder_hid_dim",
+    "context_in_dim",
+    "cross_attention_dim",
+)
 
 
 def jobs() -> list[Job]:
     """Every model class, by the folder that it is in."""
     # The index by which diffusers imports its models lazily: to look at the classes would import all of them.
     listed = [(path.split(".")[0], name) for path, names in diffusers.models._import_structure.items() for name in names]
-    return [Job("diffusers", name, TASKS[folder]) for folder, name in listed
-            if folder in TASKS and "Multi" not in name and hasattr(diffusers, name)]
+    return [
+        Job("diffusers", name, TASKS[folder])
+        for folder, name in listed
+        if folder in TASKS and "Multi" not in name and hasattr(diffusers, name)
+    ]
 
 
 def make(job: Job, setting: Setting, layers: int = LAYERS) -> tuple[nn.Module, dict]:
@@ -166,18 +185,29 @@ def size(config: Any, setting: Setting) -> torch.Tensor:
 
 
 MAKERS: dict[str, Callable[[Any, Setting], Any]] = {
-    "sample": sample, "hidden_states": sample, "x": sample,
-    "encoder_hidden_states": text, "pooled_projections": pooled,
-    "timestep": time, "timesteps": time, "timestep_r": time, "r_timestep": time,
+    "sample": sample,
+    "hidden_states": sample,
+    "x": sample,
+    "encoder_hidden_states": text,
+    "pooled_projections": pooled,
+    "timestep": time,
+    "timesteps": time,
+    "timestep_r": time,
+    "r_timestep": time,
     "class_labels": kinds,
-    "encoder_attention_mask": text_mask, "encoder_mask": text_mask, "encoder_hidden_states_mask": text_mask,
+    "encoder_attention_mask": text_mask,
+    "encoder_mask": text_mask,
+    "encoder_hidden_states_mask": text_mask,
     "guidance": lambda config, setting: torch.rand(ROWS) if config.get("guidance_embeds") else None,
-    "img_ids": lambda config, setting: places(config, TOKENS), "txt_ids": lambda config, setting: places(config, TEXT),
+    "img_ids": lambda config, setting: places(config, TOKENS),
+    "txt_ids": lambda config, setting: places(config, TEXT),
     "img_shapes": lambda config, setting: [[(1, 4, 4)]] * ROWS,
     "num_frames": lambda config, setting: 1 if setting.channels_last else None,
     "height": lambda config, setting: 4 if setting.channels_last else None,
     "width": lambda config, setting: 4 if setting.channels_last else None,
-    "original_size": size, "target_size": size, "crop_coords": size,
+    "original_size": size,
+    "target_size": size,
+    "crop_coords": size,
     "added_cond_kwargs": lambda config, setting: {"resolution": None, "aspect_ratio": None},
     "controlnet_cond": lambda config, setting: torch.randn(ROWS, 3, *(8 * n for n in setting.shape)),
     "conditioning_scale": lambda config, setting: 1.0,

@@ -4,6 +4,7 @@ Their models are Python and train without these operators, but neither package i
 operators that are not there, torchaudio stops at its library. transformers and timm import both packages. `repair`
 lets them be imported; a model that calls a compiled operator still fails.
 """
+
 from __future__ import annotations
 
 import importlib.util
@@ -23,8 +24,11 @@ REMEDY = "pip install --index-url https://download.pytorch.org/whl/cpu torchvisi
 
 def repair() -> list[str]:
     """Make both packages importable, before anything imports them. Returns those whose operators do not load."""
-    broken = [name for name, library in (("torchvision", "_C*"), ("torchaudio", "lib/_torchaudio*"))
-              if name not in sys.modules and not loads(name, library)]
+    broken = [
+        name
+        for name, library in (("torchvision", "_C*"), ("torchaudio", "lib/_torchaudio*"))
+        if name not in sys.modules and not loads(name, library)
+    ]
     if "torchvision" in broken:
         for name, schema in OPERATORS.items():
             torch.library.define(f"torchvision::{name}", schema)

@@ -1,4 +1,5 @@
 """A class to train, and the sizes that all libraries share."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

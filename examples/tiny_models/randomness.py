@@ -1,4 +1,5 @@
 """Random numbers of the training mode set to zero: dropout, drop path, label dropout."""
+
 from __future__ import annotations
 
 import re

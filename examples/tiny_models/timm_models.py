@@ -1,4 +1,5 @@
 """One model of each module file of timm: of those that it builds, a small one by its name, with fewer layers."""
+
 from __future__ import annotations
 
 import inspect
@@ -17,8 +18,27 @@ __all__ = ["SETTINGS", "jobs", "make"]
 
 CLASSES = 10
 # Names of small models, the smallest first. timm's `test_…` models are for tests and have few layers of small width.
-SMALL = ("test", "atto", "femto", "pico", "zepto", "nano", "xxs", "xxtiny", "xtiny", "tiny", "_xs", "mini", "_s$|_s_|small",
-         "_t$|_t_|t0", "b0|_0$|_0_", "18", "26", "5m|7m|11m|050|_m0|_x0", "")
+SMALL = (
+    "test",
+    "atto",
+    "femto",
+    "pico",
+    "zepto",
+    "nano",
+    "xxs",
+    "xxtiny",
+    "xtiny",
+    "tiny",
+    "_xs",
+    "mini",
+    "_s$|_s_|small",
+    "_t$|_t_|t0",
+    "b0|_0$|_0_",
+    "18",
+    "26",
+    "5m|7m|11m|050|_m0|_x0",
+    "",
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +64,11 @@ SETTINGS = (
 
 def jobs() -> list[Job]:
     """A model of each module; modules that only name models of others have none of their own."""
-    return [Job("timm", smallest(names), "image classification", module)
-            for module in timm.list_modules() if (names := timm.list_models(module=module, include_tags=False))]
+    return [
+        Job("timm", smallest(names), "image classification", module)
+        for module in timm.list_modules()
+        if (names := timm.list_models(module=module, include_tags=False))
+    ]
 
 
 def smallest(names: list[str]) -> str:

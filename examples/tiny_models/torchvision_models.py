@@ -1,4 +1,5 @@
 """The smallest model of each module file of torchvision's classification, video and segmentation."""
+
 from __future__ import annotations
 
 import torch

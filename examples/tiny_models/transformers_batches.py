@@ -1,4 +1,5 @@
 """A batch for a model of transformers, from the task and the signature of `forward`."""
+
 from __future__ import annotations
 
 import inspect
@@ -233,7 +234,10 @@ def answers(of: Batch) -> torch.Tensor:
 def objects(of: Batch) -> list[dict[str, torch.Tensor]]:
     """For each image, the classes, boxes and masks of what is on it."""
     boxes = torch.rand(ROWS, OBJECTS, 4) / 4 + 0.25
-    return [{"class_labels": kinds, "boxes": b, "masks": m} for kinds, b, m in zip(classes(of, OBJECTS), boxes, masks(of), strict=True)]
+    return [
+        {"class_labels": kinds, "boxes": b, "masks": m}
+        for kinds, b, m in zip(classes(of, OBJECTS), boxes, masks(of), strict=True)
+    ]
 
 
 def masks(of: Batch) -> list[torch.Tensor]:
@@ -247,16 +251,21 @@ def target(of: Batch) -> torch.Tensor:
 
 
 LABELS: dict[str, Callable[[Batch], Any]] = {
-    "sequence classification": classes, "image classification": classes, "audio classification": classes,
-    "audio x-vector": classes, "video classification": classes,
+    "sequence classification": classes,
+    "image classification": classes,
+    "audio classification": classes,
+    "audio x-vector": classes,
+    "video classification": classes,
     "audio frames": audio_frames,
     "CTC": lambda of: torch.randint(3, 30, (ROWS, 4)),
     "token classification": lambda of: classes(of, LENGTH),
     "multiple choice": lambda of: torch.randint(0, CHOICES, (ROWS,)),
     "next sentence": lambda of: torch.randint(0, 2, (ROWS,)),
     "visual question answering": answers,
-    "object detection": objects, "zero-shot object detection": objects,
-    "universal segmentation": objects, "instance segmentation": objects,
+    "object detection": objects,
+    "zero-shot object detection": objects,
+    "universal segmentation": objects,
+    "instance segmentation": objects,
     "semantic segmentation": lambda of: classes(of, *of.image),
     "depth estimation": lambda of: torch.rand(ROWS, *of.image) + 0.5,
     "image matting": lambda of: torch.rand(ROWS, 1, *of.image),
@@ -264,20 +273,27 @@ LABELS: dict[str, Callable[[Batch], Any]] = {
 }
 
 INPUTS: dict[str, Callable[[Batch], Any]] = {
-    "input_ids": text, "decoder_input_ids": text, "task_inputs": text,
+    "input_ids": text,
+    "decoder_input_ids": text,
+    "task_inputs": text,
     "inputs": lambda of: pixels(of) if of.job.task == "image classification" else text(of),
     "attention_mask": mask,
     "bbox": lambda of: torch.randint(0, 30, (*of.made["input_ids"].shape, 4)).sort(dim=-1).values,
-    "pixel_values": pixels, "pixel_values_videos": pixels,
+    "pixel_values": pixels,
+    "pixel_values_videos": pixels,
     "image_grid_thw": grid,
     "image_sizes": lambda of: torch.tensor([of.image] * ROWS),
     "flattened_patches": flattened_patches,
     "bool_masked_pos": hidden_patches,
-    "input_values": wave_or_spectrogram, "input_features": wave_or_spectrogram,
-    "past_values": series, "future_values": series, "target_values": target,
+    "input_values": wave_or_spectrogram,
+    "input_features": wave_or_spectrogram,
+    "past_values": series,
+    "future_values": series,
+    "target_values": target,
     "return_loss": lambda of: True,
     "labels": labels,
-    "mask_labels": masks, "class_labels": lambda of: list(classes(of, OBJECTS)),
+    "mask_labels": masks,
+    "class_labels": lambda of: list(classes(of, OBJECTS)),
     "start_positions": lambda of: torch.randint(0, LENGTH // 2, (ROWS,)),
     "end_positions": lambda of: torch.randint(LENGTH // 2, LENGTH, (ROWS,)),
 }

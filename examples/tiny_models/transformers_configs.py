@@ -1,4 +1,5 @@
 """Tiny configurations of transformers: fields are shrunk by their names and types (`RULES`)."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -53,23 +54,40 @@ def depth(value: int, setting: Setting) -> int:
 # The first rule whose pattern is found in a field's name decides what an integer becomes: a value, or a function of the
 # default. What no rule names is left as it is.
 RULES = (
-    (r"^pad_token_id$", 0), (r"^bos_token_id$", 1), (r"^eos_token_id$", 2), (r"decoder_start_token_id", 2),
-    (r"video.*token_(id|index)$", at_most(VOCABULARY - 3)), (r"audio.*token_(id|index)$", at_most(VOCABULARY - 4)),
+    (r"^pad_token_id$", 0),
+    (r"^bos_token_id$", 1),
+    (r"^eos_token_id$", 2),
+    (r"decoder_start_token_id", 2),
+    (r"video.*token_(id|index)$", at_most(VOCABULARY - 3)),
+    (r"audio.*token_(id|index)$", at_most(VOCABULARY - 4)),
     (r"token_(id|index)$|pad_id$", at_most(VOCABULARY - 2)),
-    (r"type_vocab_size", at_most(4)), (r"vocab", at_most(VOCABULARY)),
-    (r"experts_per_tok|top_?k$|moe_k$", at_most(2)), (r"shared_expert(s|_num)?$", at_most(1)), (r"expert.*(size|dim)", 32),
-    (r"n_group$|topk_group|expert_group", 1), (r"num.*experts?$|experts?_num|n_.*experts$", at_most(4)),
-    (r"first_k_dense|num_dense_layers|_offset$", at_most(1)), (r"_period$|_pattern$|every_n|_interval$|_step$", at_most(2)),
+    (r"type_vocab_size", at_most(4)),
+    (r"vocab", at_most(VOCABULARY)),
+    (r"experts_per_tok|top_?k$|moe_k$", at_most(2)),
+    (r"shared_expert(s|_num)?$", at_most(1)),
+    (r"expert.*(size|dim)", 32),
+    (r"n_group$|topk_group|expert_group", 1),
+    (r"num.*experts?$|experts?_num|n_.*experts$", at_most(4)),
+    (r"first_k_dense|num_dense_layers|_offset$", at_most(1)),
+    (r"_period$|_pattern$|every_n|_interval$|_step$", at_most(2)),
     (r"nextn|mtp|shared_layers", 0),
     (r"layers?$|depths?$|num_blocks$|per_block$", depth),
-    (r"(key_value|kv|groups?_query|query_groups?|multi_query).*(heads?|group)", at_most(2)), (r"heads?$", at_most(HEADS)),
+    (r"(key_value|kv|groups?_query|query_groups?|multi_query).*(heads?|group)", at_most(2)),
+    (r"heads?$", at_most(HEADS)),
     (r"n_?groups", at_most(2)),
     (r"rope_head_dim|nope_head_dim|rotary_dim", HEAD_DIM // 2),
     (r"head_?dim|d_head|dim_head|d_kv|head_size|kv_channels", HEAD_DIM),
-    (r"rank", 16), (r"state_size|d_state|num_latents", 8), (r"source_positions", 64), (r"pos_shape", 4),
+    (r"rank", 16),
+    (r"state_size|d_state|num_latents", 8),
+    (r"source_positions", 64),
+    (r"pos_shape", 4),
     (r"position|n_ctx|max_seq|max_length|context_length", at_most(256)),
-    (r"num_windows", at_most(4)), (r"window|attention_chunk|local_attention|chunk_size|block_size", at_most(8)),
-    (r"kernel|pool_size|stride|tubelet|merge_size|temporal_patch|scale_factor|num_channels|in_channels|audio_channels|mel_bins|input_feat|projection_input_dim", default),
+    (r"num_windows", at_most(4)),
+    (r"window|attention_chunk|local_attention|chunk_size|block_size", at_most(8)),
+    (
+        r"kernel|pool_size|stride|tubelet|merge_size|temporal_patch|scale_factor|num_channels|in_channels|audio_channels|mel_bins|input_feat|projection_input_dim",
+        default,
+    ),
     (r"intermediate|ffn|d_ff|dff|d_inner|n_inner|mlp_dim|dim_ff|inner|feed_forward", 2 * WIDTH),
     (r"hidden_size|d_model|d_latents|n_embd|_dim$|^dim$|embed|embd|channels$|_size$", WIDTH),
 )
@@ -81,7 +99,13 @@ SETTINGS = (
     Setting("no padding", padding=False),
     Setting("default layers", rules=((r"layers?$", default),)),
     Setting("no optional field", fill=True),
-    Setting("eight heads", rules=((r"kv|key_value", default), (r"heads?$", at_most(8)),)),
+    Setting(
+        "eight heads",
+        rules=(
+            (r"kv|key_value", default),
+            (r"heads?$", at_most(8)),
+        ),
+    ),
     Setting("one head", rules=((r"heads?$", 1),)),
     Setting("bins first", bins_first=True),
     Setting("one second", samples=16000),
@@ -90,8 +114,10 @@ SETTINGS = (
     Setting("default sizes", rules=((SIZES, default),)),
     Setting("default sizes, bins first", rules=((SIZES, default),), bins_first=True),
     Setting("default sizes, image 224", image=224, patch=16, rules=((SIZES, default),)),
-    Setting("heads of 128", rules=(
-        (r"heads?$", at_most(2)), (r"hidden_size|embed_dim", 4 * WIDTH), (r"window|section|head_dim", default))),
+    Setting(
+        "heads of 128",
+        rules=((r"heads?$", at_most(2)), (r"hidden_size|embed_dim", 4 * WIDTH), (r"window|section|head_dim", default)),
+    ),
     Setting("images in tiles", tiles=True),
     Setting("no labels", labels=False),
     Setting("no labels, image 64", labels=False, image=64),
@@ -110,7 +136,7 @@ def shrink(config_class: type[PreTrainedConfig], setting: Setting, **given: Any)
         if isinstance(made.get(name), PreTrainedConfig):
             given[name] = shrink(type(made[name]), setting, **choices(made[name], setting))
         elif isinstance(value, list | tuple) and len(value) == made.get("num_hidden_layers") > LAYERS:
-            given[name] = value[:setting.layers]
+            given[name] = value[: setting.layers]
         elif value is not None:
             given[name] = shrunk(name, value, setting, staged)
         elif made.get(name) is None and setting.fill and re.search(r"heads?$|head_dim|group|topk|experts|vocab_size", name):
@@ -125,8 +151,11 @@ def choices(config: PreTrainedConfig, setting: Setting) -> dict[str, Any]:
     """What the outer configuration chose for one within it: the name of a backbone, what it leaves out, the layers that are read."""
     defaults = fields_of(type(config))
     fields = {name: value for name, value in vars(config).items() if name in defaults}
-    chosen = {name: value for name, value in fields.items()
-              if isinstance(value, str) and defaults[name] is None or value is False and defaults[name] is True}
+    chosen = {
+        name: value
+        for name, value in fields.items()
+        if isinstance(value, str) and defaults[name] is None or value is False and defaults[name] is True
+    }
     if getattr(config, "out_indices", None):
         chosen["out_indices"] = last_layers(list(config.out_indices), setting)
     return chosen
@@ -134,8 +163,7 @@ def choices(config: PreTrainedConfig, setting: Setting) -> dict[str, Any]:
 
 def fields_of(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     """Name and default of each field; None where there is no default."""
-    made = {f.name: f.default_factory() if callable(f.default_factory) else f.default
-            for f in dataclasses.fields(config_class)}
+    made = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in dataclasses.fields(config_class)}
     return {name: None if value is dataclasses.MISSING else value for name, value in made.items()}
 
 
@@ -172,6 +200,8 @@ def last_layers(value: list | tuple, setting: Setting) -> list | tuple:
     numbers = [int(re.sub(r"\D", "", str(v)) or 0) for v in value]
     if max(numbers, default=0) <= LAYERS:
         return value
-    names = [f"stage{n + 1}" if isinstance(v, str) else n
-             for n, v in zip(range(setting.layers - len(value), setting.layers), value, strict=True)]
+    names = [
+        f"stage{n + 1}" if isinstance(v, str) else n
+        for n, v in zip(range(setting.layers - len(value), setting.layers), value, strict=True)
+    ]
     return type(value)(names)

@@ -1,4 +1,5 @@
 """Every class that the auto classes of transformers list for a task that trains."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -2,6 +2,7 @@
 
 What has no formula (norms of a tensor, factored state, the step that makes the state) takes the optimizer's own step.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -53,7 +54,9 @@ class CompiledStep:
         names = vectors(parameter, state)
         if parameter.dtype not in _WIDTHS or not all(t.is_contiguous() for t in (parameter, gradient, *map(state.get, names))):
             return None
-        rest = tuple(v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in state.items() if k not in names)
+        rest = tuple(
+            v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in state.items() if k not in names
+        )
         special = id(parameter) if parameter.__dict__ else 0  # attributes that the optimizer may look at
         key = (group, parameter.dtype, tuple(state), str(rest), special)
         for place in ((*key, "any shape"), (*key, parameter.shape)):
@@ -68,7 +71,9 @@ class CompiledStep:
 
     def _launch(self, recipe: Recipe, parameter: Parameter, gradient: torch.Tensor, factor: float) -> Launch:
         copy = self.wires.latest(parameter)
-        function, scalars = self._kernel(recipe, parameter.dtype, gradient.dtype, copy.view.dtype if copy is not None else None, factor)
+        function, scalars = self._kernel(
+            recipe, parameter.dtype, gradient.dtype, copy.view.dtype if copy is not None else None, factor
+        )
         state = self.optimizer.state[parameter] if recipe.reads or recipe.state else {}
         for name, value in recipe.state.items():
             state[name] = value.clone() if isinstance(value, torch.Tensor) else value

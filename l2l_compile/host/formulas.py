@@ -3,6 +3,7 @@
 Operands are names of C variables. `FMA` is a multiply-add that rounds once where the processor has one, as ATen's
 vectorized kernels do. Comparisons give an `int`.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

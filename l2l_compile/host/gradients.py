@@ -1,4 +1,5 @@
 """Memory for gradients on the host that are summed, or as wide as their parameters."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -3,6 +3,7 @@
 glibc keeps a buffer that is freed for the next of its size, but aligned buffers, as tensors are, do not fit into the
 hole that an equal one has left. Where tensors that stay are made between tensors that go, the heap grows by all of them.
 """
+
 from __future__ import annotations
 
 import ctypes

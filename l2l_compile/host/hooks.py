@@ -1,4 +1,5 @@
 """Hooks on things of the user's that do not keep ours alive."""
+
 from __future__ import annotations
 
 import weakref

@@ -5,6 +5,7 @@
 The kernel is plain C, compiled by the compiler that Inductor uses on the host. Ranges are shared out among as many
 threads as the host lane may take.
 """
+
 from __future__ import annotations
 
 import array
@@ -31,8 +32,19 @@ _STORED = {
     torch.bfloat16: ("bf16", "from_bf16({})", "to_bf16({})"),
     torch.float16: ("_Float16", "(real){}", "(_Float16){}"),
 }
-_FLAGS = ["-x", "c", "-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
-          "-pthread", "-shared", "-fPIC"]
+_FLAGS = [
+    "-x",
+    "c",
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-pthread",
+    "-shared",
+    "-fPIC",
+]
 _ALONE = 1 << 16  # entries below which a second thread costs more than it gives
 
 _PRELUDE = """\

@@ -1,4 +1,5 @@
 """Dynamic loss scaling for fp16, with the rules and defaults of `torch.amp.GradScaler`."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

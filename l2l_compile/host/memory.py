@@ -1,4 +1,5 @@
 """What a program needs of the host's memory, by what it is for."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -63,7 +64,8 @@ def host_memory(programs: Sequence[Program], options: Options) -> HostMemory:
         for segment in program.segments:
             weights = [  # a weight of a model that is a plain function may have symbolic sizes
                 (w.name, replace(s, shape=s.sizes(program.bindings)))
-                for w, s in zip(segment.weights, segment.block.weights, strict=True) if w.kind == "parameter"
+                for w, s in zip(segment.weights, segment.block.weights, strict=True)
+                if w.kind == "parameter"
             ]
             parameters.update(weights)
             room = sum(_count(s) * _master_width(s, options) for _, s in weights if s.differentiable and _is_widened(s, options))

@@ -4,6 +4,7 @@ Buffers are mapped from the system one by one and go back to it when their last 
 the heap of the C library nor are rounded up to powers of two, as buffers of PyTorch's pinned allocator are. A device
 that copies from host memory by itself has them page-locked in place.
 """
+
 from __future__ import annotations
 
 import ctypes

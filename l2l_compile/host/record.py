@@ -4,6 +4,7 @@ The step runs on stand-ins without data (meta tensors) of the parameter, its gra
 numbers (hyperparameters, counters, bias corrections) are computed by the optimizer's own Python. They become operands
 `s[0], s[1], …`, so the text is the same in every step that takes the same way through the code.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -183,7 +184,9 @@ class _Recorder(TorchDispatchMode):
         dtype = kwargs.get("dtype") or (torch.bool if name in COMPARISONS else self.like.dtype)
         written = args[0] if func._schema.is_mutable else None
         written = kwargs.get("out", written)
-        if dtype is not (torch.bool if name in COMPARISONS else self.like.dtype) or (written is not None and written.dtype is not dtype):
+        if dtype is not (torch.bool if name in COMPARISONS else self.like.dtype) or (
+            written is not None and written.dtype is not dtype
+        ):
             raise NotElementwise(f"{func} gives {dtype}")
         if name in ("detach", "alias"):
             return func(*args)
@@ -215,4 +218,3 @@ def _is_stand_in(value: Any) -> bool:
 
 def _has_stand_in(value: Any) -> bool:
     return _is_stand_in(value) or (isinstance(value, (list, tuple)) and any(map(_is_stand_in, value)))
-

@@ -1,4 +1,5 @@
 """fp16 with `update="at_step"`: the loss is scaled, and a step with an overflow does nothing."""
+
 from __future__ import annotations
 
 import torch
@@ -19,7 +20,9 @@ class ScaledStep:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
         if any(a is not None for a in (*arguments[1:], *named.values())):
-            raise L2LError("optimizer.step(closure) runs the model within the step, where precision='fp16' cannot skip it: use 'bf16'")
+            raise L2LError(
+                "optimizer.step(closure) runs the model within the step, where precision='fp16' cannot skip it: use 'bf16'"
+            )
         if not self.used:
             return
         self.used = False

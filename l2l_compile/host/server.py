@@ -1,4 +1,5 @@
 """The eager param-server (EPS; L2L, section 2.1): what the executor asks the host for, and hands to it."""
+
 from __future__ import annotations
 
 import os
@@ -117,7 +118,9 @@ class ParameterServer:
 
         With update='at_step', every forward copies the wire anew: backward lets go of it where gradients take its place.
         """
-        mine = [(w, spec) for w, spec, i in zip(weights, segment.block.weights, segment.weights, strict=True) if i.kind == "parameter"]
+        mine = [
+            (w, spec) for w, spec, i in zip(weights, segment.block.weights, segment.weights, strict=True) if i.kind == "parameter"
+        ]
         if self.updates is not None:
             self.updates.wait(step.arguments[i.owner] for i in segment.weights if i.kind == "parameter")
         if self.options.precision == "fp32" or not mine:
@@ -181,7 +184,9 @@ class ParameterServer:
         """All gradients of a backward are on their way. Those that are for `p.grad`, by index of the argument."""
         if step.use is not None:
             self.worker.submit(lambda: self.updates.end_backward(step.use))
-        if step.use is None or any(p.requires_grad and p not in step.use.parameters for p in step.arguments if isinstance(p, Parameter)):
+        if step.use is None or any(
+            p.requires_grad and p not in step.use.parameters for p in step.arguments if isinstance(p, Parameter)
+        ):
             try:
                 self.worker.drain()
             except BaseException:

@@ -1,4 +1,5 @@
 """An optimizer's own step, on some of its parameters."""
+
 from __future__ import annotations
 
 import weakref

@@ -9,6 +9,7 @@ several that were joined. After `accumulate` rounds,
 
 Everything here runs on the host lane, one piece of work after another, except what says otherwise.
 """
+
 from __future__ import annotations
 
 import math
@@ -322,7 +323,8 @@ class Updates:
             if self.scale is None:  # a loss scale that was too large is no news
                 warnings.warn(
                     f"the gradients' norm is {self.norm}, so this step updates nothing (stats().skipped_steps counts such steps)",
-                    RuntimeWarning, stacklevel=2,
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
             return 0.0
         most = self.options.max_grad_norm
@@ -330,7 +332,11 @@ class Updates:
         return float(clip / scale)
 
     def _apply(
-        self, gradients: dict[Parameter, torch.Tensor], factor: float, groups: Hyperparameters, versions: Mapping[Parameter, int] | None = None
+        self,
+        gradients: dict[Parameter, torch.Tensor],
+        factor: float,
+        groups: Hyperparameters,
+        versions: Mapping[Parameter, int] | None = None,
     ) -> None:
         if factor == 0.0 or not gradients:
             return

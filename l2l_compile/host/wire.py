@@ -1,4 +1,5 @@
 """The wire: the parameters of a segment as they cross the link, in one contiguous buffer on the host."""
+
 from __future__ import annotations
 
 from collections import defaultdict
@@ -24,7 +25,10 @@ class Wire:
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], memory: PinnedMemory,
+        self,
+        parameters: Sequence[torch.Tensor],
+        dtypes: Sequence[torch.dtype],
+        memory: PinnedMemory,
         spare: GradientMemory | None = None,
     ):
         self.parameters = tuple(parameters)

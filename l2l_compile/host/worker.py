@@ -1,4 +1,5 @@
 """The host lane: a thread that updates layers while the device computes others."""
+
 from __future__ import annotations
 
 import atexit
@@ -104,5 +105,7 @@ def _finish() -> None:
         if now != finished:
             finished, since = now, time.monotonic()
         elif time.monotonic() - since > patience:
-            print(f"l2l: the program ends without an update that has taken more than {patience:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"l2l: the program ends without an update that has taken more than {patience:.0f} s", file=sys.stderr, flush=True
+            )
             return

@@ -1,4 +1,5 @@
 """Where the rows of the batch stand in a value."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace

@@ -3,6 +3,7 @@
 A value is *whole* (one tensor) or *split* (one tensor per micro-batch). Segments and inputs are named by their index in
 `Program.segments` and in the inputs of the captured graph; the text form shows their names.
 """
+
 from __future__ import annotations
 
 import inspect

@@ -1,4 +1,5 @@
 """Blocks, segments and programs: what the passes make and the executor runs."""
+
 from __future__ import annotations
 
 import functools

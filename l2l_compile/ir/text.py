@@ -1,4 +1,5 @@
 """A program as text: one line a node, with what it reads, its segment, lane, shape and bytes."""
+
 from __future__ import annotations
 
 import operator
@@ -81,7 +82,9 @@ def _size(node: fx.Node, segments: tuple[Segment, ...], bindings: Bindings) -> s
         return format_bytes(sum(w.bytes(bindings) for w in segments[node.args[0]].block.weights if w.differentiable))
     if node.target in (nodes.forward, nodes.backward):
         segment = segments[node.args[0]]
-        return f"{segment.block.name} x {segment.micro_batches} micro-batches" if segment.block.inner_looped else segment.block.name
+        return (
+            f"{segment.block.name} x {segment.micro_batches} micro-batches" if segment.block.inner_looped else segment.block.name
+        )
     return ""
 
 

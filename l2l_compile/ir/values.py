@@ -1,4 +1,5 @@
 """What the compiler knows of a value before it exists: shape with symbols, dtype, where its rows stand."""
+
 from __future__ import annotations
 
 import functools
@@ -137,4 +138,6 @@ def _multiple(size: sympy.Expr, symbol: sympy.Symbol) -> Dim | None:
 
 def rows_at(batch: Batch | None, bindings: Bindings) -> Batch | None:
     """Where the rows stand at these sizes; `bindings` need not have the size of the batch."""
-    return batch if batch is None or isinstance(batch.multiple, int) else replace(batch, multiple=evaluate(batch.multiple, bindings))
+    return (
+        batch if batch is None or isinstance(batch.multiple, int) else replace(batch, multiple=evaluate(batch.multiple, bindings))
+    )

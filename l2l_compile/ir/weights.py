@@ -1,4 +1,5 @@
 """The inputs of a captured graph, and parts of parameters that are weights of their own."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

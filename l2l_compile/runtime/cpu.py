@@ -1,4 +1,5 @@
 """The host as its own device: work is done at once, fetches and offloads alias, a ledger counts bytes."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

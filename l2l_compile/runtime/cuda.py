@@ -4,6 +4,7 @@ Device memory of values is allocated and freed on the compute stream only; a cop
 before it writes into new memory, and the executor makes the compute stream wait for every copy that reads a value
 before the value is freed. So PyTorch's caching allocator never hands memory out while a copy still uses it.
 """
+
 from __future__ import annotations
 
 import sys

@@ -4,6 +4,7 @@ A *lane* runs what it is given in order; different lanes run at the same time an
 says which lane does what and which events it waits for; a device says how. Memory of values is taken and given back
 in the order of the compute lane alone, so an allocator that knows one stream is enough.
 """
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod

@@ -3,6 +3,7 @@
 Each node is given to its lane. A value lives in a `Box`, which the lane fills; a lane that reads a box filled by
 another lane waits for that box's event, and memory is freed on the compute lane after every lane that read it.
 """
+
 from __future__ import annotations
 
 import functools
@@ -257,7 +258,9 @@ class Executor:
         both = [x for x in (a, b) if not x.absent]
 
         def work() -> None:
-            box.tensors = [torch.add(x, y) for x, y in zip(a.tensors, b.tensors, strict=True)] if len(both) == 2 else both[0].tensors
+            box.tensors = (
+                [torch.add(x, y) for x, y in zip(a.tensors, b.tensors, strict=True)] if len(both) == 2 else both[0].tensors
+            )
             self.device.adopt(box.tensors)
 
         self.submit("compute", both, (box,), work)

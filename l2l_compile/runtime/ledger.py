@@ -1,4 +1,5 @@
 """Bytes of device memory that program values hold, counted per storage, for devices without an allocator's figure."""
+
 from __future__ import annotations
 
 import threading

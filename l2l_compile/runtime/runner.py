@@ -1,4 +1,5 @@
 """Run a compiled program as PyTorch calls it: arguments in, outputs out, gradients through autograd."""
+
 from __future__ import annotations
 
 import time
@@ -46,10 +47,19 @@ class Runner:
     """
 
     def __init__(
-        self, program: Program, options: Options, device: Device, lowering: Lowering, server: ParameterServer, *,
-        given: tuple[bool, ...], differentiable: tuple[bool, ...],
-        rebuild: Callable[[tuple[bool, ...]], fx.GraphModule], started: Callable[[Runner], None],
-        waiting: Waiting, check: Check | None = None,
+        self,
+        program: Program,
+        options: Options,
+        device: Device,
+        lowering: Lowering,
+        server: ParameterServer,
+        *,
+        given: tuple[bool, ...],
+        differentiable: tuple[bool, ...],
+        rebuild: Callable[[tuple[bool, ...]], fx.GraphModule],
+        started: Callable[[Runner], None],
+        waiting: Waiting,
+        check: Check | None = None,
     ):
         self.program, self.options, self.device, self.lowering, self.server = program, options, device, lowering, server
         self.captured: Captured = program.captured
@@ -127,13 +137,22 @@ class Runner:
         for index in self._written:  # backward recomputes from what forward saw, not from what it wrote
             held[index] = arguments[index].detach().clone()
         step = Step(
-            held, captured.constants, captured.bindings(arguments), captured.batch, self.options.micro_batches,
-            self.lowering, self.stats, self.server, check=self._check_blocks,
+            held,
+            captured.constants,
+            captured.bindings(arguments),
+            captured.batch,
+            self.options.micro_batches,
+            self.lowering,
+            self.stats,
+            self.server,
+            check=self._check_blocks,
         )
         if (sizes := (to_train, *step.bindings.values())) not in self._lowered:
             self._lowered.add(sizes)
             self.lowering.ahead(lowerings(step, self.program, to_train))
-        self.server.begin_forward(step, [a for a, i in zip(arguments, captured.inputs, strict=True) if i.kind == "parameter"], to_train)
+        self.server.begin_forward(
+            step, [a for a, i in zip(arguments, captured.inputs, strict=True) if i.kind == "parameter"], to_train
+        )
         self.program.bindings = step.bindings
         inputs = [Box([held[i.index]]) for i in captured.inputs if not i.is_weight and i.node in captured.specs]
         outputs, kept, _ = self._run(self.program.forward.graph, step, inputs)
@@ -150,9 +169,7 @@ class Runner:
         self.stats.peak_device_bytes = self.device.peak_bytes()
         return made, step, stashes
 
-    def backward(
-        self, step: Step, stashes: list[Box], gradients: Sequence[torch.Tensor | None]
-    ) -> dict[int, torch.Tensor]:
+    def backward(self, step: Step, stashes: list[Box], gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
         """Run the backward graph for gradients of the outputs that forward made; gradients by index of the argument."""
         start = time.perf_counter()
         self.stats = step.stats  # torch.utils.checkpoint has run another forward since
@@ -183,7 +200,11 @@ class Runner:
         slabs = self.options.prefetch + 1
         try:
             self.device.reserve_slabs(slabs, self._slab_bytes)
-            with self.device.running(), torch.no_grad(), torch.autocast("cpu", enabled=False):  # casts are in the blocks' graphs already
+            with (
+                self.device.running(),
+                torch.no_grad(),
+                torch.autocast("cpu", enabled=False),
+            ):  # casts are in the blocks' graphs already
                 result = Executor(self.device, step, self.program.segments, slabs).run(graph, inputs)
                 self.device.synchronize()
             return result

@@ -1,4 +1,5 @@
 """The inner loop: every micro-batch of the batch through one segment, forward or backward."""
+
 from __future__ import annotations
 
 import functools
@@ -166,7 +167,9 @@ def run_forward(
     Lowers now, on the caller's thread.
     """
     block = segment.block
-    lowered = [_lower(segment, "forward", step.lowering.forward, block, b, turn > 0) for turn, b in enumerate(step.bindings_of(block))]
+    lowered = [
+        _lower(segment, "forward", step.lowering.forward, block, b, turn > 0) for turn, b in enumerate(step.bindings_of(block))
+    ]
     seeds = _seeds(step, segment, lowered)
     compare = step.check and step.check.forward(step, segment, weights, operands)
     for result in results:
@@ -177,7 +180,9 @@ def run_forward(
             compare()
         arguments = [*weights.tensors, *(turn_of(o.tensors, turn) for o in operands)]
         made = iter(_call(segment, "forward", turn, lowered[turn], arguments, seeds, device))
-        there = [(result, spec) for result, spec, present in zip(results, block.outputs, lowered[turn].present, strict=True) if present]
+        there = [
+            (result, spec) for result, spec, present in zip(results, block.outputs, lowered[turn].present, strict=True) if present
+        ]
         for (result, spec), tensor in zip(there, made, strict=True):
             if turn == 0 or not spec.made_once:
                 parts = step.for_all(tensor, spec) if spec.alike else [tensor]
@@ -188,7 +193,12 @@ def run_forward(
 
 
 def run_backward(
-    step: Step, device: Device, segment: Segment, weights: Box, operands: Sequence[Box], gradients: Sequence[Box],
+    step: Step,
+    device: Device,
+    segment: Segment,
+    weights: Box,
+    operands: Sequence[Box],
+    gradients: Sequence[Box],
     results: Sequence[Box],
 ) -> list[Callable[[], None]]:
     """Work, one for each micro-batch, that recomputes and differentiates a segment.

@@ -1,4 +1,5 @@
 """A ring of page-locked buffers through which host memory that is not page-locked goes to a device."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

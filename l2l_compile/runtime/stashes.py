@@ -4,6 +4,7 @@ A stash that is needed soon stays on the device, as if backward came next. In a 
 several times before backward, other forwards come next, each with such stashes of its own; so only the latest forwards'
 stay there.
 """
+
 from __future__ import annotations
 
 import weakref

@@ -3,6 +3,7 @@
 A program whose waits are right gives the same numbers here as on the host, whatever the delays; one that reads a
 value before it is there finds an empty box, and one that reads it after its release finds NaN. Used by the tests.
 """
+
 from __future__ import annotations
 
 import contextlib

@@ -27,23 +27,24 @@ Where that matters, trace at the micro-batch's own size as well and compare the 
 
 The rules stand one family a file; `rules.py` says how one is written.
 """
+
 from __future__ import annotations
 
 from . import (
-               attention,
-               convolution,
-               factories,
-               indexing,
-               joins,
-               linalg,
-               losses,
-               matmul,
-               normalisation,
-               orders,
-               pointwise,
-               recurrent,
-               reductions,
-               views,
+    attention,
+    convolution,
+    factories,
+    indexing,
+    joins,
+    linalg,
+    losses,
+    matmul,
+    normalisation,
+    orders,
+    pointwise,
+    recurrent,
+    reductions,
+    views,
 )
 from .values import PARTS, Mixing, Partial, RowIds
 from .walk import analyse, regions, same_program, states_of_nodes

@@ -1,13 +1,19 @@
 """Scaled dot-product attention, in every backend: rows attend to themselves."""
+
 from __future__ import annotations
 
 from .rules import rule
 from .values import Batch, Call, Mixing, Refused, State, aligned
 
 
-@rule("_scaled_dot_product_flash_attention_for_cpu.default", "_scaled_dot_product_flash_attention.default",
-      "_scaled_dot_product_efficient_attention.default", "_scaled_dot_product_cudnn_attention.default",
-      "_scaled_dot_product_fused_attention_overrideable.default", "_scaled_dot_product_attention_math.default")
+@rule(
+    "_scaled_dot_product_flash_attention_for_cpu.default",
+    "_scaled_dot_product_flash_attention.default",
+    "_scaled_dot_product_efficient_attention.default",
+    "_scaled_dot_product_cudnn_attention.default",
+    "_scaled_dot_product_fused_attention_overrideable.default",
+    "_scaled_dot_product_attention_math.default",
+)
 def attention(call: Call) -> State | tuple[State, ...]:
     """Queries, keys and values are [..., tokens, head]; results are the output, its logsumexp, and kernel state.
 
@@ -28,8 +34,10 @@ def attention(call: Call) -> State | tuple[State, ...]:
     if not isinstance(call.small_out, (list, tuple)):
         return place
     state = Mixing(str(call.op), "gives the state of a kernel, not rows")
-    return place, *(place if i == 1 and _batched_sizes(call, place, out) else state if _is_tensor(out) else None
-                    for i, out in enumerate(call.small_out[1:], 1))
+    return place, *(
+        place if i == 1 and _batched_sizes(call, place, out) else state if _is_tensor(out) else None
+        for i, out in enumerate(call.small_out[1:], 1)
+    )
 
 
 def _is_tensor(value: object) -> bool:

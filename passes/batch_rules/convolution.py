@@ -1,4 +1,5 @@
 """Convolution, pooling and resampling: images are rows, pixels are not."""
+
 from __future__ import annotations
 
 from .rules import rule
@@ -32,13 +33,30 @@ def _spatial(*names: str, spatial: int) -> None:
         return (place,) * len(call.small_out) if isinstance(call.small_out, (list, tuple)) else place
 
 
-_spatial("max_pool2d_with_indices.default", "avg_pool2d.default", "_adaptive_avg_pool2d.default",
-         "adaptive_max_pool2d.default", spatial=2)
-_spatial("max_pool3d_with_indices.default", "avg_pool3d.default", "_adaptive_avg_pool3d.default",
-         "adaptive_max_pool3d.default", spatial=3)
+_spatial(
+    "max_pool2d_with_indices.default",
+    "avg_pool2d.default",
+    "_adaptive_avg_pool2d.default",
+    "adaptive_max_pool2d.default",
+    spatial=2,
+)
+_spatial(
+    "max_pool3d_with_indices.default",
+    "avg_pool3d.default",
+    "_adaptive_avg_pool3d.default",
+    "adaptive_max_pool3d.default",
+    spatial=3,
+)
 _spatial("upsample_nearest1d.default", "_upsample_nearest_exact1d.default", "upsample_linear1d.default", spatial=1)
-_spatial("upsample_nearest2d.default", "_upsample_nearest_exact2d.default", "upsample_bilinear2d.default",
-         "upsample_bicubic2d.default", "_upsample_bilinear2d_aa.default", "_upsample_bicubic2d_aa.default", spatial=2)
+_spatial(
+    "upsample_nearest2d.default",
+    "_upsample_nearest_exact2d.default",
+    "upsample_bilinear2d.default",
+    "upsample_bicubic2d.default",
+    "_upsample_bilinear2d_aa.default",
+    "_upsample_bicubic2d_aa.default",
+    spatial=2,
+)
 _spatial("upsample_nearest3d.default", "_upsample_nearest_exact3d.default", "upsample_trilinear3d.default", spatial=3)
 _spatial("pixel_shuffle.default", "pixel_unshuffle.default", spatial=3)
 

@@ -1,4 +1,5 @@
 """Values made from nothing but a shape."""
+
 from __future__ import annotations
 
 import torch
@@ -8,9 +9,20 @@ from .rules import rule
 from .values import USES_BATCH_AS_NUMBER, Batch, Call, Refused, RowIds, State, Varying
 
 
-@rule("zeros.default", "ones.default", "full.default", "empty.memory_format", "new_zeros.default", "new_ones.default",
-      "new_full.default", "new_empty.default", "empty_strided.default", "new_empty_strided.default", sizes=("size", "stride"),
-      keeps_uniform=True)
+@rule(
+    "zeros.default",
+    "ones.default",
+    "full.default",
+    "empty.memory_format",
+    "new_zeros.default",
+    "new_ones.default",
+    "new_full.default",
+    "new_empty.default",
+    "empty_strided.default",
+    "new_empty_strided.default",
+    sizes=("size", "stride"),
+    keeps_uniform=True,
+)
 def filled(call: Call) -> State:
     """Every entry alike: rows are where the size says."""
     return call.batch_in_result(uniform=True)

@@ -1,4 +1,5 @@
 """Look-ups: in a table that every row shares, within each row, or with `arange(B)` for the batch dimension."""
+
 from __future__ import annotations
 
 import torch
@@ -41,8 +42,7 @@ def gather(call: Call) -> Batch:
     return value.state
 
 
-@rule("scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_add.default",
-      "scatter_reduce.two")
+@rule("scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_add.default", "scatter_reduce.two")
 def scatter(call: Call) -> Batch:
     """The counterpart of gather: every row writes into itself."""
     value, place = call.batched()
@@ -54,8 +54,7 @@ def scatter(call: Call) -> Batch:
     return agree([place, *sources])
 
 
-@rule("index_add.default", "index_copy.default", "index_fill.int_Scalar", "index_fill.int_Tensor",
-      "index_reduce.default")
+@rule("index_add.default", "index_copy.default", "index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce.default")
 def write_positions(call: Call) -> Batch:
     """Writes positions of another dimension, the same ones in every row."""
     call.invariant("index", "value")

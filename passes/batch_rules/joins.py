@@ -1,4 +1,5 @@
 """Values put together, repeated, padded or moved along a dimension."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -63,13 +64,19 @@ def constant_pad(call: Call) -> Batch:
     """`pad` counts dimensions from the last, two numbers each."""
     value, place = call.batched()
     first = 2 * (value.ndim - 1 - place.dim)
-    if any(amount != 0 for amount in call["pad"][first:first + 2]):
+    if any(amount != 0 for amount in call["pad"][first : first + 2]):
         raise Refused("pads the batch")
     return place
 
 
-@rule("reflection_pad1d.default", "reflection_pad2d.default", "reflection_pad3d.default", "replication_pad1d.default",
-      "replication_pad2d.default", "replication_pad3d.default")
+@rule(
+    "reflection_pad1d.default",
+    "reflection_pad2d.default",
+    "reflection_pad3d.default",
+    "replication_pad1d.default",
+    "replication_pad2d.default",
+    "replication_pad3d.default",
+)
 def mirror_pad(call: Call) -> Batch:
     value, place = call.batched()
     if place.dim >= value.ndim - len(call["padding"]) // 2:

@@ -1,13 +1,25 @@
 """Linear algebra on stacks of matrices: every matrix by itself."""
+
 from __future__ import annotations
 
 from .rules import rule
 from .values import Call, Refused, State, agree, aligned
 
 
-@rule("linalg_solve_triangular.default", "linalg_inv_ex.default", "linalg_cholesky_ex.default", "linalg_qr.default",
-      "linalg_lu_factor_ex.default", "linalg_matrix_exp.default", "_linalg_solve_ex.default", "_linalg_det.default",
-      "_linalg_slogdet.default", "_linalg_svd.default", "_linalg_eigh.default", "cholesky_solve.default")
+@rule(
+    "linalg_solve_triangular.default",
+    "linalg_inv_ex.default",
+    "linalg_cholesky_ex.default",
+    "linalg_qr.default",
+    "linalg_lu_factor_ex.default",
+    "linalg_matrix_exp.default",
+    "_linalg_solve_ex.default",
+    "_linalg_det.default",
+    "_linalg_slogdet.default",
+    "_linalg_svd.default",
+    "_linalg_eigh.default",
+    "cholesky_solve.default",
+)
 def matrices(call: Call) -> State | tuple[State, ...]:
     """The last two dimensions are a matrix; those before count matrices, and broadcast."""
     values = list(call.values())

@@ -1,4 +1,5 @@
 """Losses: row by row as long as nothing is reduced."""
+
 from __future__ import annotations
 
 from .rules import broadcast, rule
@@ -8,8 +9,14 @@ REDUCES = "reduces the batch dimension"
 NOT_REDUCED, MEAN, SUM = 0, 1, 2  # at::Reduction
 
 
-@rule("mse_loss.default", "smooth_l1_loss.default", "huber_loss.default", "soft_margin_loss.default",
-      "binary_cross_entropy.default", "binary_cross_entropy_with_logits.default")
+@rule(
+    "mse_loss.default",
+    "smooth_l1_loss.default",
+    "huber_loss.default",
+    "soft_margin_loss.default",
+    "binary_cross_entropy.default",
+    "binary_cross_entropy_with_logits.default",
+)
 def entrywise_loss(call: Call) -> State:
     """All entries count alike, so a mean is that of the rows' means."""
     if call["reduction"] == NOT_REDUCED:

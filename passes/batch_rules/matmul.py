@@ -1,4 +1,5 @@
 """Matrix products: the batch may be in the rows of the result, never in what is summed over."""
+
 from __future__ import annotations
 
 from .rules import rule

@@ -1,4 +1,5 @@
 """Which values share memory, and what a write into one of them does to the others."""
+
 from __future__ import annotations
 
 import operator
@@ -53,7 +54,12 @@ class States:
         result = self.of[node]
         for written, is_result in _written(node, rule):
             memory = self.memory[written]
-            if is_result and set(memory.nodes) == {written, node} and not isinstance(result, Mixing) and self.of[written] is not None:
+            if (
+                is_result
+                and set(memory.nodes) == {written, node}
+                and not isinstance(result, Mixing)
+                and self.of[written] is not None
+            ):
                 self.of[written] = result  # nothing else sees it
             if not (is_result and result == self.of[written] and self._stays_proven(memory, result)):
                 why = next((state for state in flat(result) if isinstance(state, Mixing)), None)
@@ -115,8 +121,11 @@ def each(state: State, value: Any) -> State | tuple[State, ...]:
 def may_write(node: fx.Node) -> bool:
     """Whether a call can write into its arguments, as far as its schema tells."""
     op = node.target
-    return node.op == "call_function" and op is not operator.getitem and (
-        not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable or "batch_norm" in op.name())
+    return (
+        node.op == "call_function"
+        and op is not operator.getitem
+        and (not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable or "batch_norm" in op.name())
+    )
 
 
 def _written(node: fx.Node, rule: Rule | None) -> list[tuple[fx.Node, bool]]:
@@ -147,8 +156,12 @@ def _aliased(node: fx.Node) -> list[fx.Node]:
     schema = node.target._schema
     if all(result.alias_info is None for result in schema.returns):
         return []
-    return [n for position, argument in enumerate(schema.arguments) if argument.alias_info is not None
-            for n in _passed(node, position)]
+    return [
+        n
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None
+        for n in _passed(node, position)
+    ]
 
 
 def _passed(node: fx.Node, position: int) -> list[fx.Node]:

@@ -1,4 +1,5 @@
 """Normalisation: over the features of a row, never over rows."""
+
 from __future__ import annotations
 
 from .rules import rule
@@ -27,11 +28,20 @@ def group_norm(call: Call) -> tuple[State, ...]:
     return (place,) * 3
 
 
-@rule("native_batch_norm.default", "_native_batch_norm_legit.default", "_native_batch_norm_legit.no_stats",
-      "_native_batch_norm_legit_functional.default", "_batch_norm_with_update.default",
-      "_batch_norm_with_update_functional.default", "_native_batch_norm_legit_no_training.default",
-      "_batch_norm_no_update.default", "cudnn_batch_norm.default", "miopen_batch_norm.default",
-      writes=("running_mean", "running_var"), writes_if="training")
+@rule(
+    "native_batch_norm.default",
+    "_native_batch_norm_legit.default",
+    "_native_batch_norm_legit.no_stats",
+    "_native_batch_norm_legit_functional.default",
+    "_batch_norm_with_update.default",
+    "_batch_norm_with_update_functional.default",
+    "_native_batch_norm_legit_no_training.default",
+    "_batch_norm_no_update.default",
+    "cudnn_batch_norm.default",
+    "miopen_batch_norm.default",
+    writes=("running_mean", "running_var"),
+    writes_if="training",
+)
 def batch_norm(call: Call) -> tuple[State, ...]:
     """Frozen: a scale and a shift of each channel. In training: the same only where rows are channels (instance_norm)."""
     _, place = call.batched("input")

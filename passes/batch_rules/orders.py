@@ -12,6 +12,7 @@ Every micro-batch sorts its own entries. Which matrix an entry is multiplied wit
 the ends are those of the numbers that it was sorted by. Order and counts differ from micro-batch to micro-batch, and
 from those of the whole batch: nothing else may read them.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -136,7 +137,13 @@ def _holds_whole_numbers(value: Any) -> bool:
     return all(t.dtype in (torch.int64, torch.int32, torch.float32, torch.float64) for t in tensors)
 
 
-_POSITIONS = ("aten::topk", "aten::argmax", "aten::argmin", "aten::sort", "aten::sort.stable")  # along a dimension, in the last result
+_POSITIONS = (
+    "aten::topk",
+    "aten::argmax",
+    "aten::argmin",
+    "aten::sort",
+    "aten::sort.stable",
+)  # along a dimension, in the last result
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
@@ -167,7 +174,14 @@ def divided(call: Call) -> State:
     """From the entry to the row of another value, with fewer entries a row."""
     state, by = call["self"].state, call["other"]
     floor = call.op.name() == "aten::floor_divide" or call["rounding_mode"] in ("floor", "trunc")
-    if not isinstance(state, Order) or state.inverse or not isinstance(by, int) or not floor or by < 1 or state.key.factor % (state.per * by):
+    if (
+        not isinstance(state, Order)
+        or state.inverse
+        or not isinstance(by, int)
+        or not floor
+        or by < 1
+        or state.key.factor % (state.per * by)
+    ):
         raise Refused(MOVED)
     return replace(state, per=state.per * by)
 
@@ -254,7 +268,9 @@ def sorted_again(call: Call) -> State:
 @_order("aten::_to_copy", "aten::clone", "aten::alias", "aten::detach")
 def copied(call: Call) -> State:
     state = call["self"].state
-    exact = _holds_whole_numbers(call.small_out) if isinstance(state, Sorted | Counts) else not call.small_out.dtype.is_floating_point
+    exact = (
+        _holds_whole_numbers(call.small_out) if isinstance(state, Sorted | Counts) else not call.small_out.dtype.is_floating_point
+    )
     if not isinstance(state, Batch) and not exact:
         raise Refused(MOVED)
     return _below(state, None)
@@ -266,6 +282,12 @@ def viewed(call: Call) -> State:
     value, result = call["self"], call.batch_in_result()
     if value.small.shape == call.small_out.shape:
         return value.state
-    if not isinstance(value.state, Batch) or result is None or value.state.dim or result.dim or value.state.factor != result.factor:
+    if (
+        not isinstance(value.state, Batch)
+        or result is None
+        or value.state.dim
+        or result.dim
+        or value.state.factor != result.factor
+    ):
         raise Refused(MOVED)
     return value.state

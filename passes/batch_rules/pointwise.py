@@ -1,26 +1,56 @@
 """Entry by entry: what carries no pointwise tag but is. Ops with `torch.Tag.pointwise` need no rule (`rules.broadcast`)."""
+
 from __future__ import annotations
 
 from .rules import broadcast, rule
 from .values import Batch, Call, Refused
 
 # Copies: the entries as they are, in new memory or another dtype.
-rule("_to_copy.default", "clone.default", "lift_fresh_copy.default", keeps_row_ids=True, keeps_uniform=True,
-     keeps_order=True)(broadcast)
+rule("_to_copy.default", "clone.default", "lift_fresh_copy.default", keeps_row_ids=True, keeps_uniform=True, keeps_order=True)(
+    broadcast
+)
 
 # Shaped like their argument, whatever they are filled with. Each row draws its own random numbers.
-rule("zeros_like.default", "ones_like.default", "full_like.default", "empty_like.default", "rand_like.default",
-     "randn_like.default", "randint_like.default", "randint_like.low_dtype", "bernoulli.default", "bernoulli.p",
-     "bernoulli_.float", "bernoulli_.Tensor", "uniform_.default", "normal_.default", "exponential_.default",
-     "geometric_.default", "log_normal_.default", "cauchy_.default", "random_.default", "random_.to",
-     "poisson.default", "native_dropout.default", "_fused_dropout.default")(broadcast)
+rule(
+    "zeros_like.default",
+    "ones_like.default",
+    "full_like.default",
+    "empty_like.default",
+    "rand_like.default",
+    "randn_like.default",
+    "randint_like.default",
+    "randint_like.low_dtype",
+    "bernoulli.default",
+    "bernoulli.p",
+    "bernoulli_.float",
+    "bernoulli_.Tensor",
+    "uniform_.default",
+    "normal_.default",
+    "exponential_.default",
+    "geometric_.default",
+    "log_normal_.default",
+    "cauchy_.default",
+    "random_.default",
+    "random_.to",
+    "poisson.default",
+    "native_dropout.default",
+    "_fused_dropout.default",
+)(broadcast)
 
 # Into a value: its own rows decide; a value that is broadcast into it has to agree.
 rule("copy.default", "fill.Scalar", "fill.Tensor", "zero.default", keeps_order=True)(broadcast)
 
 # Untagged arithmetic.
-rule("_prelu_kernel.default", "hardswish.default", "log_sigmoid_forward.default", "polar.default",
-     "complex.default", "floor_divide.default", "masked_fill.Tensor", keeps_order=True)(broadcast)
+rule(
+    "_prelu_kernel.default",
+    "hardswish.default",
+    "log_sigmoid_forward.default",
+    "polar.default",
+    "complex.default",
+    "floor_divide.default",
+    "masked_fill.Tensor",
+    keeps_order=True,
+)(broadcast)
 
 
 @rule("bucketize.Tensor")

@@ -1,4 +1,5 @@
 """Recurrent layers: each row of the batch is a sequence of its own."""
+
 from __future__ import annotations
 
 import l2l_compile.recurrent  # noqa: F401 - defines the operator

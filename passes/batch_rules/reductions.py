@@ -1,4 +1,5 @@
 """Reductions and scans along a dimension: fine along any other than the batch's."""
+
 from __future__ import annotations
 
 from .rules import rule
@@ -7,7 +8,14 @@ from .values import Call, Refused, State, agree, dims
 REDUCES = "reduces the batch dimension"
 
 
-_ADDS = {"sum": "sum", "nansum": "sum", "count_nonzero": "sum", "dot": "sum", "vdot": "sum", "mean": "mean"}  # the ops that add rows up
+_ADDS = {
+    "sum": "sum",
+    "nansum": "sum",
+    "count_nonzero": "sum",
+    "dot": "sum",
+    "vdot": "sum",
+    "mean": "mean",
+}  # the ops that add rows up
 
 
 def _over_rows(call: Call) -> State:
@@ -26,27 +34,80 @@ def _reduce(call: Call, over: list[int], keepdim: bool) -> State | tuple[State, 
     return (state,) * len(call.small_out) if isinstance(call.small_out, (list, tuple)) else state
 
 
-@rule("sum.dim_IntList", "mean.dim", "nansum.default", "amax.default", "amin.default", "var.correction", "std.correction",
-      "var_mean.correction", "std_mean.correction", "prod.dim_int", "any.dim", "any.dims", "all.dim",
-      "all.dims", "max.dim", "min.dim", "argmax.default", "argmin.default", "aminmax.default", "logsumexp.default",
-      "linalg_vector_norm.default", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "median.dim", "nanmedian.dim",
-      "mode.default", "kthvalue.default", "count_nonzero.dim_IntList", keeps_order=True)
+@rule(
+    "sum.dim_IntList",
+    "mean.dim",
+    "nansum.default",
+    "amax.default",
+    "amin.default",
+    "var.correction",
+    "std.correction",
+    "var_mean.correction",
+    "std_mean.correction",
+    "prod.dim_int",
+    "any.dim",
+    "any.dims",
+    "all.dim",
+    "all.dims",
+    "max.dim",
+    "min.dim",
+    "argmax.default",
+    "argmin.default",
+    "aminmax.default",
+    "logsumexp.default",
+    "linalg_vector_norm.default",
+    "norm.ScalarOpt_dim",
+    "norm.ScalarOpt_dim_dtype",
+    "median.dim",
+    "nanmedian.dim",
+    "mode.default",
+    "kthvalue.default",
+    "count_nonzero.dim_IntList",
+    keeps_order=True,
+)
 def reduce_dims(call: Call) -> State | tuple[State, ...]:
     value, _ = call.batched()
     return _reduce(call, dims(call["dim"], value.ndim), bool(call["keepdim"]))
 
 
-@rule("sum.default", "mean.default", "prod.default", "any.default", "all.default", "max.default", "min.default",
-      "median.default", "nanmedian.default", "norm.Scalar", "norm.ScalarOpt_dtype", "count_nonzero.default",
-      "dot.default", "vdot.default", "trace.default")
+@rule(
+    "sum.default",
+    "mean.default",
+    "prod.default",
+    "any.default",
+    "all.default",
+    "max.default",
+    "min.default",
+    "median.default",
+    "nanmedian.default",
+    "norm.Scalar",
+    "norm.ScalarOpt_dtype",
+    "count_nonzero.default",
+    "dot.default",
+    "vdot.default",
+    "trace.default",
+)
 def reduce_all(call: Call) -> State:
     agree([value.state for value in call.values()])
     return _over_rows(call)
 
 
-@rule("_softmax.default", "_log_softmax.default", "_safe_softmax.default", "cumsum.default", "cumprod.default",
-      "logcumsumexp.default", "topk.default", "cummax.default", "cummin.default", "glu.default",
-      "_fft_r2c.default", "_fft_c2c.default", "_fft_c2r.default", keeps_order=True)
+@rule(
+    "_softmax.default",
+    "_log_softmax.default",
+    "_safe_softmax.default",
+    "cumsum.default",
+    "cumprod.default",
+    "logcumsumexp.default",
+    "topk.default",
+    "cummax.default",
+    "cummin.default",
+    "glu.default",
+    "_fft_r2c.default",
+    "_fft_c2c.default",
+    "_fft_c2r.default",
+    keeps_order=True,
+)
 def along(call: Call) -> State | tuple[State, ...]:
     """Computes along its `dim`, each line of it alone; the dimension stays, at another size perhaps."""
     value, place = call.batched()

@@ -7,6 +7,7 @@ A rule sees calls with at least one batched argument, or an argument that differ
 state of the result (a tuple for several results), or raises `Refused` with one clause. It may assume that no argument is
 Mixing. An in-place op without a rule of its own follows the rule of its functional twin (`cumsum_` that of `cumsum`).
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,4 +1,5 @@
 """What may be done with a part of a sum: only what is linear. Anything else needs the sum over the whole batch first."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -43,11 +44,38 @@ def _only(call: Call, name: str = "self") -> Partial:
     return value.state
 
 
-@linear("neg.default", "mul.Scalar", "div.Scalar", "alias.default", "detach.default", "clone.default", "lift_fresh_copy.default",
-        "view.default", "_unsafe_view.default", "expand.default", "unsqueeze.default", "squeeze.default", "squeeze.dim",
-        "squeeze.dims", "permute.default", "transpose.int", "t.default", "select.int", "slice.Tensor", "unbind.int",
-        "split.Tensor", "split_with_sizes.default", "diagonal.default", "sum.default", "sum.dim_IntList", "mean.default",
-        "mean.dim", "cumsum.default", "constant_pad_nd.default", "flip.default")
+@linear(
+    "neg.default",
+    "mul.Scalar",
+    "div.Scalar",
+    "alias.default",
+    "detach.default",
+    "clone.default",
+    "lift_fresh_copy.default",
+    "view.default",
+    "_unsafe_view.default",
+    "expand.default",
+    "unsqueeze.default",
+    "squeeze.default",
+    "squeeze.dim",
+    "squeeze.dims",
+    "permute.default",
+    "transpose.int",
+    "t.default",
+    "select.int",
+    "slice.Tensor",
+    "unbind.int",
+    "split.Tensor",
+    "split_with_sizes.default",
+    "diagonal.default",
+    "sum.default",
+    "sum.dim_IntList",
+    "mean.default",
+    "mean.dim",
+    "cumsum.default",
+    "constant_pad_nd.default",
+    "flip.default",
+)
 def alone(call: Call) -> State | tuple[State, ...]:
     """Entries moved, added up, or multiplied by a number."""
     state = _only(call)

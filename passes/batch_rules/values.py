@@ -1,4 +1,5 @@
 """What a rule sees of a call: its arguments, their shapes in both traces, and where their rows stand."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,5 @@
 """Other views of the same entries: reshapes, permutations and cuts."""
+
 from __future__ import annotations
 
 import math
@@ -24,8 +25,8 @@ def reshape(call: Call) -> Batch:
     result = call.batch_in_result()
     if result is None:
         raise Refused("does not keep the rows of the batch in one dimension")
-    before = math.prod(size for size, _ in value.sizes[:place.dim]) * place.outer
-    ahead = math.prod(size for size, _ in call.out_sizes[:result.dim])
+    before = math.prod(size for size, _ in value.sizes[: place.dim]) * place.outer
+    ahead = math.prod(size for size, _ in call.out_sizes[: result.dim])
     outer, rest = divmod(before, ahead) if ahead else (0, 0)
     if rest or outer < 1 or result.factor % outer:
         raise Refused("folds the batch behind another dimension")
@@ -103,14 +104,20 @@ def slice_along(call: Call) -> Batch:
         if isinstance(end, Varying):
             raise Refused(USES_BATCH_AS_NUMBER)
         return place
-    whole = end is None or end == sys.maxsize or (
-        isinstance(end, Varying) and (end.small, end.large) == value.sizes[place.dim])
+    whole = end is None or end == sys.maxsize or (isinstance(end, Varying) and (end.small, end.large) == value.sizes[place.dim])
     if start not in (None, 0) or step != 1 or not whole:
         raise Refused(CUTS)
     return place
 
 
-@rule("split.Tensor", "split_with_sizes.default", "unsafe_split.Tensor", "unsafe_split_with_sizes.default", keeps_row_ids=True, keeps_order=True)
+@rule(
+    "split.Tensor",
+    "split_with_sizes.default",
+    "unsafe_split.Tensor",
+    "unsafe_split_with_sizes.default",
+    keeps_row_ids=True,
+    keeps_order=True,
+)
 def split(call: Call) -> tuple[State, ...]:
     value, place = call.batched()
     if call["dim"] % value.ndim == place.dim:
@@ -146,7 +153,7 @@ def strided(call: Call) -> Batch:
     result = call.batch_in_result()
     if result is None or place.outer != 1 or call["storage_offset"] not in (None, 0):
         raise Refused(CUTS)
-    inner = place.multiple * math.prod(value.shape[place.dim + 1:])
+    inner = place.multiple * math.prod(value.shape[place.dim + 1 :])
     windows = []
     for source, made, batch in ((value.small, call.small_out, call.small_batch), (value.large, call.large_out, call.large_batch)):
         steps = list(zip(made.shape, made.stride(), strict=True))

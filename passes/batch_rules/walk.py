@@ -1,4 +1,5 @@
 """Walks the two traces of a graph in lockstep and carries the states from op to op."""
+
 from __future__ import annotations
 
 import math
@@ -22,8 +23,14 @@ from .values import PARTS, USES_BATCH_AS_NUMBER, Call, Mixing, Partial, Refused,
 ABSENT = object()
 
 
-def analyse(small: fx.Graph, large: fx.Graph, small_batch: int, large_batch: int,
-            inputs: Sequence[Batch | None], parts: frozenset[torch.dtype] = PARTS) -> list[Batch | Partial | Mixing | None]:
+def analyse(
+    small: fx.Graph,
+    large: fx.Graph,
+    small_batch: int,
+    large_batch: int,
+    inputs: Sequence[Batch | None],
+    parts: frozenset[torch.dtype] = PARTS,
+) -> list[Batch | Partial | Mixing | None]:
     """States of the outputs of an ATen graph, given those of its placeholders.
 
     `small` and `large` are the same function traced with static shapes at two batch sizes, best two primes that divide
@@ -52,8 +59,14 @@ def _run(walk: _Walk, small: fx.Graph, large: fx.Graph, inputs: Sequence[Batch |
     raise ValueError("the graph has no output node")
 
 
-def regions(small: fx.Graph, large: fx.Graph, small_batch: int, large_batch: int,
-            inputs: Sequence[Batch | None], parts: frozenset[torch.dtype] = PARTS) -> list[State] | None:
+def regions(
+    small: fx.Graph,
+    large: fx.Graph,
+    small_batch: int,
+    large_batch: int,
+    inputs: Sequence[Batch | None],
+    parts: frozenset[torch.dtype] = PARTS,
+) -> list[State] | None:
     """As `analyse`, for a graph that returns the results of all its steps: each state as if its operands were given.
 
     A step that mixes rows is run on the whole batch; what reads its result finds the rows where its sizes show them. Sorting
@@ -72,8 +85,14 @@ def regions(small: fx.Graph, large: fx.Graph, small_batch: int, large_batch: int
     return states
 
 
-def states_of_nodes(small: fx.Graph, large: fx.Graph, small_batch: int, large_batch: int,
-                    inputs: Sequence[Batch | None], parts: frozenset[torch.dtype] = PARTS) -> list[State | tuple[State, ...]]:
+def states_of_nodes(
+    small: fx.Graph,
+    large: fx.Graph,
+    small_batch: int,
+    large_batch: int,
+    inputs: Sequence[Batch | None],
+    parts: frozenset[torch.dtype] = PARTS,
+) -> list[State | tuple[State, ...]]:
     """The state of every node of `small`, in order, for two graphs that are the same program."""
     walk = _Walk(small_batch, large_batch, parts)
     _run(walk, small, large, inputs)
@@ -102,8 +121,10 @@ def _unproven_outputs(graph: fx.Graph, inputs: Sequence[Batch | None]) -> list[B
     writes = any(may_write(node) for node in graph.nodes)
     unproven = Mixing("graph", "the graph depends on the batch size")
     output = next(n for n in graph.nodes if n.op == "output")
-    return [given[leaf] if leaf in given and not writes else None if leaf is None else unproven
-            for leaf in pytree.tree_leaves(output.args[0])]
+    return [
+        given[leaf] if leaf in given and not writes else None if leaf is None else unproven
+        for leaf in pytree.tree_leaves(output.args[0])
+    ]
 
 
 class _Walk:
@@ -114,7 +135,9 @@ class _Walk:
         self.states = States()
         self.given_anew: set[fx.Node] = set()  # results that are taken as given by those who read them
         self.mixed: dict[fx.Node, Mixing] = {}
-        self.without_orders = self.orders_are_read = False  # whether sorting mixes rows; whether a refused call reads what is sorted
+        self.without_orders = self.orders_are_read = (
+            False  # whether sorting mixes rows; whether a refused call reads what is sorted
+        )
 
     # ---- the four kinds of node ------------------------------------------------------------------------------------
 
@@ -129,15 +152,18 @@ class _Walk:
         fitted = self._fit(str(here.target), given, *values)
         if fitted != given:
             sizes = [tuple(v.shape) for v in values]
-            raise ValueError(f"input {here.target!r} is said to be {given or 'invariant'}, but its sizes in the two "
-                             f"traces are {sizes[0]} and {sizes[1]}; pass the state that fits, or None if invariant")
+            raise ValueError(
+                f"input {here.target!r} is said to be {given or 'invariant'}, but its sizes in the two "
+                f"traces are {sizes[0]} and {sizes[1]}; pass the state that fits, or None if invariant"
+            )
         self.states.add(here, given, invariant_source=given is None)
 
     def constant(self, here: fx.Node, there: fx.Node) -> None:
         one, other = (_attribute(node) for node in (here, there))
         same = one is not ABSENT and (one is other or _equal(one, other))
-        self.states.add(here, None if same else Mixing("constant", USES_BATCH_AS_NUMBER), ("constant", here.target),
-                        invariant_source=True)
+        self.states.add(
+            here, None if same else Mixing("constant", USES_BATCH_AS_NUMBER), ("constant", here.target), invariant_source=True
+        )
 
     def call(self, here: fx.Node, there: fx.Node) -> None:
         if here.target is operator.getitem:
@@ -205,14 +231,14 @@ class _Walk:
         defaults = {a.name: a.default_value for a in schema if a.name not in named and a.has_default_value()}
         return defaults | {name: argument(named[name], others[name]) for name in named}
 
-    def _result(self, here: fx.Node, there: fx.Node, arguments: dict[str, Any],
-                rule: Rule | None) -> State | tuple[State, ...]:
+    def _result(self, here: fx.Node, there: fx.Node, arguments: dict[str, Any], rule: Rule | None) -> State | tuple[State, ...]:
         op = str(here.target)
         small, large = here.meta.get("val"), there.meta.get("val")
         leaves = [x for a in arguments.values() for x in (a if isinstance(a, list) else [a])]
         states = [x.state if isinstance(x, Value) else x for x in leaves if isinstance(x, (Value, Mixing))]
-        varying = {name for name, a in arguments.items()
-                   if any(isinstance(x, Varying) for x in (a if isinstance(a, list) else [a]))}
+        varying = {
+            name for name, a in arguments.items() if any(isinstance(x, Varying) for x in (a if isinstance(a, list) else [a]))
+        }
         random = torch.Tag.nondeterministic_seeded in getattr(here.target, "tags", ())
         for state in states:
             if isinstance(state, Mixing):

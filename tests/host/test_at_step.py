@@ -1,4 +1,5 @@
 """Training with updates at the step is training in eager mode on the same micro-batches, bit for bit."""
+
 from __future__ import annotations
 
 import copy
@@ -64,4 +65,6 @@ def test_bit_equal_to_eager_on_the_same_micro_batches(make, optimizer):
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(p, q), name
         assert found.state[p].keys() == expected.state[q].keys()
-        assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(expected.state[q][k])) for k, v in found.state[p].items()), name
+        assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(expected.state[q][k])) for k, v in found.state[p].items()), (
+            name
+        )

@@ -1,4 +1,5 @@
 """Updates compiled into one pass are those of the optimizer's own step, and the wire is their copy."""
+
 from __future__ import annotations
 
 import copy
@@ -154,7 +155,9 @@ def test_training_equals_updates_at_step(optimizer, make, precision):
     model = make()
     _, weights, states = train(copy.deepcopy(model), OPTIMIZERS[optimizer], "at_step", precision=precision)
     for update in MODES:
-        _, found, found_states = train(copy.deepcopy(model), OPTIMIZERS[optimizer], update, compile_update=True, precision=precision)
+        _, found, found_states = train(
+            copy.deepcopy(model), OPTIMIZERS[optimizer], update, compile_update=True, precision=precision
+        )
         for name, value in weights.items():
             assert relative(found[name], value) < 1e-6, name
         for index, state in states["state"].items():
@@ -192,7 +195,11 @@ def test_writes_of_others_reach_the_next_forward(update):
         "data": lambda: weight.data.mul_(2),
         "a row of data": lambda: weight.data[1].fill_(9.0),
         "a new tensor": lambda: setattr(weight, "data", weight.detach() * 3),
-        "another optimizer": lambda: (setattr(weight, "grad", torch.ones_like(weight)), other.step(), setattr(weight, "grad", None)),
+        "another optimizer": lambda: (
+            setattr(weight, "grad", torch.ones_like(weight)),
+            other.step(),
+            setattr(weight, "grad", None),
+        ),
     }
     for name, write in writes.items():
         synchronize(step)

@@ -1,4 +1,5 @@
 """The report of the host's memory."""
+
 from __future__ import annotations
 
 import platform
@@ -17,16 +18,21 @@ from models import Shared, Stack, compiled, rows
 def bytes_a_parameter(**options):
     model = Stack(8, width=128)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    found = l2l_compile.explain(model, {"device": "cpu", "optimizer": optimizer, **options})(rows(4, dtype=torch.float32)).host_memory
+    found = l2l_compile.explain(model, {"device": "cpu", "optimizer": optimizer, **options})(
+        rows(4, dtype=torch.float32)
+    ).host_memory
     assert found.parameters == sum(p.numel() for p in model.parameters())
     return found, (found.total - found.ring) / found.parameters
 
 
-@pytest.mark.parametrize("options, least, most", [
-    ({}, 16.0, 16.01),  # 4 master, 4 gradients, 8 state
-    ({"precision": "bf16"}, 16.0, 16.2),  # 2 of the wire, in the memory of gradients
-    ({"precision": "bf16", "update": "in_forward"}, 16.0, 16.2),
-])
+@pytest.mark.parametrize(
+    "options, least, most",
+    [
+        ({}, 16.0, 16.01),  # 4 master, 4 gradients, 8 state
+        ({"precision": "bf16"}, 16.0, 16.2),  # 2 of the wire, in the memory of gradients
+        ({"precision": "bf16", "update": "in_forward"}, 16.0, 16.2),
+    ],
+)
 def test_bytes_a_parameter(options, least, most):
     assert least <= bytes_a_parameter(**options)[1] <= most
 

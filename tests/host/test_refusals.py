@@ -1,4 +1,5 @@
 """What a host optimizer cannot do right is refused with a sentence, and the next step works."""
+
 from __future__ import annotations
 
 import copy

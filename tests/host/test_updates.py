@@ -1,4 +1,5 @@
 """Updates behind the device are those of the same optimizer at `step()`."""
+
 from __future__ import annotations
 
 import copy
@@ -287,7 +288,9 @@ begun.wait()
 """
 
 
-@pytest.mark.parametrize("end, code, said", [("raise ValueError('the data ran out')", 1, "the data ran out"), ("", 0, "ends without an update")])
+@pytest.mark.parametrize(
+    "end, code, said", [("raise ValueError('the data ran out')", 1, "the data ran out"), ("", 0, "ends without an update")]
+)
 def test_python_ends_though_an_update_does_not(end, code, said):
     begin = time.monotonic()
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", STUCK + end], capture_output=True, text=True, timeout=50)

@@ -1,4 +1,5 @@
 """A program as text, line by line."""
+
 from __future__ import annotations
 
 import re
@@ -120,10 +121,17 @@ def test_updates_and_writes_show_the_names_of_what_they_change():
     written = re.findall(r"write_back\((.*?), %", forward)
     assert sorted(written) == ["'norm.num_batches_tracked'", "'norm.running_mean'", "'norm.running_var'"]
     names = [repr(segment.name) for segment in reversed(program.segments)]
-    assert re.findall(r"update\((.*?), %(\w+)\)", backward) == list(zip(names, ("push_gradients", "push_gradients_1"), strict=True))
+    assert re.findall(r"update\((.*?), %(\w+)\)", backward) == list(
+        zip(names, ("push_gradients", "push_gradients_1"), strict=True)
+    )
 
 
 def test_bytes_are_shown_in_binary_units():
     assert [format_bytes(n) for n in (0, 1023, 1536, 2**20, 5 * 2**30, 2**40)] == [
-        "0 B", "1023 B", "1.5 KiB", "1.0 MiB", "5.0 GiB", "1.0 TiB",
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "1.0 MiB",
+        "5.0 GiB",
+        "1.0 TiB",
     ]

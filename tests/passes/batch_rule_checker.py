@@ -1,4 +1,5 @@
 """Checks in numbers what `analyse` promises of a function's results."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,5 @@
 """Batch rules: what they accept is checked in numbers, what they refuse by its reason."""
+
 from __future__ import annotations
 
 import math
@@ -38,14 +39,17 @@ def test_rule(case: Case) -> None:
 
 def alike(case: Case, only_first: bool) -> Callable:
     """The call on one row, repeated along the batch: in place of all batched inputs, or of the first alone."""
+
     def row(given: torch.Tensor, dim: int) -> torch.Tensor:
         sizes = [1 if i == dim else size for i, size in enumerate(given.shape)]
         return (torch.arange(math.prod(sizes)).view(sizes) % 3 / 4 + 0.1).to(given.dtype)
 
     def function(*tensors):
         batched = [i for i, spec in enumerate(case.inputs) if spec.place() is not None]
-        repeated = {i: row(tensors[i], case.inputs[i].place().dim).expand(tensors[i].shape).clone(memory_format=torch.contiguous_format)
-                    for i in (batched[:1] if only_first else batched)}
+        repeated = {
+            i: row(tensors[i], case.inputs[i].place().dim).expand(tensors[i].shape).clone(memory_format=torch.contiguous_format)
+            for i in (batched[:1] if only_first else batched)
+        }
         return case.function(*(repeated.get(i, tensor) for i, tensor in enumerate(tensors)))
 
     return function
@@ -83,22 +87,37 @@ def test_a_graph_that_depends_on_the_batch_is_not_proven() -> None:
         return x, None
 
     assert states_of(lambda x, w: (unrolled(x), w), (X("B", 4), X(4))) == [
-        Mixing("graph", "the graph depends on the batch size"), None, None]
+        Mixing("graph", "the graph depends on the batch size"),
+        None,
+        None,
+    ]
 
 
-@pytest.mark.parametrize("function", [
-    lambda x, w: x.sin() if len(x) == SMALL else x.cos(),
-    lambda x, w: x - w if len(x) == SMALL else w - x,
-    lambda x, w: x.sum([1]) if len(x) == SMALL else x.sum([1, 2]),
-    lambda x, w: x.neg() if len(x) == SMALL else x.neg().neg(),
-], ids=["op", "order", "arguments", "length"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: x.sin() if len(x) == SMALL else x.cos(),
+        lambda x, w: x - w if len(x) == SMALL else w - x,
+        lambda x, w: x.sum([1]) if len(x) == SMALL else x.sum([1, 2]),
+        lambda x, w: x.neg() if len(x) == SMALL else x.neg().neg(),
+    ],
+    ids=["op", "order", "arguments", "length"],
+)
 def test_graphs_that_differ_are_not_proven(function: Callable) -> None:
     assert states_of(lambda x, w: (function(x, w), w), (X("B", 4, 4), X(4))) == [
-        Mixing("graph", "the graph depends on the batch size"), None]
+        Mixing("graph", "the graph depends on the batch size"),
+        None,
+    ]
 
 
-@pytest.mark.parametrize("write", [lambda w, v: w.add_(1), lambda w, v: torch.ops.aten.native_batch_norm(
-    torch.ones(2, 4).double(), None, None, w, v, True, 0.1, 1e-5)[0]], ids=["plain", "statistics"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w, v: w.add_(1),
+        lambda w, v: torch.ops.aten.native_batch_norm(torch.ones(2, 4).double(), None, None, w, v, True, 0.1, 1e-5)[0],
+    ],
+    ids=["plain", "statistics"],
+)
 def test_inputs_are_not_proven_where_graphs_differ_and_write(write: Callable) -> None:
     states = states_of(lambda x, w, v: (x.sin() if len(x) == SMALL else x.cos(), write(w, v), w, v), (X("B", 4), X(4), X(4)))
     assert all(isinstance(state, Mixing) for state in states)
@@ -111,7 +130,8 @@ def test_a_mixing_value_carries_its_first_cause() -> None:
 
 def test_a_constant_computed_from_the_batch_is_seen() -> None:
     assert states_of(lambda x: x * torch.tensor([x.shape[0]]), (X("B"),)) == [
-        Mixing("constant", "uses the size of the batch as a number")]
+        Mixing("constant", "uses the size of the batch as a number")
+    ]
     assert proven(lambda x: x * torch.tensor([1.0, 2.0]).double(), X("B", 2)) == [Batch(0)]
 
 
@@ -126,6 +146,7 @@ def test_states_that_do_not_fit_the_sizes_are_an_error() -> None:
 @pytest.mark.parametrize("blind", ["", "_storages", "_aliased"])
 def test_a_write_into_memory_is_seen_through_every_view_of_it(monkeypatch: pytest.MonkeyPatch, blind: str) -> None:
     """Storages show which values share memory, and so do schemas."""
+
     def function(x, y):
         base = torch.zeros(x.shape[0], 4, dtype=x.dtype)
         before = base + 1
@@ -144,6 +165,7 @@ def test_a_write_into_memory_is_seen_through_every_view_of_it(monkeypatch: pytes
 
 def test_rows_written_in_another_order_are_not_those_of_its_views() -> None:
     """Two layers one behind the other, written to where every order was right."""
+
     def function(x, y):
         base = x.new_zeros(2 * x.shape[0], 4)
         view = base.t()
@@ -155,6 +177,7 @@ def test_rows_written_in_another_order_are_not_those_of_its_views() -> None:
 
 def test_statistics_that_training_writes_are_not_shared() -> None:
     """Where rows are channels the result is row-wise, but the next micro-batch would find the statistics written."""
+
     def function(x, mean, var, training):
         copies = mean.clone(), var.clone()
         result = torch.ops.aten.native_batch_norm(x, None, None, *copies, training, 0.1, 1e-5)[0]
@@ -184,8 +207,11 @@ def by_hand(call: Callable, batch: int) -> torch.fx.Graph:
 SHARED = torch.ones(4)
 
 
-@pytest.mark.parametrize("call, writes", [(torch.ops.aten.add.Tensor, False), (torch.ops.aten.add_.Tensor, True), (torch.add, True)],
-                         ids=["add", "add_", "any function"])
+@pytest.mark.parametrize(
+    "call, writes",
+    [(torch.ops.aten.add.Tensor, False), (torch.ops.aten.add_.Tensor, True), (torch.add, True)],
+    ids=["add", "add_", "any function"],
+)
 def test_a_constant_that_is_written_is_not_shared(call: Callable, writes: bool) -> None:
     """A call without a schema may write into all that it reads; another node may stand for the same constant."""
     graphs = [by_hand(call, batch) for batch in (SMALL, LARGE)]
@@ -195,6 +221,7 @@ def test_a_constant_that_is_written_is_not_shared(call: Callable, writes: bool) 
 
 def test_values_that_are_written_are_no_longer_alike() -> None:
     """Zeros may be seen as any order of rows; what was written into them stands in one."""
+
     def function(x, y):
         base = x.new_zeros(2 * x.shape[0], 4)
         view, layers = base.t(), torch.cat([x, x])
@@ -229,6 +256,7 @@ def test_attention_block() -> None:
 
 def test_mask_of_row_numbers() -> None:
     """How Hugging Face looks a padding mask up: row, head, query and key numbers that broadcast."""
+
     def mask(padding):
         row, key = torch.arange(padding.shape[0])[:, None, None, None], torch.arange(5)[None, None, None, :]
         query = torch.arange(5)[None, None, :, None]
@@ -239,6 +267,7 @@ def test_mask_of_row_numbers() -> None:
 
 def test_masks_that_are_the_same_for_every_row() -> None:
     """A mask looked up in what every row shares; one that reads the rows; one that is drawn; one that was written into."""
+
     def masks(x, padding):
         count, shared = x.shape[0], torch.arange(5).expand(x.shape[0], -1)
         row, key = torch.arange(count)[:, None, None, None], torch.arange(5)[None, None, None, :]
@@ -293,20 +322,31 @@ STEPS: dict[str, Callable] = {
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5),
-       st.sampled_from([(X("B", 4), X("B", 4)), (X("B", 4), X(4)), (X(4, "B"), X(4, "B")), (X(2, "2B", 4), X("2B", 4)),
-                        (X("B", 2, 4), X(4)), (X(4), X("B", 4))]))
+@given(
+    st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5),
+    st.sampled_from(
+        [
+            (X("B", 4), X("B", 4)),
+            (X("B", 4), X(4)),
+            (X(4, "B"), X(4, "B")),
+            (X(2, "2B", 4), X("2B", 4)),
+            (X("B", 2, 4), X(4)),
+            (X(4), X("B", 4)),
+        ]
+    ),
+)
 def test_compositions_never_promise_wrong_rows(steps: list[str], specs: tuple[Input, Input]) -> None:
     try:
         states = states_of(all_of(steps), specs)
     except (RuntimeError, IndexError, ValueError):
         return  # the steps do not fit each other
     count = next((i for i, state in enumerate(states) if isinstance(state, Mixing)), len(states))
-    check_numbers(all_of(steps[:count - 1]), specs, states[:count])  # the first value is an input, always proven
+    check_numbers(all_of(steps[: count - 1]), specs, states[:count])  # the first value is an input, always proven
 
 
 def all_of(steps: list[str]) -> Callable:
     """A function of two tensors that returns the first of them, and it after each step."""
+
     def function(x, y):
         values = [x]
         for step in steps:
@@ -318,13 +358,18 @@ def all_of(steps: list[str]) -> Callable:
 
 # ---- the checker is worth something ----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name, function, specs", [
-    ("cumsum.default", lambda x: x.cumsum(0), (X("B", 4),)),
-    ("flip.default", lambda x: x.flip(0), (X("B", 4),)),
-    ("_softmax.default", lambda x: x.softmax(0), (X("B", 4),)),
-    ("native_batch_norm.default", lambda x: aten_batch_norm(x), (X("B", 3, 4),)),
-    ("index.Tensor", lambda x, i: x[i * 0], (X("B", 4), I("B"))),
-], ids=lambda value: value if isinstance(value, str) else "")
+
+@pytest.mark.parametrize(
+    "name, function, specs",
+    [
+        ("cumsum.default", lambda x: x.cumsum(0), (X("B", 4),)),
+        ("flip.default", lambda x: x.flip(0), (X("B", 4),)),
+        ("_softmax.default", lambda x: x.softmax(0), (X("B", 4),)),
+        ("native_batch_norm.default", lambda x: aten_batch_norm(x), (X("B", 3, 4),)),
+        ("index.Tensor", lambda x, i: x[i * 0], (X("B", 4), I("B"))),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_a_wrong_rule_is_caught(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable, specs: tuple[Input, ...]) -> None:
     assert isinstance(states_of(function, specs)[0], Mixing)
     monkeypatch.setitem(rules.RULES, overload(name), SAME)

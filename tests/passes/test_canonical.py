@@ -2,6 +2,7 @@
 
 The pairs below are what PyTorch's own `use_graph_deduplication` merges, or might be taken for equal by their weights.
 """
+
 from __future__ import annotations
 
 import pytest

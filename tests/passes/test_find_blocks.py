@@ -1,4 +1,5 @@
 """Layers are found, and only layers."""
+
 from __future__ import annotations
 
 import torch
@@ -101,7 +102,9 @@ def test_model_without_repeats_is_cut_and_no_piece_is_larger_than_its_largest_la
 
 def test_cuts_of_a_model_without_repeats_are_narrow():
     # 600, 202, 192 and 390 parameters; of the ways to cut into pieces of at most 600, one passes 100 + 2 columns a row
-    model = nn.Sequential(nn.Linear(5, 100), nn.Tanh(), nn.Linear(100, 2), nn.Sigmoid(), nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 6))
+    model = nn.Sequential(
+        nn.Linear(5, 100), nn.Tanh(), nn.Linear(100, 2), nn.Sigmoid(), nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 6)
+    )
     found = compilation(model.double(), rows(6), passes=CUT)
     crossing = [found.captured.specs[v.node].shape[1] for s in found.segments for v in s.outputs]
     assert crossing == [100, 2, 6]

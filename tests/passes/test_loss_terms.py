@@ -1,4 +1,5 @@
 """Losses over rows: what each row contributes in the inner loop, the reduction once."""
+
 from __future__ import annotations
 
 import itertools
@@ -34,14 +35,19 @@ def targets(count: int, *places: int) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("reduction, weighted, smoothing, places, ignored", [
-    *itertools.product(("mean", "sum"), (False, True), (0.0, 0.2), ((), (3,), (2, 2)), (IGNORED,)),
-    ("mean", False, 0.0, (), -100), ("none", False, 0.1, (3,), IGNORED),
-])
+@pytest.mark.parametrize(
+    "reduction, weighted, smoothing, places, ignored",
+    [
+        *itertools.product(("mean", "sum"), (False, True), (0.0, 0.2), ((), (3,), (2, 2)), (IGNORED,)),
+        ("mean", False, 0.0, (), -100),
+        ("none", False, 0.1, (3,), IGNORED),
+    ],
+)
 def test_cross_entropy(reduction, weighted, smoothing, places, ignored):
     weight = torch.rand(5).double() if weighted else None
-    model = Classifier(places, lambda s, t: F.cross_entropy(
-        s, t, weight, ignore_index=ignored, reduction=reduction, label_smoothing=smoothing)).double()
+    model = Classifier(
+        places, lambda s, t: F.cross_entropy(s, t, weight, ignore_index=ignored, reduction=reduction, label_smoothing=smoothing)
+    ).double()
     step = assert_parity(model, (rows(6), targets(6, *places)), (rows(5), targets(5, *places)))
     head = next(s for p in l2l_compile.programs(step) for s in p.segments if "head.weight" in s.parameter_names)
     assert head.micro_batches == 3
@@ -74,8 +80,12 @@ def test_a_loss_keeps_its_bits():
 
 def test_no_target_counts():
     """As in eager, a mean over nothing is no number, and the sum over nothing is zero."""
-    model = Classifier((), lambda s, t: torch.stack([
-        F.cross_entropy(s, t, ignore_index=IGNORED), F.cross_entropy(s, t, ignore_index=IGNORED, reduction="sum")])).double()
+    model = Classifier(
+        (),
+        lambda s, t: torch.stack(
+            [F.cross_entropy(s, t, ignore_index=IGNORED), F.cross_entropy(s, t, ignore_index=IGNORED, reduction="sum")]
+        ),
+    ).double()
     loss = compiled(model)(rows(6), torch.full((6,), IGNORED))["loss"]
     assert loss[0].isnan() and loss[1] == 0
 

@@ -1,4 +1,5 @@
 """Batch rules on the calls that PyTorch's own tests make (OpInfo): what `analyse` says of them is so in numbers."""
+
 from __future__ import annotations
 
 import itertools
@@ -47,8 +48,10 @@ class Sampled:
 def calls(op: Any) -> Iterator[tuple[Callable, list[Sampled]]]:
     """An op's samples as functions of their tensors, with one of the first two dimensions as the batch."""
     dtype = next((dtype for dtype in (torch.float64, torch.int64) if dtype in op.dtypes), torch.bool)
-    samples = list(itertools.islice(op.sample_inputs_func(op, "cpu", dtype, False), 12))  # op.sample_inputs looks at the stack each time
-    for sample in samples[::-(-len(samples) // SAMPLES) or 1]:
+    samples = list(
+        itertools.islice(op.sample_inputs_func(op, "cpu", dtype, False), 12)
+    )  # op.sample_inputs looks at the stack each time
+    for sample in samples[:: -(-len(samples) // SAMPLES) or 1]:
         leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[i].detach() for i in where]
@@ -112,6 +115,7 @@ def judge(op: Any) -> tuple[int, list[str]]:
 def op_db() -> list:
     pytest.importorskip("expecttest", reason="PyTorch's test utilities need it")
     from torch.testing._internal.common_methods_invocations import op_db  # slow: not when tests are collected
+
     return [op for op in op_db if op.name not in UNSET]
 
 
@@ -123,8 +127,17 @@ def test_numbers_agree(op_db: list, chunk: int) -> None:
     assert sum(count for count, _ in judgements) >= PROVEN
 
 
-@pytest.mark.parametrize("name, wrong", [("cumsum", "cumsum.default"), ("flip", "flip.default"), ("softmax", "_softmax.default"),
-                                         ("sort", "sort.stable"), ("index_select", "index_select.default"), ("cumprod", "cumprod.default")])
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("cumsum", "cumsum.default"),
+        ("flip", "flip.default"),
+        ("softmax", "_softmax.default"),
+        ("sort", "sort.stable"),
+        ("index_select", "index_select.default"),
+        ("cumprod", "cumprod.default"),
+    ],
+)
 def test_a_wrong_rule_is_caught(op_db: list, monkeypatch: pytest.MonkeyPatch, name: str, wrong: str) -> None:
     op = next(op for op in op_db if op.name == name)
     assert not judge(op)[1]

@@ -1,4 +1,5 @@
 """Experts that work on sorted entries: proven as a whole, and refused where one piece does not fit the others."""
+
 from __future__ import annotations
 
 import pytest
@@ -161,10 +162,27 @@ class WithRows(Experts):
         return ids
 
 
-@pytest.mark.parametrize("layer", [
-    OfAnyNumbers, Descending, TooFewBins, OtherBins, CountsOthers, CountsMoved, Unsorted, OfOtherRows, NotPutBack, OnceMoreMoved,
-    PutBackByOthers, Accumulates, AcrossEntries, OfPlaces, OfNumbersOfPlaces, WithRows,
-])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        OfAnyNumbers,
+        Descending,
+        TooFewBins,
+        OtherBins,
+        CountsOthers,
+        CountsMoved,
+        Unsorted,
+        OfOtherRows,
+        NotPutBack,
+        OnceMoreMoved,
+        PutBackByOthers,
+        Accumulates,
+        AcrossEntries,
+        OfPlaces,
+        OfNumbersOfPlaces,
+        WithRows,
+    ],
+)
 def test_what_is_not_is_refused(layer):
     (state,) = states_of(layer(), SPECS)
     assert isinstance(state, Mixing), state

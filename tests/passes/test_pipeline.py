@@ -1,4 +1,5 @@
 """What each pass needs is checked before any pass runs."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,5 @@
 """Where rows mix, only that is run on the whole batch."""
+
 from __future__ import annotations
 
 import pytest
@@ -20,7 +21,10 @@ class Normalised(nn.Module):
 
     def __init__(self, depth=3):
         super().__init__()
-        layer = lambda: nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.BatchNorm1d(3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH))  # noqa: E731
+
+        def layer():
+            return nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.BatchNorm1d(3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH))
+
         self.layers = nn.ModuleList([layer() for _ in range(depth)])
 
     def forward(self, x):
@@ -35,7 +39,9 @@ def test_only_a_batch_norm_sees_the_whole_batch():
     assert [s.parameter_names for s in whole] == [(f"layers.{i}.1.weight", f"layers.{i}.1.bias") for i in range(3)]
     assert all("normalises over the batch" in s.block.reason and s.block.repeats == 3 for s in whole)
     inner = [s for p in l2l_compile.programs(step) for s in p.segments if s.micro_batches == 3]
-    assert {n for s in inner for n in s.parameter_names} == {f"layers.{i}.{k}.{n}" for i in range(3) for k in (0, 3) for n in ("weight", "bias")}
+    assert {n for s in inner for n in s.parameter_names} == {
+        f"layers.{i}.{k}.{n}" for i in range(3) for k in (0, 3) for n in ("weight", "bias")
+    }
 
 
 def test_in_eval_nothing_does():

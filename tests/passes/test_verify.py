@@ -1,4 +1,5 @@
 """Programs broken on purpose are refused, with the rule that they break."""
+
 from __future__ import annotations
 
 import operator
@@ -101,8 +102,12 @@ def test_push_of_a_segment_that_ran_no_backward():
 @pytest.mark.parametrize(
     ("which", "target"),
     [
-        ("forward", nodes.forward), ("forward", nodes.offload), ("forward", nodes.split),
-        ("backward", nodes.backward), ("backward", nodes.push_gradients), ("backward", nodes.accumulate),
+        ("forward", nodes.forward),
+        ("forward", nodes.offload),
+        ("forward", nodes.split),
+        ("backward", nodes.backward),
+        ("backward", nodes.push_gradients),
+        ("backward", nodes.accumulate),
     ],
     ids=lambda v: getattr(v, "__name__", v),
 )
@@ -112,7 +117,9 @@ def test_release_moved_up(which, target):
     reader, release = next(
         (reader, user)
         for reader in graph.find_nodes(op="call_function", target=target)
-        for read in reader.all_input_nodes for user in read.users if user.target is nodes.release
+        for read in reader.all_input_nodes
+        for user in read.users
+        if user.target is nodes.release
     )
     reader.prepend(release)
     assert reader.name == refused(found, "alive").node
@@ -199,7 +206,9 @@ def test_more_slabs_than_there_are(which, prefetch):
 def test_slab_kept_beyond_its_turn():
     """A slab is taken until it is released, not until it was last read: the next fetch would write into it."""
     found = program(prefetch=0)
-    releases = [r for r in found.forward.find_nodes(op="call_function", target=nodes.release) if r.args[0].target is nodes.fetch_weights]
+    releases = [
+        r for r in found.forward.find_nodes(op="call_function", target=nodes.release) if r.args[0].target is nodes.fetch_weights
+    ]
     fetches = found.forward.find_nodes(op="call_function", target=nodes.fetch_weights)
     fetches[1].append(releases[0])
     refused(found, "slabs")

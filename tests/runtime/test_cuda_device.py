@@ -1,4 +1,5 @@
 """What can be said of the CUDA device without a GPU: streams and the runtime are stand-ins that note what they are asked."""
+
 from __future__ import annotations
 
 import contextlib

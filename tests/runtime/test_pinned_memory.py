@@ -1,4 +1,5 @@
 """Page-locked memory: within its budget, used again, never while a copy out of it is under way."""
+
 from __future__ import annotations
 
 import gc

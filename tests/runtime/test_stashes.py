@@ -1,4 +1,5 @@
 """Where stashes wait while other forwards run before their backward: device memory does not grow with the number of forwards."""
+
 from __future__ import annotations
 
 import copy
@@ -91,4 +92,6 @@ def test_what_went_to_the_host_is_on_the_device_again_for_backward(keep):
     stashes.to_host()
     assert device.ledger.held == 0
     (taken,) = stashes.take(keep)
-    assert device.ledger.held == 32 and taken.lane == "compute" and torch.equal(taken.tensors[0], torch.ones(4, dtype=torch.float64))
+    assert (
+        device.ledger.held == 32 and taken.lane == "compute" and torch.equal(taken.tensors[0], torch.ones(4, dtype=torch.float64))
+    )

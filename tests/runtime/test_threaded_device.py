@@ -1,4 +1,5 @@
 """The stand-in for a GPU: programs of the passes are right on it, and programs with a race or a use after free are not."""
+
 from __future__ import annotations
 
 import copy
@@ -15,10 +16,19 @@ from l2l_compile.runtime.threaded import ThreadedDevice
 from models import Layer, Shared, Stack, TwoHeads, UNet, assert_parity, compilation, compiled, loss_of, rows
 
 
-@pytest.mark.parametrize("options", [
-    {"prefetch": 0}, {"prefetch": 1}, {"prefetch": 2}, {"prefetch": 3, "stash": "device"}, {"prefetch": 0, "stash": "device"},
-    {"micro_batches": 1}, {"block_compiler": "inductor"},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefetch": 0},
+        {"prefetch": 1},
+        {"prefetch": 2},
+        {"prefetch": 3, "stash": "device"},
+        {"prefetch": 0, "stash": "device"},
+        {"micro_batches": 1},
+        {"block_compiler": "inductor"},
+    ],
+    ids=str,
+)
 def test_parity(threaded, options):
     assert_parity(Stack(5).double(), rows(6), rows(7), **options)
 
@@ -134,6 +144,7 @@ def test_without_the_waits_of_one_lane_parity_fails(threaded, monkeypatch, lane)
 
 def test_release_that_does_not_wait_for_copies_fails(threaded, monkeypatch):
     """What a layer made is freed when the next one has read it: here long before its copy to the host is done."""
+
     def release(self, node, env):
         env[node.args[0]].readers = {}
         return keep(self, node, env)

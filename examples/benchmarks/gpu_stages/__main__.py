@@ -4,6 +4,7 @@
 
 It imports what it needs, and begins when the file `--go` is there. That says until when it may run, by `time.time()`.
 """
+
 from __future__ import annotations
 
 import argparse

@@ -3,6 +3,7 @@
 A case that fails is a row. One after which CUDA answers no call any more (a device-side assert) ends the process with
 `RESTART`, and the rest of the stage runs in a new one; so does a case that wants a process of its own.
 """
+
 from __future__ import annotations
 
 import gc

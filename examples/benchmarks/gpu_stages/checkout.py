@@ -1,4 +1,5 @@
 """Import the package from this checkout where it is not installed: a GPU that is lent for half an hour has no network."""
+
 from __future__ import annotations
 
 import importlib.abc
@@ -16,7 +17,9 @@ class Checkout(importlib.abc.MetaPathFinder):
         if name != "l2l_compile":
             return None
         folder = ROOT / "l2l_compile"
-        return importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder), str(ROOT)])
+        return importlib.util.spec_from_file_location(
+            name, folder / "__init__.py", submodule_search_locations=[str(folder), str(ROOT)]
+        )
 
 
 def find_package() -> None:

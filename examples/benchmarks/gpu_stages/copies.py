@@ -1,4 +1,5 @@
 """How fast is the link, and what page-locking costs: the ceilings of every other figure."""
+
 from __future__ import annotations
 
 import functools
@@ -73,9 +74,19 @@ def page_locking(context: Context, report: Report) -> None:
         report.fact(f"page-locking {size} MiB of fresh pages", buffer.numel() / seconds / 1e9, "GB/s", should="above 1")
         there = torch.zeros(buffer.numel(), dtype=torch.uint8, device=context.device)
         found = median(context, lambda b=buffer, t=there: t.copy_(b, non_blocking=True))
-        report.fact(f"copies from {size} MiB that were locked in place", buffer.numel() / found / 1e9, "GB/s", should="that of pinned memory")
+        report.fact(
+            f"copies from {size} MiB that were locked in place",
+            buffer.numel() / found / 1e9,
+            "GB/s",
+            should="that of pinned memory",
+        )
         calls = call_seconds(context, lambda b=buffer, t=there: t.copy_(b, non_blocking=True))
-        report("time of the call over that of the copy", calls / found, most=0.5, should="near 0: the call does not wait for the copy")
+        report(
+            "time of the call over that of the copy",
+            calls / found,
+            most=0.5,
+            should="near 0: the call does not wait for the copy",
+        )
         seconds = context.seconds(lambda b=buffer: _page_unlock(b.data_ptr()))
         report.fact(f"unlocking {size} MiB", buffer.numel() / seconds / 1e9, "GB/s")
 
@@ -101,7 +112,9 @@ def host_copies(context: Context, report: Report) -> None:
     for chosen in dict.fromkeys((1, threads)):
         torch.set_num_threads(chosen)
         copied, cast = median(context, lambda: target.copy_(source)), median(context, lambda: narrow.copy_(wide))
-        report.fact(f"copy, {chosen} threads", count / copied / 1e9, "GB/s read", should="above the link's, or staging is the slower one")
+        report.fact(
+            f"copy, {chosen} threads", count / copied / 1e9, "GB/s read", should="above the link's, or staging is the slower one"
+        )
         report.fact(f"fp32 to bf16, {chosen} threads", count / cast / 1e9, "GB/s read")
     torch.set_num_threads(threads)
 
@@ -112,4 +125,6 @@ def product(context: Context, report: Report) -> None:
     dtype = torch.bfloat16 if context.on_gpu else torch.float32
     a, b = (torch.randn(side, side, device=context.device).to(dtype) for _ in range(2))
     seconds = median(context, lambda: a @ b)
-    report.fact(f"product of {side} x {side}", 2 * side**3 / seconds / 1e12, "TFLOP/s", should="H200: about 780" if context.on_gpu else "")
+    report.fact(
+        f"product of {side} x {side}", 2 * side**3 / seconds / 1e12, "TFLOP/s", should="H200: about 780" if context.on_gpu else ""
+    )

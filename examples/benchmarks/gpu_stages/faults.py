@@ -1,6 +1,7 @@
 """What goes wrong: too little page-locked memory, no device memory in the middle of backward, a page-lock that the system
 refuses, a token that is out of range. After each but the last, the next step has to be right.
 """
+
 from __future__ import annotations
 
 import functools
@@ -153,7 +154,9 @@ def page_lock(context: Context, report: Report) -> None:
 
     error = refused(lock)
     report("page-locking twice raises", float(error is None), most=0, should="0: it raises", note=str(error))
-    report("the next kernel raises", float(kernel_fails(context)), most=0, should="0: the error of the page-lock is not the kernel's")
+    report(
+        "the next kernel raises", float(kernel_fails(context)), most=0, should="0: the error of the page-lock is not the kernel's"
+    )
     if _page_unlock is not None:
         _page_unlock(address)
         with warnings.catch_warnings(record=True) as said:
@@ -187,7 +190,13 @@ def step_without_locks(context: Context, report: Report) -> None:
     lock, pinned._lock = pinned._lock, _refuse
     error = refused(lambda: gradients(compiled, inputs))
     pinned._lock = lock
-    report("a step without page-locks names the option", float("pinned_memory" not in str(error)), most=0, should="0", note=str(error)[:300])
+    report(
+        "a step without page-locks names the option",
+        float("pinned_memory" not in str(error)),
+        most=0,
+        should="0",
+        note=str(error)[:300],
+    )
     found = gradients(compiled, inputs)
     torch._dynamo.reset()
     expected = gradients(compiled_model(context, stand_in(context), precision="bf16"), inputs)
@@ -208,7 +217,13 @@ def out_of_range(context: Context, report: Report) -> None:
     except subprocess.TimeoutExpired as late:
         verdict = "hang" if allowed == ENDS_WITHIN else "out of time"
         said = (late.stderr or b"").decode(errors="replace")[-300:]
-        report.verdict("seconds until the end", verdict, value=time.time() - start, should=f"at most {ENDS_WITHIN:g}", note=f"it was killed; {said}")
+        report.verdict(
+            "seconds until the end",
+            verdict,
+            value=time.time() - start,
+            should=f"at most {ENDS_WITHIN:g}",
+            note=f"it was killed; {said}",
+        )
         return
     said = done.stderr.strip().splitlines() or [""]
     report("seconds until the end", time.time() - start, "s", most=ENDS_WITHIN)

@@ -3,6 +3,7 @@ filled with NaN when it is freed.
 
 A lane of a device is replaced by an `Around`, which hands everything on to it; `restore` puts the lanes back.
 """
+
 from __future__ import annotations
 
 import time

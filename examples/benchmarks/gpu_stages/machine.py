@@ -1,4 +1,5 @@
 """What the figures depend on: hardware, driver, versions, memory."""
+
 from __future__ import annotations
 
 import ctypes.util

@@ -1,4 +1,5 @@
 """Does device memory depend on depth? The peak at three depths with stashes on the host, and page-locked memory over lengths."""
+
 from __future__ import annotations
 
 import functools
@@ -49,7 +50,12 @@ def peak(context: Context, depth: int, report: Report) -> None:
     report.fact("parameters", parameters)
     report.fact("first step, with capture", seconds, "s")
     if len(peaks) > 1:
-        report("largest peak over the smallest so far", max(peaks.values()) / min(peaks.values()), most=MOST, note=f"depths {sorted(peaks)}")
+        report(
+            "largest peak over the smallest so far",
+            max(peaks.values()) / min(peaks.values()),
+            most=MOST,
+            note=f"depths {sorted(peaks)}",
+        )
 
 
 def noted(context: Context, depth: int, value: int) -> dict[int, int]:

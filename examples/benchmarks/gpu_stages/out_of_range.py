@@ -1,4 +1,5 @@
 """Train one step on a token beyond the vocabulary, and do nothing about what comes of it. The stage `faults` starts it."""
+
 from __future__ import annotations
 
 import sys

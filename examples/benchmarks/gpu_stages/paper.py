@@ -1,6 +1,7 @@
 """The tables of the paper (L2L, arXiv 2002.05645, section 4) as they come out here: BERT-large by precision, by number of
 micro-batches, and by depth. The figures are ours; none of the paper's is repeated.
 """
+
 from __future__ import annotations
 
 import functools
@@ -27,7 +28,10 @@ def cases(context: Context) -> list[Case]:
     by_count = [Case(f"{count} micro-batches of {rows}", bound(size, rows, count, precision="bf16")) for count in counts]
     depths = (12, 48, 96) if context.on_gpu else (2,)
     by_depth = [Case(f"{depth} layers", bound(replace(size, layers=depth), rows, 8, precision="bf16")) for depth in depths]
-    turns = [by_precision[i : i + 1] + by_count[i : i + 1] + by_depth[i : i + 1] for i in range(max(map(len, (by_precision, by_count, by_depth))))]
+    turns = [
+        by_precision[i : i + 1] + by_count[i : i + 1] + by_depth[i : i + 1]
+        for i in range(max(map(len, (by_precision, by_count, by_depth))))
+    ]
     seconds = 60 if context.on_gpu else 20
     return [Case(case.name, case.work, seconds) for turn in turns for case in turn]
 
@@ -41,7 +45,14 @@ def row(context: Context, size: Size, rows: int, micro_batches: int, options: di
     model, inputs = build(Encoder, size), token_batch(size, rows)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     update = "in_forward" if options.get("precision") == "fp16" else "in_backward"
-    given = {**device_options(context), "micro_batches": micro_batches, "outputs": "loss", "optimizer": optimizer, "update": update, **options}
+    given = {
+        **device_options(context),
+        "micro_batches": micro_batches,
+        "outputs": "loss",
+        "optimizer": optimizer,
+        "update": update,
+        **options,
+    }
     if context.on_gpu:
         given["block_compiler"] = "inductor"
     compiled = Compiled(model, given, stand_in(context))

@@ -3,6 +3,7 @@
 In float64 and float32, losses, gradients, parameters and buffers are compared. In 16 bits, the error against float32 is
 compared with the error that `torch.autocast` makes. Updates behind the device leave no gradients: parameters are compared.
 """
+
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,5 @@
 """Single questions of parity: kinds of attention, dropout, ties, frozen parts, outputs, losses outside, constants, Inductor."""
+
 from __future__ import annotations
 
 import copy
@@ -52,8 +53,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def difference(
-    context: Context, model: nn.Module, inputs: Batch, loss: Callable[[Any], torch.Tensor] = loss_of,
-    reference: torch.device | None = None, **options: Any,
+    context: Context,
+    model: nn.Module,
+    inputs: Batch,
+    loss: Callable[[Any], torch.Tensor] = loss_of,
+    reference: torch.device | None = None,
+    **options: Any,
 ) -> tuple[float, str]:
     """The largest relative difference of loss and gradients of one step from plain PyTorch's (on the device, or `reference`)."""
     from .parity import worst, worst_gradient
@@ -97,7 +102,12 @@ def attention_narrow(context: Context, kind: str, report: Report) -> None:
         loss.backward()
         grads = [[p.grad for p in m.parameters()] for m in (model, amp, exact)]
         found, expected = found + distance(grads[0], grads[2]), expected + distance(grads[1], grads[2])
-    report("error over that of autocast", found / expected, most=MOST_RATIO, note=f"mean error {found / 3:.1e}, of autocast {expected / 3:.1e}")
+    report(
+        "error over that of autocast",
+        found / expected,
+        most=MOST_RATIO,
+        note=f"mean error {found / 3:.1e}, of autocast {expected / 3:.1e}",
+    )
 
 
 def dropout(context: Context, inside: bool, report: Report, precision: str = "fp32") -> None:
@@ -121,7 +131,12 @@ def dropout(context: Context, inside: bool, report: Report, precision: str = "fp
     columns = first.double().sum((0, 1))
     each = [relative(g.double() * w.detach().double(), columns) for g, w in zip(grads, model.weights, strict=True)]
     wrong = torch.tensor(each).max().item()  # NaN if any is
-    report("gradients from other masks", wrong, most=1e-4 if precision == "fp32" else 3e-2, should="rounding: recompute sees forward's masks")
+    report(
+        "gradients from other masks",
+        wrong,
+        most=1e-4 if precision == "fp32" else 3e-2,
+        should="rounding: recompute sees forward's masks",
+    )
 
 
 def inductor(context: Context, name: str, report: Report) -> None:
@@ -171,7 +186,9 @@ def outputs(context: Context, which: str, report: Report) -> None:
     torch.manual_seed(0)
     model = WithLogits().double().train()
     kept = []
-    value, where = difference(context, model, tokens(0), loss=lambda made: kept.append(made[1].detach()) or made[0], outputs=which)
+    value, where = difference(
+        context, model, tokens(0), loss=lambda made: kept.append(made[1].detach()) or made[0], outputs=which
+    )
     report("worst difference", value, most=1e-10, note=where)
     ours, theirs = kept
     if which == "loss":

@@ -3,6 +3,7 @@
 Nothing here waits without a limit. A process is the leader of a session of its own, and the whole group is killed at
 once where its time is over, so neither ignored signals nor children nor a flood of output can hold the others up.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -201,7 +202,9 @@ class Process:
         if missed:
             shown = ", ".join(missed[:6]) + (", ..." if len(missed) > 6 else "")
             note = f"{len(missed)} of {len(self._planned)} cases: {shown}"
-            self.rows.append(Row(self.stage.name, f"process {self.index}", "cases", len(missed), "", "", "not reached", note=note))
+            self.rows.append(
+                Row(self.stage.name, f"process {self.index}", "cases", len(missed), "", "", "not reached", note=note)
+            )
             status = "out of time" if status == "done" else status
         self.status = status
         self._process.stdout.close()

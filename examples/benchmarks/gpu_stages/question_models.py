@@ -1,4 +1,5 @@
 """Small models that ask one question each: kinds of attention, dropout, tensors that name no device or the host."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,9 +26,16 @@ class AttentionLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         y = self.norm(x)
-        q, k, v = (p(y).unflatten(-1, (n, -1)).transpose(1, 2) for p, n in ((self.q, HEADS), (self.k, self.groups), (self.v, self.groups)))
+        q, k, v = (
+            p(y).unflatten(-1, (n, -1)).transpose(1, 2)
+            for p, n in ((self.q, HEADS), (self.k, self.groups), (self.v, self.groups))
+        )
         found = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask if self.kind == "masked" else None, is_causal=self.kind == "causal",
+            q,
+            k,
+            v,
+            attn_mask=mask if self.kind == "masked" else None,
+            is_causal=self.kind == "causal",
             enable_gqa=self.kind == "grouped",
         )
         return x + self.o(found.transpose(1, 2).flatten(2))

@@ -3,6 +3,7 @@ and the numbers have to be, bit for bit, those of a run in which nothing overlap
 
 Attention runs in PyTorch's plain kernels, whose sums have one order, so that only a race can change a bit.
 """
+
 from __future__ import annotations
 
 import functools
@@ -78,7 +79,11 @@ class Subject:
         for _ in range(2):
             loss, logits = self.compiled(**self.inputs)
             (loss + logits.square().mean()).backward()
-            found += [loss.detach(), logits.detach().clone(), *(p.grad.clone() for p in self.model.parameters() if p.grad is not None)]
+            found += [
+                loss.detach(),
+                logits.detach().clone(),
+                *(p.grad.clone() for p in self.model.parameters() if p.grad is not None),
+            ]
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.compiled.synchronize()

@@ -1,4 +1,5 @@
 """All stages: their shares of the time, and one JSON file that is whole at every moment."""
+
 from __future__ import annotations
 
 import contextlib
@@ -45,7 +46,10 @@ class Record:
     def save(self) -> None:
         """Write beside the file and rename: whoever reads it finds the old one or the new one."""
         content = {
-            "benchmark": "gpu", "date": self.date, "minutes": self.minutes, "commit": self.commit,
+            "benchmark": "gpu",
+            "date": self.date,
+            "minutes": self.minutes,
+            "commit": self.commit,
             "machine": {row.figure: row.value for row in self.stages.get("machine", {}).get("rows", ())},
             "stages": {
                 name: {**{k: v for k, v in stage.items() if k != "rows"}, "rows": [asdict(row) for row in stage["rows"]]}
@@ -77,7 +81,10 @@ def share(stage: Stage, later: Sequence[Stage], left: float) -> float:
 
 
 def run_stages(
-    stages: Sequence[Stage], seconds: float, record: Record, heard: Callable[[Row], None] = lambda row: None,
+    stages: Sequence[Stage],
+    seconds: float,
+    record: Record,
+    heard: Callable[[Row], None] = lambda row: None,
     ended: Callable[[str, Record], None] = lambda name, record: None,
 ) -> None:
     """Run stages one after the other, all within `seconds`; the record is written after each and while it runs.

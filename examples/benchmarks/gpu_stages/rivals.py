@@ -1,4 +1,5 @@
 """What streamed layers are measured against: the model that is resident on the GPU, and FSDP2 with parameters on the host."""
+
 from __future__ import annotations
 
 import contextlib
@@ -55,7 +56,8 @@ class Sharded(Resident):
         self.model.recompute = True
         mesh = init_device_mesh("cuda", (1,))
         policy = {
-            "mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=True),
+            "mesh": mesh,
+            "offload_policy": CPUOffloadPolicy(pin_memory=True),
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
         }
         for layer in self.model.layers:

@@ -1,4 +1,5 @@
 """One figure of a stage: its value, what it should be, and a verdict. Rows travel as JSON lines, written at once."""
+
 from __future__ import annotations
 
 import json
@@ -36,8 +37,16 @@ class Row:
 
     @staticmethod
     def limited(
-        stage: str, case: str, figure: str, value: float, unit: str = "", *, most: float | None = None,
-        least: float | None = None, should: str = "", note: str = "",
+        stage: str,
+        case: str,
+        figure: str,
+        value: float,
+        unit: str = "",
+        *,
+        most: float | None = None,
+        least: float | None = None,
+        should: str = "",
+        note: str = "",
     ) -> Row:
         """A figure with a limit above or below; what is not a number is off."""
         if most is None and least is None:

@@ -1,4 +1,5 @@
 """The settings that parity is checked in, in an order in which every pair of values comes early."""
+
 from __future__ import annotations
 
 import itertools

@@ -4,6 +4,7 @@ TFLOP/s are the model's own operations over the time of a step: for each token 6
 multiplied with, and 6 * layers * length * hidden for causal attention. Recompute does not count. A step is forward, backward
 and AdamW; the time is the median of a few steps behind two that warm up, and those end when the next could begin.
 """
+
 from __future__ import annotations
 
 import functools
@@ -123,7 +124,9 @@ def measure(context: Context, on: Load, step: Callable[[], float], report: Repor
     report.fact("step", seconds, "s", note=f"{len(found)} steps: {', '.join(f'{s:.3f}' for s in found)}")
     report.fact("tokens per second", on.tokens / seconds, "1/s", should="near resident's: the link is hidden")
     done = on.size.flops(on.tokens) / seconds / 1e12
-    report.fact("TFLOP/s of the model", done, "TFLOP/s", should="6/8 of a large product's (stage copies), less what is no product")
+    report.fact(
+        "TFLOP/s of the model", done, "TFLOP/s", should="6/8 of a large product's (stage copies), less what is no product"
+    )
 
 
 def resident(context: Context, on: Load, report: Report, dtype: torch.dtype | None = torch.bfloat16) -> None:

@@ -1,4 +1,5 @@
 """Rows as a table, worst first, with what each figure should be."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -20,7 +21,13 @@ def shown(row: Row) -> str:
 def value_of(row: Row) -> str:
     if row.value is None:
         return "-"
-    text = f"{row.value:,.4g}" if isinstance(row.value, float) else f"{row.value:,}" if isinstance(row.value, int) else str(row.value)
+    text = (
+        f"{row.value:,.4g}"
+        if isinstance(row.value, float)
+        else f"{row.value:,}"
+        if isinstance(row.value, int)
+        else str(row.value)
+    )
     return f"{text} {row.unit}".rstrip()
 
 
@@ -34,7 +41,9 @@ def table(rows: Sequence[Row]) -> str:
             if fine[row.stage] > MOST_FINE:
                 continue
         lines.append(shown(row))
-    lines += [f"... and {count - MOST_FINE} more of {stage} within their limits" for stage, count in fine.items() if count > MOST_FINE]
+    lines += [
+        f"... and {count - MOST_FINE} more of {stage} within their limits" for stage, count in fine.items() if count > MOST_FINE
+    ]
     counts = Counter(row.verdict for row in rows)
     lines.append(", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]))
     return "\n".join(lines)

@@ -1,4 +1,5 @@
 """What a timeline of one step says: how long compute stands still, where, and how fast each copy lane is."""
+
 from __future__ import annotations
 
 import itertools

@@ -1,4 +1,5 @@
 """A model compiled for a device object of our own choice, and one step of its training."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -3,6 +3,7 @@
 Their weights are real memory, each parameter its own, filled by copies of one block of noise: random numbers for billions
 of parameters would take longer than the stage.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass

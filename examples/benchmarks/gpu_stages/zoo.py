@@ -3,6 +3,7 @@
 What a Hugging Face model rounds to float32 inside (norms, the loss) stays in the dtype of the parameters here, so that a
 comparison in float64 is one.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
