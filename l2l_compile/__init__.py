@@ -8,7 +8,7 @@ from .inspection import programs, stats, synchronize
 from .ir.program import Block, Program, Segment
 from .options import Options
 from .report import Report, explain
-from .runtime.segment_run import Stats
+from .runtime.step import Stats
 
 __all__ = [
     "Block",

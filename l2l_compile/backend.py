@@ -9,19 +9,20 @@ from typing import Any
 
 from torch import fx
 
-from . import dynamo
-from .batch_dimension import look_elsewhere
-from .capture import Captured, capture
 from .dumps import trace
 from .errors import L2LError, OptionError
+from .frontend import dynamo
+from .frontend.batch_dimension import look_elsewhere
+from .frontend.capture import capture
+from .frontend.propagation import remember_propagation
+from .ir.captured import Captured
 from .ir.program import Program
-from .lower import Lowering
+from .lowering.lower import Lowering
 from .options import Options
 from .passes.compilation import Compilation
 from .passes.pipeline import PIPELINE, PREPARATION, SEGMENTATION, STREAMING, After, run
-from .propagation import remember_propagation
 from .runtime.runner import Runner
-from .runtime.segment_run import block_bindings
+from .runtime.step import block_bindings
 from .session import Session, frame_begins, frame_skipped, function_recompiled, session_for, streams_layers
 
 
@@ -70,7 +71,7 @@ def compile_program(
     """Run the passes over a captured graph, ours and then those of the option `passes`; `after` is called behind each."""
     compilation = Compilation(captured, options)
     run(compilation, PIPELINE + options.passes, after=after)
-    look_elsewhere(captured, compilation)
+    look_elsewhere(captured, compilation.segments, options.micro_batches)
     program = compilation.program()
     for block in compilation.blocks:
         block.lowering, block.static = lowering, dynamo.sizes_are_fixed()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,15 +19,12 @@ from .errors import CheckError
 from .ir.batch import Batch
 from .ir.program import Segment
 from .ir.values import TensorSpec
-from .lower import Lowered, Lowering
-from .passes.batch_rules import Partial, same_program, states_of_nodes
-from .passes.proof import probes, states_of_operands
+from .lowering.lower import Lowered, Lowering
+from .lowering.trace import probe
+from .passes.batching.batch_rules import Partial, same_program, states_of_nodes
+from .passes.batching.proof import probes, states_of_operands
 from .runtime.segment_run import gradient_of, joined, turn_of
-from .trace import probe
-
-if TYPE_CHECKING:
-    from .runtime.executor import Box
-    from .runtime.segment_run import Step
+from .runtime.step import Box, Step
 
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}  # narrower: 3e-2
 

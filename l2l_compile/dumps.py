@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch._logging import trace_structured
 
-from .ir.text import format_bytes
 from .passes.compilation import Compilation, Pass
 from .passes.pipeline import After
+from .units import format_bytes
 
 
 def text_of(compilation: Compilation) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .ir.program import Program
-from .runtime.segment_run import Stats
+from .runtime.step import Stats
 from .session import session_of
 
 

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import dynamo
 from .backend import compile_program
-from .capture import capture
-from .device_memory import DeviceMemory, device_memory
 from .dumps import Dump
 from .dumps import trace as trace_pass
-from .host.compiled_step import why_not_compiled
+from .frontend import dynamo
+from .frontend.capture import capture
+from .frontend.meta_models import on_the_host
 from .host.memory import HostMemory, host_memory
+from .host.optimizer.compiled_step import why_not_compiled
 from .ir.program import Block, Program, Segment, Uncut
-from .ir.text import format_bytes
-from .lower import Lowering
-from .meta_models import on_the_host
+from .lowering.lower import Lowering
 from .options import Options
+from .runtime.dry_run import DeviceMemory, device_memory
+from .units import format_bytes
 
 
 @dataclass(frozen=True)

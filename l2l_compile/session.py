@@ -6,18 +6,19 @@ import warnings
 import weakref
 from typing import Any
 
-from . import dynamo, limits, vector_instructions
 from .check import Check
+from .devices.cpu import CpuDevice
+from .devices.cuda import CudaDevice
+from .devices.device import Device
 from .errors import OptionError
+from .frontend import dynamo, limits
 from .host.server import ParameterServer
-from .lower import Lowering
+from .lowering import vector_instructions
+from .lowering.lower import Lowering
 from .options import Options
-from .runtime.cpu import CpuDevice
-from .runtime.cuda import CudaDevice
-from .runtime.device import Device
 from .runtime.runner import Runner
-from .runtime.segment_run import Stats
 from .runtime.stashes import Waiting
+from .runtime.step import Stats
 
 
 def open_device(options: Options) -> Device:

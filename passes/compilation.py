@@ -8,10 +8,10 @@ from typing import ClassVar, Protocol
 
 from torch import fx
 
-from ..capture import Captured
+from ..ir.captured import Captured
 from ..ir.program import Block, Program, Segment, Uncut, Value
 from ..options import Options
-from .line import Line
+from .segmentation.line import Line
 
 
 class Fact(enum.StrEnum):

@@ -6,19 +6,22 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..errors import L2LError
+from .batching.split_regions import SplitRegions
+from .batching.trace_batch import TraceBatch
 from .compilation import Compilation, Fact, Pass
-from .cut_segments import CutSegments
-from .differentiate import Differentiate
-from .find_blocks import FindBlocks
-from .granularity import MeasureGranularity
-from .place_stash import PlaceStash
-from .place_updates import PlaceUpdates
-from .prefetch import Prefetch
-from .preparation import DropOutputs, GatherLossTerms, Narrow, ReadLine
-from .release import Release
-from .split_regions import SplitRegions
-from .stream import Stream
-from .trace_batch import TraceBatch
+from .preparation.drop_outputs import DropOutputs
+from .preparation.loss_terms import GatherLossTerms
+from .preparation.narrow import Narrow
+from .segmentation.cut_segments import CutSegments
+from .segmentation.find_blocks import FindBlocks
+from .segmentation.granularity import MeasureGranularity
+from .segmentation.read_line import ReadLine
+from .streaming.differentiate import Differentiate
+from .streaming.place_stash import PlaceStash
+from .streaming.place_updates import PlaceUpdates
+from .streaming.prefetch import Prefetch
+from .streaming.release import Release
+from .streaming.stream import Stream
 from .verify import verify
 
 PREPARATION: tuple[Pass, ...] = (DropOutputs(), GatherLossTerms(), Narrow(), ReadLine())

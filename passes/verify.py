@@ -24,8 +24,8 @@ from torch import fx
 from ..errors import VerifyError
 from ..ir import nodes
 from .compilation import Compilation, Fact
-from .place_stash import stash_inputs
-from .release import holds_device_memory
+from .streaming.place_stash import stash_inputs
+from .streaming.release import holds_device_memory
 
 _HOST_SOURCES = (nodes.offload,)
 

@@ -22,7 +22,7 @@ warnings.filterwarnings("ignore", message=".*lowering to.*")
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
-    from l2l_compile.passes import proof
+    from l2l_compile.passes.batching import proof
 
     torch._dynamo.reset()
     proof.forget()
@@ -35,7 +35,7 @@ def fresh_dynamo():
 def threaded(monkeypatch):
     """Compiled models run on a device of three threads; `threaded.devices` lists the devices opened so far."""
     import l2l_compile.session
-    from l2l_compile.runtime.threaded import ThreadedDevice
+    from l2l_compile.devices.threaded import ThreadedDevice
 
     class Opener:
         devices: list[ThreadedDevice] = []

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from l2l_compile.capture import capture
+from l2l_compile.frontend.capture import capture
 from l2l_compile.options import Options
 from l2l_compile.passes.compilation import Compilation
 from l2l_compile.passes.pipeline import PREPARATION, SEGMENTATION, STREAMING, run

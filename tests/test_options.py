@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import l2l_compile
 from l2l_compile import DeviceError, OptionError, Options
-from l2l_compile.capture import capture
+from l2l_compile.frontend.capture import capture
 from models import Stack, compiled, rows
 
 

@@ -15,10 +15,10 @@ from torch import nn
 
 import l2l_compile
 from l2l_compile import VerifyError
+from l2l_compile.devices.threaded import ThreadedDevice
 from l2l_compile.ir import nodes
 from l2l_compile.passes.pipeline import PIPELINE
 from l2l_compile.passes.verify import verify
-from l2l_compile.runtime.threaded import ThreadedDevice
 from models import Attention, assert_parity, compilation, rows
 
 FACTS = frozenset().union(*(step.provides for step in PIPELINE))

@@ -30,7 +30,7 @@ def layers_in_segments(model, segments) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_no_segment_holds_two_layers_and_blocks_do_not_grow_with_depth(name, named, monkeypatch):
     if not named:
-        monkeypatch.setattr("l2l_compile.passes.line._module_stack", lambda node: [])
+        monkeypatch.setattr("l2l_compile.passes.segmentation.line._module_stack", lambda node: [])
     shallow, deep = (compilation(MODELS[name](depth).double(), *inputs(), passes=CUT) for depth in (4, 8))
     assert layers_in_segments(MODELS[name](8), deep.segments) <= 1
     assert len(deep.blocks) <= len(shallow.blocks)

@@ -97,7 +97,7 @@ def compilation(backend: str, layers: int, options, device: torch.device) -> dic
 
     compiled = torch.compile(llama(layers, options.hidden, options.intermediate, options.heads, tokens=options.tokens), **how)
     ids = token_batch(options.rows, options.tokens)
-    inductor, passes = seconds_in(l2l_compile.lower, "compile_graph"), seconds_in(l2l_compile.backend, "make_runner")
+    inductor, passes = seconds_in(l2l_compile.lowering.lower, "compile_graph"), seconds_in(l2l_compile.backend, "make_runner")
     first, *later = [cpu_seconds(lambda: train_step(compiled, ids)) for _ in range(4)]
     blocks = sum(len(p.blocks) for p in l2l_compile.programs(compiled)) if backend == "l2l" else 0
     later = statistics.median(later)

@@ -14,11 +14,11 @@ import sys
 
 import torch
 
-from l2l_compile.host.compiled_step import CompiledStep
 from l2l_compile.host.gradients import GradientMemory
-from l2l_compile.host.pages import unlocked
-from l2l_compile.host.torch_step import hyperparameters
+from l2l_compile.host.optimizer.compiled_step import CompiledStep
+from l2l_compile.host.optimizer.torch_step import hyperparameters
 from l2l_compile.host.wire import Wires
+from l2l_compile.memory.pages import unlocked
 from measuring import Limit, Work, arguments, interleaved, report
 
 MOST = 1 / 1.4  # of PyTorch's seconds

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..ir.weights import Part
-from ..runtime.device import aligned
-from .pages import Lease, Pool, unlocked
+from ..ir.captured import Part
+from ..memory.layout import aligned
+from ..memory.pages import Lease, Pool, unlocked
 
 
 class GradientMemory:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..devices.staging import ring_bytes
+from ..ir.precision import gradient_dtype
 from ..ir.program import Program
-from ..ir.text import format_bytes
 from ..ir.values import TensorSpec
+from ..memory.layout import aligned
 from ..options import Options
-from ..precision import gradient_dtype
-from ..runtime.device import aligned
-from ..runtime.staging import ring_bytes
+from ..units import format_bytes
+from .optimizer.torch_step import state_bytes_of_trial
 from .server import segments_in_flight
-from .torch_step import state_bytes_of_trial
 
 
 @dataclass(frozen=True)

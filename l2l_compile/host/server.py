@@ -6,30 +6,26 @@ import os
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
+from ..devices.device import Device
 from ..errors import L2LError
 from ..ir import nodes
+from ..ir.captured import Input
+from ..ir.program import Segment
 from ..options import Options
-from ..runtime.device import Device
-from .compiled_step import CompiledStep
+from ..runtime.step import Box, Stats, Step
 from .gradients import GradientMemory
-from .heap import SpareStep
-from .loss_scale import LossScale
-from .scaled_step import ScaledStep
-from .torch_step import TorchStep
-from .updates import Parameter, Pushed, Updates, sum_of_squares
+from .optimizer.compiled_step import CompiledStep
+from .optimizer.first_step import SpareStep
+from .optimizer.loss_scale import LossScale
+from .optimizer.scaled_step import ScaledStep
+from .optimizer.torch_step import TorchStep
+from .optimizer.updates import Parameter, Pushed, Updates, sum_of_squares
 from .wire import Wire, Wires
 from .worker import Ticket, Worker
-
-if TYPE_CHECKING:
-    from ..ir.program import Segment
-    from ..ir.weights import Input
-    from ..runtime.executor import Box
-    from ..runtime.segment_run import Stats, Step
 
 
 class ParameterServer:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..runtime.device import aligned
+from ..memory.layout import aligned
+from ..memory.pages import PinnedMemory
 from .gradients import GradientMemory
-from .pages import PinnedMemory
 
 _STRIDE = 251  # prime: entries that far apart fall into every column of a matrix, and into every run of 251 entries
 

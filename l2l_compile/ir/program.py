@@ -5,25 +5,36 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import sympy
 import torch
 from torch import fx
 
-from .text import format_bytes, print_program
+from ..units import format_bytes
+from .captured import Captured, Input
+from .text import print_program
 from .values import Bindings, TensorSpec
-from .weights import Input
-
-if TYPE_CHECKING:
-    from ..capture import Captured
-    from ..forms import BlockForm
-    from ..lower import Lowering
 
 
 def symbolic_size(expression: str) -> int:
     """Stands in a block's graph for a size that depends on symbols (`Block.sizes`); lowering puts the number in."""
     raise NotImplementedError(expression)
+
+
+class Lowered(Protocol):
+    """A block as ATen operations."""
+
+    @property
+    def graph(self) -> fx.GraphModule: ...
+
+
+class BlockLowering(Protocol):
+    """Lowers blocks at sizes, each once (`lowering/lower.py`)."""
+
+    def forward(self, block: Block, bindings: Bindings) -> Lowered: ...
+
+    def backward(self, block: Block, bindings: Bindings, given: tuple[bool, ...]) -> Lowered: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -58,8 +69,8 @@ class Block:
     reason: str | None = None
     repeats: int = 0
     static: bool = False
-    forms: dict[tuple, BlockForm] = field(default_factory=dict)
-    lowering: Lowering | None = None
+    forms: dict[tuple, object] = field(default_factory=dict)
+    lowering: BlockLowering | None = None
     sizes_now: Callable[[Block], Bindings] | None = None
 
     def __repr__(self) -> str:

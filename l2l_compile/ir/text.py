@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
+from ..units import format_bytes
 from . import nodes
 from .values import Bindings
 
@@ -86,13 +87,3 @@ def _size(node: fx.Node, segments: tuple[Segment, ...], bindings: Bindings) -> s
             f"{segment.block.name} x {segment.micro_batches} micro-batches" if segment.block.inner_looped else segment.block.name
         )
     return ""
-
-
-def format_bytes(count: int) -> str:
-    """1536 -> "1.5 KiB"."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

@@ -8,43 +8,18 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..devices.device import Device
 from ..ir import nodes
 from ..ir.program import Segment
 from ..ir.values import TensorSpec
-from .device import Device
-from .segment_run import Step, run_backward, run_forward
-
-
-class Box:
-    """The tensors of a value: one if it is whole, one per micro-batch if it is split.
-
-    lane, event  who fills it and when it is filled; event None means at once
-    readers      the last event of each other lane that reads it
-    absent       a gradient that does not exist
-    results      for a node with several results, a box each
-    """
-
-    __slots__ = ("absent", "event", "lane", "readers", "results", "slab", "tensors")
-
-    def __init__(self, tensors: list[torch.Tensor] | None = None, absent: bool = False):
-        self.tensors, self.absent = tensors, absent
-        self.lane: str | None = None
-        self.event: Any = None
-        self.readers: dict[str, Any] = {}
-        self.results: list[Box] = []
-        self.slab: int | None = None
-
-    def copy(self) -> Box:
-        """Another box with the same, complete, tensors."""
-        box = Box(self.tensors, self.absent)
-        box.lane = self.lane
-        return box
+from .segment_run import run_backward, run_forward
+from .step import Box, Step, bytes_of, copies
 
 
 class Executor:
@@ -95,7 +70,7 @@ class Executor:
         def work() -> None:
             wire, loose = self.step.server.load(self.step, segment, weights)
             loaded = self.device.load_weights(slab, wire, loose)
-            self.step.stats.fetched_bytes += _bytes(loaded)
+            self.step.stats.fetched_bytes += bytes_of(loaded)
             sent, others = iter(loaded[: len(loaded) - len(loose)]), iter(loaded[len(loaded) - len(loose) :])
             on_wire = [wire is not None and w.kind == "parameter" for w in segment.weights]
             box.tensors = [next(sent if is_sent else others) for is_sent in on_wire]
@@ -184,7 +159,7 @@ class Executor:
         def work() -> None:
             for result in sent:
                 on_host = self.device.download(result.tensors[turn])
-                self.step.stats.offloaded_bytes += _bytes([on_host])
+                self.step.stats.offloaded_bytes += bytes_of([on_host])
                 result.tensors[turn] = (result.tensors[turn], on_host)
 
         d2h.run(work)
@@ -238,7 +213,7 @@ class Executor:
                 box.tensors = box.tensors or []
                 box.tensors.append(self.device.upload(self.step.part(source.tensors[0], spec, turn)))
                 self.device.adopt(box.tensors[turn:])
-                self.step.stats.restored_bytes += _bytes(box.tensors[turn:])
+                self.step.stats.restored_bytes += bytes_of(box.tensors[turn:])
 
         h2d.run(work)
         return h2d.record()
@@ -275,7 +250,7 @@ class Executor:
 
         def work() -> None:
             box.tensors = [g if g is None else self.device.push(g) for g in bundle.tensors]
-            self.step.stats.pushed_bytes += _bytes([t for t in box.tensors if t is not None])
+            self.step.stats.pushed_bytes += bytes_of([t for t in box.tensors if t is not None])
 
         self.submit("d2h", (bundle,), (box,), work)
         self.step.server.collect(self.step, segment, box)
@@ -312,20 +287,6 @@ class Executor:
         if box.slab is not None:
             self.slab_free[box.slab] = compute.record()
         return box
-
-
-def copies(tensors: Sequence[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[torch.Tensor], int]:
-    """Copies of tensors and their bytes; what several micro-batches share is copied once."""
-    made: dict[tuple, torch.Tensor] = {}
-    keys = [(t.data_ptr(), t.shape) for t in tensors]
-    for key, tensor in zip(keys, tensors, strict=True):
-        if key not in made:
-            made[key] = copy(tensor)
-    return [made[key] for key in keys], _bytes(list(made.values()))
-
-
-def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 _HANDLERS = {

@@ -9,20 +9,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..capture import Captured
-from ..check import Check
-from ..dynamo import graph_is_kept
+from ..devices.device import Device
 from ..errors import DeviceError, L2LError
-from ..host.server import ParameterServer
+from ..frontend.dynamo import graph_is_kept
+from ..ir.captured import Captured, Input
 from ..ir.program import Program
 from ..ir.values import TensorSpec, dim_of, evaluate
-from ..ir.weights import Input
-from ..lower import Lowering
+from ..lowering.lower import Lowering
+from ..memory.layout import aligned
 from ..options import Options
-from .device import Device, aligned
-from .executor import Box, Executor
-from .segment_run import Stats, Step, lowerings
+from .executor import Executor
+from .segment_run import lowerings
 from .stashes import Stashes, Waiting
+from .step import BlockCheck, Box, Host, Stats, Step
 
 
 def _no_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,14 +51,14 @@ class Runner:
         options: Options,
         device: Device,
         lowering: Lowering,
-        server: ParameterServer,
+        server: Host,
         *,
         given: tuple[bool, ...],
         differentiable: tuple[bool, ...],
         rebuild: Callable[[tuple[bool, ...]], fx.GraphModule],
         started: Callable[[Runner], None],
         waiting: Waiting,
-        check: Check | None = None,
+        check: BlockCheck | None = None,
     ):
         self.program, self.options, self.device, self.lowering, self.server = program, options, device, lowering, server
         self.captured: Captured = program.captured

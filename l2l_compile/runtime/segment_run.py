@@ -5,140 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
 
-import sympy
 import torch
 
+from ..devices.device import Device
 from ..ir import nodes
+from ..ir.precision import gradient_dtype
 from ..ir.program import Block, Program, Segment
-from ..ir.values import Bindings, TensorSpec, evaluate
-from ..lower import Lowered, Lowering, Request, wanted_of
-from ..precision import gradient_dtype
-from ..randomness import mixed
-from .device import Device
-
-if TYPE_CHECKING:
-    from ..check import Check
-    from ..host.server import ParameterServer
-    from ..host.updates import Use
-    from .executor import Box
-
-
-@dataclass
-class Stats:
-    """Figures of the last step of a compiled model; bytes and seconds.
-
-    `gradient_squares` is the sum of the squares of all gradients of parameters, where the option `optimizer` is given, and
-    `skipped_steps` counts the steps since the start that did nothing because a gradient was not finite; `loss_scale` is the
-    factor on the loss in fp16, 1.0 in other precisions.
-    """
-
-    peak_device_bytes: int = 0
-    fetched_bytes: int = 0
-    pushed_bytes: int = 0
-    offloaded_bytes: int = 0
-    restored_bytes: int = 0
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
-    gradient_squares: float = 0.0
-    skipped_steps: int = 0
-    loss_scale: float = 1.0
-
-    def __add__(self, other: Stats) -> Stats:
-        """Two programs of one step: amounts add up, the larger peak counts."""
-        total = Stats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Stats)))
-        total.peak_device_bytes = max(self.peak_device_bytes, other.peak_device_bytes)
-        total.loss_scale = other.loss_scale
-        return total
-
-    @property
-    def gradient_norm(self) -> float:
-        """The global norm of the gradients, before clipping; 0.0 without the option `optimizer`."""
-        return self.gradient_squares**0.5
-
-    @property
-    def seconds(self) -> float:
-        """Seconds in forward and backward programs, transfers of outputs and gradients included."""
-        return self.forward_seconds + self.backward_seconds
-
-    def __str__(self) -> str:
-        """A figure a line, by the names that users read."""
-        parts = {"forward_seconds", "backward_seconds", "gradient_squares"}
-        names = [f.name for f in fields(self) if f.name not in parts] + ["seconds", "gradient_norm"]
-        return "\n".join(f"{name:18} {getattr(self, name):,.10g}" for name in names)
-
-
-def micro_batch_sizes(rows: int, micro_batches: int) -> list[int]:
-    """Rows of each micro-batch: as equal as can be, none empty, the larger ones first."""
-    count = min(micro_batches, rows)
-    return [rows // count + (i < rows % count) for i in range(count)]
-
-
-def block_bindings(block: Block, bindings: Bindings, batch: sympy.Symbol | None, micro_batches: int) -> list[Bindings]:
-    """The sizes of each run of a block in a step with these bindings."""
-    if not block.inner_looped:
-        return [bindings]
-    return [{**bindings, batch: size} for size in micro_batch_sizes(bindings[batch], micro_batches)]
-
-
-@dataclass(eq=False)
-class Step:
-    """What one forward and its backward share: arguments, sizes, seeds, and what comes back to the host.
-
-    scale      the factor on the gradients of the outputs in backward
-    returned   gradients for `p.grad` by index of the argument, filled by the host lane
-    last_fetches   how often parameters (by their indices) are still fetched, where their wire is of no use afterwards
-    """
-
-    arguments: Sequence
-    constants: dict[str, torch.Tensor]
-    bindings: Bindings
-    batch: sympy.Symbol | None
-    micro_batches: int
-    lowering: Lowering
-    stats: Stats
-    server: ParameterServer
-    check: Check | None = None
-    gradient_wire: str | None = None
-    use: Use | None = None
-    writes: dict[int, torch.Tensor] = field(default_factory=dict)
-    seed: int | None = None
-    scale: float = 1.0
-    returned: dict[int, torch.Tensor] = field(default_factory=dict)
-    last_fetches: dict[tuple[int, ...], int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.sizes = micro_batch_sizes(self.bindings[self.batch], self.micro_batches) if self.batch is not None else [1]
-
-    def split(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
-        """Slices of a whole value, contiguous; views where the batch is the first dimension."""
-        return [self.part(tensor, spec, turn).contiguous() for turn in range(len(self.sizes))]
-
-    def part(self, tensor: torch.Tensor, spec: TensorSpec, turn: int) -> torch.Tensor:
-        """A micro-batch's slice of a whole value, a view."""
-        dim, multiple = spec.batch.dim, evaluate(spec.batch.multiple, self.bindings)
-        return tensor.narrow(dim, sum(self.sizes[:turn]) * multiple, self.sizes[turn] * multiple)
-
-    def for_all(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
-        """The first micro-batch's part of a value whose rows are alike, as the parts of all: one memory, as far as that goes."""
-        dim, multiple = spec.batch.dim, evaluate(spec.batch.multiple, self.bindings)
-        return [tensor.narrow(dim, 0, size * multiple).contiguous() for size in self.sizes]
-
-    def share(self, turn: int, partial: str | None) -> float:
-        """What a micro-batch's part of a sum counts for; `partial` is that of `TensorSpec`."""
-        return self.sizes[turn] / sum(self.sizes) if partial == "mean" else 1
-
-    def bindings_of(self, block: Block) -> list[Bindings]:
-        """The sizes of each run of a block: one per micro-batch, or the whole batch once."""
-        return block_bindings(block, self.bindings, self.batch, self.micro_batches)
-
-    def base_seed(self) -> int:
-        """One number from the default generator a step, drawn only if something in the step is random."""
-        if self.seed is None:
-            self.seed = int(torch.randint(2**62, ()))
-        return self.seed
+from ..ir.values import TensorSpec
+from ..lowering.lower import Lowered, Request, wanted_of
+from ..lowering.randomness import mixed
+from .step import Box, Step
 
 
 def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .device import Device
-from .executor import Box, copies
+from ..devices.device import Device
+from .step import Box, copies
 
 _NEAR = 2  # forwards whose stashes may stay on the device: a model whose loss is a program of its own copies nothing more
 

@@ -12,11 +12,11 @@ from test_updates import MODES, OPTIMIZERS, data, frozen_in_the_middle, train
 from torch import nn
 
 from l2l_compile import L2LError, synchronize
-from l2l_compile.host.compiled_step import CompiledStep, why_not_compiled
 from l2l_compile.host.gradients import GradientMemory
-from l2l_compile.host.pages import unlocked
-from l2l_compile.host.torch_step import hyperparameters, step_on
+from l2l_compile.host.optimizer.compiled_step import CompiledStep, why_not_compiled
+from l2l_compile.host.optimizer.torch_step import hyperparameters, step_on
 from l2l_compile.host.wire import Wires
+from l2l_compile.memory.pages import unlocked
 from l2l_compile.session import session_of
 from models import Shared, Stack, compiled
 
@@ -234,7 +234,7 @@ def test_a_write_while_an_update_is_pending_is_an_error(monkeypatch):
 
 
 def test_without_a_compiler(monkeypatch):
-    from l2l_compile.host import kernel
+    from l2l_compile.host.optimizer import kernel
 
     monkeypatch.setattr(kernel.shutil, "which", lambda name: None)
     kernel.address_of.cache_clear()

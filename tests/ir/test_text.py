@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import l2l_compile
-from l2l_compile.ir.text import format_bytes
+from l2l_compile.units import format_bytes
 
 
 class TwoLayers(nn.Module):

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from l2l_compile.ir.batch import Batch
-from l2l_compile.passes.batch_rules import Mixing, Partial, analyse, rules
+from l2l_compile.passes.batching.batch_rules import Mixing, Partial, analyse, rules
 
 SMALL, LARGE = 7, 11
 CUTS = ([2, 2, 2], [2, 4], [1, 5])  # micro-batches of a batch of six rows

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from batch_rule_checker import LARGE, SAME, SMALL, analyse, check_numbers, trace
 from torch.utils import _pytree as pytree
 
+from batch_rule_checker import LARGE, SAME, SMALL, analyse, check_numbers, trace
 from l2l_compile.ir.batch import Batch
-from l2l_compile.passes.batch_rules import Mixing, rules
+from l2l_compile.passes.batching.batch_rules import Mixing, rules
 
 CHUNKS = 16
 SAMPLES = 3  # of each op, spread over its first twelve

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401 - registers grouped_mm_fallback
+
 from batch_rule_cases import X
 from batch_rule_checker import proven, states_of
-
 from l2l_compile.ir.batch import Batch
-from l2l_compile.passes.batch_rules import Mixing, Partial
+from l2l_compile.passes.batching.batch_rules import Mixing, Partial
 
 TOKENS, WIDTH, EXPERTS, CHOSEN = 3, 4, 5, 2
 SPECS = X("B", TOKENS, WIDTH), X(WIDTH, EXPERTS), X(EXPERTS, WIDTH, WIDTH), X(EXPERTS, WIDTH)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import l2l_compile
-from l2l_compile.runtime.cpu import CpuDevice
-from l2l_compile.runtime.executor import Box
+from l2l_compile.devices.cpu import CpuDevice
 from l2l_compile.runtime.stashes import Stashes
+from l2l_compile.runtime.step import Box
 from models import WIDTH, Layer, assert_same_gradients, compiled, rows
 
 

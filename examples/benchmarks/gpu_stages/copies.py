@@ -64,8 +64,8 @@ def copies(context: Context, size: int, report: Report) -> None:
 
 def page_locking(context: Context, report: Report) -> None:
     """GB/s of page-locking fresh pages as the project does it, and of copies from memory that was locked in place."""
-    from l2l_compile.host.pages import pages
-    from l2l_compile.runtime.cuda import _page_lock, _page_unlock
+    from l2l_compile.devices.cuda import _page_lock, _page_unlock
+    from l2l_compile.memory.pages import pages
 
     torch.ones(1, device=context.device)
     for size in (64, 512):

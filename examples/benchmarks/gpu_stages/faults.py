@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from l2l_compile.host.pages import PinnedMemory
+from l2l_compile.devices.device import Device, Lane
 from l2l_compile.ir import nodes
-from l2l_compile.runtime.device import Device, Lane
+from l2l_compile.memory.pages import PinnedMemory
 
 from .cases import Case, Context, Report
 from .lanes import Around, Work, restore
@@ -141,7 +141,7 @@ def page_lock(context: Context, report: Report) -> None:
     buffer = torch.zeros(1 << 20, dtype=torch.uint8)
     address = buffer.data_ptr()
     if context.on_gpu:
-        from l2l_compile.runtime.cuda import _page_lock, _page_unlock
+        from l2l_compile.devices.cuda import _page_lock, _page_unlock
 
         torch.ones(1, device=context.device)
         lock = lambda: _page_lock(address, buffer.numel())  # noqa: E731

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from l2l_compile.devices.cuda import CudaDevice
+from l2l_compile.devices.device import LANES, Device, Lane
+from l2l_compile.devices.ledger import Ledger
 from l2l_compile.ir import nodes
-from l2l_compile.runtime.cuda import CudaDevice
-from l2l_compile.runtime.device import LANES, Device, Lane
-from l2l_compile.runtime.ledger import Ledger
 
 Work = Callable[[], None]
 PAUSE_CYCLES = 2_000_000  # of a GPU: about a millisecond

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from l2l_compile.runtime.device import LANES, Device
+from l2l_compile.devices.device import LANES, Device
 
 from .cases import Case, Context, Report
 from .lanes import PoisoningCuda, one_after_the_other, pause, restore, slow_down

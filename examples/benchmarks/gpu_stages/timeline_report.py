@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from l2l_compile.runtime.segment_run import Stats
+from l2l_compile.runtime.step import Stats
 
 from .cases import Report
 from .lanes import Piece, Timeline

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from l2l_compile.backend import make_runner
+from l2l_compile.devices.device import Device
+from l2l_compile.devices.threaded import ThreadedDevice
 from l2l_compile.options import Options
-from l2l_compile.runtime.device import Device
-from l2l_compile.runtime.segment_run import Stats
-from l2l_compile.runtime.threaded import ThreadedDevice
+from l2l_compile.runtime.step import Stats
 from l2l_compile.session import Session, open_device
 
 from .cases import Context

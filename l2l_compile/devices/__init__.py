@@ -1,0 +1,1 @@
+"""What runs a program: lanes with events, copies, weight slabs."""

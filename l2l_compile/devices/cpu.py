@@ -1,0 +1,93 @@
+"""The host as its own device: work is done at once, fetches and offloads alias, a ledger counts bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ..memory.heap import apart_from_the_heap
+from ..memory.pages import Pool, unlocked
+from .device import LANES, Device, HostWeights, Lane
+from .ledger import Ledger
+
+_LARGE = 4 << 20  # bytes: large enough that new pages cost little next to what is computed
+
+
+class _Inline(Lane):
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def record(self) -> Any:
+        return None
+
+    def wait(self, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class CpuDevice(Device):
+    """Runs a program on the host, where weights and stashes are already: nothing is copied.
+
+    `peak_bytes` is what a device would hold: weights from fetch to release, activations and gradients while program
+    values hold them, and within a block what its operations make, each by itself.
+    """
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.lanes = dict.fromkeys(LANES, _Inline())
+        self.ledger = Ledger()
+        self.pinned = unlocked()  # nothing is copied by itself
+        self._pool = Pool(self.pinned)
+
+    def reserve_slabs(self, count: int, size: int) -> None:
+        if count == 0:
+            self.ledger.clear()
+
+    def load_weights(self, slab: int, wire: HostWeights | None, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [*(wire.views if wire is not None else ()), *(_alone(w.detach().contiguous()) for w in weights)]
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        part_of_more = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+        if part_of_more:  # storages are what is counted
+            return tensor.detach().clone(memory_format=torch.contiguous_format)
+        return tensor.detach().contiguous()
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def push(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A copy: gradients wait for their update, and would leave holes in the heap when they go one by one."""
+        return self._pool.empty(gradient.shape, gradient.dtype, "a gradient").copy_(gradient)
+
+    def running(self) -> AbstractContextManager:
+        """What stands in for device memory leaves the host's heap as it was."""
+        return apart_from_the_heap(_LARGE)
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.ledger.hold(tensors)
+
+    def free(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.ledger.drop(tensors)
+
+    def computes(self, inside: int) -> None:
+        self.ledger.pass_by(inside)
+
+    def start_peak(self) -> None:
+        self.ledger.start_peak()
+
+    def peak_bytes(self) -> int:
+        return self.ledger.peak
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in the same memory, whose storage ends where it does: storages are what is counted."""
+    storage, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
+    size = tensor.numel() * tensor.element_size()
+    if storage.nbytes() == size:
+        return tensor
+    return torch.empty(0, dtype=tensor.dtype).set_(storage[start : start + size], 0, tensor.shape)

@@ -1,0 +1,145 @@
+"""The interface between the executor and a device: three lanes with events, copies, and weight slabs.
+
+A *lane* runs what it is given in order; different lanes run at the same time and meet only at events. The executor
+says which lane does what and which events it waits for; a device says how. Memory of values is taken and given back
+in the order of the compute lane alone, so an allocator that knows one stream is enough.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from ..memory.layout import aligned
+from ..memory.pages import PinnedMemory
+from .staging import Staging
+
+LANES = ("compute", "h2d", "d2h")
+
+
+class Lane(ABC):
+    """A queue of work of one device."""
+
+    @abstractmethod
+    def run(self, work: Callable[[], None]) -> None:
+        """Do `work` after everything that was given to this lane before."""
+
+    @abstractmethod
+    def record(self) -> Any:
+        """An event that happens when everything given so far is done; None if it has happened already."""
+
+    @abstractmethod
+    def wait(self, event: Any) -> None:
+        """What is given from now on starts after `event`."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the caller until the lane is idle. Raises what the lane's work raised."""
+
+
+class HostWeights(Protocol):
+    """Weights of a segment in one buffer of the host, laid out as in a slab (`host/wire.py`).
+
+    buffer   uint8
+    pinned   whether the device can copy from it directly
+    views    the weights, one by one
+    """
+
+    buffer: torch.Tensor
+    pinned: bool
+    views: list[torch.Tensor]
+
+    def in_slab(self, slab: torch.Tensor) -> list[torch.Tensor]:
+        """The weights as views of another buffer with this layout."""
+
+
+class Device(ABC):
+    """Lanes, copies and slabs. Copies are called inside of `Lane.run` on the lane that the vocabulary names."""
+
+    torch_device: torch.device
+    lanes: dict[str, Lane]
+    pinned: PinnedMemory
+    _slabs: list[torch.Tensor]
+    _staging: Staging
+
+    @abstractmethod
+    def reserve_slabs(self, count: int, size: int) -> None:
+        """Have `count` weight slabs of `size` bytes; called before every step, and does nothing if they are there."""
+
+    def load_weights(self, slab: int, wire: HostWeights | None, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy a wire and further host tensors into a slab (h2d lane).
+
+        Returns contiguous device tensors, first the wire's, then the others; they may alias the host's.
+        """
+        target, offset, loaded = self._slabs[slab], 0, []
+        if wire is not None:
+            offset, loaded = wire.buffer.numel(), wire.in_slab(target)
+            if wire.pinned:
+                target[:offset].copy_(wire.buffer, non_blocking=True)
+            else:
+                self._staging.send(wire.buffer, target[:offset])
+        for weight in weights:
+            part = target[offset : offset + weight.numel() * weight.element_size()]
+            self._staging.send(weight, part)
+            loaded.append(part.view(weight.dtype).view(weight.shape))
+            offset += aligned(part.numel())
+        return loaded
+
+    @abstractmethod
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous device copy of a host tensor (h2d lane); it may alias it."""
+
+    @abstractmethod
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host copy of a device tensor (d2h lane); it may alias it."""
+
+    def push(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A host copy of a gradient, which nothing else reads (d2h lane)."""
+        return self.download(gradient)
+
+    def free(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The last reader of these tensors is done (compute lane)."""
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        """These tensors have just been made by a program value."""
+
+    def computes(self, inside: int) -> None:
+        """Operations run now that need up to so many bytes beside their operands (compute lane)."""
+
+    def wait_on_host(self, event: Any) -> None:
+        """Block the calling thread until an event of a lane (not None) has happened."""
+        event.wait()
+
+    @abstractmethod
+    def start_peak(self) -> None:
+        """Start measuring the peak of device memory."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Peak of device memory in bytes since `start_peak`."""
+
+    def begins(self, node: fx.Node) -> None:
+        """What the lanes are given from now on carries out this node of a program; for devices that measure."""
+
+    def running(self) -> AbstractContextManager:
+        """The caller gives work to the lanes."""
+        return nullcontext()
+
+    def recover(self) -> None:
+        """After a failure: wait until no lane works any more, forget what failed, free all slabs."""
+        for lane in self.lanes.values():
+            try:
+                lane.synchronize()
+            except Exception:  # noqa: BLE001 - the first error is on its way to the user already
+                pass
+        self.reserve_slabs(0, 0)
+
+    def synchronize(self) -> None:
+        """Wait for all lanes. Raises what work of a lane raised."""
+        for lane in self.lanes.values():
+            lane.synchronize()

@@ -1,0 +1,44 @@
+"""A ring of page-locked buffers through which host memory that is not page-locked goes to a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..memory.pages import PinnedMemory
+
+_SLOTS = 4
+_SLOT_BYTES = 8 << 20  # enough that a copy takes longer than its call
+
+
+def ring_bytes(budget: int | None) -> int:
+    """Page-locked bytes of the ring under a budget (None: no bound)."""
+    return _SLOTS * (_SLOT_BYTES if budget is None else min(_SLOT_BYTES, budget // (2 * _SLOTS)))
+
+
+class Staging:
+    """Copies host memory into a slot, and from there to the device; a slot is used again when its copy is done.
+
+    record, wait   an event after the copies given so far (None: they are done), and waiting for it on the host
+    """
+
+    def __init__(self, memory: PinnedMemory, record: Callable[[], Any], wait: Callable[[Any], None]):
+        self._record, self._wait = record, wait
+        size = ring_bytes(memory.budget) // _SLOTS
+        self._slots = [memory.take(size, "the staging ring")[0] for _ in range(_SLOTS)]
+        self._events: list[Any] = [None] * _SLOTS
+        self._next = 0
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a contiguous host tensor into device memory, uint8, of as many bytes."""
+        data, size = source.detach().reshape(-1).view(torch.uint8), self._slots[0].numel()
+        for start in range(0, data.numel(), size):
+            part = data[start : start + size]
+            slot, self._next = self._next, (self._next + 1) % _SLOTS
+            if self._events[slot] is not None:
+                self._wait(self._events[slot])
+            staged = self._slots[slot][: part.numel()].copy_(part)
+            target[start : start + part.numel()].copy_(staged, non_blocking=True)
+            self._events[slot] = self._record()

@@ -1,0 +1,135 @@
+"""A stand-in for a GPU: every lane is a thread, device memory is apart from the host's, freed memory becomes NaN.
+
+A program whose waits are right gives the same numbers here as on the host, whatever the delays; one that reads a
+value before it is there finds an empty box, and one that reads it after its release finds NaN. Used by the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..memory.pages import PinnedMemory, Pool
+from .device import LANES, Device, Lane
+from .ledger import Ledger
+from .staging import Staging
+
+
+class _Thread(Lane):
+    """Notes what fails in `failures`, which all lanes of a device share."""
+
+    def __init__(self, name: str, delay: float, seed: int, failures: list[BaseException]):
+        self._work: queue.SimpleQueue = queue.SimpleQueue()
+        self._failed: BaseException | None = None
+        self._failures = failures
+        self._delay, self._random = delay, random.Random(seed)
+        threading.Thread(target=self._loop, name=f"l2l-{name}", daemon=True).start()
+
+    def run(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def record(self) -> threading.Event:
+        event = threading.Event()
+        self._work.put(event)
+        return event
+
+    def wait(self, event: threading.Event) -> None:
+        self._work.put(event.wait)
+
+    def synchronize(self) -> None:
+        self.record().wait()
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def _loop(self) -> None:
+        while True:
+            work = self._work.get()
+            if isinstance(work, threading.Event):
+                work.set()
+                continue
+            try:
+                if self._failed is None:
+                    time.sleep(self._random.random() * self._delay)
+                    with torch.no_grad():
+                        work()
+            except BaseException as error:  # noqa: BLE001 - handed to the caller by synchronize
+                self._failed = error
+                self._failures.append(error)
+
+
+class ThreadedDevice(Device):
+    """`delay` is the longest pause in seconds before each piece of work; `seed` fixes the pauses' lengths."""
+
+    def __init__(self, delay: float = 0.001, seed: int = 0, pinned_memory: int | None = None):
+        self.torch_device = torch.device("cpu")
+        self.locked: dict[int, int] = {}
+        self.pinned = PinnedMemory(pinned_memory, self.locked.__setitem__, self.locked.__delitem__)
+        self._staging = Staging(self.pinned, lambda: None, threading.Event.wait)  # a copy of a lane's thread is done at once
+        self._pool = Pool(self.pinned, threading.Event.is_set)
+        self._failures: list[BaseException] = []
+        self.lanes = {name: _Thread(name, delay, seed + i, self._failures) for i, name in enumerate(LANES)}
+        self.ledger = Ledger()
+        self._slabs: list[torch.Tensor] = []
+
+    def reserve_slabs(self, count: int, size: int) -> None:
+        if count == 0:
+            self.ledger.clear()
+        if len(self._slabs) != count or (count and self._slabs[0].numel() < size):
+            self._slabs = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._pool.reads(tensor, self.lanes["h2d"].record())
+        return result
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = self._pool.empty(tensor.shape, tensor.dtype, "a tensor from the device").copy_(tensor)
+        self._pool.reads(host, self.lanes["d2h"].record())
+        return host
+
+    def synchronize(self) -> None:
+        """Raises what failed first: lanes that read what another lane could not make fail as well."""
+        for lane in self.lanes.values():
+            with contextlib.suppress(BaseException):
+                lane.synchronize()
+        first, self._failures[:] = self._failures[:1], []
+        if first:
+            raise first[0]
+
+    def recover(self) -> None:
+        super().recover()
+        self._failures.clear()
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.ledger.hold(tensors)
+
+    def free(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in self.ledger.drop(tensors):
+            _poison(tensor)
+
+    def computes(self, inside: int) -> None:
+        self.ledger.pass_by(inside)
+
+    def start_peak(self) -> None:
+        self.ledger.start_peak()
+
+    def peak_bytes(self) -> int:
+        return self.ledger.peak
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    """Fill freed memory: NaN in floating point, a number far out of range in integers."""
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        whole.fill_(float("nan"))
+    elif tensor.dtype is torch.bool:
+        whole.logical_not_()
+    else:
+        whole.fill_(torch.iinfo(tensor.dtype).max // 2)

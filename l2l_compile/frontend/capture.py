@@ -1,0 +1,192 @@
+"""From Dynamo's graph to a `Captured` graph: inputs sorted by kind, one batch symbol, every value described."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from ..errors import DeviceError, L2LError
+from ..ir.captured import Captured, Input
+from ..ir.values import TensorSpec, dim_of
+from . import dynamo
+from .inline import inline_subgraphs
+from .simplify import simplify
+from .stacked import take_slices_apart
+from .writes import settle_writes, with_states
+
+
+def capture(gm: fx.GraphModule) -> Captured:
+    """Describe Dynamo's graph module. Raises `DeviceError` when a tensor is not on the host."""
+    inline_subgraphs(gm)
+    _refuse_data_dependence(gm.graph)
+    simplify(gm.graph)
+    settle_writes(gm.graph)
+    _check_on_host(gm)
+    inputs = tuple(_describe(i, n) for i, n in enumerate(gm.graph.find_nodes(op="placeholder")))
+    batch, why_static = _batch_symbol(inputs)
+    inputs = with_states([_functional_weight(i, batch) for i in inputs], gm.graph)
+    parts = take_slices_apart(gm.graph, inputs)
+    specs = {
+        node: TensorSpec.of(node.meta["example_value"], batch)
+        for node in gm.graph.nodes
+        if isinstance(node.meta.get("example_value"), torch.Tensor)
+    }
+    symbol_at, hints = _symbols(inputs)
+    captured = Captured(
+        gm.graph,
+        gm,
+        inputs,
+        specs,
+        batch,
+        why_static,
+        hints,
+        symbol_at,
+        grad_enabled=torch.is_grad_enabled(),
+        autocast=_autocast(),
+        break_reason=dynamo.graph_break(gm),
+        parts=parts,
+    )
+    _lift_constants(captured)
+    return captured
+
+
+def _autocast() -> torch.dtype | None:
+    if torch.is_autocast_enabled("cuda"):
+        raise L2LError(
+            "torch.autocast('cuda') is on, but the model is traced on the host, where it has no effect. Use "
+            "torch.autocast('cpu'), which holds for the device that the layers run on"
+        )
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+def _refuse_data_dependence(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if any(map(_is_unbacked, _symbolic_sizes(node.meta.get("example_value")))):
+            where = (node.meta.get("stack_trace") or "").strip().split("\n")
+            raise L2LError(
+                f"'{node.name}' makes a number or a size from the values of a tensor, which backend 'l2l' cannot stream: "
+                "keep it a tensor, or compile without fullgraph=True and capture_scalar_outputs, which breaks the graph there"
+                + "".join(f"\n  {line.strip()}" for line in where[-2:])
+            )
+
+
+def _symbolic_sizes(value: object) -> list[sympy.Basic]:
+    sizes = (value,)
+    if isinstance(value, torch.Tensor):
+        sizes = (*value.shape, *value.stride(), value.storage_offset()) if value.layout is torch.strided else value.shape
+    return [size.node.expr for size in sizes if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool))]
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_unbacked(size: sympy.Basic) -> bool:
+    return bool(free_unbacked_symbols(size))
+
+
+def _describe(index: int, node: fx.Node) -> Input:
+    example = node.meta.get("example_value")
+    name = _readable(dynamo.source_name(node))
+    if not isinstance(example, torch.Tensor):
+        return Input(index, node, name, "symbol")
+    if isinstance(example, torch.nn.Parameter):
+        return Input(index, node, name, "parameter")
+    if dynamo.is_module_attribute(node):
+        return Input(index, node, name, "buffer")
+    return Input(index, node, name, "value")
+
+
+def _functional_weight(found: Input, batch: sympy.Symbol | None) -> Input:
+    """A leaf that wants a gradient and has no batch dimension is a weight of a model written as plain functions."""
+    example = found.node.meta.get("example_value")
+    if found.kind != "value" or not example.requires_grad or not example.is_leaf:
+        return found
+    batched = batch is not None and any(dim_of(s) == batch for s in example.shape)
+    return found if batched else replace(found, kind="parameter")
+
+
+def _readable(source: str) -> str:
+    """`L['self']._modules['h']._modules['0']._parameters['w']` -> `h.0.w`; `L['kwargs']['labels']` -> `labels`."""
+    source = re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", source)
+    name = re.sub(r"\._(modules|parameters|buffers)\['([^']*)'\]", r".\2", source)
+    name = re.sub(r"^L\['\w+'\]\.(__self__\.)?(?=.)", "", name)
+    name = re.sub(r"\['?([^']*?)'?\]", r".\1", name)
+    return re.sub(r"^L\.(kwargs\.|args\.)?", "", name) or source
+
+
+def _check_on_host(gm: fx.GraphModule) -> None:
+    for node in gm.graph.find_nodes(op="placeholder"):
+        example = node.meta.get("example_value")
+        if isinstance(example, torch.Tensor) and example.device.type != "cpu":
+            what = "parameter" if isinstance(example, torch.nn.Parameter) else "input"
+            if example.device.type == "meta":
+                raise DeviceError(
+                    f"{what} '{_readable(dynamo.source_name(node))}' is on meta, without values: give the model memory with "
+                    "model.to_empty(device='cpu'), and load its weights. (explain takes a model on meta as it is)"
+                )
+            raise DeviceError(
+                f"{what} '{_readable(dynamo.source_name(node))}' is on {example.device}. Backend 'l2l' streams layers "
+                "from the host: leave the model and its inputs on the host (do not call .to('cuda')), and name the "
+                "accelerator with the option 'device'"
+            )
+
+
+def _batch_symbol(inputs: tuple[Input, ...]) -> tuple[sympy.Symbol | None, str | None]:
+    """The symbol that most inputs share as the size of their batch; equal sizes are taken to share it."""
+    tensors = [i for i in inputs if i.kind == "value" and i.node.meta["example_value"].dim()]
+    data = [i for i in tensors if not i.node.meta["example_value"].requires_grad] or tensors
+    candidates = _batch_sizes(data)
+    symbolic = [s for s in candidates if _is_symbol(s)]
+    if not symbolic:
+        if not candidates:
+            return None, "no input of this graph is a batched tensor"
+        if any(s == 1 for s in candidates):
+            return None, "a batch of one row cannot be split"
+        return None, "Dynamo specialised the size of the batch to a number"
+    size = Counter(s.node.hint for s in symbolic).most_common(1)[0][0]
+    handed_on = [i for i in tensors if i not in data and not i.node.meta["example_value"].is_leaf]  # across a graph break
+    same = [s for s in (*symbolic, *filter(_is_symbol, _batch_sizes(handed_on))) if s.node.hint == size]
+    for other in same[1:]:
+        bool(same[0] == other)  # a guard: the inputs' batch sizes stay equal, or Dynamo captures anew
+    batch = dim_of(same[0])
+    return (batch, None) if isinstance(batch, sympy.Symbol) else (None, "Dynamo specialised the size of the batch")
+
+
+def _batch_sizes(inputs: Sequence[Input]) -> list[int | torch.SymInt]:
+    """The sizes of these inputs where the batch is taken to be, of those that have rows."""
+    places = [(i.node.meta["example_value"].shape, dynamo.batch_dimension_of(i.node)) for i in inputs]
+    return [shape[place] for shape, place in places if place is not None and place < len(shape)]
+
+
+def _is_symbol(size: int | torch.SymInt) -> bool:
+    return isinstance(size, torch.SymInt) and isinstance(dim_of(size), sympy.Symbol)
+
+
+def _symbols(inputs: tuple[Input, ...]) -> tuple[dict, dict]:
+    where: dict[sympy.Symbol, tuple[int, int | None]] = {}
+    hints: dict[sympy.Symbol, int] = {}
+    for i in inputs:
+        example = i.node.meta.get("example_value")
+        sizes = enumerate(example.shape) if isinstance(example, torch.Tensor) else [(None, example)]
+        for dim, size in sizes:
+            if isinstance(size, torch.SymInt) and isinstance(dim_of(size), sympy.Symbol):
+                where.setdefault(dim_of(size), (i.index, dim))
+                hints.setdefault(dim_of(size), int(size.node.hint))
+    return where, hints
+
+
+def _lift_constants(captured: Captured) -> None:
+    """Tensor constants of the graph become buffers of the segments that read them."""
+    for node in captured.graph.find_nodes(op="get_attr"):
+        value = captured.module
+        for part in node.target.split("."):
+            value = getattr(value, part)
+        if isinstance(value, torch.Tensor):
+            captured.constants[node.target] = value
+            captured.specs[node] = TensorSpec.of(value, None)

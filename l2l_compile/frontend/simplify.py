@@ -1,0 +1,275 @@
+"""Rewrites of Dynamo's graph that change no number: sizes and constants spelled out, writes and dead operations removed."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import types
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import L2LError
+from .recurrent_stacks import split_stacks
+
+_SILENT = {torch._C._log_api_usage_once}  # calls that only count uses of an API
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Bring a graph, in place, into the form that the passes read."""
+    _specialize_floats(graph)
+    split_stacks(graph)
+    _spell_sizes(graph)
+    _spell_squeezed(graph)
+    _make_in_place(graph)
+    _write_anew(graph)
+    _write_by_mask(graph)
+    _lay_out_for_strides(graph)
+    drop_dead(graph)
+
+
+def _specialize_floats(graph: fx.Graph) -> None:
+    """A Python float that Dynamo made symbolic (a dropout rate that changed) becomes its value, under a guard."""
+    for node in list(graph.nodes):
+        value = node.meta.get("example_value")
+        if isinstance(value, (torch.SymFloat, torch.SymBool)) and node.op.startswith("call_"):
+            if any(s.is_integer for s in value.node.expr.free_symbols):
+                continue  # computed from a size: specialising it would fix the size of the batch
+            node.replace_all_uses_with(float(value) if isinstance(value, torch.SymFloat) else bool(value))
+            graph.erase_node(node)
+
+
+def _spell_sizes(graph: fx.Graph) -> None:
+    """`x.size()`, read by others as a whole or entry by entry, becomes its entries, which are numbers."""
+    for node in list(graph.nodes):
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.Size) or node.op == "placeholder":
+            continue
+        entries = _entries(graph, node)
+        for user in list(node.users):
+            if user.target is operator.getitem and isinstance(user.args[1], int) and isinstance(entries[user.args[1]], fx.Node):
+                user.replace_all_uses_with(entries[user.args[1]])
+                graph.erase_node(user)
+            else:
+                user.args, user.kwargs = _replaced((user.args, user.kwargs), node, tuple(entries))
+
+
+def _spell_squeezed(graph: fx.Graph) -> None:
+    """`x.squeeze()` drops the dimensions of one entry that it dropped here, whatever the size of a micro-batch."""
+    for node in graph.nodes:
+        if node.target in ("squeeze", torch.squeeze) and len(node.args) == 1 and not node.kwargs:
+            sizes, made = node.args[0].meta["example_value"].shape, node.meta["example_value"]
+            dropped = tuple(dim for dim, size in enumerate(sizes) if isinstance(size, int) and size == 1)
+            if len(sizes) - len(dropped) == made.ndim:
+                node.args = (node.args[0], dropped)
+
+
+def _entries(graph: fx.Graph, node: fx.Node) -> list:
+    """The numbers of a size: of a tensor, or made from sizes that are spelled out already."""
+    if isinstance(node.args[0], tuple):
+        return list(node.target(*node.args, **node.kwargs))
+    entries: list = []
+    with graph.inserting_after(node):
+        for dim, size in enumerate(node.meta["example_value"]):
+            if isinstance(size, torch.SymInt):
+                entries.append(graph.call_method("size", (node.args[0], dim)))
+                entries[-1].meta = {**node.meta, "example_value": size}
+            else:
+                entries.append(size)
+    return entries
+
+
+def _replaced(arguments: Any, node: fx.Node, by: tuple) -> Any:
+    """Arguments of a call with a tuple in the place of a node."""
+    if isinstance(arguments, (tuple, list)):
+        return type(arguments)(_replaced(a, node, by) for a in arguments)
+    if isinstance(arguments, dict):
+        return {k: _replaced(a, node, by) for k, a in arguments.items()}
+    return by if arguments is node else arguments
+
+
+_ANEW = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+
+
+def _write_anew(graph: fx.Graph) -> None:
+    """`x += y` on an intermediate value that nobody reads under its old name afterwards becomes `x = x + y`."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    sharing: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if (memory := memory_of(node)) is not None:
+            sharing.setdefault(memory, []).append(node)
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in _ANEW:
+            continue
+        written, value = node.args[0], node.meta.get("example_value")
+        memory = memory_of(node)
+        if memory is None or not isinstance(written, fx.Node) or value.requires_grad and value.is_leaf:
+            continue
+        others = [n for n in sharing[memory] if order[n] < order[node]]
+        read_later = any(order[user] > order[node] for n in others for user in n.users)
+        if read_later or any(n.op != "call_function" and n.op != "call_method" for n in others):
+            continue  # an input, or seen through another value
+        operands = [a.meta.get("example_value") if isinstance(a, fx.Node) else a for a in node.args]
+        if all(isinstance(o, torch.Tensor | int | float) for o in operands) and torch.result_type(*operands) == value.dtype:
+            if not isinstance(operands[1], torch.Tensor) or torch.broadcast_shapes(value.shape, operands[1].shape) == value.shape:
+                node.target = _ANEW[node.target]
+
+
+def _write_by_mask(graph: fx.Graph) -> None:
+    """`x[mask] = v`, the same `v` for every entry picked, becomes `x.copy_(torch.where(mask, v, x))`: its gradient has fixed sizes."""
+    for node in graph.find_nodes(op="call_function", target=operator.setitem):
+        x, mask, v = node.args
+        examples = [n.meta.get("example_value") if isinstance(n, fx.Node) else None for n in (x, mask, v)]
+        if not all(isinstance(e, torch.Tensor) for e in examples) or examples[1].dtype is not torch.bool:
+            continue
+        inner = examples[0].ndim - examples[1].ndim
+        if examples[2].ndim > inner:
+            continue
+
+        def put(target: Any, *args: Any, node: fx.Node = node) -> fx.Node:
+            with graph.inserting_before(node):
+                made = graph.call_function(target, args)
+            made.meta = {**node.meta, "example_value": target(*fx.node.map_arg(args, lambda read: read.meta["example_value"]))}
+            return made
+
+        opened = put(operator.getitem, mask, (..., *[None] * inner)) if inner else mask
+        chosen = put(torch.where, opened, v, x)
+        with graph.inserting_before(node):
+            written = graph.call_method("copy_", (x, chosen))
+        written.meta = {**node.meta, "example_value": examples[0]}
+        graph.erase_node(node)
+
+
+def memory_of(node: fx.Node) -> int | None:
+    """The storage of a tensor; None for other values, and within functorch's transforms."""
+    value = node.meta.get("example_value")
+    try:
+        return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    except NotImplementedError:
+        return None
+
+
+def _make_in_place(graph: fx.Graph) -> None:
+    """What is made of numbers alone is made anew for each reader, in its segment.
+
+    A segment then sees that it numbers rows (`torch.arange` over a symbolic size), and a number that PyTorch holds in a tensor
+    (`torch.div` of two of them) may be a size, for which its value has to be known.
+    """
+    for node in reversed(list(graph.nodes)):
+        if not _is_of_numbers(node) or not node.users:
+            continue
+        for reader in list(node.users)[1:]:
+            with graph.inserting_before(reader):
+                own = graph.node_copy(node)
+            reader.replace_input_with(node, own)
+        next(iter(node.users)).prepend(node)
+
+
+def _lay_out_for_strides(graph: fx.Graph) -> None:
+    """`x.as_strided(...)` reads the memory of `x`: it is given one that is laid out as that of `x` was, wherever `x` comes from.
+
+    Raises `L2LError` where that memory holds more than `x`, or is written into afterwards.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.target not in ("as_strided", torch.as_strided) or memory_of(node) is None:
+            continue
+        source = node.args[0] if node.args else node.kwargs["input"]
+        dims = _dims_of_memory(source.meta["example_value"])
+        sharing = [n for n in order if memory_of(n) == memory_of(node)]
+        written = any(order.get(user, 0) > order[node] and writes(user) for n in sharing for user in n.users)
+        if dims is None or written:
+            raise L2LError(
+                f"'{node.name}' is a view by strides (as_strided) of memory that {'is written into' if written else 'holds more than its tensor'}, "
+                "which cannot be cut into segments: use slices or unfold, or a copy of the tensor (x.clone())"
+            )
+        for method, args in (("permute", (dims,)), ("contiguous", ())):
+            with graph.inserting_before(node):
+                made = graph.call_method(method, (source, *args))
+            made.meta = {**node.meta, "example_value": getattr(source.meta["example_value"], method)(*args)}
+            source = made
+        node.args, node.kwargs = ((source, *node.args[1:]), node.kwargs) if node.args else ((), {**node.kwargs, "input": source})
+
+
+def _dims_of_memory(value: torch.Tensor) -> list[int] | None:
+    """The dimensions of a tensor in the order of its memory, outermost first; None if that holds other entries as well."""
+    sizes, strides = ([hint_of(n) for n in numbers] for numbers in (value.shape, value.stride()))
+    dims = sorted(range(value.ndim), key=lambda dim: -strides[dim])
+    inner = 1
+    for dim in reversed([dim for dim in dims if sizes[dim] != 1]):
+        if strides[dim] != inner:
+            return None
+        inner *= sizes[dim]
+    alone = hint_of(value.untyped_storage().nbytes()) == inner * value.element_size()
+    return dims if alone and hint_of(value.storage_offset()) == 0 else None
+
+
+def hint_of(size: int | torch.SymInt) -> int:
+    """The number that a size has in this capture."""
+    return size if isinstance(size, int) else size.node.hint
+
+
+def _is_of_numbers(node: fx.Node) -> bool:
+    if node.op == "call_function" and node.target is torch.arange:
+        return isinstance(node.meta["example_value"].shape[0], torch.SymInt)
+    return may_be_size(node) and all(user.op == "output" or is_pure(user) for user in node.users)
+
+
+def may_be_size(node: fx.Node) -> bool:
+    """Whether a node makes, of numbers alone, a tensor that is a whole number: PyTorch takes such a one as a size."""
+    value = node.meta.get("example_value")
+    return (
+        node.op == "call_function"
+        and isinstance(value, torch.Tensor)
+        and value.ndim == 0
+        and value.dtype in (torch.int64, torch.int32)
+        and getattr(value, "constant", None) is not None
+        and is_pure(node)
+    )
+
+
+def drop_dead(graph: fx.Graph) -> None:
+    """Erase operations whose result nobody reads and that change nothing; in doubt, they stay."""
+    for node in reversed(list(graph.nodes)):
+        if node.op.startswith("call_") and not node.users and (node.target in _SILENT or is_pure(node)):
+            graph.erase_node(node)
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether an operation says that it writes into an argument."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    if not node.op.startswith("call_"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    inplace = node.kwargs.get("inplace")
+    if isinstance(node.target, types.FunctionType):
+        inplace = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get("inplace")
+    return (
+        name.endswith("_")
+        and not name.endswith("__")
+        or name == "setitem"
+        or node.target in _ANEW
+        or "out" in node.kwargs
+        or bool(inplace)
+    )
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether an operation surely writes into none of its arguments; in doubt, it is not pure."""
+    if not isinstance(node.meta.get("example_value"), (torch.Tensor, torch.SymInt, int)):
+        return False
+    if any(a is True for a in node.args) or "inplace" in node.kwargs or "out" in node.kwargs:
+        return False  # functional.relu(x, True) writes into x
+    if node.op == "call_method":
+        return not node.target.endswith("_")
+    name = getattr(node.target, "__name__", "")
+    if getattr(operator, name, None) is node.target:
+        return name != "setitem" and not (name.startswith("i") and hasattr(operator, name[1:]))
+    return isinstance(node.target, types.BuiltinFunctionType) and not name.endswith("_")

@@ -1,0 +1,1 @@
+"""The optimizer behind the device: when a parameter is updated, and how."""

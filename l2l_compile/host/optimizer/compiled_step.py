@@ -1,0 +1,110 @@
+"""An optimizer's step as one pass over memory: elementwise ones are recorded, compiled, and write the wire as well.
+
+What has no formula (norms of a tensor, factored state, the step that makes the state) takes the optimizer's own step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ...errors import L2LError
+from ..gradients import GradientMemory
+from ..wire import Wires
+from .kernel import Kernel, Launch, address_of, run_all
+from .record import NotElementwise, Recipe, record, vectors
+from .torch_step import Hyperparameters, hyperparameters, scaled, step_on, with_state_of_trial
+
+Parameter = torch.nn.Parameter
+_WIDTHS = (torch.float32, torch.float64)
+
+
+class CompiledStep:
+    """Steps of one optimizer on some of its parameters. Runs on the host lane, with `threads` threads."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, wires: Wires, threads: int, memory: GradientMemory):
+        self.optimizer, self.wires, self.threads, self._memory = optimizer, wires, threads, memory
+        self._groups: Hyperparameters | None = None
+        self._recipes: dict[tuple, Recipe | None] = {}  # of this step: with these hyperparameters
+        self._kernels: dict[tuple, tuple] = {}
+
+    def on(self, groups: Hyperparameters, gradients: Mapping[Parameter, torch.Tensor], factor: float) -> Hyperparameters:
+        """As `step_on` with gradients times `factor`; may overwrite them. Raises `L2LError` if a wire was not the copy of its parameter."""
+        if groups is not self._groups:
+            self._groups, self._recipes, self._kernels = groups, {}, {}
+        compiled: dict[Parameter, Launch] = {}
+        after = groups
+        for number, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter in gradients and (recipe := self._recipe(number, parameter, gradients[parameter])) is not None:
+                    after = recipe.groups
+                    compiled[parameter] = self._launch(recipe, parameter, gradients[parameter], factor)
+        run_all(list(compiled.values()), self.threads)
+        rest = {p: g for p, g in gradients.items() if p not in compiled}
+        if rest:
+            after = step_on(self.optimizer, groups, scaled(rest, factor, self._memory))
+        torch.autograd.graph.increment_version(gradients)  # fused steps do not
+        for parameter, launch in compiled.items():
+            self._written(parameter, launch)
+        return after
+
+    def _recipe(self, group: int, parameter: Parameter, gradient: torch.Tensor) -> Recipe | None:
+        state = self.optimizer.state.get(parameter, {})
+        names = vectors(parameter, state)
+        if parameter.dtype not in _WIDTHS or not all(t.is_contiguous() for t in (parameter, gradient, *map(state.get, names))):
+            return None
+        rest = tuple(
+            v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in state.items() if k not in names
+        )
+        special = id(parameter) if parameter.__dict__ else 0  # attributes that the optimizer may look at
+        key = (group, parameter.dtype, tuple(state), str(rest), special)
+        for place in ((*key, "any shape"), (*key, parameter.shape)):
+            if place in self._recipes:
+                return self._recipes[place]
+        try:
+            recipe = record(self.optimizer, self._groups, group, parameter)
+        except NotElementwise:
+            recipe = None
+        self._recipes[*key, "any shape" if recipe is not None and recipe.any_shape else parameter.shape] = recipe
+        return recipe
+
+    def _launch(self, recipe: Recipe, parameter: Parameter, gradient: torch.Tensor, factor: float) -> Launch:
+        copy = self.wires.latest(parameter)
+        function, scalars = self._kernel(
+            recipe, parameter.dtype, gradient.dtype, copy.view.dtype if copy is not None else None, factor
+        )
+        state = self.optimizer.state[parameter] if recipe.reads or recipe.state else {}
+        for name, value in recipe.state.items():
+            state[name] = value.clone() if isinstance(value, torch.Tensor) else value
+        tensors = [gradient, parameter, *map(state.get, recipe.reads)]
+        if copy is None:
+            return Launch(function, scalars, tensors)
+        return Launch(function, scalars, [*tensors, copy.view], checked=copy.unchanged())
+
+    def _kernel(self, recipe: Recipe, real: torch.dtype, gradient: torch.dtype, wire: torch.dtype | None, factor: float) -> tuple:
+        """The machine code of a recipe, and its numbers."""
+        key = id(recipe), gradient, wire, factor
+        if key not in self._kernels:
+            function = address_of(Kernel(recipe.formula, real, gradient, wire, factor != 1.0))
+            self._kernels[key] = function, torch.tensor([*recipe.scalars, factor], dtype=real)
+        return self._kernels[key]
+
+    def _written(self, parameter: Parameter, launch: Launch) -> None:
+        self.wires.written(parameter)
+        if launch.stale and launch.checked:
+            raise L2LError(
+                f"a parameter of shape {tuple(parameter.shape)} was written between the forward and its update in a way that "
+                "PyTorch does not record (through .data): the step used old values for some entries. Write into the "
+                "parameter itself under torch.no_grad(), after l2l_compile.synchronize(model)"
+            )
+
+
+def why_not_compiled(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why updates of matrices take the optimizer's own step; None if they are compiled."""
+    trial, parameter = with_state_of_trial(optimizer)
+    try:
+        record(trial, hyperparameters(optimizer)[:1], 0, parameter)
+    except NotElementwise as reason:
+        return str(reason)
+    return None

@@ -1,0 +1,35 @@
+"""An optimizer's first step makes its state apart from the heap."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from ...memory.heap import apart_from_the_heap, trim_the_heap
+from ..hooks import weakly
+
+
+class SpareStep:
+    """Has an optimizer make its state apart from the heap in its own first step, and trims the heap before every step.
+
+    With the option update='at_step' all gradients and the optimizer's temporaries stand beside the state then: no moment
+    needs more memory of the host.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._inside = ExitStack()
+        self._tried = False
+        optimizer.register_step_pre_hook(weakly(self._before_step))
+        optimizer.register_step_post_hook(weakly(self._after_step))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._inside.close()  # a step that failed may have left it open
+        trim_the_heap()
+        if not self._tried:
+            self._inside.enter_context(apart_from_the_heap())
+
+    def _after_step(self, *_: Any) -> None:
+        self._tried = True
+        self._inside.close()

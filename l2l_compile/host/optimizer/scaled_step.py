@@ -1,0 +1,35 @@
+"""fp16 with `update="at_step"`: the loss is scaled, and a step with an overflow does nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import L2LError
+from ..hooks import weakly
+from .loss_scale import LossScale
+
+
+class ScaledStep:
+    """Watches an optimizer's steps: without finite gradients, `optimizer.step()` finds none and changes nothing."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.scale = LossScale()
+        self.skipped = 0
+        self.used = False  # whether the gradients of this step were scaled here: an optimizer may serve several models
+        optimizer.register_step_pre_hook(weakly(self._before_step))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
+        if any(a is not None for a in (*arguments[1:], *named.values())):
+            raise L2LError(
+                "optimizer.step(closure) runs the model within the step, where precision='fp16' cannot skip it: use 'bf16'"
+            )
+        if not self.used:
+            return
+        self.used = False
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        overflow = not all(bool(torch.isfinite(p.grad).all()) for p in held)
+        self.scale.update(overflow)
+        if overflow:
+            self.skipped += 1
+            for parameter in held:
+                parameter.grad = None

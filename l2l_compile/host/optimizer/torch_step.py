@@ -1,0 +1,172 @@
+"""An optimizer's own step, on some of its parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ...errors import L2LError
+from ...memory.heap import apart_from_the_heap
+from ..gradients import GradientMemory
+
+Hyperparameters = list[dict[str, Any]]
+_stateless: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # their steps were seen to make no state
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
+    """What each param_group holds besides its parameters, as it is now (tensors are copied)."""
+    return [
+        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def shadow_of(
+    optimizer: torch.optim.Optimizer, groups: Hyperparameters, parameters: Sequence[Sequence[torch.Tensor]]
+) -> tuple[torch.optim.Optimizer, Callable[[], Any]]:
+    """An optimizer of the same class over other parameters, a list for each param_group, without state; and its step.
+
+    Hooks stay with the optimizer: they are for whole steps.
+    """
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    shadow.state = defaultdict(dict)
+    shadow.param_groups = [{**group, "params": list(own)} for group, own in zip(groups, parameters, strict=True)]
+    shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    step = type(optimizer).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # nor global hooks
+    return shadow, lambda: step(shadow)
+
+
+def step_on(
+    optimizer: torch.optim.Optimizer, groups: Hyperparameters, gradients: Mapping[torch.nn.Parameter, torch.Tensor]
+) -> Hyperparameters:
+    """Run the class's own `step` on the parameters in `gradients` alone, with the hyperparameters in `groups`.
+
+    Parameters and `optimizer.state` change as in the optimizer's own step; `param_groups`, hooks and `p.grad` do not.
+    Returns the hyperparameters after the step: some optimizers count steps there.
+    """
+    chosen = [[p for p in group["params"] if p in gradients] for group in optimizer.param_groups]
+    stand_ins = {p: _stand_in(p, gradients[p]) for own in chosen for p in own}
+    shadow, step = shadow_of(optimizer, groups, [[stand_ins[p] for p in own] for own in chosen])
+    for parameter, stand_in in stand_ins.items():
+        if parameter in optimizer.state:
+            shadow.state[stand_in] = optimizer.state[parameter]
+    makes_state = optimizer not in _stateless and any(p not in optimizer.state for p in stand_ins)
+    with apart_from_the_heap() if makes_state else nullcontext():
+        step()
+    if makes_state and not any(s in shadow.state for s in stand_ins.values()):
+        _stateless.add(optimizer)
+    for parameter, stand_in in stand_ins.items():
+        if stand_in in shadow.state:
+            optimizer.state[parameter] = shadow.state[stand_in]
+    return [{k: v for k, v in group.items() if k != "params"} for group in shadow.param_groups]
+
+
+def scaled(
+    gradients: Mapping[torch.nn.Parameter, torch.Tensor], factor: float, memory: GradientMemory
+) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """Gradients in the dtype of their parameters, times a factor. May overwrite those that are given."""
+    wide = {p: memory.widened(g, p.dtype) for p, g in gradients.items()}
+    return wide if factor == 1.0 else {p: g.mul_(factor) for p, g in wide.items()}
+
+
+class TorchStep:
+    """Steps of one optimizer on some of its parameters, by its own code."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, memory: GradientMemory):
+        self.optimizer, self._memory = optimizer, memory
+
+    def on(self, groups: Hyperparameters, gradients: Mapping[torch.nn.Parameter, torch.Tensor], factor: float) -> Hyperparameters:
+        """As `step_on`, with gradients times `factor`; may overwrite them."""
+        return step_on(self.optimizer, groups, scaled(gradients, factor, self._memory))
+
+
+def _stand_in(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    stand_in = parameter.detach().requires_grad_()
+    stand_in.__dict__.update(parameter.__dict__)
+    stand_in.grad = gradient
+    return stand_in
+
+
+def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `L2LError` if an optimizer's step on all parameters is not that on some, then on the others.
+
+    Tried on small tensors with the optimizer's class and hyperparameters: three steps, with gradients of other sizes.
+    """
+    try:
+        joint, counts = _trial(optimizer, together=True)
+        apart, counts_apart = _trial(optimizer, together=False)
+    except Exception as error:
+        raise L2LError(
+            f"a step of {type(optimizer).__name__} on small tensors failed, so it cannot update layer by layer: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}. Use update='at_step', or an optimizer that takes dense gradients of host tensors"
+        ) from error
+    if counts != counts_apart or not all(torch.equal(a, b) for a, b in zip(joint, apart, strict=True)):
+        raise L2LError(
+            f"{type(optimizer).__name__} does not update parameters independently of each other (a norm over all of them, "
+            "or a count of its own), so it cannot update layer by layer: use update='at_step'"
+        )
+
+
+def with_state_of_trial(optimizer: torch.optim.Optimizer, entries: int = 128) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
+    """An optimizer with the class and hyperparameters of another, over a square matrix, after a step; and the matrix."""
+    parameter = torch.nn.Parameter(torch.zeros(entries, entries))
+    trial = _small_copy(optimizer, [parameter])
+    step_on(trial, hyperparameters(optimizer)[:1], {parameter: torch.ones(entries, entries)})
+    return trial, parameter
+
+
+def state_bytes_of_trial(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of optimizer state for each entry of a parameter, from a step on a small matrix."""
+    trial, parameter = with_state_of_trial(optimizer)
+    held = [v for v in trial.state[parameter].values() if isinstance(v, torch.Tensor)]
+    return round(sum(v.numel() * v.element_size() for v in held) / parameter.numel())
+
+
+def _small_copy(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer of the same class and first hyperparameters, over other parameters."""
+    trial = object.__new__(type(optimizer))
+    trial.__dict__.update(optimizer.__dict__)
+    trial.param_groups = [{**hyperparameters(optimizer)[0], "params": parameters}]
+    trial.state = defaultdict(dict)
+    for p in parameters:
+        if state := _state_like(optimizer, p):
+            trial.state[p] = state
+    return trial
+
+
+def _trial(optimizer: torch.optim.Optimizer, together: bool) -> tuple[list[torch.Tensor], list[dict]]:
+    """Two small parameters after three steps, and every set of plain hyperparameters that a step left."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(3, 4, generator=generator)) for _ in range(2)]
+    trial, groups = _small_copy(optimizer, parameters), hyperparameters(optimizer)[:1]
+    left: list[dict] = []
+    for _ in range(3):
+        gradients = {p: torch.randn(3, 4, generator=generator) * size for p, size in zip(parameters, (10.0, 0.1), strict=True)}
+        if together:
+            after = [step_on(trial, groups, gradients)] * 2
+        else:
+            after = [step_on(trial, groups, {p: g}) for p, g in gradients.items()]
+        left += [{k: v for k, v in a[0].items() if not isinstance(v, torch.Tensor)} for a in after]
+        groups = after[-1]
+    return [p.detach() for p in parameters], left
+
+
+def _state_like(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """State for a small parameter, with values of a real one's: Adagrad and others make theirs when they are built."""
+    for owner, state in optimizer.state.items():
+        made = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                if value.shape != owner.shape:
+                    return {}  # made in the step, or the step will say what it lacks
+                value = torch.full_like(parameter, value.flatten()[0].item(), dtype=value.dtype)
+            made[name] = value.clone() if isinstance(value, torch.Tensor) else value
+        return made
+    return {}

@@ -1,0 +1,103 @@
+"""A captured graph: Dynamo's graph with its inputs by kind, described for the passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch import fx
+
+from .values import Bindings, TensorSpec
+
+LOSS_TERM = "loss_term"  # in the meta of a node that stands for what rows contribute to a loss: never rounded to 16 bits
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice of a parameter in one piece of memory: `start` and `shape` in entries, `of` the index of the parameter's input."""
+
+    of: int
+    start: int
+    shape: tuple[int, ...]
+
+    def view(self, whole: torch.Tensor) -> torch.Tensor:
+        """The slice of the parameter, or of a tensor of its shape: a view without a history of its own, same memory."""
+        return whole.detach().view(-1)[self.start : self.start + torch.Size(self.shape).numel()].view(self.shape)
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of the captured graph, or a part of one.
+
+    kind    "parameter", "buffer", "state" (a tensor of the model that goes from segment to segment as a value: `frontend/writes.py`),
+            "value" or "symbol"
+    index   its place among the arguments of a call, and behind them for a part
+    part    which part of a parameter it is; None for an argument
+    """
+
+    index: int
+    node: fx.Node
+    name: str
+    kind: str
+    part: Part | None = None
+
+    @property
+    def is_weight(self) -> bool:
+        return self.kind in ("parameter", "buffer")
+
+    @property
+    def owner(self) -> int:
+        """The index of the argument that it is, or is a part of."""
+        return self.index if self.part is None else self.part.of
+
+
+@dataclass
+class Captured:
+    """Dynamo's graph, ready for the passes.
+
+    inputs       the placeholders that are arguments, in the order in which the compiled function is called
+    parts        slices of parameters that are weights of their own, numbered behind the inputs
+    specs        a `TensorSpec` per node that holds a tensor
+    batch        the symbol of the batch size; None where the graph is not polymorphic in it, and then `why_static`
+    hints        the sizes that the symbols had at capture
+    symbol_at    where to read each symbol at a call: (input index, dimension), or (input index, None) for an int input
+    grad_enabled whether gradients were recorded where the graph was captured
+    autocast     the dtype of the `torch.autocast` that was on there; None if none was
+    break_reason why Dynamo ended the graph early, if it did
+    lookups      the specs of weights in blocks that only look rows up in them, where those are not in `specs`
+    dropped      outputs that are not made, by position: there is None in their place
+    """
+
+    graph: fx.Graph
+    module: torch.nn.Module
+    inputs: tuple[Input, ...]
+    specs: dict[fx.Node, TensorSpec]
+    batch: sympy.Symbol | None
+    why_static: str | None
+    hints: Bindings
+    symbol_at: dict[sympy.Symbol, tuple[int, int | None]]
+    grad_enabled: bool
+    autocast: torch.dtype | None
+    break_reason: str | None = None
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    lookups: dict[fx.Node, TensorSpec] = field(default_factory=dict)
+    dropped: dict[int, TensorSpec] = field(default_factory=dict)
+    parts: tuple[Input, ...] = ()
+
+    @property
+    def weights(self) -> tuple[Input, ...]:
+        """Parameters and buffers, and parts of parameters."""
+        return tuple(i for i in (*self.inputs, *self.parts) if i.is_weight)
+
+    @property
+    def outputs(self) -> tuple:
+        """What the graph returns: nodes, and plain constants."""
+        return tuple(self.graph.output_node().args[0])
+
+    def bindings(self, arguments) -> dict[sympy.Symbol, int]:
+        """The symbols' values at a call with these arguments (tensors and ints)."""
+        return {
+            symbol: int(arguments[index] if dim is None else arguments[index].shape[dim])
+            for symbol, (index, dim) in self.symbol_at.items()
+        }

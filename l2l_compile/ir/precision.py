@@ -1,0 +1,15 @@
+"""The dtypes behind the options `precision` and `gradient_wire`."""
+
+from __future__ import annotations
+
+import torch
+
+from .values import TensorSpec
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def gradient_dtype(spec: TensorSpec, gradient_wire: str | None) -> torch.dtype:
+    """The dtype in which the gradient of a weight crosses the link; those of vectors and in float64 stay as the weight is."""
+    chosen = gradient_wire is not None and len(spec.shape) >= 2 and spec.dtype.itemsize <= 4
+    return DTYPES[gradient_wire] if chosen else spec.dtype

@@ -1,0 +1,145 @@
+"""Lowered blocks: code for all sizes that its guards hold for, code at one size, and the store of all codes of a process."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from ..ir.values import Bindings, Dim, dim_of, evaluate
+from .randomness import Draw
+from .sizes import Guards
+from .widening import storages_of
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """The ATen graph of a block, before it is compiled. Its operands are symbolic sizes, tensors and random draws.
+
+    `draws`, `seeded` and `present` are those of `Lowered`, `taken` is the memory that its operations take (see `lifetimes`). A graph from
+    disk has values at its operands alone (see `with_values`).
+    """
+
+    graph: fx.GraphModule
+    draws: tuple[Draw, ...]
+    seeded: bool
+    present: tuple[bool, ...]
+    taken: tuple[tuple[Dim, int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A block at one size. `run` executes it, with flat sequences of tensors.
+
+    draws    random draws to append to the operands, in the order of forward's operations
+    inside   most bytes that its operations hold at once beside the operands, where each runs by itself
+    """
+
+    traced: Traced
+    run: Callable[..., Sequence[torch.Tensor]]
+    draws: tuple[Draw, ...]
+    inside: int = 0
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """Its ATen graph; the value of each node, a fake tensor, is in its `meta["val"]`."""
+        return with_values(self.traced.graph)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether operations remain that draw from the device's default generator themselves."""
+        return self.traced.seeded
+
+    @property
+    def present(self) -> tuple[bool, ...]:
+        """Which outputs (backward: gradients of operands) there are; `run` returns just those."""
+        return self.traced.present
+
+    @property
+    def random(self) -> bool:
+        return self.seeded or bool(self.draws)
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """A lowered block for all sizes that its guards hold for; `run` takes the operands of the graph that was traced."""
+
+    traced: Traced
+    run: Callable[..., Sequence[torch.Tensor]]
+    guards: Guards
+
+    def at(self, sizes: Sequence[int]) -> Lowered:
+        """The code at sizes for which its guards hold."""
+        bindings, traced = dict(zip(self.guards.symbols, sizes, strict=True)), self.traced
+        run = functools.partial(self.run, *sizes) if self.guards.symbolic else self.run
+        draws = tuple(draw.at(bindings) for draw in traced.draws)
+        return Lowered(traced, run, draws, most_bytes(traced.taken, bindings))
+
+
+def with_values(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph, with the values of all nodes that its operands have values for."""
+    operands = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    mode = detect_fake_mode(operands)
+    if mode is not None and any(node.op == "call_function" and "val" not in node.meta for node in module.graph.nodes):
+        FakeTensorProp(module, mode).propagate_dont_convert_inputs(*operands)
+    return module
+
+
+def lifetimes(graph: fx.Graph) -> tuple[tuple[Dim, int, int], ...]:
+    """Of all memory that an ATen graph's operations take: bytes, the operation that takes it, the last one that reads it."""
+    size: dict[int, Dim] = {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for position, node in enumerate(graph.nodes):
+        for storage in storages_of(node):
+            if node.op != "placeholder" and storage._cdata not in first:
+                first[storage._cdata], size[storage._cdata] = position, dim_of(storage.nbytes())
+        for read in (node, *node.all_input_nodes):
+            last.update({storage._cdata: position for storage in storages_of(read)})
+    return tuple((size[key], position, last[key]) for key, position in first.items())
+
+
+def most_bytes(taken: Sequence[tuple[Dim, int, int]], bindings: Bindings) -> int:
+    """Most bytes that are taken at once, each freed after its last reader."""
+    change = [0] * (max((last for _, _, last in taken), default=0) + 2)
+    for size, first, last in taken:
+        count = evaluate(size, bindings)
+        change[first] += count
+        change[last + 1] -= count
+    return max(itertools.accumulate(change), default=0)
+
+
+class Store:
+    """The codes of this process by form, the latest used last. At most `size` of them are kept."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._codes: OrderedDict[tuple, list[Code]] = OrderedDict()
+
+    def find(self, key: tuple, sizes: Sequence[int]) -> Code | None:
+        """A code for a block of this form at these sizes, if there is one."""
+        found = next((code for code in self._codes.get(key, ()) if code.guards.hold(sizes)), None)
+        if found is not None:
+            self._codes.move_to_end(key)
+        return found
+
+    def add(self, key: tuple, code: Code) -> None:
+        """Keep a code."""
+        self._codes.setdefault(key, []).append(code)
+        self._codes.move_to_end(key)
+        while sum(map(len, self._codes.values())) > self._size:
+            self._codes.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._codes.clear()
+
+
+store = Store(1024)

@@ -1,0 +1,149 @@
+"""What a graph computes, as tuples that can be compared: names do not count, operations, constants and their types do.
+
+Two blocks of equal form are the same function of their operands, whatever model or capture they come from, so one
+lowering serves both.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from ..ir.program import Block, symbolic_size
+from ..ir.values import Bindings, Dim, TensorSpec, substitute
+
+_TOLD_BY_REPR = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    type(None),
+    type(Ellipsis),
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """Equal to itself alone; it keeps the object alive, so that no other one gets its address."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def constant_form(value: Any) -> tuple:
+    """The type and repr keep 1, 1.0, True, 0.0 and -0.0 apart; what the repr may not tell (an object, a tensor) is told by identity."""
+    return "const", type(value).__name__, repr(value) if isinstance(value, _TOLD_BY_REPR) else _Same(value)
+
+
+def argument_form(value: Any, node: Callable[[fx.Node], tuple]) -> tuple:
+    """An argument of an operation; `node` gives the form of a node in it."""
+    if isinstance(value, fx.Node):
+        return node(value)
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *(argument_form(v, node) for v in value))
+    if isinstance(value, dict):
+        return ("dict", *((k, argument_form(v, node)) for k, v in value.items()))
+    if isinstance(value, slice):
+        return ("slice", *(argument_form(v, node) for v in (value.start, value.stop, value.step)))
+    return constant_form(value)
+
+
+def graph_form(module: fx.GraphModule, size: Callable[[str], tuple] | None = None) -> tuple:
+    """The form of a whole graph; `size` gives that of a `symbolic_size`, by its name.
+
+    A tensor that the graph holds is told by its identity.
+    """
+    number: dict[fx.Node, int] = {}
+
+    def node_form(node: fx.Node) -> tuple:
+        return size(node.args[0]) if node.target is symbolic_size else ("node", number[node])
+
+    def operation(node: fx.Node) -> tuple:
+        if node.op == "placeholder":
+            return (node.op,)
+        if node.op == "get_attr":
+            value = operator.attrgetter(node.target)(module)
+            return node.op, graph_form(value) if isinstance(value, fx.GraphModule) else _Same(value)
+        return node.op, node.target, argument_form(node.args, node_form), argument_form(node.kwargs, node_form)
+
+    body = []
+    for node in module.graph.nodes:
+        if node.target is not symbolic_size:
+            number[node] = len(number)
+            body.append(operation(node))
+    return tuple(body)
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """The form of a block with its symbols in the order in which its operands have them.
+
+    key      equal for two blocks that are the same function of their operands, sizes among them, with the same gradients
+    values   equal for two blocks that make the same values, whatever has a gradient
+    symbols  the block's own symbols behind those in the key, in order
+    """
+
+    key: tuple
+    values: tuple
+    symbols: tuple[sympy.Symbol, ...]
+
+
+def block_form(block: Block, numbers: Bindings) -> BlockForm:
+    """The form of a block, with numbers in the place of some of its symbols; remembered by them."""
+    known = block.forms.get(key := tuple(numbers.items()))
+    if known is None:
+        known = block.forms[key] = present_form(block, numbers)
+    return known
+
+
+def present_form(block: Block, numbers: Bindings) -> BlockForm:
+    """`block_form` of a block that the passes are not done with."""
+    return _Namer(numbers).form(block)
+
+
+class _Namer:
+    """Gives symbols new names in the order in which they are met."""
+
+    def __init__(self, numbers: Bindings):
+        self._numbers = numbers
+        self._named: dict[sympy.Symbol, sympy.Symbol] = {}
+
+    def form(self, block: Block) -> BlockForm:
+        size = lambda name: self._dim(block.sizes[name])  # noqa: E731
+        border = tuple(tuple(map(self._spec, specs)) for specs in (block.weights, block.values, block.outputs))
+        values = block.autocast, block.mutated, border, graph_form(block.graph, size)
+        gradients = tuple(spec.requires_grad for spec in (*block.operands, *block.outputs))
+        return BlockForm((values, gradients), values, tuple(self._named))
+
+    def _spec(self, spec: TensorSpec) -> tuple:
+        return tuple(map(self._dim, spec.shape)), spec.dtype, spec.inside
+
+    def _dim(self, dim: Dim) -> tuple:
+        if not isinstance(dim, int):
+            dim = substitute(dim, self._numbers)
+            for symbol in sorted(dim.free_symbols - self._named.keys(), key=str):
+                self._named[symbol] = sympy.Symbol(f"n{len(self._named)}", integer=True, positive=True)
+            dim = dim.xreplace(self._named)
+            if dim.free_symbols:
+                return "size", str(dim)
+        return constant_form(int(dim))

@@ -1,0 +1,71 @@
+"""Compile an ATen graph with Inductor, and keep out-of-range indices an error instead of the end of the process.
+
+Inductor's C++ kernels check indices inside of OpenMP regions, where a failed check terminates the process. On the
+host, look-ups therefore stay calls of PyTorch's own kernels: each is hidden from Inductor behind an operator of the
+same signature, so an out-of-range token raises the IndexError that it raises in eager.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+from ..errors import LoweringError
+
+aten = torch.ops.aten
+LOOKUPS = (
+    aten.embedding.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.gather.default,
+    aten.nll_loss_forward.default,
+    aten.nll_loss2d_forward.default,
+    aten.embedding_dense_backward.default,
+    aten.nll_loss_backward.default,
+    aten.nll_loss2d_backward.default,
+)
+_LIBRARY = torch.library.Library("l2l_compile", "DEF")
+
+
+def compile_graph(module: fx.GraphModule, device: torch.device) -> Callable:
+    """Inductor's compilation of a functional ATen graph, for operands like those that it was traced with.
+
+    What it returns raises `LoweringError` for operands of other dtypes: Inductor's kernels would read their bytes as
+    those of the examples. (It checks sizes and strides itself.)
+    """
+    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    if device.type == "cpu":
+        for node in graph.nodes:
+            if node.target in LOOKUPS:
+                node.target = _opaque(node.target)
+    copy = fx.GraphModule(module, graph)
+    with torch.no_grad():
+        compiled = torch._inductor.compile(copy, list(examples))
+    dtypes = _dtypes(examples)
+
+    def run(*operands: int | torch.Tensor) -> Sequence[torch.Tensor]:
+        found = _dtypes(operands)
+        if found != dtypes:
+            raise LoweringError(f"a graph compiled for operands of {dtypes} was called with {found}")
+        return compiled(*operands)
+
+    return run
+
+
+def _dtypes(operands: Sequence[int | torch.Tensor]) -> list[torch.dtype]:
+    return [operand.dtype for operand in operands if isinstance(operand, torch.Tensor)]
+
+
+@functools.cache
+def _opaque(operator: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """An operator that does what `operator` does, and that no compiler knows."""
+    name = operator.name().replace("aten::", "").replace(".", "_")
+    signature = str(operator._schema).split("(", 1)[1]
+    _LIBRARY.define(f"{name}({signature}")
+    _LIBRARY.impl(name, operator, "CompositeExplicitAutograd")
+    return getattr(torch.ops.l2l_compile, name).default

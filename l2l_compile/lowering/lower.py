@@ -1,0 +1,257 @@
+"""Lower blocks to callables: trace, make randomness an operand, compile. A lowering is found before it is made.
+
+A lowered block is called with a flat list: weights, values, (for backward) gradients of outputs, random draws.
+
+A `Code` is made once a process for blocks of equal form, whatever program they are in. The sizes that are symbols in the
+captured graph are symbols in the code. It is right for all sizes that its guards hold for. Sizes of 0 and 1, by which much
+is decided, are always numbers. `Lowered` is a code at the sizes of one call.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import sympy
+import torch
+import torch._inductor.config
+from torch import fx
+
+from ..errors import LoweringError
+from ..frontend import collection
+from ..ir.program import Block
+from ..ir.values import Bindings
+from . import compile_ahead, disk, disk_traces
+from .codes import Code, Lowered, Traced, lifetimes, store
+from .compile_ahead import Begun, Progress
+from .forms import block_form
+from .inductor import LOOKUPS, compile_graph
+from .randomness import hoist_draws
+from .sizes import Guards, Sizes
+from .trace import settings_of_a_trace, trace_backward, trace_forward
+from .widening import storages_of
+
+
+def _reshape_where_needed(module: fx.GraphModule) -> None:
+    """Views copy where kernels lay their results out otherwise than tracing foresaw, unless something writes through them."""
+    written = {
+        storage._cdata
+        for node in module.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        for read in node.all_input_nodes
+        for storage in storages_of(read)
+    }
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        if not any(storage._cdata in written for storage in storages_of(node)):
+            node.target = torch.ops.aten.reshape.default
+    module.recompile()
+
+
+def _leave_out(module: fx.GraphModule, wanted: Sequence[bool]) -> bool:
+    """Keep only the wanted outputs and what they are computed from; whether that saves any computation."""
+    graph, before = module.graph, _computations(module.graph)
+    end = graph.output_node()
+    end.args = (tuple(made for made, there in zip(end.args[0], wanted, strict=True) if there),)
+    graph.eliminate_dead_code()
+    module.recompile()
+    return _computations(graph) < before
+
+
+def _computations(graph: fx.Graph, besides: Sequence[Callable] = ()) -> int:
+    return sum(n.op == "call_function" and n.target not in besides and not _only_moves(n.target) for n in graph.nodes)
+
+
+def _only_moves(target: Callable) -> bool:
+    """Whether an operation gives what it reads: a view, a copy."""
+    if target in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default) or not isinstance(target, torch._ops.OpOverload):
+        return True
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
+
+
+_one_at_a_time = threading.RLock()  # neither tracing nor Inductor can be used by two threads
+
+
+Request = tuple[Block, Bindings, str, tuple[bool, ...]]  # a block at sizes; "forward" or "backward", and what of it is wanted
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What tells a lowering.
+
+    exact    the form of the block, and how it is lowered
+    values   the same, whatever has a gradient
+    sizes    values of its symbolic sizes; `symbols` are the block's own symbols for them
+    """
+
+    exact: tuple
+    values: tuple
+    sizes: tuple[int, ...]
+    symbols: tuple[sympy.Symbol, ...]
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A trace that waits for its compilation, which may have begun."""
+
+    block: Block
+    sizes: Sizes
+    traced: Traced
+    begun: Begun | None = None
+
+
+class Lowering:
+    """Lowers blocks for a device, and remembers what they are at each size."""
+
+    def __init__(self, device: torch.device, block_compiler: str):
+        self.device, self.block_compiler = device, block_compiler
+        self._done: dict[tuple, Lowered] = {}
+        self._ahead: dict[tuple, _Waiting | None] = {}
+        self._progress = Progress()
+
+    def forward(self, block: Block, bindings: Bindings, again: bool = False) -> Lowered:
+        """The block's forward at these sizes; `again` leaves out what an earlier micro-batch has made for all. Raises `LoweringError`."""
+        return self._at(block, bindings, "forward", wanted_of(block, again))
+
+    def backward(self, block: Block, bindings: Bindings, given: tuple[bool, ...]) -> Lowered:
+        """The block's recompute and gradients, for the outputs in `given`, at these sizes. Raises `LoweringError`."""
+        return self._at(block, bindings, "backward", given)
+
+    def ahead(self, requests: Iterable[Request]) -> None:
+        """Begin to compile what is going to be asked for. What fails is left for the one who asks."""
+        if self.block_compiler == "eager" or self.device.type != "cpu":
+            return
+        with _one_at_a_time, collection.rests():
+            for request in requests:
+                waiting = self._trace_ahead(*request)
+                if waiting is not None and _gains(waiting.traced.graph, self.device):
+                    self._progress.expect(1)
+                    with suppress(Exception):
+                        waiting.begun = compile_ahead.begin(waiting.traced.graph)
+
+    def _trace_ahead(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> _Waiting | None:
+        key = self._key(block, bindings, which, wanted)
+        if self._find(key, block) is not None or (key.exact, key.sizes) in self._ahead:
+            return None
+        try:
+            waiting = self._known_or_traced(key, block, bindings, which, wanted)
+        except LoweringError:
+            return None
+        self._ahead[key.exact, key.sizes] = waiting
+        return waiting
+
+    def _at(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Lowered:
+        key = (block, which, wanted, *map(bindings.__getitem__, block.symbols))
+        done = self._done.get(key)
+        if done is None:
+            with _one_at_a_time:
+                code, sizes = self._code(block, bindings, which, wanted)
+                done = self._done[key] = code.at(sizes)
+        return done
+
+    def _key(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> _Key:
+        form = block_form(block, {s: bindings[s] for s in block.symbols if bindings[s] < 2 or block.static})
+        how = (which, wanted, self.device, self.block_compiler, torch._inductor.config.get_hash(), *settings_of_a_trace())
+        return _Key((form.key, how), (form.values, how), tuple(bindings[s] for s in form.symbols), form.symbols)
+
+    def _find(self, key: _Key, block: Block) -> Code | None:
+        code = store.find(key.exact, key.sizes)
+        if code is None and not any(spec.differentiable for spec in block.outputs):
+            code = store.find(key.values, key.sizes)  # evaluation runs what training has lowered
+        return code
+
+    def _code(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> tuple[Code, tuple[int, ...]]:
+        """Code for a block at these sizes, and the values of its symbolic sizes."""
+        key = self._key(block, bindings, which, wanted)
+        code = self._find(key, block)
+        if code is None:
+            code = self._make(key, block, bindings, which, wanted)
+            store.add(key.exact, code)
+            if which == "forward":
+                store.add(key.values, code)
+        return code, key.sizes
+
+    def _make(self, key: _Key, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Code:
+        try:
+            if (key.exact, key.sizes) in self._ahead:
+                waiting = self._ahead.pop((key.exact, key.sizes))
+            else:
+                waiting = self._known_or_traced(key, block, bindings, which, wanted)
+            return self._compiled(waiting) if waiting is not None else self._everything(block, bindings, which, wanted)
+        except LoweringError as error:
+            if not key.symbols:
+                raise
+            waiting = self._traced(block, Sizes(bindings), which, wanted)
+            code = self._compiled(waiting) if waiting is not None else self._everything(block, bindings, which, wanted)
+            sizes = ", ".join(f"{symbol} = {bindings[symbol]}" for symbol in key.symbols)
+            warnings.warn(
+                f"backend 'l2l' compiles {block.name} anew for every size ({sizes}), since with symbolic sizes: {error}",
+                stacklevel=2,
+            )
+            return replace(code, guards=Guards.exactly(key.sizes))
+
+    def _everything(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Code:
+        return self._code(block, bindings, which, (True,) * len(wanted))[0]
+
+    def _known_or_traced(
+        self, key: _Key, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]
+    ) -> _Waiting | None:
+        """The graph, with symbolic sizes, from disk or traced; None as from `_traced`."""
+        sizes = Sizes(bindings, key.symbols)
+        name = disk.digest(("trace", key.exact, *_of_machine(self.device))) if self.block_compiler == "inductor" else None
+        if name is None:
+            return self._traced(block, sizes, which, wanted)
+        known, traced = disk_traces.load(name, sizes)
+        if known:
+            return _Waiting(block, sizes, traced) if traced is not None else None
+        waiting = self._traced(block, sizes, which, wanted)
+        disk_traces.save(name, waiting.traced if waiting is not None else None, sizes)
+        return waiting
+
+    def _traced(self, block: Block, sizes: Sizes, which: str, wanted: tuple[bool, ...]) -> _Waiting | None:
+        """The graph, traced; None if it would save nothing to leave out the outputs of forward that are not wanted."""
+        if which == "backward":
+            graph, present = trace_backward(block, sizes, self.device, wanted)
+        else:
+            graph, present = trace_forward(block, sizes, self.device), wanted
+        draws, seeded = hoist_draws(graph)
+        if which == "forward" and not all(wanted) and (seeded or not _leave_out(graph, wanted)):
+            return None
+        return _Waiting(block, sizes, Traced(graph, draws, seeded, present, lifetimes(graph.graph)))
+
+    def _compiled(self, waiting: _Waiting) -> Code:
+        graph = waiting.traced.graph
+        if self.block_compiler == "eager" or not _gains(graph, self.device):
+            _reshape_where_needed(graph)
+            run = graph
+        else:
+            run = self._inductor(waiting)
+        return Code(waiting.traced, run, waiting.sizes.guards())
+
+    def _inductor(self, waiting: _Waiting) -> Callable:
+        try:
+            run = waiting.begun.result() if waiting.begun is not None else compile_graph(waiting.traced.graph, self.device)
+        except Exception as error:
+            raise LoweringError(
+                f"{waiting.block.name} cannot be compiled by Inductor: {type(error).__name__}: {error}. "
+                "The option block_compiler='eager' runs it uncompiled"
+            ) from error
+        self._progress.step()
+        return run
+
+
+def _gains(module: fx.GraphModule, device: torch.device) -> bool:
+    """Whether a compiler could make a graph faster: it has two operations that may be fused. To try takes seconds."""
+    return _computations(module.graph, besides=LOOKUPS if device.type == "cpu" else ()) > 1
+
+
+def _of_machine(device: torch.device) -> tuple:
+    """What a trace depends on, and another machine with the same disk may not have: PyTorch chooses attention kernels by the GPU."""
+    return (torch.cuda.get_device_name(device), torch.version.cuda) if device.type == "cuda" else ()
+
+
+def wanted_of(block: Block, again: bool) -> tuple[bool, ...]:
+    """Which outputs a micro-batch makes; `again` leaves out those that an earlier one has made for all."""
+    return tuple(not (again and spec.made_once) for spec in block.outputs)

@@ -1,0 +1,88 @@
+"""Sizes that stay symbols while a block is traced and compiled, and the guards that this leaves behind.
+
+A block is traced once for all sizes of its symbols: `Sizes.numbers` are PyTorch's symbolic integers, which stand for the
+sizes of the first call. Whatever PyTorch decides by a size on the way to code (a broadcast of 1, a window that applies
+beyond a length, the index type of a kernel) it writes down in its `ShapeEnv`; `Guards` are those conditions. Code is run at
+other sizes only where all of them hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from ..ir.values import Bindings, substitute
+
+
+class Sizes:
+    """The sizes that a block is traced with: `bindings`, of which `symbols` stay symbolic. Those are 2 or more there.
+
+    `numbers` are the symbols as symbolic integers, in order.
+    """
+
+    def __init__(self, bindings: Bindings, symbols: Sequence[sympy.Symbol] = ()):
+        self.bindings, self.symbols = bindings, tuple(symbols)
+        self.environment = ShapeEnv() if self.symbols else None
+        self._names: list[sympy.Symbol] = []
+        self.numbers = tuple(self._number(f"size {i}", bindings[symbol]) for i, symbol in enumerate(self.symbols))
+
+    def with_symbols(self, numbers: Sequence[int]) -> Bindings:
+        """The bindings with these numbers for the symbols."""
+        return {**self.bindings, **dict(zip(self.symbols, numbers, strict=True))}
+
+    @property
+    def names(self) -> tuple[sympy.Symbol, ...]:
+        """PyTorch's symbols behind the numbers, in order."""
+        return tuple(self._names)
+
+    def decide(self, conditions: Sequence[sympy.Basic]) -> bool:
+        """Whether conditions on `names`, that another trace has left, hold at these sizes; if so, they are decided here as well."""
+        hints = {name: self.bindings[symbol] for name, symbol in zip(self._names, self.symbols, strict=True)}
+        if not all(substitute(condition, hints) == sympy.true for condition in conditions):
+            return False
+        for condition in conditions:
+            self.environment.evaluate_expr(condition)
+        return True
+
+    def guards(self) -> Guards:
+        """What has been decided by sizes so far."""
+        if self.environment is None:
+            return Guards()
+        conditions = tuple(guard.expr for guard in self.environment.guards)
+        ranges = tuple(map(self.environment.var_to_range.__getitem__, self._names))
+        return Guards(tuple(self._names), conditions, ranges, symbolic=True)
+
+    def _number(self, name: str, hint: int) -> torch.SymInt:
+        source = ConstantSource(name)
+        symbol = self.environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        self._names.append(symbol)
+        return self.environment.create_symintnode(symbol, hint=hint, source=source)
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Conditions on the values of symbols, each of which has a range of its own; `symbolic` where they are operands of the code."""
+
+    symbols: tuple[sympy.Symbol, ...] = ()
+    conditions: tuple[sympy.Basic, ...] = ()
+    ranges: tuple[ValueRanges, ...] = ()
+    symbolic: bool = False
+
+    @classmethod
+    def exactly(cls, values: Sequence[int]) -> Guards:
+        """For code that was made with these numbers."""
+        symbols = tuple(sympy.Symbol(f"n{i}") for i in range(len(values)))
+        return cls(symbols, ranges=tuple(ValueRanges(value, value) for value in values))
+
+    def hold(self, values: Sequence[int]) -> bool:
+        """Whether the code that these guards belong to is right for these values."""
+        if any(value not in allowed for value, allowed in zip(values, self.ranges, strict=True)):
+            return False
+        bindings = dict(zip(self.symbols, values, strict=True))
+        return all(substitute(condition, bindings) == sympy.true for condition in self.conditions)

@@ -1,0 +1,345 @@
+"""Trace a block into two ATen graphs: `forward`, and `backward` = recompute + gradients.
+
+Both are pure functions of their operands: operands that the block writes into are copied first, their new contents
+are further outputs, and no output shares memory with an operand or with another output. Every output is contiguous.
+Sizes that stay symbolic (`Sizes.symbols`) are whole numbers in front of the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+from torch._C import _functorch as functorch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..errors import LoweringError
+from ..frontend.dynamo import unseen_by_saved_tensors_hooks
+from ..ir.program import Block, symbolic_size
+from ..ir.values import Bindings, TensorSpec, evaluate
+from .sizes import Sizes
+from .widening import cancel_round_trips, hand_on_short
+
+_HOST = torch.device("cpu")
+_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def settings_of_a_trace() -> tuple:
+    """The settings of PyTorch that a trace depends on."""
+    return (
+        torch.get_default_dtype(), torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
+    )  # fmt: skip
+
+
+class _BlockInterpreter(fx.Interpreter):
+    """Runs a block's torch-level graph with numbers for symbolic sizes, and the device for every mention of the host.
+
+    What names no device is made on the device too (see `_interpret`).
+    """
+
+    def __init__(self, block: Block, bindings: Bindings, device: torch.device):
+        super().__init__(block.graph, garbage_collect_values=False)
+        self.sizes, self.bindings, self.device = block.sizes, bindings, device
+
+    def call_function(self, target, args, kwargs):
+        if target is symbolic_size:
+            return evaluate(self.sizes[args[0]], self.bindings)
+        if target is torch.amp.autocast_mode._enter_autocast:
+            args = (self.device.type, *args[1:])
+        if target in (torch.tensor, torch.as_tensor):  # a constant of the graph, which is on the host
+            return super().call_function(target, args, {**kwargs, "device": _HOST}).to(self.device)
+        return super().call_function(target, self._move(args), self._move(kwargs))
+
+    def call_method(self, target, args, kwargs):
+        if target == "cpu":
+            return args[0].to(self.device)
+        if target == "to":
+            args = tuple(self.device if a == "cpu" and isinstance(a, str) else a for a in args)
+        return super().call_method(target, self._move(args), self._move(kwargs))
+
+    def _move(self, arguments):
+        if self.device.type == "cpu":
+            return arguments
+        swap = lambda a: self.device if isinstance(a, torch.device) and a.type == "cpu" else a  # noqa: E731
+        moved = torch.utils._pytree.tree_map(swap, arguments)
+        if isinstance(moved, dict) and moved.get("device") == "cpu":
+            moved = {**moved, "device": self.device}
+        return moved
+
+
+class _Writes(TorchDispatchMode):
+    """Collects the storages that operators write into, by what their schemas say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = kwargs.get(argument.name, args[index] if index < len(args) else None)
+                for tensor in given if isinstance(given, (tuple, list)) else [given]:
+                    self.storages |= _memory_of(tensor)
+        return func(*args, **kwargs)
+
+
+def _memory_of(value: object) -> set[int]:
+    """The identity of a tensor's memory, also of one that `torch.func` has wrapped; nothing for what has none."""
+    while isinstance(value, torch.Tensor) and functorch.is_functorch_wrapped_tensor(value):
+        value = functorch.get_unwrapped(value)
+    return {value.untyped_storage()._cdata} if isinstance(value, torch.Tensor) and value.layout is torch.strided else set()
+
+
+class _Recorder(_BlockInterpreter):
+    """Notes which nodes write into memory that was there before them."""
+
+    def __init__(self, block: Block, bindings: Bindings, device: torch.device):
+        super().__init__(block, bindings, device)
+        self.writers: set[fx.Node] = set()
+
+    def run_node(self, n: fx.Node):
+        there = set().union(*map(_memory_of, tree_leaves(list(self.env.values()))))
+        with _Writes() as writes:
+            result = super().run_node(n)
+        if writes.storages & there:
+            self.writers.add(n)
+        return result
+
+
+def example_operands(specs: Sequence[TensorSpec], bindings: Bindings, device: torch.device) -> list[torch.Tensor]:
+    """Empty contiguous tensors of the specs' sizes (fake ones inside of a FakeTensorMode)."""
+    return [torch.empty(spec.sizes(bindings), dtype=spec.dtype, device=device) for spec in specs]
+
+
+def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """The forward graph at these sizes, for analysis only, and the indices of the operands that it writes into.
+
+    The graph's outputs are those of the block, then the new contents of the operands that it writes into.
+    """
+    mutated: list[int] = []
+
+    def forward(bindings, operands):
+        with torch.no_grad():
+            own = [o.clone() for o in _inside(block, operands)]
+            with _Writes() as writes:
+                outputs = _interpret(block, own, _BlockInterpreter(block, bindings, _HOST))
+            mutated[:] = [i for i, o in enumerate(own) if o.untyped_storage()._cdata in writes.storages]
+            return tuple(outputs + [own[i] for i in mutated])
+
+    module = _trace(block, forward, block.operands, Sizes(bindings), _HOST, "forward")
+    return module, tuple(mutated)
+
+
+@dataclass
+class Values:
+    """What the operations of a block make: `graph` returns every tensor; `made_by` has the node of `Block.graph` behind each.
+
+    writers   the nodes that write into what others have made, or into an operand
+    """
+
+    graph: fx.Graph
+    made_by: list[fx.Node]
+    writers: set[fx.Node]
+
+
+def probe_values(block: Block, bindings: Bindings) -> Values:
+    """The forward graph at these sizes, for analysis only, with every intermediate tensor as an output."""
+    made_by: list[fx.Node] = []
+    interpreter = _Recorder(block, bindings, _HOST)
+
+    def forward(_, operands):
+        with torch.no_grad():
+            _interpret(block, [o.clone() for o in _inside(block, operands)], interpreter)
+            tensors = [
+                (node, leaf)
+                for node, value in interpreter.env.items()
+                if node.op.startswith("call_")
+                for leaf in tree_leaves(value)
+                if isinstance(leaf, torch.Tensor)
+            ]
+            made_by[:] = [node for node, _ in tensors]
+            return tuple(tensor for _, tensor in tensors)
+
+    module = _trace(block, forward, block.operands, Sizes(bindings), _HOST, "forward")
+    return Values(module.graph, made_by, interpreter.writers)
+
+
+def trace_forward(block: Block, sizes: Sizes, device: torch.device) -> fx.GraphModule:
+    """ATen graph: (symbolic sizes, operands) -> (outputs..., new contents of mutated operands...)."""
+
+    grad = any(spec.differentiable for spec in block.outputs)
+
+    def forward(bindings, operands):
+        # with gradients as in backward: kernels that are chosen by them (attention) must be the same in recompute
+        with torch.set_grad_enabled(grad):
+            leaves = _leaves(block, operands) if grad else operands
+            return tuple(_own([r.detach() for r in _run(block, bindings, device, leaves)], operands))
+
+    module = _trace(block, forward, block.operands, sizes, device, "forward")
+    cancel_round_trips(module)
+    return module
+
+
+def trace_backward(
+    block: Block, sizes: Sizes, device: torch.device, given: tuple[bool, ...]
+) -> tuple[fx.GraphModule, tuple[bool, ...]]:
+    """ATen graph: (symbolic sizes, operands, gradients of the outputs in `given`) -> the gradients that exist.
+
+    Also says, per operand, whether it has a gradient; the graph returns only those, in the order of the operands.
+    """
+    count = len(block.operands)
+    present: list[bool] = [False] * count
+
+    def backward(bindings, arguments):
+        with torch.enable_grad():
+            leaves = _leaves(block, arguments[:count])
+            outputs = _run(block, bindings, device, leaves, to_border=False)
+            roots = [
+                (o, g)
+                for o, g in zip([o for o, wanted in zip(outputs, given, strict=True) if wanted], arguments[count:], strict=True)
+                if o.requires_grad
+            ]
+            wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+            gradients = []
+            if roots and wanted:
+                gradients = torch.autograd.grad(
+                    [o for o, _ in roots], [leaves[i] for i in wanted], [g for _, g in roots], allow_unused=True
+                )
+        found = {i: g for i, g in zip(wanted, gradients, strict=False) if g is not None}
+        present[:] = [i in found for i in range(count)]
+        if any(g.layout is not torch.strided for g in found.values()):
+            raise LoweringError(
+                f"{block.name} gives a sparse gradient, which cannot cross the link: build the embedding with sparse=False "
+                "(and use another optimizer than SparseAdam)"
+            )
+        return tuple(_own([found[i] for i in sorted(found)], arguments))
+
+    gradients = [replace(s, dtype=s.gradient_dtype) for s, wanted in zip(block.outputs, given, strict=True) if wanted]
+    module = _trace(block, backward, (*block.operands, *gradients), sizes, device, "backward")
+    cancel_round_trips(module)
+    shorter = [spec.dtype.itemsize == 2 for spec, there in zip(block.operands, present, strict=True) if there]
+    hand_on_short(module, [i for i in range(sum(present[: len(block.weights)])) if shorter[i]])
+    return module, tuple(present)
+
+
+def _interpret(block: Block, operands: Sequence[torch.Tensor], interpreter: _BlockInterpreter) -> list:
+    device, enabled = interpreter.device, block.autocast is not None
+    made_there = device if device.type != "cpu" else nullcontext()  # torch.arange(n) without a device means the host
+    with torch.autocast(device.type, dtype=block.autocast, enabled=enabled, cache_enabled=False), made_there:
+        return list(interpreter.run(*operands))
+
+
+def _leaves(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Operands that record gradients, as wide as the block computes with them."""
+    return [
+        o.detach().requires_grad_(spec.differentiable) for o, spec in zip(_inside(block, operands), block.operands, strict=True)
+    ]
+
+
+def _inside(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The operands in the dtypes in which the block computes with them."""
+    return [o.to(spec.inside or spec.dtype) for o, spec in zip(operands, block.operands, strict=True)]
+
+
+def _run(
+    block: Block, bindings: Bindings, device: torch.device, operands: Sequence[torch.Tensor], to_border: bool = True
+) -> list[torch.Tensor]:
+    """Outputs and new contents of mutated operands, in the dtypes of the border unless their gradients are wanted alone.
+
+    `operands` themselves stay as they were.
+    """
+    own = [o.clone() if i in block.mutated else o for i, o in enumerate(_inside(block, operands))]
+    outputs = _interpret(block, own, _BlockInterpreter(block, bindings, device))
+    results = outputs + [own[i] for i in block.mutated]
+    for index, (result, spec) in enumerate(zip(results, block.outputs, strict=True)):
+        results[index] = result.to(spec.dtype if to_border else spec.gradient_dtype)
+        if tuple(result.shape) != spec.sizes(bindings):
+            raise LoweringError(
+                f"{block.name} gives a value of shape {tuple(result.shape)} where {spec} was captured, at {dict(bindings)}: "
+                "the model's operations depend on the size of the micro-batch"
+            )
+    return results
+
+
+def _own(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results contiguous, each in memory of its own."""
+    taken = {o.untyped_storage()._cdata for o in operands}
+    owned = []
+    for result in results:
+        result = result.contiguous()
+        if result.untyped_storage()._cdata in taken:
+            result = result.clone()
+        taken.add(result.untyped_storage()._cdata)
+        owned.append(result)
+    return owned
+
+
+def _trace(
+    block: Block, function: Callable, specs: Sequence[TensorSpec], sizes: Sizes, device: torch.device, which: str
+) -> fx.GraphModule:
+    """The ATen graph of `function(bindings, tensors)` for tensors of these specs."""
+    count = len(sizes.symbols)
+
+    def flat(*arguments):
+        return function(sizes.with_symbols(arguments[:count]), arguments[count:])
+
+    grad, transforms = torch.is_grad_enabled(), functorch.get_dynamic_layer_stack_depth()
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.environment)
+    try:
+        # the Python dispatcher turns operators whose schema hides a write (native_batch_norm) into ones that show it
+        anomaly = torch.autograd.set_detect_anomaly(False)  # it would look at values, and there are none
+        with anomaly, unseen_by_saved_tensors_hooks(), fake, enable_python_dispatcher():
+            tensors = example_operands(specs, sizes.with_symbols(sizes.numbers), device)
+            module = make_fx(flat)(*sizes.numbers, *tensors)
+    except LoweringError:
+        raise
+    except Exception as error:
+        raise LoweringError(f"{which} of {block.name} cannot be traced: {type(error).__name__}: {error}") from error
+    finally:
+        torch.set_grad_enabled(grad)
+        while functorch.get_dynamic_layer_stack_depth() > transforms:  # a failure inside of a vmap leaves it open
+            functorch.pop_dynamic_layer_stack()
+    _check_constants(block, module)
+    _erase_aliases(module.graph)
+    for node in reversed(module.graph.nodes):
+        if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), _SIZES):
+            module.graph.erase_node(node)
+    return module
+
+
+def _erase_aliases(graph: fx.Graph) -> None:
+    """One name for one tensor: nothing records gradients where the graph runs, so `detach` and `alias` give what they read.
+
+    Both names stay where an operation changes the sizes or strides of the tensor under one of them (`transpose_`).
+    """
+    for target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            named = node.args[0]
+            if not any(_changes_view(reader) for reader in (*node.users, *named.users)):
+                node.replace_all_uses_with(named)
+                graph.erase_node(node)
+
+
+def _changes_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
+
+
+def _check_constants(block: Block, module: fx.GraphModule) -> None:
+    """Tensors that tracing made a constant must be real, or the graph could not run."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = getattr(module, node.target, None)
+        if isinstance(value, FakeTensor):
+            if value.constant is None:
+                raise LoweringError(f"{block.name} holds a constant without a value ({node.target})")
+            setattr(module, node.target, value.constant)

@@ -1,0 +1,159 @@
+"""Host memory in whole pages: where it comes from, and how much of it is page-locked for a device.
+
+Buffers are mapped from the system one by one and go back to it when their last tensor is gone: they neither fragment
+the heap of the C library nor are rounded up to powers of two, as buffers of PyTorch's pinned allocator are. A device
+that copies from host memory by itself has them page-locked in place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import L2LError
+from ..units import format_bytes
+
+
+def pages(size: int, purpose: str) -> torch.Tensor:
+    """A uint8 tensor of `size` bytes, filled with zeros, that begins on a page. Raises `L2LError` if there is no memory."""
+    try:
+        return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
+    except (OSError, MemoryError, ValueError) as error:
+        raise L2LError(
+            f"the host has no {format_bytes(size)} for {purpose}: {error}. explain(model, options) shows what needs how much; "
+            "precision='fp32' has no wire, update='in_backward' keeps few gradients, fewer layers need less of all"
+        ) from error
+
+
+class PinnedMemory:
+    """Page-locked memory of a device, up to a budget in bytes (None: no bound).
+
+    lock, unlock   page-lock memory in place: (address, bytes); `lock` raises if the system refuses
+    """
+
+    def __init__(self, budget: int | None, lock: Callable[[int, int], None], unlock: Callable[[int], None]):
+        self.budget, self.used = budget, 0
+        self._lock, self._unlock = lock, unlock
+        self._guard = threading.RLock()  # a buffer may be given back at any moment, by the garbage collector
+
+    def has_room(self, size: int) -> bool:
+        """Whether `take` would give page-locked memory."""
+        with self._guard:
+            return size > 0 and (self.budget is None or self.used + size <= self.budget)
+
+    def take(self, size: int, purpose: str) -> tuple[torch.Tensor, bool]:
+        """A uint8 tensor of `size` bytes, and whether it is page-locked: it is unless the budget is used up.
+
+        Raises `L2LError` if the system refuses.
+        """
+        buffer = pages(size, purpose)
+        with self._guard:
+            if not self.has_room(size):
+                return buffer, False
+            self.used += size
+        address = buffer.data_ptr()
+        try:
+            self._lock(address, size)
+        except Exception as error:
+            self._give_back(size)
+            raise L2LError(
+                f"the system cannot page-lock {format_bytes(size)} for {purpose} ({format_bytes(self.used)} are page-locked "
+                f"already): {error}. Lower the option pinned_memory"
+            ) from error
+        weakref.finalize(buffer.untyped_storage(), self._release, address, size)
+        return buffer, True
+
+    def _release(self, address: int, size: int) -> None:
+        self._unlock(address)
+        self._give_back(size)
+
+    def _give_back(self, size: int) -> None:
+        with self._guard:
+            self.used -= size
+
+
+def unlocked() -> PinnedMemory:
+    """Memory of which nothing is page-locked."""
+    return PinnedMemory(0, lambda address, size: None, lambda address: None)
+
+
+class Pool:
+    """Buffers for what comes from the device, used again for tensors of the same size.
+
+    A buffer is free when its last tensor is gone and every copy out of it is done.
+    """
+
+    def __init__(self, memory: PinnedMemory, is_done: Callable[[Any], bool] = lambda event: True):
+        self._memory, self._is_done = memory, is_done
+        self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)
+        self._guard = threading.RLock()  # a buffer may be given back at any moment, by the garbage collector
+        self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype, purpose: str) -> torch.Tensor:
+        """A tensor in a buffer of its own."""
+        size = shape.numel() * dtype.itemsize
+        return self.lease(size, purpose).tensor(0, shape, dtype) if size else torch.empty(shape, dtype=dtype)
+
+    def lease(self, size: int, purpose: str) -> Lease:
+        """A buffer for several tensors, of which there is at least a byte."""
+        with self._guard:
+            free = self._free[size]
+            found = next((b for b in free if all(map(self._is_done, b.events))), None)
+            if found is not None:
+                free.remove(found)
+        lease = Lease.of(found or _Buffer(self._memory.take(size, purpose)[0]), self)
+        self._leases[lease.buffer.memory.data_ptr()] = lease
+        return lease
+
+    def reads(self, tensor: torch.Tensor, event: Any) -> None:
+        """A copy out of a tensor, if it is one of this pool, is done when the event has happened."""
+        lease = self._leases.get(tensor.untyped_storage().data_ptr())
+        if lease is not None and event is not None:
+            lease.buffer.events.append(event)
+
+    def _put_back(self, buffer: _Buffer) -> None:
+        with self._guard:
+            self._free[buffer.memory.numel()].append(buffer)
+
+
+class _Buffer:
+    def __init__(self, memory: torch.Tensor):
+        self.memory, self.events = memory, []
+
+
+class Lease(ctypes.Array):
+    """What tensors of the pool hold on to: memory that goes back to the pool when the last of them is gone."""
+
+    _type_, _length_ = ctypes.c_uint8, 0
+
+    @staticmethod
+    def of(buffer: _Buffer, pool: Pool) -> Lease:
+        size = buffer.memory.numel()
+        lease = _lease_of_size(size).from_address(buffer.memory.data_ptr())
+        buffer.events = []
+        lease.buffer, lease.pool = buffer, pool
+        return lease
+
+    def tensor(self, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with a storage of its own, some bytes into the buffer."""
+        count = shape.numel()
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def __del__(self) -> None:
+        if (pool := getattr(self, "pool", None)) is not None:
+            pool._put_back(self.buffer)
+
+
+@functools.cache
+def _lease_of_size(size: int) -> type[Lease]:
+    return type("Lease", (Lease,), {"_type_": ctypes.c_uint8, "_length_": size})

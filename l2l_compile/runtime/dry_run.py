@@ -1,0 +1,226 @@
+"""What a program needs of the device's memory, before anything runs: one more interpreter over program nodes, on sizes alone.
+
+It counts as `stats().peak_device_bytes` does on the host: weights from fetch to release, values while the program holds them, and
+within a block what its operations make, each by itself. A GPU's allocator rounds up, and kernels may need work space.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..ir import nodes
+from ..ir.precision import gradient_dtype
+from ..ir.program import Program, Segment
+from ..ir.values import TensorSpec
+from ..lowering.lower import Lowering
+from ..options import Options
+from ..passes.streaming.release import holds_device_memory
+from ..units import format_bytes
+from .step import block_bindings
+
+WEIGHTS, STASHES, ACTIVATIONS, GRADIENTS = "weights", "stashes", "activations", "gradients"
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of the device at the moment of a step at which it holds most, by what they are for.
+
+    weights      of the segments that are fetched
+    stashes      what is kept for backward, or was restored for it
+    activations  other values, and what the operations of the running block make
+    gradients    of values and of weights
+    grows        what grows with the number of layers, and why; empty if nothing does
+    """
+
+    weights: int
+    stashes: int
+    activations: int
+    gradients: int
+    grows: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.stashes + self.activations + self.gradients
+
+    def __str__(self) -> str:
+        parts = ((WEIGHTS, self.weights), (STASHES, self.stashes), (ACTIVATIONS, self.activations), (GRADIENTS, self.gradients))
+        shown = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts)
+        line = f"device memory at its peak: {format_bytes(self.peak)} ({shown})"
+        if not self.grows:
+            return f"{line}; of it grows with depth: 0 B"
+        return "\n".join([f"{line}; of it grows with depth:", *(f"  {what}" for what in self.grows)])
+
+
+def device_memory(programs: Sequence[Program], options: Options) -> DeviceMemory:
+    """The expected peak of one step through these programs. Raises `LoweringError` for a block that cannot be traced."""
+    lowering = Lowering(options.device, "eager")
+    runs = [_DryRun(program, options, lowering) for program in programs]
+    for run in runs:
+        run.step()
+    peak = max((run.peak for run in runs), key=lambda peak: sum(peak.values()), default=Counter())
+    grows = [*(str(u) for p in programs for u in p.uncut), *(line for run in runs for line in run.growth())]
+    return DeviceMemory(*(peak[kind] for kind in (WEIGHTS, STASHES, ACTIVATIONS, GRADIENTS)), tuple(dict.fromkeys(grows)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """Memory of the device: bytes, what for, and the spec of the value in it (None for weights)."""
+
+    bytes: int
+    kind: str
+    spec: TensorSpec | None = None
+
+
+class _DryRun:
+    """One step of a program. `peak` has the bytes of each kind at the moment of most."""
+
+    def __init__(self, program: Program, options: Options, lowering: Lowering):
+        self.program, self.options, self.lowering = program, options, lowering
+        self.captured = program.captured
+        rows = program.bindings.get(self.captured.batch, 1)
+        self.micro_batches = min(options.micro_batches, rows)
+        self.held: dict[fx.Node, _Held] = {}
+        self.peak: Counter[str] = Counter()
+        self.most: dict[tuple[str, str], int] = {}  # of values of one kind and spec at once
+        self._handlers = {
+            nodes.fetch_weights: self._fetch,
+            nodes.forward: self._forward,
+            nodes.backward: self._backward,
+            nodes.release: self._release,
+            nodes.split: self._split,
+            nodes.merge: self._merge,
+        }
+
+    def step(self) -> None:
+        """Forward, and backward if there is one."""
+        for graph in (self.program.forward, self.program.backward):
+            if graph is None:
+                continue
+            self.held = {}
+            for node in graph.graph.nodes:
+                if holds_device_memory(node) or node.target in self._handlers:
+                    self._handlers.get(node.target, self._make)(node)
+                    self._look(0)
+
+    def growth(self) -> list[str]:
+        """Values of which more are held at once than neighbouring layers need."""
+        return [
+            f"{kind}: {count} values {spec} are on the device at once, since {_why(kind, self.options)}"
+            for (kind, spec), count in self.most.items()
+            if count > self._few(kind)
+        ]
+
+    def _few(self, kind: str) -> int:
+        """So many values of one kind and spec may be those of neighbouring segments."""
+        ahead = self.options.prefetch + 1
+        return ahead if kind == STASHES and self.options.stash == "device" else 2 * ahead + 4
+
+    def _look(self, inside: int, gradients: int = 0) -> None:
+        now = Counter({ACTIVATIONS: inside, GRADIENTS: gradients})
+        values: Counter[tuple[str, str]] = Counter()
+        for held in set(self.held.values()):
+            now[held.kind] += held.bytes
+            if held.spec is not None and held.spec.batch is not None:
+                values[held.kind, str(held.spec)] += 1
+        for key, count in values.items():
+            self.most[key] = max(count, self.most.get(key, 0))
+        if sum(now.values()) > sum(self.peak.values()):
+            self.peak = now
+
+    def _bytes(self, spec: TensorSpec) -> int:
+        whole = spec.bytes(self.program.bindings)
+        return whole // self.micro_batches if spec.alike else whole
+
+    def _make(self, node: fx.Node) -> None:
+        if node.target is operator.getitem or "spec" not in node.meta:
+            return  # the segment has made it
+        self.held[node] = _Held(self._bytes(node.meta["spec"]), _kind_of(node), node.meta["spec"])
+
+    def _split(self, node: fx.Node) -> None:
+        spec = node.meta["spec"]
+        is_view = spec.batch is not None and spec.batch.dim == 0
+        if is_view and node.args[0] in self.held:
+            self.held[node] = self.held[node.args[0]]
+        else:
+            self._make(node)
+
+    def _merge(self, node: fx.Node) -> None:
+        if self.micro_batches == 1 and node.args[0] in self.held:
+            self.held[node] = self.held[node.args[0]]
+        else:
+            self._make(node)
+
+    def _release(self, node: fx.Node) -> None:
+        self.held.pop(node.args[0], None)
+
+    def _fetch(self, node: fx.Node) -> None:
+        segment = self.program.segments[node.args[0]]
+        self.held[node] = _Held(sum(w.bytes(self.program.bindings) for w in segment.block.weights), WEIGHTS)
+
+    def _forward(self, node: fx.Node) -> None:
+        segment = self.program.segments[node.args[0]]
+        lowered = self.lowering.forward(segment.block, self._sizes(segment))
+        results = [user for user in node.users if user.target is operator.getitem]
+        turns = self.micro_batches if segment.block.inner_looped else 1
+        kept = sum(self._bytes(r.meta["spec"]) for r in results if not r.meta.get("host"))
+        sent = sum(self._bytes(r.meta["spec"]) for r in results if r.meta.get("host"))  # the last one is on its way
+        self._look(lowered.inside + kept * (turns - 1) // turns + (sent // turns if turns > 1 else 0))
+        for result in results:
+            if not result.meta.get("host"):
+                self.held[result] = _Held(self._bytes(result.meta["spec"]), _kind_of(result), result.meta["spec"])
+
+    def _backward(self, node: fx.Node) -> None:
+        segment = self.program.segments[node.args[0]]
+        given = tuple(gradient is not None for gradient in node.args[3])
+        lowered = self.lowering.backward(segment.block, self._sizes(segment), given)
+        turns = self.micro_batches if segment.block.inner_looped else 1
+        brought = (
+            sum(self._bytes(segment.block.outputs[i].detached()) for i in (node.args[4] if len(node.args) > 4 else ())) // turns
+        )
+        for turn in range(max(0, turns - 2), turns):  # the gradient for the next micro-batch arrives meanwhile
+            arrived = brought * min(2, turns - turn)
+            self._look(lowered.inside, arrived + self._gathered(segment, lowered.present, turn, turns))
+        for result in (user for user in node.users if user.target is operator.getitem):
+            if "spec" in result.meta:
+                self.held[result] = _Held(self._bytes(result.meta["spec"]), GRADIENTS, result.meta["spec"])
+            else:
+                self.held[result] = _Held(self._pushed(segment), GRADIENTS)
+
+    def _gathered(self, segment: Segment, present: Sequence[bool], turn: int, turns: int) -> int:
+        """Gradients of the micro-batches before one: their parts, or their sums."""
+        total = 0
+        for spec, there in zip(segment.block.operands, present, strict=True):
+            if there and turn:
+                whole, size = spec.detached().bytes(self.program.bindings), spec.gradient_dtype.itemsize
+                total += whole * turn // turns if spec.splits else whole * max(size, 4) // size
+        return total
+
+    def _pushed(self, segment: Segment) -> int:
+        trained = [w for w in segment.block.weights if w.differentiable]
+        count = lambda spec: spec.bytes(self.program.bindings) // spec.dtype.itemsize  # noqa: E731
+        return sum(count(w) * gradient_dtype(w, self.options.gradients_on_link).itemsize for w in trained)
+
+    def _sizes(self, segment: Segment):
+        return block_bindings(segment.block, self.program.bindings, self.captured.batch, self.options.micro_batches)[0]
+
+
+def _kind_of(node: fx.Node) -> str:
+    """What a value of the device is for."""
+    source = node.args[0] if node.target is nodes.restore else node
+    kind = source.meta.get("kind")
+    if kind == "gradient" or str(node.meta.get("value", "")).startswith("d "):
+        return GRADIENTS
+    if kind == "stash" or any(user.target is nodes.stash for user in node.users):
+        return STASHES
+    return ACTIVATIONS
+
+
+def _why(kind: str, options: Options) -> str:
+    if kind == STASHES and options.stash == "device":
+        return "the option stash is 'device': 'host' sends them to the host"
+    return "later layers read all of them"

@@ -1,0 +1,203 @@
+"""What one step through a program shares: sizes, seeds, figures, and the tensors of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+import sympy
+import torch
+from torch import fx
+
+from ..devices.device import HostWeights
+from ..ir.program import Block, Segment
+from ..ir.values import Bindings, TensorSpec, evaluate
+from ..lowering.lower import Lowering
+
+
+class Box:
+    """The tensors of a value: one if it is whole, one per micro-batch if it is split.
+
+    lane, event  who fills it and when it is filled; event None means at once
+    readers      the last event of each other lane that reads it
+    absent       a gradient that does not exist
+    results      for a node with several results, a box each
+    """
+
+    __slots__ = ("absent", "event", "lane", "readers", "results", "slab", "tensors")
+
+    def __init__(self, tensors: list[torch.Tensor] | None = None, absent: bool = False):
+        self.tensors, self.absent = tensors, absent
+        self.lane: str | None = None
+        self.event: Any = None
+        self.readers: dict[str, Any] = {}
+        self.results: list[Box] = []
+        self.slab: int | None = None
+
+    def copy(self) -> Box:
+        """Another box with the same, complete, tensors."""
+        box = Box(self.tensors, self.absent)
+        box.lane = self.lane
+        return box
+
+
+def copies(tensors: Sequence[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[torch.Tensor], int]:
+    """Copies of tensors and their bytes; what several micro-batches share is copied once."""
+    made: dict[tuple, torch.Tensor] = {}
+    keys = [(t.data_ptr(), t.shape) for t in tensors]
+    for key, tensor in zip(keys, tensors, strict=True):
+        if key not in made:
+            made[key] = copy(tensor)
+    return [made[key] for key in keys], bytes_of(list(made.values()))
+
+
+def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of all entries."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@dataclass
+class Stats:
+    """Figures of the last step of a compiled model; bytes and seconds.
+
+    `gradient_squares` is the sum of the squares of all gradients of parameters, where the option `optimizer` is given, and
+    `skipped_steps` counts the steps since the start that did nothing because a gradient was not finite; `loss_scale` is the
+    factor on the loss in fp16, 1.0 in other precisions.
+    """
+
+    peak_device_bytes: int = 0
+    fetched_bytes: int = 0
+    pushed_bytes: int = 0
+    offloaded_bytes: int = 0
+    restored_bytes: int = 0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    gradient_squares: float = 0.0
+    skipped_steps: int = 0
+    loss_scale: float = 1.0
+
+    def __add__(self, other: Stats) -> Stats:
+        """Two programs of one step: amounts add up, the larger peak counts."""
+        total = Stats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Stats)))
+        total.peak_device_bytes = max(self.peak_device_bytes, other.peak_device_bytes)
+        total.loss_scale = other.loss_scale
+        return total
+
+    @property
+    def gradient_norm(self) -> float:
+        """The global norm of the gradients, before clipping; 0.0 without the option `optimizer`."""
+        return self.gradient_squares**0.5
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in forward and backward programs, transfers of outputs and gradients included."""
+        return self.forward_seconds + self.backward_seconds
+
+    def __str__(self) -> str:
+        """A figure a line, by the names that users read."""
+        parts = {"forward_seconds", "backward_seconds", "gradient_squares"}
+        names = [f.name for f in fields(self) if f.name not in parts] + ["seconds", "gradient_norm"]
+        return "\n".join(f"{name:18} {getattr(self, name):,.10g}" for name in names)
+
+
+def micro_batch_sizes(rows: int, micro_batches: int) -> list[int]:
+    """Rows of each micro-batch: as equal as can be, none empty, the larger ones first."""
+    count = min(micro_batches, rows)
+    return [rows // count + (i < rows % count) for i in range(count)]
+
+
+def block_bindings(block: Block, bindings: Bindings, batch: sympy.Symbol | None, micro_batches: int) -> list[Bindings]:
+    """The sizes of each run of a block in a step with these bindings."""
+    if not block.inner_looped:
+        return [bindings]
+    return [{**bindings, batch: size} for size in micro_batch_sizes(bindings[batch], micro_batches)]
+
+
+class Host(Protocol):
+    """What a program asks of the host while it runs, and hands to it (`host/server.py`)."""
+
+    def begin_forward(self, step: Step, parameters: Sequence[torch.nn.Parameter], to_train: bool) -> None: ...
+
+    def load(
+        self, step: Step, segment: Segment, weights: Sequence[torch.Tensor]
+    ) -> tuple[HostWeights | None, list[torch.Tensor]]: ...
+
+    def begin_backward(self, step: Step, graph: fx.Graph, segments: Sequence[Segment]) -> None: ...
+
+    def collect(self, step: Step, segment: Segment, box: Box) -> None: ...
+
+    def update(self, step: Step, segment: Segment) -> None: ...
+
+    def end_backward(self, step: Step) -> dict[int, torch.Tensor]: ...
+
+    def recover(self) -> None: ...
+
+
+class BlockCheck(Protocol):
+    """Work that compares a block on rows together and apart, None where there is nothing to compare (`check.py`)."""
+
+    def forward(self, step: Step, segment: Segment, weights: Box, operands: Sequence[Box]) -> Callable[[], None] | None: ...
+
+    def backward(
+        self, step: Step, segment: Segment, weights: Box, operands: Sequence[Box], gradients: Sequence[Box]
+    ) -> Callable[[], None] | None: ...
+
+
+@dataclass(eq=False)
+class Step:
+    """What one forward and its backward share: arguments, sizes, seeds, and what comes back to the host.
+
+    scale      the factor on the gradients of the outputs in backward
+    use        the host's own record of this forward
+    returned   gradients for `p.grad` by index of the argument, filled by the host lane
+    last_fetches   how often parameters (by their indices) are still fetched, where their wire is of no use afterwards
+    """
+
+    arguments: Sequence
+    constants: dict[str, torch.Tensor]
+    bindings: Bindings
+    batch: sympy.Symbol | None
+    micro_batches: int
+    lowering: Lowering
+    stats: Stats
+    server: Host
+    check: BlockCheck | None = None
+    gradient_wire: str | None = None
+    use: Any = None
+    writes: dict[int, torch.Tensor] = field(default_factory=dict)
+    seed: int | None = None
+    scale: float = 1.0
+    returned: dict[int, torch.Tensor] = field(default_factory=dict)
+    last_fetches: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sizes = micro_batch_sizes(self.bindings[self.batch], self.micro_batches) if self.batch is not None else [1]
+
+    def split(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
+        """Slices of a whole value, contiguous; views where the batch is the first dimension."""
+        return [self.part(tensor, spec, turn).contiguous() for turn in range(len(self.sizes))]
+
+    def part(self, tensor: torch.Tensor, spec: TensorSpec, turn: int) -> torch.Tensor:
+        """A micro-batch's slice of a whole value, a view."""
+        dim, multiple = spec.batch.dim, evaluate(spec.batch.multiple, self.bindings)
+        return tensor.narrow(dim, sum(self.sizes[:turn]) * multiple, self.sizes[turn] * multiple)
+
+    def for_all(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
+        """The first micro-batch's part of a value whose rows are alike, as the parts of all: one memory, as far as that goes."""
+        dim, multiple = spec.batch.dim, evaluate(spec.batch.multiple, self.bindings)
+        return [tensor.narrow(dim, 0, size * multiple).contiguous() for size in self.sizes]
+
+    def share(self, turn: int, partial: str | None) -> float:
+        """What a micro-batch's part of a sum counts for; `partial` is that of `TensorSpec`."""
+        return self.sizes[turn] / sum(self.sizes) if partial == "mean" else 1
+
+    def bindings_of(self, block: Block) -> list[Bindings]:
+        """The sizes of each run of a block: one per micro-batch, or the whole batch once."""
+        return block_bindings(block, self.bindings, self.batch, self.micro_batches)
+
+    def base_seed(self) -> int:
+        """One number from the default generator a step, drawn only if something in the step is random."""
+        if self.seed is None:
+            self.seed = int(torch.randint(2**62, ()))
+        return self.seed

@@ -1,0 +1,1 @@
+"""Which blocks may run micro-batch by micro-batch, and the proof."""

@@ -1,0 +1,221 @@
+"""Whether a block may run micro-batch by micro-batch.
+
+Each block is traced to ATen at two batch sizes, primes that divide no size of the model, and `batch_rules` follows the
+rows of the batch through the two graphs. A block is inner-looped only if every output is proven to be row-wise (or the
+same for every micro-batch); otherwise it sees the whole batch, and `Block.reason` names the operation that decided. The
+same traces show which operands a block writes into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import sympy
+import torch
+from torch import fx
+
+from ...errors import LoweringError
+from ...ir.batch import Batch
+from ...ir.captured import Captured
+from ...ir.program import Block
+from ...ir.values import Bindings, Dim, TensorSpec, evaluate, rows_at
+from ...lowering import disk
+from ...lowering.forms import present_form
+from ...lowering.trace import probe, settings_of_a_trace
+from ..compilation import Compilation
+from .batch_rules import PARTS, Mixing, Partial, analyse
+
+NO_ROWS = "that it reads has no dimension that holds the rows of the batch in order"
+_PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was found out about a block: the attributes of `Block` by these names, and `partial` and `alike` of each output."""
+
+    mutated: tuple[int, ...]
+    reason: str | None
+    outputs: tuple[tuple[str | None, bool], ...] = ()
+    summed_whole: tuple[int, ...] = ()
+
+
+def decide(compilation: Compilation, block: Block) -> None:
+    """Decide whether a block runs micro-batch by micro-batch: sets `inner_looped`, `reason`, `mutated` and outputs for writes."""
+    key = _key(compilation, block)
+    proof = _known[key] = _known.get(key) or _from_disk(key, lambda: _prove(compilation, block))
+    if len(_known) > _MOST:
+        del _known[next(iter(_known))]
+    block.mutated, block.reason, block.summed_whole = proof.mutated, proof.reason, proof.summed_whole
+    block.outputs += tuple(block.operands[i] for i in block.mutated)
+    block.inner_looped = block.reason is None
+    if block.inner_looped:
+        block.outputs = tuple(replace(o, partial=p, alike=a) for o, (p, a) in zip(block.outputs, proof.outputs, strict=True))
+
+
+_MOST = 1024  # proofs that a process remembers
+_known: dict[tuple, Proof] = {}
+
+
+def forget() -> None:
+    """Remember no proof in this process."""
+    _known.clear()
+
+
+def _key(compilation: Compilation, block: Block) -> tuple:
+    """All that a proof depends on: the block, the sizes that it is traced at, which values hold rows, and the options."""
+    captured = compilation.captured
+    numbers = {symbol: size for symbol, size in captured.hints.items() if symbol is not captured.batch}
+    rows = tuple(
+        (str(rows_at(spec.batch, captured.hints)), spec.mixed, spec.partial, spec.alike)
+        for spec in (*block.operands, *block.outputs)
+    )
+    return (
+        "proof", present_form(block, numbers).key, rows, captured.hints.get(captured.batch), str(captured.why_static),
+        compilation.options.micro_batches == 1, tuple(sorted(map(str, parts_of(captured)))), _is_wide(captured), *settings_of_a_trace(),
+    )  # fmt: skip
+
+
+def _from_disk(key: tuple, prove: Callable[[], Proof]) -> Proof:
+    """A proof that another process has left on disk; if there is none, one that is left there now."""
+    name = disk.digest(key)
+    for entry, drop in disk.read(name) if name is not None else ():
+        try:
+            return Proof(
+                tuple(entry["mutated"]), entry["reason"], tuple((p, a) for p, a in entry["outputs"]), tuple(entry["summed_whole"])
+            )
+        except (TypeError, KeyError, ValueError) as error:
+            drop(f"{type(error).__name__}: {error}")
+    proof = prove()
+    if name is not None:
+        disk.write(name, asdict(proof))
+    return proof
+
+
+def _prove(compilation: Compilation, block: Block) -> Proof:
+    captured = compilation.captured
+    batched = captured.batch is not None and any(v.batch for v in (*block.values, *block.outputs))
+    odd = [e for e in block.sizes.values() if not _is_multiple(e, captured.batch)]
+    if compilation.options.micro_batches == 1 or not batched or odd:
+        return Proof(probe(block, captured.hints)[1], _why_not_tried(compilation, block, odd))
+    try:
+        small, large, primes, mutated = probes(block, captured.hints, captured.batch)
+    except LoweringError as error:
+        return Proof(probe(block, captured.hints)[1], f"cannot be traced at another batch size: {str(error).splitlines()[0]}")
+    outputs = block.outputs + tuple(block.operands[i] for i in mutated)
+    states = analyse(small, large, *primes, states_of_operands(block, captured.hints), parts_of(captured))
+    reason = _refusal(block, outputs, states, captured.hints)
+    if reason is not None:
+        return Proof(mutated, reason)
+    kinds = tuple((s.how if isinstance(s, Partial) else None, isinstance(s, Batch) and s.alike) for s in states)
+    return Proof(mutated, None, kinds, _summed_whole(block, small, _is_wide(captured)))
+
+
+def probes(block: Block, hints: Bindings, batch: sympy.Symbol) -> tuple[fx.Graph, fx.Graph, tuple[int, int], tuple[int, ...]]:
+    """The forward graph of a block at two batch sizes, the sizes, and the operands that it writes into."""
+    primes = suitable_primes(block, hints, batch)[:2]
+    (small, mutated), (large, _) = (probe(block, {**hints, batch: prime}) for prime in primes)
+    return small.graph, large.graph, tuple(primes), mutated
+
+
+def states_of_operands(block: Block, bindings: Bindings) -> list[Batch | Mixing | None]:
+    """What is known of a block's operands before it runs, at the sizes that it is traced at."""
+    return [Mixing("a value", NO_ROWS) if spec.mixed else rows_at(spec.batch, bindings) for spec in block.operands]
+
+
+def parts_of(captured: Captured) -> frozenset[torch.dtype]:
+    """The dtypes in which a sum may be taken in parts: in a model in float64, sums of float32 keep the order of eager.
+
+    None under autocast, where every micro-batch would round its part of the gradients to 16 bits: parts of a head's
+    gradients are often larger than their sum.
+    """
+    if captured.autocast is not None:
+        return frozenset()
+    return PARTS - {torch.float32, torch.complex64} if _is_wide(captured) else PARTS
+
+
+def _is_wide(captured: Captured) -> bool:
+    """Whether a model is in float64: what it computes in a narrower dtype then has to keep its order, to the last bit."""
+    return any(captured.specs[i.node].dtype is torch.float64 for i in captured.weights if i.kind == "parameter")
+
+
+def _is_multiple(size, batch) -> bool:
+    """Whether a size does not depend on the batch, or is a multiple of it."""
+    return batch is None or batch not in size.free_symbols or batch not in (size / batch).free_symbols
+
+
+def _why_not_tried(compilation: Compilation, block: Block, odd: list) -> str:
+    captured = compilation.captured
+    if compilation.options.micro_batches == 1:
+        return "micro_batches is 1"
+    if captured.batch is None:
+        return captured.why_static
+    if any(v.mixed for v in block.values):
+        return f"a value {NO_ROWS}"
+    if odd and any(v.batch for v in (*block.values, *block.outputs)):
+        return f"it computes with the size of the batch: {odd[0]}"
+    return "it reads and makes no batched value"
+
+
+def suitable_primes(block: Block, hints: Bindings, batch) -> list[int]:
+    """Primes that divide no size in the block, so that a multiple of one can only come from the batch."""
+    dims = [d for spec in (*block.operands, *block.outputs) for d in spec.shape]
+    sizes = {_of_one_row(d, hints, batch) for d in dims}
+    suitable = [p for p in _PRIMES if not any(size and size % p == 0 for size in sizes)]
+    return suitable if len(suitable) >= 2 else [10007, 10009]
+
+
+def _of_one_row(dim: Dim, hints: Bindings, batch: sympy.Symbol) -> int:
+    """A size for a batch of one row; 0 where there is none: such a size is no multiple of the batch, so its value is mixed."""
+    try:
+        return evaluate(dim, {**hints, batch: 1})
+    except LoweringError:
+        return 0
+
+
+def _refusal(
+    block: Block, outputs: Sequence[TensorSpec], states: list[Batch | Partial | Mixing | None], hints: Bindings
+) -> str | None:
+    """Why the block cannot be inner-looped; None if every output, new contents of operands among them, is proven."""
+    for state, spec in zip(states, outputs, strict=True):
+        if isinstance(state, Mixing):
+            return f"{state.op} {state.reason}"
+        if spec.mixed or state != rows_at(spec.batch, hints) and not isinstance(state, Partial):
+            return f"an output {spec} does not hold the rows of the batch in order"
+    if any(v.mixed for v in block.values):
+        return f"a value {NO_ROWS}"
+    return None
+
+
+def _summed_whole(block: Block, graph: fx.Graph, wide: bool) -> tuple[int, ...]:
+    """The invariant float64 operands from which invariants of a narrower dtype are computed; in a wide model, narrower operands."""
+    placeholders = graph.find_nodes(op="placeholder")
+    varying = {p for p, spec in zip(placeholders, block.operands, strict=True) if spec.batch is not None}
+    for node in graph.nodes:
+        if any(a in varying for a in node.all_input_nodes):
+            varying.add(node)
+    shared = [
+        (i, p, spec.dtype)
+        for i, (p, spec) in enumerate(zip(placeholders, block.operands, strict=True))
+        if spec.differentiable and p not in varying
+    ]
+    return tuple(
+        i
+        for i, p, dtype in shared
+        if (any(_is_narrow(n) for n in _reached(p, varying)) if dtype is torch.float64 else wide and dtype is torch.float32)
+    )
+
+
+def _reached(start: fx.Node, without: set[fx.Node]) -> set[fx.Node]:
+    found, waiting = set(), [start]
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in without and user not in found:
+                found.add(user)
+                waiting.append(user)
+    return found
+
+
+def _is_narrow(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype is not torch.float64

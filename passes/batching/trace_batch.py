@@ -1,0 +1,103 @@
+"""Settle which blocks run micro-batch by micro-batch (`proof`), and which values their writes make.
+
+An operand that a block writes into becomes a new version of the value, which later segments read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from ...errors import L2LError
+from ...frontend.capture import Input
+from ...frontend.simplify import memory_of
+from ...frontend.writes import share_memory
+from ...ir.program import Segment, Value
+from ..compilation import Compilation, Fact
+from .proof import decide
+
+
+@dataclass(frozen=True)
+class TraceBatch:
+    """Provides `batching`: `Block.inner_looped`, `Block.reason`, `Block.mutated` and versions of values."""
+
+    name: ClassVar = "trace_batch"
+    requires: ClassVar = frozenset({Fact.REGIONS})
+    provides: ClassVar = frozenset({Fact.BATCHING})
+
+    def apply(self, compilation: Compilation) -> None:
+        captured = compilation.captured
+        for block in compilation.blocks:
+            if block.inner_looped is None:
+                decide(compilation, block)
+        rows = captured.hints.get(captured.batch, 1)
+        for segment in compilation.segments:
+            if segment.block.inner_looped:
+                segment.micro_batches = min(compilation.options.micro_batches, rows)
+                for value, spec in zip(segment.outputs, segment.block.outputs, strict=False):
+                    captured.specs[value.node] = replace(captured.specs[value.node], partial=spec.partial, alike=spec.alike)
+        _version_values(compilation)
+
+
+def _version_values(compilation: Compilation) -> None:
+    """A segment that writes into a value makes a new version of it, which later segments read.
+
+    Raises `L2LError` where the write would have to be seen through another value that shares the memory.
+    """
+    segments = compilation.segments
+    current: dict[Value, Value] = {}
+    sharing = _by_memory(compilation)
+    for segment in segments:
+        segment.values = tuple(current.get(v, v) for v in segment.values)
+        made = []
+        for index in segment.block.mutated:
+            is_weight = index < len(segment.weights)
+            node = segment.weights[index].node if is_weight else segment.values[index - len(segment.weights)].node
+            _check_names(compilation, segment, node, sharing.get(memory_of(node), []))
+            new = Value(node, current.get(Value(node), Value(node)).version + 1)
+            if is_weight:
+                _check_alone(compilation, segment, segment.weights[index])
+            else:
+                current[Value(node)] = new
+            made.append(new)
+        segment.outputs = (*segment.outputs, *made)
+
+
+def _by_memory(compilation: Compilation) -> dict[int | None, list[fx.Node]]:
+    """The inputs of the graph, and what segments make, by the memory that they are in."""
+    found: dict[int | None, list[fx.Node]] = {}
+    made = [v.node for segment in compilation.segments for v in segment.outputs]
+    for node in dict.fromkeys([*(i.node for i in compilation.captured.inputs), *compilation.line.weights, *made]):
+        found.setdefault(memory_of(node), []).append(node)
+    return found
+
+
+def _check_names(compilation: Compilation, writer: Segment, written: fx.Node, sharing: list[fx.Node]) -> None:
+    """A write into `written` may be seen later only under its own name, or by other results of the same segment."""
+    others = [n for n in sharing if n not in {v.node for v in writer.outputs} and share_memory(n, written)]
+    if not others:
+        return
+    read = {v.node for s in compilation.segments[writer.index :] for v in s.values}  # in the writer, maybe after the write
+    read |= {w.node for s in compilation.segments[writer.index :] for w in s.weights}
+    seen_by_user = {*compilation.captured.outputs, *(i.node for i in compilation.captured.inputs)}
+    for other in filter((read | seen_by_user).__contains__, others):
+        raise L2LError(
+            f"segment '{writer.name}' writes in place into '{_name(compilation, written)}', whose memory "
+            f"'{_name(compilation, other)}' shares, which is read as well. Write into a copy (x = x.clone()), or use the "
+            "operation that is not in place"
+        )
+
+
+def _check_alone(compilation: Compilation, writer: Segment, weight: Input) -> None:
+    """Weights are fetched as they were before the step, so no other segment may read one that is written into."""
+    if any(weight.node is w.node for s in compilation.segments if s is not writer for w in s.weights):
+        raise L2LError(
+            f"segment '{writer.name}' writes into {weight.kind} '{weight.name}', which other segments read as well: the order of "
+            "such writes cannot be kept. Write into it between the steps, or give every layer one of its own"
+        )
+
+
+def _name(compilation: Compilation, node: fx.Node) -> str:
+    return next((i.name for i in compilation.captured.inputs if i.node is node), node.name)

@@ -1,0 +1,1 @@
+"""What is done to a captured graph before it is cut."""

@@ -1,0 +1,47 @@
+"""With `outputs="loss"`: no outputs with the batch dimension, and nothing that only they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from ...frontend.simplify import drop_dead
+from ...ir.captured import Captured
+from ..compilation import Compilation
+
+
+@dataclass(frozen=True)
+class DropOutputs:
+    """With `outputs="loss"`, outputs with the batch dimension are not made where there is a loss beside them."""
+
+    name: ClassVar = "drop_outputs"
+    requires: ClassVar = frozenset()
+    provides: ClassVar = frozenset()
+
+    def apply(self, compilation: Compilation) -> None:
+        if compilation.options.outputs == "loss":
+            drop_outputs(compilation.captured)
+
+
+def drop_outputs(captured: Captured) -> None:
+    """Make no outputs with the batch dimension, and nothing that only they need, where there is a loss beside them.
+
+    A graph that Dynamo ended early keeps its outputs: the next one reads them.
+    """
+    if captured.break_reason is not None:
+        return
+    specs = {
+        i: captured.specs[o]
+        for i, o in enumerate(captured.outputs)
+        if isinstance(o, fx.Node) and o in captured.specs and o.op != "placeholder"
+    }
+    batched = {i: spec for i, spec in specs.items() if spec.batch is not None or spec.mixed}
+    if not any(spec.differentiable for i, spec in specs.items() if i not in batched):
+        return
+    captured.dropped = batched
+    captured.graph.output_node().args = (tuple(None if i in batched else o for i, o in enumerate(captured.outputs)),)
+    drop_dead(captured.graph)
+    there = set(captured.graph.nodes)
+    captured.specs = {node: spec for node, spec in captured.specs.items() if node in there}

@@ -1,0 +1,198 @@
+"""Write a cross entropy as what each row contributes, then the reduction over these contributions.
+
+    cross_entropy(scores, target)    =>    scores = log_softmax(scores, 1)                     row by row: large
+                                           terms = nll_loss(scores, target, "none")            one number a target
+                                           nll_loss(-terms, zeros)                             over all rows: small
+
+A mean over the targets that count (`ignore_index`) is no mean of the micro-batches' means. The reduction runs once, on
+the gathered numbers of the whole batch, in the order and by the kernel that PyTorch would have used: losses without
+class weights keep their bits. What depends on the classes stays in one piece, which `trace_batch` can prove row-wise.
+
+Scores of [time, batch, classes] that were folded into [time * batch, classes] are taken as they were before: rows that stand
+behind time cannot be handed from segment to segment once they are folded. (The sum over time then has another order.)
+
+Other reductions need no rewriting: the batch rules split them as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from ...ir.batch import Batch
+from ...ir.captured import LOSS_TERM, Captured
+from ...ir.values import TensorSpec, rows_at
+from ..compilation import Compilation
+
+_LOSSES = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
+_SKIPPED = -100  # the class index that the kernel leaves out
+
+
+@dataclass(frozen=True)
+class GatherLossTerms:
+    """Losses over the batch are written row by row, so that their scores need not be there for all rows at once."""
+
+    name: ClassVar = "gather_loss_terms"
+    requires: ClassVar = frozenset()
+    provides: ClassVar = frozenset()
+
+    def apply(self, compilation: Compilation) -> None:
+        options = compilation.options
+        if options.micro_batches > 1:
+            gather_loss_terms(compilation.captured, only_largest=options.precision != "fp32")
+
+
+def gather_loss_terms(captured: Captured, only_largest: bool) -> None:
+    """Rewrite every cross entropy and negative log likelihood of a batch in a captured graph, in place.
+
+    `only_largest` leaves those alone whose scores are smaller than some other value of the graph.
+    """
+    if captured.batch is None:
+        return
+    sizes = {
+        node: _entries(spec, captured)
+        for node, spec in captured.specs.items()
+        if spec.batch is not None and spec.dtype.is_floating_point
+    }
+    least = max(sizes.values(), default=0) if only_largest else 0
+    for node in list(captured.graph.nodes):
+        if node.op == "call_function" and node.target in _LOSSES:
+            loss = _Loss.of(captured, node)
+            if loss is not None and sizes.get(loss.scores, 0) >= least:
+                node.replace_all_uses_with(loss.write())
+                captured.graph.erase_node(node)
+
+
+_FOLDS = ("flatten", "view", "reshape", torch.flatten, torch.reshape)
+
+
+def _unfolded(captured: Captured, scores: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """[time, batch, classes] and [time, batch] behind operands of [time * batch, classes] and [time * batch]; None for others.
+
+    None as well where a model in float64 computes its loss in a narrower dtype: its rounding depends on the order of the sum.
+    """
+    if any(node.target not in _FOLDS or not node.args for node in (scores, target)):
+        return None
+    before = [captured.specs.get(node.args[0]) for node in (scores, target)]
+    after = [captured.specs[node] for node in (scores, target)]
+    if None in before or any(len(b.shape) != len(a.shape) + 1 for b, a in zip(before, after, strict=True)):
+        return None
+    time_first = all(spec.batch is not None and spec.batch == Batch(1) for spec in before)
+    (scores_there, target_there), scores_here = (spec.sizes(captured.hints) for spec in before), after[0].sizes(captured.hints)
+    same = scores_there[:2] == target_there and scores_there[2:] == scores_here[1:] and len(after[1].shape) == 1
+    widest = max((captured.specs[i.node].dtype.itemsize for i in captured.inputs if i.kind == "parameter"), default=0)
+    return (scores.args[0], target.args[0]) if time_first and same and before[0].dtype.itemsize >= widest else None
+
+
+def _entries(spec: TensorSpec, captured: Captured) -> int:
+    return spec.bytes(captured.hints) // spec.dtype.itemsize
+
+
+@dataclass
+class _Loss:
+    """A call that can be rewritten: [N, C, ...] scores and [N, ...] classes, rows outermost in both.
+
+    With `time_first`, [time, batch, C] scores and [time, batch] classes.
+    """
+
+    captured: Captured
+    node: fx.Node
+    scores: fx.Node
+    target: fx.Node
+    weight: fx.Node | None
+    ignored: int
+    mean: bool
+    smoothing: float
+    are_logits: bool
+    time_first: bool = False
+
+    @classmethod
+    def of(cls, captured: Captured, node: fx.Node) -> _Loss | None:
+        bound = _LOSSES[node.target].bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        scores, target = (
+            captured.specs.get(given[name]) if isinstance(given[name], fx.Node) else None for name in ("input", "target")
+        )
+        if scores is None or target is None or given["reduction"] not in ("mean", "sum"):
+            return None
+        options = (
+            given["weight"],
+            given["ignore_index"],
+            given["reduction"] == "mean",
+            given.get("label_smoothing", 0.0),
+            node.target is F.cross_entropy,
+        )
+        current = given["size_average"] is None and given["reduce"] is None
+        unfolded = _unfolded(captured, given["input"], given["target"])
+        if unfolded is not None and current:
+            return cls(captured, node, *unfolded, *options, time_first=True)
+        places = [rows_at(spec.batch, captured.hints) for spec in (scores, target)]  # equal lengths may have symbols of their own
+        rows = scores.batch is not None and scores.batch.dim == 0 and places[0] == places[1]
+        classes = len(target.shape) == len(scores.shape) - 1 and not target.dtype.is_floating_point
+        if not rows or not classes or not current:
+            return None
+        return cls(captured, node, given["input"], given["target"], *options)
+
+    def write(self) -> fx.Node:
+        """The rewritten loss, in front of the call."""
+        put, target = self._put, self.target
+        place = 2 if self.time_first else 1
+        scores = put(F.log_softmax, self.scores, place) if self.are_logits else self.scores
+        if self.time_first:
+            scores = put(torch.transpose, scores, 1, 2)  # as the kernels want them
+        skipped = put(operator.eq, target, self.ignored)
+        terms = put(F.nll_loss, scores, target, ignore_index=self.ignored, reduction="none")
+        weights = None
+        if self.weight is not None:
+            known = put(torch.masked_fill, target, skipped, 0)
+            weights = put(torch.masked_fill, put(operator.getitem, self.weight, known), skipped, 0.0)
+        loss = self._likelihood(terms, skipped, weights)
+        if not self.smoothing:
+            return loss
+        even = scores
+        if self.weight is not None:
+            shape = [1, -1] + [1] * (len(self.captured.specs[self.target].shape) - 1)
+            even = put(operator.mul, scores, put(torch.reshape, self.weight, shape))
+        even = put(torch.masked_fill, put(operator.neg, put(torch.sum, even, 1)), skipped, 0.0)
+        even = self._reduced(even, skipped, weights)
+        classes = self.captured.specs[self.scores].shape[place]
+        return put(operator.add, put(operator.mul, loss, 1 - self.smoothing), put(operator.mul, even, self.smoothing / classes))
+
+    def _likelihood(self, terms: fx.Node, skipped: fx.Node, weights: fx.Node | None) -> fx.Node:
+        put = self._put
+        if weights is None:
+            zeros = put(torch.masked_fill, put(torch.zeros_like, self.target), skipped, _SKIPPED)
+            picked = put(torch.unsqueeze, put(operator.neg, terms), 1)
+            return put(F.nll_loss, picked, zeros, ignore_index=_SKIPPED, reduction="mean" if self.mean else "sum")
+        return self._reduced(put(operator.mul, terms, weights), skipped, weights)
+
+    def _reduced(self, terms: fx.Node, skipped: fx.Node, weights: fx.Node | None) -> fx.Node:
+        """The sum, over what counts where the loss is a mean."""
+        put = self._put
+        total = put(torch.sum, terms)
+        if not self.mean:
+            return total
+        return put(operator.truediv, total, put(torch.sum, weights if weights is not None else put(operator.invert, skipped)))
+
+    def _put(self, function: Callable, *args, **kwargs) -> fx.Node:
+        """A call in front of the rewritten one, described as Dynamo would have."""
+        graph, captured = self.captured.graph, self.captured
+        with graph.inserting_before(self.node):
+            made = graph.call_function(function, args, kwargs)
+        examples = fx.node.map_arg((args, kwargs), lambda n: n.meta["example_value"])
+        with self.node.meta["example_value"].fake_mode, torch.set_grad_enabled(captured.grad_enabled):
+            value = function(*examples[0], **examples[1])
+        made.meta = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "stack_trace")} | {
+            "example_value": value,
+            LOSS_TERM: True,
+        }
+        captured.specs[made] = TensorSpec.of(value, captured.batch)
+        return made

@@ -1,0 +1,91 @@
+"""Cross mixed precision (CMP; L2L, section 2.3): fp32 on the host, 16 bits on the link and on the device.
+
+Before the passes see a captured graph, its specs are narrowed:
+
+    parameters of two or more dimensions    cross the link in 16 bits; one-dimensional ones stay in fp32, they cost
+                                            nothing and carry the error
+    tables of embeddings                    16 bits as well, but always fp16: autocast looks rows up in fp32, and eight bits
+                                            of precision would make this the largest error of all. Entries beyond 65504
+                                            become infinite. Where the same table is a matrix (a tied head), it is as other
+                                            matrices are
+    activations between segments            16 bits: what is computed from parameters and has the rows of the batch.
+                                            Within a block they are fp32, as under autocast: a residual stream is
+                                            rounded once a layer, not once an addition. So are their gradients, which
+                                            do not leave the device
+    everything else                         as it is: masks, rotary tables, scalars, outputs of the model
+
+Every block then runs under `torch.autocast` of that dtype, which settles what is computed in which width within it. It sees
+all of these in fp32: an operation that autocast does not know would else meet a weight of 16 bits beside values of 32. Where
+autocast narrows what has just been widened, `lowering/widening.py` takes both out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from ...errors import L2LError
+from ...ir.captured import LOSS_TERM, Captured
+from ...ir.precision import DTYPES
+from ..compilation import Compilation
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """With `precision="bf16"` or `"fp16"`, parameters and activations have 16 bits on the link and between segments."""
+
+    name: ClassVar = "narrow"
+    requires: ClassVar = frozenset()
+    provides: ClassVar = frozenset()
+
+    def apply(self, compilation: Compilation) -> None:
+        if compilation.options.precision != "fp32":
+            narrow(compilation.captured, compilation.options.precision)
+
+
+def narrow(captured: Captured, precision: str) -> None:
+    """Narrow the specs of a captured graph to `precision` ("bf16" or "fp16"), and autocast its blocks.
+
+    Raises `L2LError` for a model under an autocast of its own, or with parameters in float64; warns of 16-bit ones.
+    """
+    option = f"the option precision={precision!r}"
+    if captured.autocast is not None:
+        raise L2LError(f"torch.autocast is on around the compiled model, and {option} does its work: leave one of them out")
+    parameters = [i for i in captured.weights if i.kind == "parameter"]
+    wide = [i.name for i in parameters if captured.specs[i.node].dtype is torch.float64]
+    if wide:
+        raise L2LError(
+            f"parameter '{wide[0]}' is float64, but {option} keeps float32 on the host: convert the model with .float()"
+        )
+    short = [i.name for i in parameters if captured.specs[i.node].dtype in (torch.bfloat16, torch.float16)]
+    if short:
+        warnings.warn(
+            f"{len(short)} parameters such as '{short[0]}' have 16 bits on the host: {option} keeps no wider copy of them, and small "
+            "updates are lost. Convert the model with .float()",
+            stacklevel=2,
+        )
+    captured.autocast = DTYPES[precision]
+    for weight in parameters:
+        spec = captured.specs[weight.node]
+        if spec.dtype is torch.float32 and len(spec.shape) >= 2:
+            captured.specs[weight.node] = replace(spec, dtype=captured.autocast, inside=torch.float32)
+            captured.lookups[weight.node] = replace(spec, dtype=torch.float16, inside=torch.float32)
+    for node in _activations(captured):
+        spec = captured.specs[node]
+        if spec.dtype is torch.float32:
+            captured.specs[node] = replace(spec, dtype=captured.autocast, inside=torch.float32)
+
+
+def _activations(captured: Captured) -> set:
+    """Batched values that are computed from parameters, without the outputs of the model and the terms of its losses."""
+    computed = {i.node for i in captured.weights if i.kind == "parameter"}
+    found = set()
+    for node in captured.graph.nodes:
+        if node.op.startswith("call_") and any(a in computed for a in node.all_input_nodes):
+            computed.add(node)
+            if node in captured.specs and captured.specs[node].batch is not None and LOSS_TERM not in node.meta:
+                found.add(node)
+    return found - set(captured.outputs)

@@ -1,0 +1,1 @@
+"""Which operations are a layer, and what stands between the layers."""

@@ -1,0 +1,198 @@
+"""Cut the line into segments: the layers that were found, and what lies between them at its narrowest places.
+
+A stretch between layers (embeddings, a different first layer, a head, or a whole model without repeats) is cut so
+that no piece holds many more parameter bytes than the largest layer or the largest single use, and so that the values
+crossing the cuts are as small as can be (dynamic programming over the candidate cuts between parameter uses).
+
+Segments whose canonical forms are equal are instances of one block; see `canonical`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...ir.program import Segment, Value
+from ..compilation import Compilation, Fact
+from .canonical import Piece, build_block
+from .line import Line
+from .names import items
+
+ABOUT_A_LAYER = 1.1  # a first layer may have a table that the others read
+
+
+@dataclass(frozen=True)
+class CutSegments:
+    """Provides `segments` and `blocks`."""
+
+    name: ClassVar = "cut_segments"
+    requires: ClassVar = frozenset({Fact.LAYERS})
+    provides: ClassVar = frozenset({Fact.SEGMENTS, Fact.BLOCKS})
+
+    def apply(self, compilation: Compilation) -> None:
+        line = compilation.line
+        ranges = list(compilation.layers)
+        limit = ABOUT_A_LAYER * max((_weight_bytes(line, r) for r in ranges), default=0)
+        for gap in _gaps(ranges, len(line)):
+            edges = _with_parameters(line, gap, compilation.forced_cuts)
+            for a, b in itertools.pairwise(edges):
+                ranges += _narrow(line, range(a, b), limit)
+        instantiate(compilation, _completed(compilation, ranges, limit))
+
+
+def _completed(compilation: Compilation, ranges: list[range], limit: float) -> list[range]:
+    """The ranges, where a layer that is like no other one has the rest of its item of a list with it.
+
+    Layers are found as what several copies have in common: a norm in front of one of them alone is left out.
+    """
+    line = compilation.line
+    ranges = sorted(ranges, key=lambda r: r.start)
+    layers = set(compilation.layers)
+    beside_a_layer = [(a, b) for a, b in itertools.pairwise(ranges) if (a in layers) != (b in layers)]
+    torn = [(a, b) for a, b in beside_a_layer if b.start not in compilation.forced_cuts and _within_an_item(line, b.start)]
+    if not torn:
+        return ranges
+    forms = Counter(Piece.of(line, layer).form for layer in layers)
+    for a, b in torn:
+        joined = range(a.start, b.stop)
+        alone = forms[Piece.of(line, a if a in layers else b).form] == 1
+        if alone and a in ranges and b in ranges and _weight_bytes(line, joined) <= limit:
+            ranges[ranges.index(a) : ranges.index(b) + 1] = [joined]
+    return ranges
+
+
+def _within_an_item(line: Line, cut: int) -> bool:
+    """Whether one item of a list lies on both sides of a cut."""
+    return not set(items(line.paths[cut - 1])).isdisjoint(items(line.paths[cut]))
+
+
+def instantiate(compilation: Compilation, ranges: list[range]) -> None:
+    """Make the segments of these ranges of the line; blocks that are known by their form stay."""
+    line = compilation.line
+    pieces = [Piece.of(line, r) for r in _without_empty(line, sorted(ranges, key=lambda r: r.start))]
+    _name(pieces)
+    known, compilation.forms, compilation.segments = compilation.forms, {}, []
+    for index, piece in enumerate(pieces):
+        block = compilation.forms.get(piece.form)
+        if block is None:
+            block = known.get(piece.form) or build_block(line, piece, "")
+            block.name, block.repeats = f"block_{len(compilation.forms)}", 0
+            compilation.forms[piece.form] = block
+        block.repeats += 1
+        compilation.segments.append(
+            Segment(
+                index,
+                piece.name,
+                block,
+                piece.weights,
+                tuple(map(Value, piece.values)),
+                tuple(map(Value, piece.outputs)),
+                parameter_bytes=sum(line.weight_bytes(w) for w in piece.weights if w.kind == "parameter"),
+                span=piece.span,
+            )
+        )
+    compilation.blocks = list(compilation.forms.values())
+
+
+def _gaps(layers: list[range], length: int) -> list[range]:
+    gaps, end = [], 0
+    for layer in sorted(layers, key=lambda r: r.start):
+        if layer.start > end:
+            gaps.append(range(end, layer.start))
+        end = layer.stop
+    if end < length:
+        gaps.append(range(end, length))
+    return gaps
+
+
+def _with_parameters(line: Line, gap: range, wanted: set[int]) -> list[int]:
+    """The ends of a gap and the wanted cuts in it, without those that would make a piece without parameters: the wider one goes."""
+    edges = [gap.start, *sorted(c for c in wanted if gap.start < c < gap.stop), gap.stop]
+    place = 0
+    while place < len(edges) - 1 and len(edges) > 2:
+        if _weights(line, range(edges[place], edges[place + 1])):
+            place += 1
+            continue
+        choices = [i for i in (place, place + 1) if 0 < i < len(edges) - 1]
+        del edges[max(choices, key=lambda i: line.crossing[edges[i]])]
+        place = max(place - 1, 0)
+    return edges
+
+
+def _weight_bytes(line: Line, piece: range) -> int:
+    return sum(line.weight_bytes(w) for w in _weights(line, piece))
+
+
+def _weights(line: Line, piece: range) -> set:
+    first = bisect.bisect_left(line.uses, piece.start, key=lambda u: u.position)
+    last = bisect.bisect_left(line.uses, piece.stop, key=lambda u: u.position)
+    return {u.weight for u in line.uses[first:last]}
+
+
+def _narrow(line: Line, gap: range, limit: float) -> list[range]:
+    """Cut a stretch into pieces of at most `limit` parameter bytes (or one use), at the least crossing bytes."""
+    cuts = _candidates(line, gap)
+    atoms = [_weights(line, range(a, b)) for a, b in itertools.pairwise(cuts)]
+    limit = max([limit, *(sum(map(line.weight_bytes, atom)) for atom in atoms)])
+    best = [0.0] + [math.inf] * len(atoms)
+    came = [0] * (len(atoms) + 1)
+    for end in range(1, len(cuts)):
+        held: set = set()
+        toll = line.crossing[cuts[end]] if end < len(atoms) else 0.0
+        for begin in range(end - 1, -1, -1):
+            held |= atoms[begin]
+            if sum(map(line.weight_bytes, held)) > limit:
+                break
+            if best[begin] + toll < best[end]:
+                best[end], came[end] = best[begin] + toll, begin
+    pieces, end = [], len(atoms)
+    while end > 0:
+        pieces.append(range(cuts[came[end]], cuts[end]))
+        end = came[end]
+    return pieces[::-1]
+
+
+def _candidates(line: Line, gap: range) -> list[int]:
+    """The cheapest cut between each two parameter uses of a stretch, with its ends."""
+    uses = [u.position for u in line.uses if gap.start <= u.position < gap.stop]
+    cuts = [gap.start]
+    for before, after in itertools.pairwise(uses):
+        choices = range(before + 1, after + 1)
+        if choices:
+            cut = min(choices, key=lambda c: (line.crossing[c], -c))
+            if math.isfinite(line.crossing[cut]):
+                cuts.append(cut)
+    return [*cuts, gap.stop]
+
+
+def _without_empty(line: Line, ranges: list[range]) -> list[range]:
+    """Join stretches that make nothing for others (a leftover mode switch) to their successor."""
+    kept: list[range] = []
+    start = None
+    for r in ranges:
+        span = range(r.start if start is None else start, r.stop)
+        if r is ranges[-1] or any(_makes_value(line, i, span.stop) for i in span):
+            kept.append(span)
+            start = None
+        else:
+            start = span.start
+    return kept
+
+
+def _makes_value(line: Line, position: int, stop: int) -> bool:
+    node = line.nodes[position]
+    return node in line.captured.specs and any(line.position.get(u, len(line)) >= stop for u in node.users)
+
+
+def _name(pieces: list[Piece]) -> None:
+    """Each piece takes the module path that most of its weighted operations share; equal names get a number."""
+    counts = Counter(p.name for p in pieces)
+    seen: Counter[str] = Counter()
+    for piece in pieces:
+        if counts[piece.name] > 1:
+            seen[piece.name] += 1
+            piece.name = f"{piece.name}#{seen[piece.name]}"

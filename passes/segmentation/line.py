@@ -1,0 +1,224 @@
+"""The captured graph as a line of operations: where it may be cut, what a cut costs, where weights are used.
+
+Dynamo's graph is in execution order, so a segment is a range of the line. A *cut* before operation `c` costs the
+bytes of the values that are made before `c` and read at or after it; an infinite cost forbids it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ...frontend.simplify import may_be_size, memory_of
+from ...frontend.writes import touches, written_operands
+from ...ir.captured import Captured, Input
+from ...ir.values import dim_of
+
+# Regions that a cut may not enter: what runs inside depends on interpreter state that is not re-made after a cut.
+_OPEN = re.compile(r"^_?((vmap|grad|jvp)_increment_nesting|enter_\w+|saved_tensors_hooks_disable|functorch_\w*enter\w*)$")
+_CLOSE = re.compile(r"^_?((vmap|grad|jvp)_decrement_nesting|exit_\w+|saved_tensors_hooks_enable|functorch_\w*exit\w*)$")
+
+ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+SET_GRAD = torch._C._set_grad_enabled
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Interpreter state at a point of the line that a segment must start with: gradient mode and open autocasts."""
+
+    grad: bool
+    autocasts: tuple[fx.Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """Cuts that may not be, and why."""
+
+    cuts: range
+    why: str
+
+
+@dataclass(frozen=True)
+class Use:
+    """One read of a parameter: where, which, and a label that is the same for the same use in another layer."""
+
+    position: int
+    weight: Input
+    label: int
+
+
+class Line:
+    """The operations of a captured graph in order; see the module's docstring."""
+
+    def __init__(self, captured: Captured):
+        self.captured = captured
+        self.weights = {i.node: i for i in captured.weights}
+        self.weights |= {node: Input(-1, node, node.target, "buffer") for node in captured.specs if node.op == "get_attr"}
+        self.nodes = [n for n in captured.graph.nodes if n.op.startswith("call_") and n not in self.weights]
+        self.position = {n: i for i, n in enumerate(self.nodes)}
+        self.of_model = {*self.weights, *(i.node for i in captured.inputs if i.kind == "state")}
+        self.reads = [tuple(n for n in node.all_input_nodes if size_expression(n) is None) for node in self.nodes]
+        # operations before each position, without those that only compute sizes: layers differ in these
+        self.operations_before = [0, *itertools.accumulate(size_expression(n) is None for n in self.nodes)]
+        stacks = [_module_stack(n) for n in self.nodes]
+        self.paths = [stack[-1][0] if stack else () for stack in stacks]  # of the modules, outermost first; () if unknown
+        self.classes = {path: kind for stack in stacks for path, kind in stack}  # of modules, by path
+        self.composed = {path[:end] for path in self.classes for end in range(1, len(path))}  # modules that hold others
+        self.barriers: list[Barrier] = []
+        self.modes = self._scan_modes()
+        self.uses = self._parameter_uses()
+        self.barriers += [*self._numbers_handed_on(), *self._within_writes()]
+        self.crossing = self._crossing()
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def weight_bytes(self, weight: Input) -> int:
+        """Bytes of a parameter or buffer."""
+        return self.captured.specs[weight.node].bytes(self.captured.hints)
+
+    def why_not(self, cut: int) -> str | None:
+        """Why there may be no cut before an operation; None if there may."""
+        return next((barrier.why for barrier in self.barriers if cut in barrier.cuts), None)
+
+    def _scan_modes(self) -> list[Mode]:
+        """The mode before each operation (and at the end); adds the regions that may not be cut to the barriers."""
+        mode, modes, opened = Mode(self.captured.grad_enabled), [], []
+        for position, node in enumerate(self.nodes):
+            modes.append(mode)
+            name = getattr(node.target, "__name__", str(node.target))
+            if node.target is SET_GRAD:
+                mode = Mode(node.args[0], mode.autocasts)
+            elif node.target is ENTER_AUTOCAST:
+                mode = Mode(mode.grad, (*mode.autocasts, node))
+            elif node.target is EXIT_AUTOCAST:
+                mode = Mode(mode.grad, tuple(a for a in mode.autocasts if a is not node.args[0]))
+            elif _OPEN.match(name):
+                opened.append(position)
+            elif _CLOSE.match(name) and opened:
+                self.barriers.append(
+                    Barrier(
+                        range(opened.pop() + 1, position + 1), "they are inside of a transform of torch.func (vmap, grad, ...)"
+                    )
+                )
+        return [*modes, mode]
+
+    def _numbers_handed_on(self) -> Iterator[Barrier]:
+        """Barriers where what is no tensor, and no number that can be computed again, would be handed on."""
+        for start, node in enumerate(self.nodes):
+            last = self._last_reader(node, start)
+            is_value = node in self.captured.specs and not may_be_size(node)
+            if last > start and node.target not in (ENTER_AUTOCAST, SET_GRAD) and not is_value and not _is_number(node):
+                kind = type(node.meta.get("example_value")).__name__
+                yield Barrier(range(start + 1, last + 1), f"'{node.name}', a {kind} and no tensor, is read on both sides")
+
+    def _last_reader(self, node: fx.Node, start: int) -> int:
+        return max((self.position.get(u, len(self.nodes) - 1) for u in node.users), default=start)
+
+    def _crossing(self) -> list[float]:
+        """Per cut: bytes of the values that cross it; infinite where it may not be."""
+        change = [0] * (len(self.nodes) + 1)
+        blocked = [0] * (len(self.nodes) + 1)
+        for start, node in enumerate(self.nodes):
+            last = self._last_reader(node, start)
+            if (
+                last > start
+                and node in self.captured.specs
+                and not may_be_size(node)
+                and node.target not in (ENTER_AUTOCAST, SET_GRAD)
+            ):
+                change[start + 1] += self._bytes(node)
+                change[min(last + 1, len(self.nodes))] -= self._bytes(node)
+        for position, node in enumerate(self.nodes):  # new contents of an input wait for the end of the line
+            change[position + 1] += sum(self._bytes(o) for o in written_operands(node) if o.op == "placeholder")
+        for barrier in self.barriers:
+            blocked[barrier.cuts.start] += 1
+            blocked[min(barrier.cuts.stop, len(self.nodes))] -= 1
+        return [
+            math.inf if stop else float(size)
+            for size, stop in zip(itertools.accumulate(change), itertools.accumulate(blocked), strict=True)
+        ]
+
+    def _bytes(self, node: fx.Node) -> int:
+        return self.captured.specs[node].bytes(self.captured.hints)
+
+    def _within_writes(self) -> Iterator[Barrier]:
+        """Barriers between operations that touch a state one after the other, where no parameter is used between them."""
+        used = [use.position for use in self.uses]
+        states = {memory_of(i.node): i.name for i in self.captured.inputs if i.kind == "state"}
+        for memory, touching in touches(self.nodes, states).items():
+            for before, after in itertools.pairwise(self.position[n] for n in touching):
+                if bisect.bisect_right(used, before) == bisect.bisect_left(used, after):
+                    yield Barrier(range(before + 1, after + 1), f"'{states[memory]}' is written and read there")
+
+    def _parameter_uses(self) -> list[Use]:
+        inputs = (*self.captured.inputs, *self.captured.parts)
+        parameters = {i.node: i for i in inputs if i.kind == "parameter" or i.kind == "state" and _is_parameter(i)}
+        labels: dict[tuple, int] = {}
+        uses = []
+        for position, node in enumerate(self.nodes):
+            for slot, argument in enumerate(node.all_input_nodes):
+                weight = parameters.get(argument)
+                if weight is None:
+                    continue
+                spec = self.captured.specs[argument]
+                key = (str(node.target), slot, spec.shape, spec.dtype)
+                uses.append(Use(position, weight, labels.setdefault(key, len(labels))))
+        return uses
+
+
+def _is_parameter(state: Input) -> bool:
+    """Whether a state is a parameter of the model, such as those of a momentum encoder: it has the size of one."""
+    return isinstance(state.node.meta["example_value"], torch.nn.Parameter)
+
+
+def size_expression(node: fx.Node):
+    """The int or sympy expression that a node holds, if it holds a size; None for other nodes."""
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.SymInt):
+        return dim_of(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _is_number(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return value is None or isinstance(value, (int, float, bool, torch.SymInt))
+
+
+def _module_stack(node: fx.Node) -> list[tuple[tuple[str, ...], type]]:
+    """Path and class of the modules around an operation, outermost first.
+
+    Dynamo calls a module that several others hold as the first of them does; here its path is inside of the one that calls it.
+    """
+    found = []
+    outer, path = (), ()
+    for name, kind in (node.meta.get("nn_module_stack") or {}).values():
+        inner = _path(name)
+        path = (*path, *_below(outer, inner))
+        found.append((path, kind))
+        outer = inner
+    return found
+
+
+def _below(outer: tuple[str, ...], inner: tuple[str, ...]) -> tuple[str, ...]:
+    """The path of a module from the one that calls it; its own name, with its index, where it lies elsewhere."""
+    if inner[: len(outer)] == outer:
+        return inner[len(outer) :]
+    name = max((i for i, part in enumerate(inner) if not part.isdigit()), default=0)
+    return inner[name:]
+
+
+@functools.cache
+def _path(name: str) -> tuple[str, ...]:
+    """Dynamo's expression for a module as a path."""
+    name = re.sub(r"^L\['\w+'\]\.?", "", name)
+    name = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", name)
+    return tuple(part for part in name.split(".") if part and part not in ("__self__", "__dict__", "_modules"))

@@ -1,0 +1,51 @@
+"""Write the host's updates of parameters into the program, where the options ask for updates behind the device.
+
+    in_backward                                      in_forward
+
+    %p = push_gradients(segment, %g)                 %u = update(segment)            for all segments, first thing
+         update(segment, %p)                         %w = fetch_weights(segment, %u)
+
+In forward, the updates stand at the start: the host lane works them off in order, as far ahead of the device as it can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...ir import nodes
+from ..compilation import Compilation, Fact
+
+
+@dataclass(frozen=True)
+class PlaceUpdates:
+    """Provides `updates_placed`."""
+
+    name: ClassVar = "place_updates"
+    requires: ClassVar = frozenset({Fact.RELEASED})
+    provides: ClassVar = frozenset({Fact.UPDATES_PLACED})
+
+    def apply(self, compilation: Compilation) -> None:
+        if compilation.options.update == "in_backward" and compilation.backward is not None:
+            _after_pushes(compilation.backward)
+        if compilation.options.update == "in_forward":
+            _before_fetches(compilation)
+
+
+def _after_pushes(graph) -> None:
+    for push in graph.find_nodes(op="call_function", target=nodes.push_gradients):
+        with graph.inserting_after(push):
+            graph.call_function(nodes.update, (push.args[0], push)).meta["segment"] = push.args[0]
+
+
+def _before_fetches(compilation: Compilation) -> None:
+    graph = compilation.forward
+    start = next(n for n in graph.nodes if n.op != "placeholder")
+    fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
+    for fetch in sorted(fetches, key=lambda n: n.args[0]):
+        index = fetch.args[0]
+        if any(spec.differentiable for spec in compilation.segments[index].block.weights):
+            with graph.inserting_before(start):
+                update = graph.call_function(nodes.update, (index,))
+            update.meta["segment"] = index
+            fetch.args = (index, update)

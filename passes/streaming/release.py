@@ -1,0 +1,96 @@
+"""Free every weight slab and every value of the device right after its last reader.
+
+    push_gradients(i, %g)              push_gradients(i, %g)
+    backward(i - 1)              =>    backward(i - 1)
+                                       release(%g)
+
+Memory is freed by the compute lane, which waits there for every copy that reads it. A copy to the host therefore gets
+the time of the next segment before its source is freed: the compute lane would stand still for each copy otherwise. With
+`prefetch` = 0 it does: no copy overlaps then, and memory is freed at once.
+
+A value that forward stashes on the device is not released there: backward releases it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from ...ir import nodes
+from ..compilation import Compilation, Fact
+
+_NO_MEMORY = (
+    nodes.forward,
+    nodes.backward,
+    nodes.offload,
+    nodes.stash,
+    nodes.push_gradients,
+    nodes.update,
+    nodes.write_back,
+    nodes.release,
+)
+
+
+@dataclass(frozen=True)
+class Release:
+    """Provides `released`."""
+
+    name: ClassVar = "release"
+    requires: ClassVar = frozenset({Fact.PREFETCHED})
+    provides: ClassVar = frozenset({Fact.RELEASED})
+
+    def apply(self, compilation: Compilation) -> None:
+        for graph in filter(None, (compilation.forward, compilation.backward)):
+            _release_all(graph, overlap=compilation.options.prefetch > 0)
+
+
+def holds_device_memory(node: fx.Node) -> bool:
+    """Whether a node stands for memory of the device that must be released."""
+    if node.meta.get("host", False):
+        return False
+    if node.op == "placeholder":
+        return True
+    return node.op == "call_function" and node.target not in _NO_MEMORY
+
+
+def _release_all(graph: fx.Graph, overlap: bool) -> None:
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in sorted(_released(graph), key=lambda n: not _is_copied(n)):
+        # what is placed first stands last: a slab must not wait for a copy of another value
+        ends = [_end(reader) if overlap else reader for reader in node.users]
+        last = max(ends, key=order.__getitem__, default=node)
+        last = _after_results(last, order)
+        while last.op == "placeholder" and last.next.op == "placeholder":
+            last = last.next
+        with graph.inserting_after(last):
+            graph.call_function(nodes.release, (node,)).meta["segment"] = None
+
+
+def _released(graph: fx.Graph) -> list[fx.Node]:
+    """What is to be released, in the order of the graph."""
+    return [n for n in graph.nodes if holds_device_memory(n) and not any(u.target is nodes.stash for u in n.users)]
+
+
+def _is_copied(node: fx.Node) -> bool:
+    """Whether a copy to the host reads it."""
+    return any(nodes.lane_of(user) == nodes.D2H for user in node.users)
+
+
+def _end(reader: fx.Node) -> fx.Node:
+    """The node behind which a reader does not hold compute up any more: a copy to the host has the time of the next segment."""
+    if nodes.lane_of(reader) != nodes.D2H:
+        return reader
+    later = reader.next
+    while later.op != "output" and later.target not in (nodes.forward, nodes.backward):
+        later = later.next
+    return reader if later.op == "output" else later
+
+
+def _after_results(node: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
+    """Releases stand behind the picks of a segment's results, so that a result that nobody reads is there to free."""
+    if node.target in (nodes.forward, nodes.backward):
+        return max((u for u in node.users if u.target is operator.getitem), key=order.__getitem__, default=node)
+    return node

@@ -1,0 +1,87 @@
+"""What can be said of the CUDA device without a GPU: streams and the runtime are stand-ins that note what they are asked."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from l2l_compile.devices import cuda
+
+
+class Runtime:
+    """The CUDA runtime: the result of a failed call stays its last error until a launch of a kernel reports it."""
+
+    def __init__(self):
+        self.locked, self.last_error = set(), 0
+
+    def cudaHostRegister(self, address, size, flags):
+        return self._result(712 if address in self.locked else self.locked.add(address) or 0)
+
+    def cudaHostUnregister(self, address):
+        return self._result(713 if address not in self.locked else self.locked.remove(address) or 0)
+
+    def _result(self, code):
+        self.last_error = code or self.last_error
+        return code
+
+    def launch(self, *_, **__):
+        code, self.last_error = self.last_error, 0
+        if code:
+            raise RuntimeError(f"CUDA error {code}")
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    runtime = Runtime()
+
+    def check_error(code):
+        if code:
+            raise RuntimeError(f"refused with {code}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", check_error)
+    monkeypatch.setattr(torch, "ones", runtime.launch)
+    return runtime
+
+
+def test_a_refused_page_lock_is_not_the_next_kernels_error(runtime):
+    cuda._page_lock(1, 10)
+    with pytest.raises(RuntimeError, match="refused with 712"):
+        cuda._page_lock(1, 10)
+    runtime.launch()
+
+
+def test_what_cannot_be_unlocked_is_a_warning(runtime):
+    with pytest.warns(RuntimeWarning, match="stays page-locked: refused with 713"):
+        cuda._page_unlock(1)
+    runtime.launch()
+
+
+def test_the_first_fetch_waits_for_new_slabs(monkeypatch):
+    """They are made on compute, where their memory was in use before, and are written on h2d."""
+    asked = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            asked.append((self.name, "waits for", other.name))
+
+    class Made:
+        def numel(self):
+            return 8
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: asked.append("slab") or Made())
+    device = object.__new__(cuda.CudaDevice)
+    device.torch_device, device._slabs = torch.device("cuda", 0), []
+    device.lanes = {}
+    for name in ("compute", "h2d", "d2h"):
+        lane = device.lanes[name] = object.__new__(cuda._Stream)
+        lane.stream = Stream(name)
+    device.reserve_slabs(2, 8)
+    device.reserve_slabs(2, 8)
+    assert asked == ["slab", "slab", ("h2d", "waits for", "compute")]

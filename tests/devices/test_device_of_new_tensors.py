@@ -1,0 +1,65 @@
+"""Tensors that a model makes go where its layers run, whatever the model's code says of a device.
+
+There is no GPU here: blocks are traced for one on fake tensors, which have a device and no memory.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import l2l_compile
+from l2l_compile.lowering import trace
+from l2l_compile.lowering.sizes import Sizes
+from l2l_compile.runtime.step import block_bindings
+from models import compiled, rows
+
+GPU = torch.device("cuda", 0)
+WIDTH = 5
+
+
+class Maker(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make, self.first, self.last = make, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.places = nn.Embedding(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x):
+        return self.last(self.make(self, self.first(x)))
+
+
+MAKERS = {
+    "arange": lambda model, x: x + model.places(torch.arange(x.shape[1])),
+    "arange, device='cpu'": lambda model, x: x + model.places(torch.arange(x.shape[1], device="cpu")),
+    "arange, device of the input": lambda model, x: x + model.places(torch.arange(x.shape[1], device=x.device)),
+    "zeros": lambda model, x: x + torch.zeros(WIDTH),
+    "mask": lambda model, x: x.masked_fill(torch.triu(torch.ones(x.shape[1], WIDTH), 1).bool(), 0.0),
+    "constant": lambda model, x: x * torch.tensor([0.5, 1.0, 2.0, 3.0, 4.0]),
+    "constant, device='cpu'": lambda model, x: x * torch.tensor([0.5, 1.0, 2.0, 3.0, 4.0], device="cpu"),
+    "to('cpu')": lambda model, x: x + torch.ones(WIDTH).to("cpu"),
+    "cpu()": lambda model, x: x + model.scale.cpu(),
+    "random": lambda model, x: x + torch.rand(WIDTH),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_new_tensors_are_made_where_layers_run(name):
+    step = compiled(Maker(MAKERS[name]))
+    step(rows(6, 4, WIDTH, dtype=torch.float32)).sum().backward()
+    (program,) = l2l_compile.programs(step)
+    for block in program.blocks:
+        assert all(v.device == GPU for v in traced_for_gpu(block, program))
+
+
+def traced_for_gpu(block, program) -> list[torch.Tensor]:
+    """The outputs of a block's forward on fake tensors of a GPU; without gradients, which need a real one."""
+    bindings = block_bindings(block, program.bindings, program.captured.batch, 3)[0]
+
+    def forward(bindings, operands):
+        with torch.no_grad():
+            return tuple(trace._interpret(block, list(operands), trace._BlockInterpreter(block, bindings, GPU)))
+
+    module = trace._trace(block, forward, block.operands, Sizes(bindings), GPU, "forward")
+    return [node.meta["val"] for node in module.graph.output_node().args[0]]
