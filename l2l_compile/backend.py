@@ -12,7 +12,7 @@ from torch import fx
 from .dumps import trace
 from .errors import L2LError, OptionError
 from .frontend import dynamo
-from .frontend.batch_dimension import look_elsewhere
+from .frontend.batch_dimension import try_other_batch_dimension
 from .frontend.capture import capture
 from .frontend.propagation import remember_propagation
 from .ir.captured import Captured
@@ -71,7 +71,7 @@ def compile_program(
     """Run the passes over a captured graph, ours and then those of the option `passes`; `after` is called behind each."""
     compilation = Compilation(captured, options)
     run(compilation, PIPELINE + options.passes, after=after)
-    look_elsewhere(captured, compilation.segments, options.micro_batches)
+    try_other_batch_dimension(captured, compilation.segments, options.micro_batches)
     program = compilation.program()
     for block in compilation.blocks:
         block.lowering, block.static = lowering, dynamo.sizes_are_fixed()

@@ -23,8 +23,8 @@ from .lowering.lower import Lowered, Lowering
 from .lowering.trace import probe
 from .passes.batching.batch_rules import Partial, same_program, states_of_nodes
 from .passes.batching.proof import probes, states_of_operands
-from .runtime.segment_run import gradient_of, joined, turn_of
-from .runtime.step import Box, Step
+from .runtime.segment_run import gradient_of, joined, micro_batch_of
+from .runtime.step import RuntimeValue, Step
 
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}  # narrower: 3e-2
 
@@ -37,7 +37,9 @@ class Check:
         self._passed: set[tuple] = set()
         self._begun: WeakKeyDictionary[Step, set[tuple]] = WeakKeyDictionary()
 
-    def forward(self, step: Step, segment: Segment, weights: Box, operands: Sequence[Box]) -> Callable[[], None] | None:
+    def forward(
+        self, step: Step, segment: Segment, weights: RuntimeValue, operands: Sequence[RuntimeValue]
+    ) -> Callable[[], None] | None:
         """Work for the compute lane that compares the outputs of a segment; None if there is nothing to compare."""
         block = segment.block
         if not self._begins(step, (block, "forward")):
@@ -51,7 +53,12 @@ class Check:
         return work
 
     def backward(
-        self, step: Step, segment: Segment, weights: Box, operands: Sequence[Box], gradients: Sequence[Box]
+        self,
+        step: Step,
+        segment: Segment,
+        weights: RuntimeValue,
+        operands: Sequence[RuntimeValue],
+        gradients: Sequence[RuntimeValue],
     ) -> Callable[[], None] | None:
         """The same for the gradients of its operands."""
         block, given = segment.block, tuple(not g.absent for g in gradients)
@@ -86,7 +93,11 @@ class _Pair:
         self.together = lower(plain, self.bindings[2])
 
     def compare(
-        self, weights: Box, operands: Sequence[Box], gradients: Sequence[tuple[Box, TensorSpec]], made: Sequence[TensorSpec]
+        self,
+        weights: RuntimeValue,
+        operands: Sequence[RuntimeValue],
+        gradients: Sequence[tuple[RuntimeValue, TensorSpec]],
+        made: Sequence[TensorSpec],
     ) -> None:
         """Raises `CheckError` unless the block makes the same values, which are described by `made`."""
         block = self.segment.block
@@ -101,10 +112,10 @@ class _Pair:
         apart = [
             [
                 *weights.tensors,
-                *(turn_of(v, turn) for v, _ in values),
-                *(gradient_of(self.step, block, g, turn, spec) for g, spec in arriving),
+                *(micro_batch_of(v, micro_batch) for v, _ in values),
+                *(gradient_of(self.step, block, g, micro_batch, spec) for g, spec in arriving),
             ]
-            for turn in range(2)
+            for micro_batch in range(2)
         ]
         together = [*weights.tensors, *(joined(v, spec) for v, spec in (*values, *arriving))]
         found = [run.run(*a, *_draws(run)) for run, a in zip(self.apart, apart, strict=True)]
@@ -122,7 +133,7 @@ class _Pair:
         if spec.batch is not None:
             return [torch.cat(pieces, spec.batch.dim)]
         if spec.partial is not None:
-            return [sum(p * self.step.share(i, spec.partial) for i, p in enumerate(pieces))]
+            return [sum(p * self.step.partial_weight(i, spec.partial) for i, p in enumerate(pieces))]
         return pieces
 
     def _message(self, index: int, error: float, apart: list[list], together: list) -> str:
@@ -160,7 +171,7 @@ class _Pair:
         if state is None:
             return pieces
         if isinstance(state, Partial):
-            return [sum(p * self.step.share(i, state.how) for i, p in enumerate(pieces))]
+            return [sum(p * self.step.partial_weight(i, state.how) for i, p in enumerate(pieces))]
         if not isinstance(state, Batch) or state.order is not None:
             return []  # mixes or sorts rows and is known to
         opened = [p.unflatten(state.dim, (state.outer, -1, state.multiple)) for p in pieces]

@@ -32,7 +32,7 @@ def _segments(compilation: Compilation) -> Iterator[str]:
 
 def _layers(compilation: Compilation) -> Iterator[str]:
     for layer in sorted(compilation.layers, key=lambda layer: layer.start):
-        first, last = compilation.line.nodes[layer.start], compilation.line.nodes[layer.stop - 1]
+        first, last = compilation.sequence.nodes[layer.start], compilation.sequence.nodes[layer.stop - 1]
         yield f"  {len(layer)} operations from '{first.name}' to '{last.name}'"
 
 

@@ -11,13 +11,13 @@ from torch import fx
 from ..ir.captured import Captured
 from ..ir.program import Block, Program, Segment, Uncut, Value
 from ..options import Options
-from .segmentation.line import Line
+from .segmentation.operation_sequence import OperationSequence
 
 
 class Fact(enum.StrEnum):
     """What a pass has made sure of, for those behind it."""
 
-    LINE = "line"
+    SEQUENCE = "sequence"
     LAYERS = "layers"
     SEGMENTS = "segments"
     BLOCKS = "blocks"
@@ -49,7 +49,7 @@ class Compilation:
     layers       ranges of the line that are one layer each                          find_blocks
     forced_cuts  cuts between layers that module names ask for                       find_blocks
     segments     instances of blocks, in program order                               cut_segments
-    blocks       what they are instances of; batched or not                          cut_segments, trace_batch
+    blocks       what they are instances of; batched or not                          cut_segments, prove_row_independence
     forms        the blocks by the canonical form of their pieces                    cut_segments, split_regions
     uncut        segments that hold several layers                                   granularity
     gradients    what backward needs                                                 differentiate
@@ -59,7 +59,7 @@ class Compilation:
 
     captured: Captured
     options: Options
-    line: Line = None  # until `read_line`
+    sequence: OperationSequence = None  # until `sequence_operations`
     given: tuple[bool, ...] = ()
     layers: list[range] = field(default_factory=list)
     forced_cuts: set[int] = field(default_factory=set)

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..errors import L2LError
+from .batching.prove_row_independence import ProveRowIndependence
 from .batching.split_regions import SplitRegions
-from .batching.trace_batch import TraceBatch
 from .compilation import Compilation, Fact, Pass
 from .preparation.drop_outputs import DropOutputs
 from .preparation.loss_terms import GatherLossTerms
@@ -15,7 +15,7 @@ from .preparation.narrow import Narrow
 from .segmentation.cut_segments import CutSegments
 from .segmentation.find_blocks import FindBlocks
 from .segmentation.granularity import MeasureGranularity
-from .segmentation.read_line import ReadLine
+from .segmentation.sequence_operations import SequenceOperations
 from .streaming.differentiate import Differentiate
 from .streaming.place_stash import PlaceStash
 from .streaming.place_updates import PlaceUpdates
@@ -24,8 +24,8 @@ from .streaming.release import Release
 from .streaming.stream import Stream
 from .verify import verify
 
-PREPARATION: tuple[Pass, ...] = (DropOutputs(), GatherLossTerms(), Narrow(), ReadLine())
-SEGMENTATION: tuple[Pass, ...] = (FindBlocks(), CutSegments(), SplitRegions(), TraceBatch(), MeasureGranularity())
+PREPARATION: tuple[Pass, ...] = (DropOutputs(), GatherLossTerms(), Narrow(), SequenceOperations())
+SEGMENTATION: tuple[Pass, ...] = (FindBlocks(), CutSegments(), SplitRegions(), ProveRowIndependence(), MeasureGranularity())
 STREAMING: tuple[Pass, ...] = (Differentiate(), Stream(), PlaceStash(), Prefetch(), Release(), PlaceUpdates())
 PIPELINE: tuple[Pass, ...] = PREPARATION + SEGMENTATION + STREAMING
 

@@ -109,8 +109,8 @@ def write_rows(path: Path, count: int = 50) -> Path:
 def equal(one, other) -> bool:
     """Whether two nested structures have the same bits."""
     if isinstance(one, torch.Tensor):
-        alike = one.dtype == other.dtype and one.shape == other.shape
-        return alike and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+        equal_rows = one.dtype == other.dtype and one.shape == other.shape
+        return equal_rows and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(v, other[k]) for k, v in one.items())
     if isinstance(one, (list, tuple)):

@@ -68,14 +68,14 @@ class CpuDevice(Device):
         """What stands in for device memory leaves the host's heap as it was."""
         return apart_from_the_heap(_LARGE)
 
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         self.ledger.hold(tensors)
 
     def free(self, tensors: Sequence[torch.Tensor]) -> None:
         self.ledger.drop(tensors)
 
-    def computes(self, inside: int) -> None:
-        self.ledger.pass_by(inside)
+    def use_workspace(self, size: int) -> None:
+        self.ledger.touch(size)
 
     def start_peak(self) -> None:
         self.ledger.start_peak()

@@ -105,10 +105,10 @@ class Device(ABC):
     def free(self, tensors: Sequence[torch.Tensor]) -> None:
         """The last reader of these tensors is done (compute lane)."""
 
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         """These tensors have just been made by a program value."""
 
-    def computes(self, inside: int) -> None:
+    def use_workspace(self, size: int) -> None:
         """Operations run now that need up to so many bytes beside their operands (compute lane)."""
 
     def wait_on_host(self, event: Any) -> None:

@@ -32,7 +32,7 @@ class Ledger:
                     self.held += entry[1]
             self.peak = max(self.peak, self.held)
 
-    def pass_by(self, size: int) -> None:
+    def touch(self, size: int) -> None:
         """So many bytes more are in use for a moment."""
         with self._lock:
             self.peak = max(self.peak, self.held + size)

@@ -107,15 +107,15 @@ class ThreadedDevice(Device):
         super().recover()
         self._failures.clear()
 
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         self.ledger.hold(tensors)
 
     def free(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in self.ledger.drop(tensors):
             _poison(tensor)
 
-    def computes(self, inside: int) -> None:
-        self.ledger.pass_by(inside)
+    def use_workspace(self, size: int) -> None:
+        self.ledger.touch(size)
 
     def start_peak(self) -> None:
         self.ledger.start_peak()

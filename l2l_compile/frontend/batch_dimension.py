@@ -39,7 +39,7 @@ class Choice:
         return any(dynamo.source_name(i.node) not in self.dimensions for i in _values(captured))
 
 
-def look_elsewhere(captured: Captured, segments: Sequence[Segment], micro_batches: int) -> None:
+def try_other_batch_dimension(captured: Captured, segments: Sequence[Segment], micro_batches: int) -> None:
     """Have Dynamo trace the frame again with the batch in another dimension, if that may leave more of it row-wise."""
     before = dynamo.batch_choice()
     if micro_batches == 1 or (before is not None and before.settled):

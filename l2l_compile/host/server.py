@@ -16,10 +16,10 @@ from ..ir import nodes
 from ..ir.captured import Input
 from ..ir.program import Segment
 from ..options import Options
-from ..runtime.step import Box, Stats, Step
+from ..runtime.step import RuntimeValue, Stats, Step
 from .gradients import GradientMemory
 from .optimizer.compiled_step import CompiledStep
-from .optimizer.first_step import SpareStep
+from .optimizer.first_step import FirstStepMemory
 from .optimizer.loss_scale import LossScale
 from .optimizer.scaled_step import ScaledStep
 from .optimizer.torch_step import TorchStep
@@ -51,7 +51,7 @@ class ParameterServer:
                 step = TorchStep(options.optimizer, self._memory)
             self.updates = Updates(options, self.worker, step, self._memory)
         elif options.optimizer is not None:
-            self._state = SpareStep(options.optimizer)
+            self._state = FirstStepMemory(options.optimizer)
             self._scaled = ScaledStep(options.optimizer) if options.precision == "fp16" else None
 
     def watch(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -142,7 +142,7 @@ class ParameterServer:
         if self._scaled is not None:
             self._scaled.used = True
 
-    def collect(self, step: Step, segment: Segment, box: Box) -> None:
+    def collect(self, step: Step, segment: Segment, box: RuntimeValue) -> None:
         """Gradients of a segment are on their way to the host until the event of the box, or there are none.
 
         Waits while those of several other segments are there and not yet put where they belong.

@@ -52,10 +52,10 @@ class Wire:
             for p, dtype, (start, end) in zip(self.parameters, self.dtypes, self.spans, strict=True)
         ]
 
-    def refresh(self, turn: int) -> None:
+    def refresh(self, generation: int) -> None:
         """Copy the parameters anew, except those whose copy was written with them and that were not touched since."""
         for copy in self.copies:
-            copy.refresh(turn)
+            copy.refresh(generation)
 
 
 class Copy:
@@ -65,7 +65,7 @@ class Copy:
     """
 
     def __init__(self, parameter: torch.Tensor, view: torch.Tensor):
-        self.parameter, self.view, self.turn = parameter, view, 0
+        self.parameter, self.view, self.generation = parameter, view, 0
         self._of: tuple[int, int] | None = None
         self._written = False
 
@@ -77,21 +77,21 @@ class Copy:
         """The copy has been written together with the parameter."""
         self._of, self._written = _identity(self.parameter), True
 
-    def refresh(self, turn: int) -> None:
+    def refresh(self, generation: int) -> None:
         """Copy the parameter, unless the copy was written with it and nothing was written since.
 
         A write that PyTorch does not record (`p.data.mul_()`) is found by comparing every 251st entry, others in every
         turn: no run of 251 entries, row or column escapes. A smaller one is found by the next update (see `kernel`).
         """
-        self.turn = turn
-        if self._written and self.unchanged() and self._same_sample(turn):
+        self.generation = generation
+        if self._written and self.unchanged() and self._same_sample(generation):
             return
         self.view.copy_(self.parameter.detach())
         self._of, self._written = _identity(self.parameter), False
 
-    def _same_sample(self, turn: int) -> bool:
+    def _same_sample(self, generation: int) -> bool:
         stride = _STRIDE if self.parameter.numel() > 16 * _STRIDE else 1
-        entries = slice(turn % stride, None, stride)
+        entries = slice(generation % stride, None, stride)
         return torch.equal(self.view.view(-1)[entries], self.parameter.detach().view(-1)[entries].to(self.view.dtype))
 
 
@@ -136,7 +136,7 @@ class Wires:
 
     def latest(self, parameter: torch.Tensor) -> Copy | None:
         """The copy of a parameter that a forward used last."""
-        return max(self._copies.get(parameter, ()), key=lambda copy: copy.turn, default=None)
+        return max(self._copies.get(parameter, ()), key=lambda copy: copy.generation, default=None)
 
     def written(self, parameter: torch.Tensor) -> None:
         """A parameter has been written, together with its latest copy."""

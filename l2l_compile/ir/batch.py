@@ -16,9 +16,9 @@ class Batch:
     along the batch, time folded before it). A value without a `Batch` is *invariant*: the same for every micro-batch.
 
     multiple  a number, or in a `TensorSpec` an expression of other sizes (`rows_at` of `ir/values.py` gives it a value)
-    uniform   all entries along `dim` are alike, so any other `outer` and `multiple` with the same product describe it too
-    alike     every row holds the same
-    below     entries are whole numbers from 0 on and below this; None if that is not known
+    equal_entries  all entries along `dim` are equal, so any other `outer` and `multiple` with the same product describe it too
+    equal_rows     all rows are equal
+    upper_bound    entries are whole numbers from 0 on and below this bound; None if there is none that is known
     order     what the entries along `dim` are sorted by, in every micro-batch its own; None if they stand row by row. Only met
               inside of a block
     """
@@ -26,9 +26,9 @@ class Batch:
     dim: int
     multiple: int | sympy.Expr = 1
     outer: int = 1
-    uniform: bool = field(default=False, compare=False)
-    alike: bool = field(default=False, compare=False)
-    below: int | None = field(default=None, compare=False)
+    equal_entries: bool = field(default=False, compare=False)
+    equal_rows: bool = field(default=False, compare=False)
+    upper_bound: int | None = field(default=None, compare=False)
     order: object | None = None
 
     @property

@@ -68,8 +68,8 @@ def _argument(value) -> str:
 def _describe(node: fx.Node, bindings: Bindings) -> str:
     spec = node.meta["spec"]
     form = " split" if node.meta["split"] else ""
-    if node.meta["split"] and spec.alike:
-        return f"{spec} split, rows alike: made once"
+    if node.meta["split"] and spec.equal_rows:
+        return f"{spec} split, equal rows: computed once"
     form += " sent to the host" if node.op == "call_function" and node.meta.get("host") else ""
     return f"{spec}{form}  {format_bytes(spec.bytes(bindings))}"
 

@@ -54,11 +54,11 @@ class TensorSpec:
     """Shape (ints and sympy expressions), dtype and gradient flag of a value; `batch` where its rows stand.
 
     `mixed` marks a value in which the batch symbol stands in a way that no slice along one dimension gives its rows
-    (a [B, B] matrix, B + 1 entries): it can only be handled for the whole batch. `inside` is the dtype in which blocks
+    (a [B, B] matrix, B + 1 entries): it can only be handled for the whole batch. `compute_dtype` is the dtype in which blocks
     compute with it, where that is not the one in which it is handed from block to block. `partial` marks a sum over rows, of
     which an inner-looped block makes a part in every micro-batch: "sum" if the parts add up, "mean" if they do when each is
-    multiplied by its micro-batch's part of the rows. `alike` marks a batched value that an inner-looped block makes with the same
-    in every row, once for all micro-batches.
+    multiplied by its micro-batch's part of the rows. `equal_rows` marks a batched value of an inner-looped block whose rows
+    are all equal: the block makes it once for all micro-batches.
     """
 
     shape: tuple[Dim, ...]
@@ -66,9 +66,9 @@ class TensorSpec:
     requires_grad: bool = False
     batch: Batch | None = None
     mixed: bool = False
-    inside: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
     partial: str | None = None
-    alike: bool = field(default=False, compare=False)
+    equal_rows: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, batch_symbol: sympy.Symbol | None) -> TensorSpec:
@@ -83,7 +83,7 @@ class TensorSpec:
     @property
     def gradient_dtype(self) -> torch.dtype:
         """The dtype in which its gradient goes from block to block."""
-        return self.inside or self.dtype
+        return self.compute_dtype or self.dtype
 
     def sizes(self, bindings: Bindings) -> tuple[int, ...]:
         return tuple(evaluate(d, bindings) for d in self.shape)
@@ -100,13 +100,13 @@ class TensorSpec:
         return self.batch is not None or self.partial is not None
 
     @property
-    def made_once(self) -> bool:
+    def computed_once(self) -> bool:
         """Whether the first micro-batch of an inner-looped block makes it for all."""
-        return self.alike or not self.splits
+        return self.equal_rows or not self.splits
 
     def detached(self) -> TensorSpec:
         """The spec of its gradient."""
-        return replace(self, dtype=self.gradient_dtype, inside=None, requires_grad=False, alike=False)
+        return replace(self, dtype=self.gradient_dtype, compute_dtype=None, requires_grad=False, equal_rows=False)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"

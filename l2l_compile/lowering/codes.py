@@ -39,13 +39,13 @@ class Lowered:
     """A block at one size. `run` executes it, with flat sequences of tensors.
 
     draws    random draws to append to the operands, in the order of forward's operations
-    inside   most bytes that its operations hold at once beside the operands, where each runs by itself
+    workspace_bytes   most bytes that its operations hold at once beside the operands, where each runs by itself
     """
 
     traced: Traced
     run: Callable[..., Sequence[torch.Tensor]]
     draws: tuple[Draw, ...]
-    inside: int = 0
+    workspace_bytes: int = 0
 
     @property
     def graph(self) -> fx.GraphModule:

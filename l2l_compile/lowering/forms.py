@@ -136,7 +136,7 @@ class _Namer:
         return BlockForm((values, gradients), values, tuple(self._named))
 
     def _spec(self, spec: TensorSpec) -> tuple:
-        return tuple(map(self._dim, spec.shape)), spec.dtype, spec.inside
+        return tuple(map(self._dim, spec.shape)), spec.dtype, spec.compute_dtype
 
     def _dim(self, dim: Dim) -> tuple:
         if not isinstance(dim, int):

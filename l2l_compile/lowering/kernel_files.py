@@ -31,11 +31,11 @@ class Kernel:
         """What it includes; None if it has to have a file of its own: its source or its operands are not as usual."""
         head = _HEAD.match(self.source)
         kinds = ["p" if t.endswith("*") else "n" if t.split()[-1] == "int64_t" else "?" for t in self.types]
-        alike = kinds == sorted(kinds, reverse=True) and "?" not in kinds and "p" in kinds
+        equal_rows = kinds == sorted(kinds, reverse=True) and "?" not in kinds and "p" in kinds
         usual = (
             head and self.source.count('extern "C"') == 1 and not re.search(r"^\s*#(?!include|pragma)", self.source, re.MULTILINE)
         )
-        return head[1] if usual and alike and "#include" not in self.source[head.end() :] else None
+        return head[1] if usual and equal_rows and "#include" not in self.source[head.end() :] else None
 
     @property
     def pointers(self) -> int:

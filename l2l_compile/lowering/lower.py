@@ -254,4 +254,4 @@ def _of_machine(device: torch.device) -> tuple:
 
 def wanted_of(block: Block, again: bool) -> tuple[bool, ...]:
     """Which outputs a micro-batch makes; `again` leaves out those that an earlier one has made for all."""
-    return tuple(not (again and spec.made_once) for spec in block.outputs)
+    return tuple(not (again and spec.computed_once) for spec in block.outputs)

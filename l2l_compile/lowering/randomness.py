@@ -53,7 +53,7 @@ class Draw:
         return getattr(empty, self.fill)(*self.arguments, generator=generator)
 
 
-def mixed(*numbers: int) -> int:
+def derived_seed(*numbers: int) -> int:
     """A seed of 63 bits from numbers of 64: other numbers, or the same in another order, give an unrelated one."""
     digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}Q", *numbers), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -25,7 +25,7 @@ from ..frontend.dynamo import unseen_by_saved_tensors_hooks
 from ..ir.program import Block, symbolic_size
 from ..ir.values import Bindings, TensorSpec, evaluate
 from .sizes import Sizes
-from .widening import cancel_round_trips, hand_on_short
+from .widening import cancel_round_trips, keep_results_narrow
 
 _HOST = torch.device("cpu")
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -229,7 +229,7 @@ def trace_backward(
     module = _trace(block, backward, (*block.operands, *gradients), sizes, device, "backward")
     cancel_round_trips(module)
     shorter = [spec.dtype.itemsize == 2 for spec, there in zip(block.operands, present, strict=True) if there]
-    hand_on_short(module, [i for i in range(sum(present[: len(block.weights)])) if shorter[i]])
+    keep_results_narrow(module, [i for i in range(sum(present[: len(block.weights)])) if shorter[i]])
     return module, tuple(present)
 
 
@@ -249,7 +249,7 @@ def _leaves(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 def _inside(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The operands in the dtypes in which the block computes with them."""
-    return [o.to(spec.inside or spec.dtype) for o, spec in zip(operands, block.operands, strict=True)]
+    return [o.to(spec.compute_dtype or spec.dtype) for o, spec in zip(operands, block.operands, strict=True)]
 
 
 def _run(

@@ -35,7 +35,7 @@ def cancel_round_trips(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def hand_on_short(module: fx.GraphModule, which: Sequence[int]) -> None:
+def keep_results_narrow(module: fx.GraphModule, which: Sequence[int]) -> None:
     """Results of these indices that are but widened copies of values in 16 bits are given as those values."""
     graph, end = module.graph, module.graph.output_node()
     results = list(end.args[0])

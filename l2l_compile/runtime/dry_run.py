@@ -120,8 +120,8 @@ class _DryRun:
         ahead = self.options.prefetch + 1
         return ahead if kind == STASHES and self.options.stash == "device" else 2 * ahead + 4
 
-    def _look(self, inside: int, gradients: int = 0) -> None:
-        now = Counter({ACTIVATIONS: inside, GRADIENTS: gradients})
+    def _look(self, workspace_bytes: int, gradients: int = 0) -> None:
+        now = Counter({ACTIVATIONS: workspace_bytes, GRADIENTS: gradients})
         values: Counter[tuple[str, str]] = Counter()
         for held in set(self.held.values()):
             now[held.kind] += held.bytes
@@ -134,7 +134,7 @@ class _DryRun:
 
     def _bytes(self, spec: TensorSpec) -> int:
         whole = spec.bytes(self.program.bindings)
-        return whole // self.micro_batches if spec.alike else whole
+        return whole // self.micro_batches if spec.equal_rows else whole
 
     def _make(self, node: fx.Node) -> None:
         if node.target is operator.getitem or "spec" not in node.meta:
@@ -166,10 +166,14 @@ class _DryRun:
         segment = self.program.segments[node.args[0]]
         lowered = self.lowering.forward(segment.block, self._sizes(segment))
         results = [user for user in node.users if user.target is operator.getitem]
-        turns = self.micro_batches if segment.block.inner_looped else 1
+        micro_batches = self.micro_batches if segment.block.inner_looped else 1
         kept = sum(self._bytes(r.meta["spec"]) for r in results if not r.meta.get("host"))
         sent = sum(self._bytes(r.meta["spec"]) for r in results if r.meta.get("host"))  # the last one is on its way
-        self._look(lowered.inside + kept * (turns - 1) // turns + (sent // turns if turns > 1 else 0))
+        self._look(
+            lowered.workspace_bytes
+            + kept * (micro_batches - 1) // micro_batches
+            + (sent // micro_batches if micro_batches > 1 else 0)
+        )
         for result in results:
             if not result.meta.get("host"):
                 self.held[result] = _Held(self._bytes(result.meta["spec"]), _kind_of(result), result.meta["spec"])
@@ -178,26 +182,29 @@ class _DryRun:
         segment = self.program.segments[node.args[0]]
         given = tuple(gradient is not None for gradient in node.args[3])
         lowered = self.lowering.backward(segment.block, self._sizes(segment), given)
-        turns = self.micro_batches if segment.block.inner_looped else 1
+        micro_batches = self.micro_batches if segment.block.inner_looped else 1
         brought = (
-            sum(self._bytes(segment.block.outputs[i].detached()) for i in (node.args[4] if len(node.args) > 4 else ())) // turns
+            sum(self._bytes(segment.block.outputs[i].detached()) for i in (node.args[4] if len(node.args) > 4 else ()))
+            // micro_batches
         )
-        for turn in range(max(0, turns - 2), turns):  # the gradient for the next micro-batch arrives meanwhile
-            arrived = brought * min(2, turns - turn)
-            self._look(lowered.inside, arrived + self._gathered(segment, lowered.present, turn, turns))
+        for micro_batch in range(
+            max(0, micro_batches - 2), micro_batches
+        ):  # the gradient for the next micro-batch arrives meanwhile
+            arrived = brought * min(2, micro_batches - micro_batch)
+            self._look(lowered.workspace_bytes, arrived + self._gathered(segment, lowered.present, micro_batch, micro_batches))
         for result in (user for user in node.users if user.target is operator.getitem):
             if "spec" in result.meta:
                 self.held[result] = _Held(self._bytes(result.meta["spec"]), GRADIENTS, result.meta["spec"])
             else:
                 self.held[result] = _Held(self._pushed(segment), GRADIENTS)
 
-    def _gathered(self, segment: Segment, present: Sequence[bool], turn: int, turns: int) -> int:
+    def _gathered(self, segment: Segment, present: Sequence[bool], micro_batch: int, micro_batches: int) -> int:
         """Gradients of the micro-batches before one: their parts, or their sums."""
         total = 0
         for spec, there in zip(segment.block.operands, present, strict=True):
-            if there and turn:
+            if there and micro_batch:
                 whole, size = spec.detached().bytes(self.program.bindings), spec.gradient_dtype.itemsize
-                total += whole * turn // turns if spec.splits else whole * max(size, 4) // size
+                total += whole * micro_batch // micro_batches if spec.splits else whole * max(size, 4) // size
         return total
 
     def _pushed(self, segment: Segment) -> int:

@@ -21,7 +21,7 @@ from ..options import Options
 from .executor import Executor
 from .segment_run import lowerings
 from .stashes import Stashes, Waiting
-from .step import BlockCheck, Box, Host, Stats, Step
+from .step import BlockCheck, Host, RuntimeValue, Stats, Step
 
 
 def _no_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ def _no_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(0).set_(tensor) if tensor._is_view() else tensor
 
 
-def _joined(box: Box, spec: TensorSpec) -> torch.Tensor:
+def _joined(box: RuntimeValue, spec: TensorSpec) -> torch.Tensor:
     """A value on the host, of all micro-batches."""
     return torch.cat(box.tensors, spec.batch.dim) if len(box.tensors) > 1 else box.tensors[0]
 
@@ -153,7 +153,7 @@ class Runner:
             step, [a for a, i in zip(arguments, captured.inputs, strict=True) if i.kind == "parameter"], to_train
         )
         self.program.bindings = step.bindings
-        inputs = [Box([held[i.index]]) for i in captured.inputs if not i.is_weight and i.node in captured.specs]
+        inputs = [RuntimeValue([held[i.index]]) for i in captured.inputs if not i.is_weight and i.node in captured.specs]
         outputs, kept, _ = self._run(self.program.forward.graph, step, inputs)
         with torch.no_grad():
             for index, contents in step.writes.items():
@@ -168,7 +168,9 @@ class Runner:
         self.stats.peak_device_bytes = self.device.peak_bytes()
         return made, step, stashes
 
-    def backward(self, step: Step, stashes: list[Box], gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+    def backward(
+        self, step: Step, stashes: list[RuntimeValue], gradients: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor]:
         """Run the backward graph for gradients of the outputs that forward made; gradients by index of the argument."""
         start = time.perf_counter()
         self.stats = step.stats  # torch.utils.checkpoint has run another forward since
@@ -179,7 +181,7 @@ class Runner:
         self.server.begin_backward(step, module.graph, self.program.segments)
         scale = step.scale
         gradients = [g if g is None else g * scale for g in gradients] if scale != 1.0 else gradients
-        returned = self._run(module.graph, step, [*stashes, *(Box([g]) for g in gradients if g is not None)])
+        returned = self._run(module.graph, step, [*stashes, *(RuntimeValue([g]) for g in gradients if g is not None)])
         values = [i.index for i in self.captured.inputs if i.kind == "value"]
         found = {i: box.tensors[0] for i, box in zip(values, returned, strict=True) if box is not None and not box.absent}
         if scale != 1.0:
@@ -195,7 +197,7 @@ class Runner:
         self.program.backward = self._backwards[given]
         return self.program.backward
 
-    def _run(self, graph: fx.Graph, step: Step, inputs: Sequence[Box]) -> Any:
+    def _run(self, graph: fx.Graph, step: Step, inputs: Sequence[RuntimeValue]) -> Any:
         slabs = self.options.prefetch + 1
         try:
             self.device.reserve_slabs(slabs, self._slab_bytes)

@@ -14,18 +14,18 @@ from ..ir.precision import gradient_dtype
 from ..ir.program import Block, Program, Segment
 from ..ir.values import TensorSpec
 from ..lowering.lower import Lowered, Request, wanted_of
-from ..lowering.randomness import mixed
-from .step import Box, Step
+from ..lowering.randomness import derived_seed
+from .step import RuntimeValue, Step
 
 
 def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]:
     """What a step through a program is going to lower, forward first, in the order in which it runs."""
     seen = set()
     for block in dict.fromkeys(segment.block for segment in program.segments):
-        for turn, bindings in enumerate(step.bindings_of(block)):
-            if (told := (block, turn > 0, bindings.get(step.batch))) not in seen:
+        for micro_batch, bindings in enumerate(step.bindings_of(block)):
+            if (told := (block, micro_batch > 0, bindings.get(step.batch))) not in seen:
                 seen.add(told)
-                yield block, bindings, "forward", wanted_of(block, again=turn > 0)
+                yield block, bindings, "forward", wanted_of(block, again=micro_batch > 0)
     if not to_train or program.backward is None:
         return
     for node in program.backward.graph.find_nodes(op="call_function", target=nodes.backward):
@@ -37,7 +37,12 @@ def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]
 
 
 def run_forward(
-    step: Step, device: Device, segment: Segment, weights: Box, operands: Sequence[Box], results: Sequence[Box]
+    step: Step,
+    device: Device,
+    segment: Segment,
+    weights: RuntimeValue,
+    operands: Sequence[RuntimeValue],
+    results: Sequence[RuntimeValue],
 ) -> list[Callable[[], None]]:
     """Work for the compute lane, one for each micro-batch, that runs a segment forward and adds to `results`.
 
@@ -45,38 +50,41 @@ def run_forward(
     """
     block = segment.block
     lowered = [
-        _lower(segment, "forward", step.lowering.forward, block, b, turn > 0) for turn, b in enumerate(step.bindings_of(block))
+        _lower(segment, "forward", step.lowering.forward, block, b, micro_batch > 0)
+        for micro_batch, b in enumerate(step.bindings_of(block))
     ]
     seeds = _seeds(step, segment, lowered)
     compare = step.check and step.check.forward(step, segment, weights, operands)
     for result in results:
         result.tensors = []
 
-    def work(turn: int) -> None:
-        if compare and turn == 0:
+    def work(micro_batch: int) -> None:
+        if compare and micro_batch == 0:
             compare()
-        arguments = [*weights.tensors, *(turn_of(o.tensors, turn) for o in operands)]
-        made = iter(_call(segment, "forward", turn, lowered[turn], arguments, seeds, device))
+        arguments = [*weights.tensors, *(micro_batch_of(o.tensors, micro_batch) for o in operands)]
+        made = iter(_call(segment, "forward", micro_batch, lowered[micro_batch], arguments, seeds, device))
         there = [
-            (result, spec) for result, spec, present in zip(results, block.outputs, lowered[turn].present, strict=True) if present
+            (result, spec)
+            for result, spec, present in zip(results, block.outputs, lowered[micro_batch].present, strict=True)
+            if present
         ]
         for (result, spec), tensor in zip(there, made, strict=True):
-            if turn == 0 or not spec.made_once:
-                parts = step.for_all(tensor, spec) if spec.alike else [tensor]
+            if micro_batch == 0 or not spec.computed_once:
+                parts = step.replicate(tensor, spec) if spec.equal_rows else [tensor]
                 result.tensors += parts
-                device.adopt(parts)
+                device.hold(parts)
 
-    return [functools.partial(work, turn) for turn in range(len(lowered))]
+    return [functools.partial(work, micro_batch) for micro_batch in range(len(lowered))]
 
 
 def run_backward(
     step: Step,
     device: Device,
     segment: Segment,
-    weights: Box,
-    operands: Sequence[Box],
-    gradients: Sequence[Box],
-    results: Sequence[Box],
+    weights: RuntimeValue,
+    operands: Sequence[RuntimeValue],
+    gradients: Sequence[RuntimeValue],
+    results: Sequence[RuntimeValue],
 ) -> list[Callable[[], None]]:
     """Work, one for each micro-batch, that recomputes and differentiates a segment.
 
@@ -99,12 +107,12 @@ def run_backward(
     totals: list = [None] * len(block.operands)
     gathered: list[torch.Tensor] = []  # what of them is on the device until the results are
 
-    def work(turn: int) -> None:
-        if compare and turn == 0:
+    def work(micro_batch: int) -> None:
+        if compare and micro_batch == 0:
             compare()
-        arguments = [*weights.tensors, *(turn_of(o.tensors, turn) for o in operands)]
-        arguments += [gradient_of(step, block, g.tensors, turn, spec) for g, spec in arriving]
-        made = iter(_call(segment, "backward", turn, lowered[turn], arguments, seeds, device))
+        arguments = [*weights.tensors, *(micro_batch_of(o.tensors, micro_batch) for o in operands)]
+        arguments += [gradient_of(step, block, g.tensors, micro_batch, spec) for g, spec in arriving]
+        made = iter(_call(segment, "backward", micro_batch, lowered[micro_batch], arguments, seeds, device))
         before = len(gathered)
         for index, spec in enumerate(block.operands):
             if present[index]:
@@ -112,8 +120,8 @@ def run_backward(
                 totals[index] = _collect(total, next(made), split, len(lowered) > 1)
                 if split or total is None:
                     gathered.append(totals[index][-1] if split else totals[index])
-        device.adopt(gathered[before:])
-        if turn == len(lowered) - 1:
+        device.hold(gathered[before:])
+        if micro_batch == len(lowered) - 1:
             finish()
 
     def finish() -> None:
@@ -128,23 +136,23 @@ def run_backward(
             if not result.absent:
                 total = total.to(spec.gradient_dtype) if isinstance(total, torch.Tensor) else total
                 result.tensors = total if isinstance(total, list) else [total]
-                device.adopt(result.tensors)
+                device.hold(result.tensors)
         if not results[-1].absent:
             bundle = [_for_the_link(step, spec, t) for spec, t in zip(block.weights, totals, strict=False)]
             results[-1].tensors = bundle
-            device.adopt([t for t in bundle if t is not None])
+            device.hold([t for t in bundle if t is not None])
         device.free(gathered)
 
-    return [functools.partial(work, turn) for turn in range(len(lowered))]
+    return [functools.partial(work, micro_batch) for micro_batch in range(len(lowered))]
 
 
 def _split(block: Block, spec: TensorSpec) -> bool:
     return block.inner_looped and spec.splits
 
 
-def turn_of(tensors: Sequence[torch.Tensor], turn: int) -> torch.Tensor:
+def micro_batch_of(tensors: Sequence[torch.Tensor], micro_batch: int) -> torch.Tensor:
     """A value for one micro-batch: its own part of it, or the one tensor that all share."""
-    return tensors[turn] if len(tensors) > 1 else tensors[0]
+    return tensors[micro_batch] if len(tensors) > 1 else tensors[0]
 
 
 def joined(tensors: Sequence[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
@@ -152,12 +160,12 @@ def joined(tensors: Sequence[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
     return torch.cat(list(tensors), spec.batch.dim) if len(tensors) > 1 else tensors[0]
 
 
-def gradient_of(step: Step, block: Block, tensors: Sequence[torch.Tensor], turn: int, spec: TensorSpec) -> torch.Tensor:
+def gradient_of(step: Step, block: Block, tensors: Sequence[torch.Tensor], micro_batch: int, spec: TensorSpec) -> torch.Tensor:
     """A gradient for one micro-batch. That of a value which all micro-batches share counts once, that of a sum in each."""
     if block.inner_looped and spec.partial is not None:
-        return tensors[0] * step.share(turn, spec.partial)
-    if _split(block, spec) or turn == 0:
-        return tensors[turn]
+        return tensors[0] * step.partial_weight(micro_batch, spec.partial)
+    if _split(block, spec) or micro_batch == 0:
+        return tensors[micro_batch]
     return torch.zeros_like(tensors[0])
 
 
@@ -185,23 +193,23 @@ def _seeds(step: Step, segment: Segment, lowered: Sequence[Lowered]) -> list[int
     if not any(run.random for run in lowered):
         return []
     base = step.base_seed()
-    return [mixed(base, segment.index, turn) for turn in range(len(lowered))]
+    return [derived_seed(base, segment.index, micro_batch) for micro_batch in range(len(lowered))]
 
 
 def _call(
-    segment: Segment, which: str, turn: int, run: Lowered, arguments: list, seeds: Sequence[int], device: Device
+    segment: Segment, which: str, micro_batch: int, run: Lowered, arguments: list, seeds: Sequence[int], device: Device
 ) -> Sequence[torch.Tensor]:
-    device.computes(run.inside)
+    device.use_workspace(run.workspace_bytes)
     try:
         if not run.random:
             return run.run(*arguments)
-        arguments += [d.make(_generator(device.torch_device, mixed(seeds[turn], d.number))) for d in run.draws]
+        arguments += [d.make(_generator(device.torch_device, derived_seed(seeds[micro_batch], d.number))) for d in run.draws]
         if not run.seeded:
             return run.run(*arguments)
-        with _seeded(device.torch_device, seeds[turn]):
+        with _seeded(device.torch_device, seeds[micro_batch]):
             return run.run(*arguments)
     except Exception as error:
-        error.add_note(f"in segment '{segment.name}', {which} of micro-batch {turn + 1}")
+        error.add_note(f"in segment '{segment.name}', {which} of micro-batch {micro_batch + 1}")
         raise
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..devices.device import Device
-from .step import Box, copies
+from .step import RuntimeValue, copies
 
 _NEAR = 2  # forwards whose stashes may stay on the device: a model whose loss is a program of its own copies nothing more
 
@@ -21,16 +21,16 @@ _NEAR = 2  # forwards whose stashes may stay on the device: a model whose loss i
 class Stashes:
     """What one forward keeps for backward: boxes, on the device or on the host, freed with this object at the latest."""
 
-    def __init__(self, device: Device, boxes: Sequence[Box]):
+    def __init__(self, device: Device, boxes: Sequence[RuntimeValue]):
         self.device, self.boxes = device, list(boxes)
-        self._sent: list[Box] = []  # those that have gone to the host until backward
+        self._sent: list[RuntimeValue] = []  # those that have gone to the host until backward
 
-    def take(self, keep: bool) -> list[Box]:
+    def take(self, keep: bool) -> list[RuntimeValue]:
         """The boxes for one backward, which releases them; copies of them if they must serve again."""
         self._bring_back()
         if keep:
             for box in filter(_on_device, self.boxes):
-                self.device.adopt(box.tensors)
+                self.device.hold(box.tensors)
             return [box.copy() for box in self.boxes]
         boxes, self.boxes = self.boxes, []
         return boxes
@@ -47,10 +47,10 @@ class Stashes:
         while self._sent:
             box = self._sent.pop()
             self._move(box, "h2d", self.device.upload)
-            self.device.adopt(box.tensors)
+            self.device.hold(box.tensors)
             box.lane = "compute"
 
-    def _move(self, box: Box, lane: str, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _move(self, box: RuntimeValue, lane: str, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
         made: list[torch.Tensor] = []
         source = box.tensors
         self.device.lanes[lane].run(lambda: made.extend(copies(source, copy)[0]))
@@ -81,5 +81,5 @@ class Waiting:
                 waiting.to_host()
 
 
-def _on_device(box: Box) -> bool:
+def _on_device(box: RuntimeValue) -> bool:
     return box.lane == "compute"

@@ -16,7 +16,7 @@ from ..ir.values import Bindings, TensorSpec, evaluate
 from ..lowering.lower import Lowering
 
 
-class Box:
+class RuntimeValue:
     """The tensors of a value: one if it is whole, one per micro-batch if it is split.
 
     lane, event  who fills it and when it is filled; event None means at once
@@ -32,12 +32,12 @@ class Box:
         self.lane: str | None = None
         self.event: Any = None
         self.readers: dict[str, Any] = {}
-        self.results: list[Box] = []
+        self.results: list[RuntimeValue] = []
         self.slab: int | None = None
 
-    def copy(self) -> Box:
+    def copy(self) -> RuntimeValue:
         """Another box with the same, complete, tensors."""
-        box = Box(self.tensors, self.absent)
+        box = RuntimeValue(self.tensors, self.absent)
         box.lane = self.lane
         return box
 
@@ -125,7 +125,7 @@ class Host(Protocol):
 
     def begin_backward(self, step: Step, graph: fx.Graph, segments: Sequence[Segment]) -> None: ...
 
-    def collect(self, step: Step, segment: Segment, box: Box) -> None: ...
+    def collect(self, step: Step, segment: Segment, box: RuntimeValue) -> None: ...
 
     def update(self, step: Step, segment: Segment) -> None: ...
 
@@ -137,10 +137,17 @@ class Host(Protocol):
 class BlockCheck(Protocol):
     """Work that compares a block on rows together and apart, None where there is nothing to compare (`check.py`)."""
 
-    def forward(self, step: Step, segment: Segment, weights: Box, operands: Sequence[Box]) -> Callable[[], None] | None: ...
+    def forward(
+        self, step: Step, segment: Segment, weights: RuntimeValue, operands: Sequence[RuntimeValue]
+    ) -> Callable[[], None] | None: ...
 
     def backward(
-        self, step: Step, segment: Segment, weights: Box, operands: Sequence[Box], gradients: Sequence[Box]
+        self,
+        step: Step,
+        segment: Segment,
+        weights: RuntimeValue,
+        operands: Sequence[RuntimeValue],
+        gradients: Sequence[RuntimeValue],
     ) -> Callable[[], None] | None: ...
 
 
@@ -176,21 +183,21 @@ class Step:
 
     def split(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
         """Slices of a whole value, contiguous; views where the batch is the first dimension."""
-        return [self.part(tensor, spec, turn).contiguous() for turn in range(len(self.sizes))]
+        return [self.part(tensor, spec, micro_batch).contiguous() for micro_batch in range(len(self.sizes))]
 
-    def part(self, tensor: torch.Tensor, spec: TensorSpec, turn: int) -> torch.Tensor:
+    def part(self, tensor: torch.Tensor, spec: TensorSpec, micro_batch: int) -> torch.Tensor:
         """A micro-batch's slice of a whole value, a view."""
         dim, multiple = spec.batch.dim, evaluate(spec.batch.multiple, self.bindings)
-        return tensor.narrow(dim, sum(self.sizes[:turn]) * multiple, self.sizes[turn] * multiple)
+        return tensor.narrow(dim, sum(self.sizes[:micro_batch]) * multiple, self.sizes[micro_batch] * multiple)
 
-    def for_all(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
-        """The first micro-batch's part of a value whose rows are alike, as the parts of all: one memory, as far as that goes."""
+    def replicate(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
+        """The first micro-batch's part of a value whose rows are equal, as the parts of all: one memory, as far as that goes."""
         dim, multiple = spec.batch.dim, evaluate(spec.batch.multiple, self.bindings)
         return [tensor.narrow(dim, 0, size * multiple).contiguous() for size in self.sizes]
 
-    def share(self, turn: int, partial: str | None) -> float:
-        """What a micro-batch's part of a sum counts for; `partial` is that of `TensorSpec`."""
-        return self.sizes[turn] / sum(self.sizes) if partial == "mean" else 1
+    def partial_weight(self, micro_batch: int, partial: str | None) -> float:
+        """Weight of a micro-batch's partial sum; `partial` is that of `TensorSpec`."""
+        return self.sizes[micro_batch] / sum(self.sizes) if partial == "mean" else 1
 
     def bindings_of(self, block: Block) -> list[Bindings]:
         """The sizes of each run of a block: one per micro-batch, or the whole batch once."""

@@ -32,7 +32,7 @@ _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found out about a block: the attributes of `Block` by these names, and `partial` and `alike` of each output."""
+    """What was found out about a block: the attributes of `Block` by these names, and `partial` and `equal_rows` of each output."""
 
     mutated: tuple[int, ...]
     reason: str | None
@@ -40,7 +40,7 @@ class Proof:
     summed_whole: tuple[int, ...] = ()
 
 
-def decide(compilation: Compilation, block: Block) -> None:
+def prove_block(compilation: Compilation, block: Block) -> None:
     """Decide whether a block runs micro-batch by micro-batch: sets `inner_looped`, `reason`, `mutated` and outputs for writes."""
     key = _key(compilation, block)
     proof = _known[key] = _known.get(key) or _from_disk(key, lambda: _prove(compilation, block))
@@ -50,7 +50,7 @@ def decide(compilation: Compilation, block: Block) -> None:
     block.outputs += tuple(block.operands[i] for i in block.mutated)
     block.inner_looped = block.reason is None
     if block.inner_looped:
-        block.outputs = tuple(replace(o, partial=p, alike=a) for o, (p, a) in zip(block.outputs, proof.outputs, strict=True))
+        block.outputs = tuple(replace(o, partial=p, equal_rows=a) for o, (p, a) in zip(block.outputs, proof.outputs, strict=True))
 
 
 _MOST = 1024  # proofs that a process remembers
@@ -67,7 +67,7 @@ def _key(compilation: Compilation, block: Block) -> tuple:
     captured = compilation.captured
     numbers = {symbol: size for symbol, size in captured.hints.items() if symbol is not captured.batch}
     rows = tuple(
-        (str(rows_at(spec.batch, captured.hints)), spec.mixed, spec.partial, spec.alike)
+        (str(rows_at(spec.batch, captured.hints)), spec.mixed, spec.partial, spec.equal_rows)
         for spec in (*block.operands, *block.outputs)
     )
     return (
@@ -107,7 +107,7 @@ def _prove(compilation: Compilation, block: Block) -> Proof:
     reason = _refusal(block, outputs, states, captured.hints)
     if reason is not None:
         return Proof(mutated, reason)
-    kinds = tuple((s.how if isinstance(s, Partial) else None, isinstance(s, Batch) and s.alike) for s in states)
+    kinds = tuple((s.how if isinstance(s, Partial) else None, isinstance(s, Batch) and s.equal_rows) for s in states)
     return Proof(mutated, None, kinds, _summed_whole(block, small, _is_wide(captured)))
 
 

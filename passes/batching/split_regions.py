@@ -6,7 +6,7 @@ statistics of it, a contrastive loss compares every row with every other. Its op
     0: row by row     1: whole batch     2: row by row     ...
 
 each as early as what it reads allows, and the segment is cut between them. Only the phases of the whole batch see it at
-once. Nothing is taken on trust here: `trace_batch` proves every new block by itself.
+once. Nothing is taken on trust here: `prove_row_independence` proves every new block by itself.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ...lowering.trace import probe_values
 from ..compilation import Compilation, Fact
 from ..segmentation.canonical import OPERATION, operations
 from ..segmentation.cut_segments import instantiate
-from ..segmentation.line import Line, size_expression
+from ..segmentation.operation_sequence import OperationSequence, size_expression
 from .batch_rules import Mixing, RowIds, regions
-from .proof import decide, parts_of, states_of_operands, suitable_primes
+from .proof import parts_of, prove_block, states_of_operands, suitable_primes
 
 _KINDS = {Mixing: "mixes", RowIds: "numbers", type(None): "free"}  # else "rows"
 
@@ -42,13 +42,13 @@ class SplitRegions:
 
     def apply(self, compilation: Compilation) -> None:
         for block in compilation.blocks:
-            decide(compilation, block)
+            prove_block(compilation, block)
         mixing = {b: found for b in compilation.blocks if not b.inner_looped and (found := _kinds(compilation, b))}
-        phases = {s: _phases(compilation.line, s, mixing[s.block]) for s in compilation.segments if s.block in mixing}
+        phases = {s: _phases(compilation.sequence, s, mixing[s.block]) for s in compilation.segments if s.block in mixing}
         if not any(len(set(found)) > 1 for found in phases.values()):
             return
-        ranges = [r for s in compilation.segments for r in _reorder(compilation.line, s.span, phases.get(s))]
-        compilation.line = Line(compilation.captured)
+        ranges = [r for s in compilation.segments for r in _reorder(compilation.sequence, s.span, phases.get(s))]
+        compilation.sequence = OperationSequence(compilation.captured)
         instantiate(compilation, ranges)
 
 
@@ -86,18 +86,18 @@ def _kinds(compilation: Compilation, block: Block) -> _Kinds | None:
     return _Kinds(kinds, {n.meta[OPERATION] for n in small.writers if OPERATION in n.meta})
 
 
-def _phases(line: Line, segment: Segment, found: _Kinds) -> list[int]:
+def _phases(sequence: OperationSequence, segment: Segment, found: _Kinds) -> list[int]:
     """The phase of every position of a segment: even ones are row-wise, odd ones see the whole batch."""
     kinds = dict(found.of)
-    number = {node: i for i, node in enumerate(operations(line, segment.span))}
+    number = {node: i for i, node in enumerate(operations(sequence, segment.span))}
     while True:
-        phases = _assign(line, segment.span, number, kinds, found.writers)
+        phases = _assign(sequence, segment.span, number, kinds, found.writers)
         row_wise: dict[int, list[int]] = {}  # operations of each row-wise phase
         for position, phase in zip(segment.span, phases, strict=True):
-            operation = number.get(line.nodes[position])
+            operation = number.get(sequence.nodes[position])
             if kinds.get(operation) == "rows":
                 row_wise.setdefault(phase, []).append(operation)
-        pointless = next((p for p in sorted(row_wise) if not _is_worth_it(line, segment, phases, p)), None)
+        pointless = next((p for p in sorted(row_wise) if not _is_worth_it(sequence, segment, phases, p)), None)
         if pointless is None:
             return phases
         kinds.update(dict.fromkeys(row_wise[pointless], "mixes"))
@@ -105,12 +105,16 @@ def _phases(line: Line, segment: Segment, found: _Kinds) -> list[int]:
             return [0] * len(segment.span)
 
 
-def _assign(line: Line, span: range, number: dict[fx.Node, int], kinds: dict[int, str], writers: set[int]) -> list[int]:
+def _assign(
+    sequence: OperationSequence, span: range, number: dict[fx.Node, int], kinds: dict[int, str], writers: set[int]
+) -> list[int]:
     phase: dict[fx.Node, int] = {}
     floor = top = 0
-    inside = [line.nodes[i] for i in span]
+    inside = [sequence.nodes[i] for i in span]
     numbering = [
-        node for node in inside if kinds.get(number.get(node)) == "numbers" or AT_READER in node.meta or _is_no_value(line, node)
+        node
+        for node in inside
+        if kinds.get(number.get(node)) == "numbers" or AT_READER in node.meta or _is_no_value(sequence, node)
     ]
     for node in inside:
         kind = kinds.get(number.get(node), "free")
@@ -122,42 +126,42 @@ def _assign(line: Line, span: range, number: dict[fx.Node, int], kinds: dict[int
         phase[node], top = found, max(top, found)
     for node in reversed(numbering):
         readers = {phase[u] for u in node.users if u in phase}
-        if len(readers) > 1 and _is_no_value(line, node):
+        if len(readers) > 1 and _is_no_value(sequence, node):
             return [0] * len(span)  # it cannot be handed on
         phase[node] = min(readers, default=phase[node])
     return list(phase.values())
 
 
-def _is_no_value(line: Line, node: fx.Node) -> bool:
+def _is_no_value(sequence: OperationSequence, node: fx.Node) -> bool:
     """Whether a node holds what no segment hands on: a float computed from a size, a tuple, a tensor that is a size."""
     if may_be_size(node):
         return True
-    return node not in line.captured.specs and size_expression(node) is None and node.meta.get("example_value") is not None
+    return node not in sequence.captured.specs and size_expression(node) is None and node.meta.get("example_value") is not None
 
 
-def _is_worth_it(line: Line, segment: Segment, phases: list[int], phase: int) -> bool:
+def _is_worth_it(sequence: OperationSequence, segment: Segment, phases: list[int], phase: int) -> bool:
     """Whether a row-wise phase uses a parameter, or hands on less than it reads."""
-    inside = {line.nodes[i] for i, p in zip(segment.span, phases, strict=True) if p == phase}
+    inside = {sequence.nodes[i] for i, p in zip(segment.span, phases, strict=True) if p == phase}
     read = {a for n in inside for a in n.all_input_nodes} - inside
-    if any(a in line.weights and line.weights[a].kind == "parameter" for a in read):
+    if any(a in sequence.weights and sequence.weights[a].kind == "parameter" for a in read):
         return True
     made = {n for n in inside if any(u not in inside for u in n.users)}
-    return _bytes(line, made) < _bytes(line, read)
+    return _bytes(sequence, made) < _bytes(sequence, read)
 
 
-def _bytes(line: Line, nodes: set[fx.Node]) -> int:
-    specs = (line.captured.specs.get(n) for n in nodes)
-    return sum(s.bytes(line.captured.hints) for s in specs if s is not None and s.batch is not None)
+def _bytes(sequence: OperationSequence, nodes: set[fx.Node]) -> int:
+    specs = (sequence.captured.specs.get(n) for n in nodes)
+    return sum(s.bytes(sequence.captured.hints) for s in specs if s is not None and s.batch is not None)
 
 
-def _reorder(line: Line, span: range, phases: list[int] | None) -> list[range]:
+def _reorder(sequence: OperationSequence, span: range, phases: list[int] | None) -> list[range]:
     """Put a segment's operations in the order of their phases; the ranges of the line that these then are."""
     if phases is None or len(set(phases)) == 1:
         return [span]
     ordered = [span[i] for i in sorted(range(len(span)), key=phases.__getitem__)]
-    place = line.nodes[span.stop - 1].next
+    place = sequence.nodes[span.stop - 1].next
     for position in ordered:
-        place.prepend(line.nodes[position])
+        place.prepend(sequence.nodes[position])
     sizes = [phases.count(p) for p in sorted(set(phases))]
     ends = [span.start + sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [range(a, b) for a, b in zip([span.start, *ends], ends, strict=False)]

@@ -6,7 +6,7 @@
 
 A mean over the targets that count (`ignore_index`) is no mean of the micro-batches' means. The reduction runs once, on
 the gathered numbers of the whole batch, in the order and by the kernel that PyTorch would have used: losses without
-class weights keep their bits. What depends on the classes stays in one piece, which `trace_batch` can prove row-wise.
+class weights keep their bits. What depends on the classes stays in one piece, which `prove_row_independence` can prove row-wise.
 
 Scores of [time, batch, classes] that were folded into [time * batch, classes] are taken as they were before: rows that stand
 behind time cannot be handed from segment to segment once they are folded. (The sum over time then has another order.)

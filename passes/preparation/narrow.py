@@ -71,12 +71,12 @@ def narrow(captured: Captured, precision: str) -> None:
     for weight in parameters:
         spec = captured.specs[weight.node]
         if spec.dtype is torch.float32 and len(spec.shape) >= 2:
-            captured.specs[weight.node] = replace(spec, dtype=captured.autocast, inside=torch.float32)
-            captured.lookups[weight.node] = replace(spec, dtype=torch.float16, inside=torch.float32)
+            captured.specs[weight.node] = replace(spec, dtype=captured.autocast, compute_dtype=torch.float32)
+            captured.lookups[weight.node] = replace(spec, dtype=torch.float16, compute_dtype=torch.float32)
     for node in _activations(captured):
         spec = captured.specs[node]
         if spec.dtype is torch.float32:
-            captured.specs[node] = replace(spec, dtype=captured.autocast, inside=torch.float32)
+            captured.specs[node] = replace(spec, dtype=captured.autocast, compute_dtype=torch.float32)
 
 
 def _activations(captured: Captured) -> set:

@@ -21,7 +21,7 @@ from ...ir.captured import Input
 from ...ir.program import Block, symbolic_size
 from ...ir.values import TensorSpec
 from ...lowering.forms import argument_form, graph_form
-from .line import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, Line, size_expression
+from .operation_sequence import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, OperationSequence, size_expression
 
 OPERATION = "operation"  # in the meta of a block's nodes: which operation of its pieces they are
 
@@ -38,32 +38,32 @@ class Piece:
     form: tuple
 
     @classmethod
-    def of(cls, line: Line, span: range) -> Piece:
-        reader = _Reader(line, span)
+    def of(cls, sequence: OperationSequence, span: range) -> Piece:
+        reader = _Reader(sequence, span)
         body = tuple(map(reader.operation, reader.inside))
-        outputs = tuple(n for n in reader.inside if _read_outside(n, reader.inside) and n in line.captured.specs)
+        outputs = tuple(n for n in reader.inside if _read_outside(n, reader.inside) and n in sequence.captured.specs)
         form = (
-            line.modes[span.start].grad,
-            tuple(reader.argument(a.args) for a in line.modes[span.start].autocasts),
+            sequence.modes[span.start].grad,
+            tuple(reader.argument(a.args) for a in sequence.modes[span.start].autocasts),
             body,
             tuple(reader.operand_form(o) for o in reader.operands),
             tuple(reader.inside[n] for n in outputs),
         )
-        weights = tuple(line.weights[o] for o in reader.operands if o in line.weights)
-        values = tuple(o for o in reader.operands if o not in line.weights)
-        return cls(span, _common_name(line, span), weights, values, outputs, form)
+        weights = tuple(sequence.weights[o] for o in reader.operands if o in sequence.weights)
+        values = tuple(o for o in reader.operands if o not in sequence.weights)
+        return cls(span, _common_name(sequence, span), weights, values, outputs, form)
 
 
 class _Reader:
     """Turns the operations of one piece into comparable tuples, numbering operands as they are first read."""
 
-    def __init__(self, line: Line, span: range):
-        self.line = line
-        self.inside = {node: i for i, node in enumerate(operations(line, span))}
+    def __init__(self, sequence: OperationSequence, span: range):
+        self.sequence = sequence
+        self.inside = {node: i for i, node in enumerate(operations(sequence, span))}
         self.operands: dict[fx.Node, int] = {}
 
     def operation(self, node: fx.Node) -> tuple:
-        spec = self.line.captured.specs.get(node)
+        spec = self.sequence.captured.specs.get(node)
         return node.op, node.target, self.argument(node.args), self.argument(node.kwargs), spec
 
     def argument(self, value: Any) -> tuple:
@@ -75,42 +75,43 @@ class _Reader:
         if node in self.inside:
             return "inside", self.inside[node]
         if node.target in (ENTER_AUTOCAST,):  # opened before the piece: its position among the open ones
-            return "autocast", self.line.modes[self.line.position[node] + 1].autocasts.index(node)
-        if node.op == "get_attr" and node not in self.line.captured.specs:
+            return "autocast", self.sequence.modes[self.sequence.position[node] + 1].autocasts.index(node)
+        if node.op == "get_attr" and node not in self.sequence.captured.specs:
             return "subgraph", self._subgraph(node)
         return "operand", self.operands.setdefault(node, len(self.operands))
 
     def operand_form(self, node: fx.Node) -> tuple:
-        weight = self.line.weights.get(node)
-        return weight.kind if weight else "value", self.line.captured.specs.get(node)
+        weight = self.sequence.weights.get(node)
+        return weight.kind if weight else "value", self.sequence.captured.specs.get(node)
 
     def _subgraph(self, node: fx.Node) -> tuple:
-        return graph_form(self.line.captured.module.get_submodule(node.target))
+        return graph_form(self.sequence.captured.module.get_submodule(node.target))
 
 
-def operations(line: Line, span: range) -> list[fx.Node]:
+def operations(sequence: OperationSequence, span: range) -> list[fx.Node]:
     """The operations of a range, without those that compute sizes: these are put in as numbers."""
-    return [node for node in (line.nodes[i] for i in span) if size_expression(node) is None]
+    return [node for node in (sequence.nodes[i] for i in span) if size_expression(node) is None]
 
 
 def _read_outside(node: fx.Node, inside: dict[fx.Node, int]) -> bool:
     return any(user not in inside for user in node.users)
 
 
-def _common_name(line: Line, span: range) -> str:
+def _common_name(sequence: OperationSequence, span: range) -> str:
     """The module path shared by the operations that read parameters (by all that have a path, if none does).
 
     Operations outside of all modules go by the name of the last one that makes a tensor.
     """
-    paths = [line.paths[i] for i in span if line.paths[i]]
+    paths = [sequence.paths[i] for i in span if sequence.paths[i]]
     with_weights = [
-        line.paths[i]
+        sequence.paths[i]
         for i in span
-        if line.paths[i] and any(a in line.weights and line.weights[a].kind == "parameter" for a in line.nodes[i].all_input_nodes)
+        if sequence.paths[i]
+        and any(a in sequence.weights and sequence.weights[a].kind == "parameter" for a in sequence.nodes[i].all_input_nodes)
     ]
     paths = with_weights or paths
     if not paths:
-        made = [line.nodes[i].target for i in span if line.nodes[i] in line.captured.specs]
+        made = [sequence.nodes[i].target for i in span if sequence.nodes[i] in sequence.captured.specs]
         return next((t if isinstance(t, str) else getattr(t, "__name__", "graph") for t in reversed(made)), "graph")
     counts = Counter(path[:n] for path in paths for n in range(1, len(path) + 1))
     full = [prefix for prefix, count in counts.items() if count == len(paths)]
@@ -119,27 +120,27 @@ def _common_name(line: Line, span: range) -> str:
     return ".".join(paths[0]) + ".." + paths[-1][-1]
 
 
-def build_block(line: Line, piece: Piece, name: str) -> Block:
+def build_block(sequence: OperationSequence, piece: Piece, name: str) -> Block:
     """The block of a piece: its operations copied into a graph of their own, operands as placeholders."""
-    specs = line.captured.specs
+    specs = sequence.captured.specs
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
     for node in (*(w.node for w in piece.weights), *piece.values):
         env[node] = graph.placeholder(node.name)
-    mode, end = line.modes[piece.span.start], line.modes[piece.span.stop]
-    if mode.grad != line.captured.grad_enabled:
+    mode, end = sequence.modes[piece.span.start], sequence.modes[piece.span.stop]
+    if mode.grad != sequence.captured.grad_enabled:
         graph.call_function(SET_GRAD, (mode.grad,))
     opened = [(a, graph.call_function(ENTER_AUTOCAST, a.args)) for a in mode.autocasts]
     env.update(opened)
     attributes: dict[str, Any] = {}
     sizes: dict[str, sympy.Expr] = {}
-    for number, node in enumerate(operations(line, piece.span)):
-        env[node] = graph.node_copy(node, lambda n: _argument(line, graph, env, attributes, sizes, n))
+    for number, node in enumerate(operations(sequence, piece.span)):
+        env[node] = graph.node_copy(node, lambda n: _argument(sequence, graph, env, attributes, sizes, n))
         env[node].meta[OPERATION] = number
     for autocast in reversed(end.autocasts):
         graph.call_function(EXIT_AUTOCAST, (env[autocast],))
-    if end.grad != line.captured.grad_enabled:
-        graph.call_function(SET_GRAD, (line.captured.grad_enabled,))
+    if end.grad != sequence.captured.grad_enabled:
+        graph.call_function(SET_GRAD, (sequence.captured.grad_enabled,))
     graph.output(tuple(env[o] for o in piece.outputs))
     root = torch.nn.Module()
     for attribute, value in attributes.items():
@@ -149,17 +150,17 @@ def build_block(line: Line, piece: Piece, name: str) -> Block:
         name=name,
         graph=module,
         sizes=sizes,
-        autocast=line.captured.autocast,
-        weights=tuple(_weight_spec(line, piece, w.node) for w in piece.weights),
+        autocast=sequence.captured.autocast,
+        weights=tuple(_weight_spec(sequence, piece, w.node) for w in piece.weights),
         values=tuple(specs[v] for v in piece.values),
         outputs=tuple(specs[o] for o in piece.outputs),
     )
 
 
-def _weight_spec(line: Line, piece: Piece, weight: fx.Node) -> TensorSpec:
-    readers = [n for n in map(line.nodes.__getitem__, piece.span) if weight in n.all_input_nodes]
-    looked_up = weight in line.captured.lookups and all(_looks_rows_up(reader, weight) for reader in readers)
-    return line.captured.lookups[weight] if looked_up else line.captured.specs[weight]
+def _weight_spec(sequence: OperationSequence, piece: Piece, weight: fx.Node) -> TensorSpec:
+    readers = [n for n in map(sequence.nodes.__getitem__, piece.span) if weight in n.all_input_nodes]
+    looked_up = weight in sequence.captured.lookups and all(_looks_rows_up(reader, weight) for reader in readers)
+    return sequence.captured.lookups[weight] if looked_up else sequence.captured.specs[weight]
 
 
 def _looks_rows_up(node: fx.Node, table: fx.Node) -> bool:
@@ -169,7 +170,7 @@ def _looks_rows_up(node: fx.Node, table: fx.Node) -> bool:
     return given["weight"] is table and given.get("max_norm") is None  # with it, rows are written
 
 
-def _argument(line: Line, graph: fx.Graph, env: dict, attributes: dict, sizes: dict, node: fx.Node) -> Any:
+def _argument(sequence: OperationSequence, graph: fx.Graph, env: dict, attributes: dict, sizes: dict, node: fx.Node) -> Any:
     if node in env:
         return env[node]
     size = size_expression(node)
@@ -179,7 +180,7 @@ def _argument(line: Line, graph: fx.Graph, env: dict, attributes: dict, sizes: d
         sizes[str(size)] = size
         return graph.call_function(symbolic_size, (str(size),))
     if node.op == "get_attr":
-        attributes[node.target] = line.captured.module.get_submodule(node.target)
+        attributes[node.target] = sequence.captured.module.get_submodule(node.target)
         env[node] = graph.get_attr(node.target)
         return env[node]
     raise KeyError(node)

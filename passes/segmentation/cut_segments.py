@@ -19,8 +19,8 @@ from typing import ClassVar
 from ...ir.program import Segment, Value
 from ..compilation import Compilation, Fact
 from .canonical import Piece, build_block
-from .line import Line
 from .names import items
+from .operation_sequence import OperationSequence
 
 ABOUT_A_LAYER = 1.1  # a first layer may have a table that the others read
 
@@ -34,13 +34,13 @@ class CutSegments:
     provides: ClassVar = frozenset({Fact.SEGMENTS, Fact.BLOCKS})
 
     def apply(self, compilation: Compilation) -> None:
-        line = compilation.line
+        sequence = compilation.sequence
         ranges = list(compilation.layers)
-        limit = ABOUT_A_LAYER * max((_weight_bytes(line, r) for r in ranges), default=0)
-        for gap in _gaps(ranges, len(line)):
-            edges = _with_parameters(line, gap, compilation.forced_cuts)
+        limit = ABOUT_A_LAYER * max((_weight_bytes(sequence, r) for r in ranges), default=0)
+        for gap in _gaps(ranges, len(sequence)):
+            edges = _with_parameters(sequence, gap, compilation.forced_cuts)
             for a, b in itertools.pairwise(edges):
-                ranges += _narrow(line, range(a, b), limit)
+                ranges += _narrow(sequence, range(a, b), limit)
         instantiate(compilation, _completed(compilation, ranges, limit))
 
 
@@ -49,37 +49,37 @@ def _completed(compilation: Compilation, ranges: list[range], limit: float) -> l
 
     Layers are found as what several copies have in common: a norm in front of one of them alone is left out.
     """
-    line = compilation.line
+    sequence = compilation.sequence
     ranges = sorted(ranges, key=lambda r: r.start)
     layers = set(compilation.layers)
     beside_a_layer = [(a, b) for a, b in itertools.pairwise(ranges) if (a in layers) != (b in layers)]
-    torn = [(a, b) for a, b in beside_a_layer if b.start not in compilation.forced_cuts and _within_an_item(line, b.start)]
+    torn = [(a, b) for a, b in beside_a_layer if b.start not in compilation.forced_cuts and _within_an_item(sequence, b.start)]
     if not torn:
         return ranges
-    forms = Counter(Piece.of(line, layer).form for layer in layers)
+    forms = Counter(Piece.of(sequence, layer).form for layer in layers)
     for a, b in torn:
         joined = range(a.start, b.stop)
-        alone = forms[Piece.of(line, a if a in layers else b).form] == 1
-        if alone and a in ranges and b in ranges and _weight_bytes(line, joined) <= limit:
+        alone = forms[Piece.of(sequence, a if a in layers else b).form] == 1
+        if alone and a in ranges and b in ranges and _weight_bytes(sequence, joined) <= limit:
             ranges[ranges.index(a) : ranges.index(b) + 1] = [joined]
     return ranges
 
 
-def _within_an_item(line: Line, cut: int) -> bool:
+def _within_an_item(sequence: OperationSequence, cut: int) -> bool:
     """Whether one item of a list lies on both sides of a cut."""
-    return not set(items(line.paths[cut - 1])).isdisjoint(items(line.paths[cut]))
+    return not set(items(sequence.paths[cut - 1])).isdisjoint(items(sequence.paths[cut]))
 
 
 def instantiate(compilation: Compilation, ranges: list[range]) -> None:
     """Make the segments of these ranges of the line; blocks that are known by their form stay."""
-    line = compilation.line
-    pieces = [Piece.of(line, r) for r in _without_empty(line, sorted(ranges, key=lambda r: r.start))]
+    sequence = compilation.sequence
+    pieces = [Piece.of(sequence, r) for r in _without_empty(sequence, sorted(ranges, key=lambda r: r.start))]
     _name(pieces)
     known, compilation.forms, compilation.segments = compilation.forms, {}, []
     for index, piece in enumerate(pieces):
         block = compilation.forms.get(piece.form)
         if block is None:
-            block = known.get(piece.form) or build_block(line, piece, "")
+            block = known.get(piece.form) or build_block(sequence, piece, "")
             block.name, block.repeats = f"block_{len(compilation.forms)}", 0
             compilation.forms[piece.form] = block
         block.repeats += 1
@@ -91,7 +91,7 @@ def instantiate(compilation: Compilation, ranges: list[range]) -> None:
                 piece.weights,
                 tuple(map(Value, piece.values)),
                 tuple(map(Value, piece.outputs)),
-                parameter_bytes=sum(line.weight_bytes(w) for w in piece.weights if w.kind == "parameter"),
+                parameter_bytes=sum(sequence.weight_bytes(w) for w in piece.weights if w.kind == "parameter"),
                 span=piece.span,
             )
         )
@@ -109,43 +109,43 @@ def _gaps(layers: list[range], length: int) -> list[range]:
     return gaps
 
 
-def _with_parameters(line: Line, gap: range, wanted: set[int]) -> list[int]:
+def _with_parameters(sequence: OperationSequence, gap: range, wanted: set[int]) -> list[int]:
     """The ends of a gap and the wanted cuts in it, without those that would make a piece without parameters: the wider one goes."""
     edges = [gap.start, *sorted(c for c in wanted if gap.start < c < gap.stop), gap.stop]
     place = 0
     while place < len(edges) - 1 and len(edges) > 2:
-        if _weights(line, range(edges[place], edges[place + 1])):
+        if _weights(sequence, range(edges[place], edges[place + 1])):
             place += 1
             continue
         choices = [i for i in (place, place + 1) if 0 < i < len(edges) - 1]
-        del edges[max(choices, key=lambda i: line.crossing[edges[i]])]
+        del edges[max(choices, key=lambda i: sequence.crossing[edges[i]])]
         place = max(place - 1, 0)
     return edges
 
 
-def _weight_bytes(line: Line, piece: range) -> int:
-    return sum(line.weight_bytes(w) for w in _weights(line, piece))
+def _weight_bytes(sequence: OperationSequence, piece: range) -> int:
+    return sum(sequence.weight_bytes(w) for w in _weights(sequence, piece))
 
 
-def _weights(line: Line, piece: range) -> set:
-    first = bisect.bisect_left(line.uses, piece.start, key=lambda u: u.position)
-    last = bisect.bisect_left(line.uses, piece.stop, key=lambda u: u.position)
-    return {u.weight for u in line.uses[first:last]}
+def _weights(sequence: OperationSequence, piece: range) -> set:
+    first = bisect.bisect_left(sequence.uses, piece.start, key=lambda u: u.position)
+    last = bisect.bisect_left(sequence.uses, piece.stop, key=lambda u: u.position)
+    return {u.weight for u in sequence.uses[first:last]}
 
 
-def _narrow(line: Line, gap: range, limit: float) -> list[range]:
+def _narrow(sequence: OperationSequence, gap: range, limit: float) -> list[range]:
     """Cut a stretch into pieces of at most `limit` parameter bytes (or one use), at the least crossing bytes."""
-    cuts = _candidates(line, gap)
-    atoms = [_weights(line, range(a, b)) for a, b in itertools.pairwise(cuts)]
-    limit = max([limit, *(sum(map(line.weight_bytes, atom)) for atom in atoms)])
+    cuts = _candidates(sequence, gap)
+    atoms = [_weights(sequence, range(a, b)) for a, b in itertools.pairwise(cuts)]
+    limit = max([limit, *(sum(map(sequence.weight_bytes, atom)) for atom in atoms)])
     best = [0.0] + [math.inf] * len(atoms)
     came = [0] * (len(atoms) + 1)
     for end in range(1, len(cuts)):
         held: set = set()
-        toll = line.crossing[cuts[end]] if end < len(atoms) else 0.0
+        toll = sequence.crossing[cuts[end]] if end < len(atoms) else 0.0
         for begin in range(end - 1, -1, -1):
             held |= atoms[begin]
-            if sum(map(line.weight_bytes, held)) > limit:
+            if sum(map(sequence.weight_bytes, held)) > limit:
                 break
             if best[begin] + toll < best[end]:
                 best[end], came[end] = best[begin] + toll, begin
@@ -156,26 +156,26 @@ def _narrow(line: Line, gap: range, limit: float) -> list[range]:
     return pieces[::-1]
 
 
-def _candidates(line: Line, gap: range) -> list[int]:
+def _candidates(sequence: OperationSequence, gap: range) -> list[int]:
     """The cheapest cut between each two parameter uses of a stretch, with its ends."""
-    uses = [u.position for u in line.uses if gap.start <= u.position < gap.stop]
+    uses = [u.position for u in sequence.uses if gap.start <= u.position < gap.stop]
     cuts = [gap.start]
     for before, after in itertools.pairwise(uses):
         choices = range(before + 1, after + 1)
         if choices:
-            cut = min(choices, key=lambda c: (line.crossing[c], -c))
-            if math.isfinite(line.crossing[cut]):
+            cut = min(choices, key=lambda c: (sequence.crossing[c], -c))
+            if math.isfinite(sequence.crossing[cut]):
                 cuts.append(cut)
     return [*cuts, gap.stop]
 
 
-def _without_empty(line: Line, ranges: list[range]) -> list[range]:
+def _without_empty(sequence: OperationSequence, ranges: list[range]) -> list[range]:
     """Join stretches that make nothing for others (a leftover mode switch) to their successor."""
     kept: list[range] = []
     start = None
     for r in ranges:
         span = range(r.start if start is None else start, r.stop)
-        if r is ranges[-1] or any(_makes_value(line, i, span.stop) for i in span):
+        if r is ranges[-1] or any(_makes_value(sequence, i, span.stop) for i in span):
             kept.append(span)
             start = None
         else:
@@ -183,9 +183,9 @@ def _without_empty(line: Line, ranges: list[range]) -> list[range]:
     return kept
 
 
-def _makes_value(line: Line, position: int, stop: int) -> bool:
-    node = line.nodes[position]
-    return node in line.captured.specs and any(line.position.get(u, len(line)) >= stop for u in node.users)
+def _makes_value(sequence: OperationSequence, position: int, stop: int) -> bool:
+    node = sequence.nodes[position]
+    return node in sequence.captured.specs and any(sequence.position.get(u, len(sequence)) >= stop for u in node.users)
 
 
 def _name(pieces: list[Piece]) -> None:

@@ -15,8 +15,8 @@ from ...ir.program import Segment, Uncut
 from ..compilation import Compilation, Fact
 from .chains import chains, feeds, up_to_the_next, uses_in
 from .cut_segments import ABOUT_A_LAYER
-from .line import Line
 from .names import Path, has_names, items
+from .operation_sequence import OperationSequence
 from .repeats import repeats, rotate
 
 _MOST = 0.75  # of a segment's bytes has to be in the layers that it is said to hold: a layer may have a list of its own
@@ -31,71 +31,73 @@ class MeasureGranularity:
     provides: ClassVar = frozenset({Fact.GRANULARITY})
 
     def apply(self, compilation: Compilation) -> None:
-        line = compilation.line
-        layers = {segment: _layers(line, segment.span) for segment in compilation.segments}
-        single = max((_bytes(line, s.span) for s, inner in layers.items() if len(inner) < 2), default=0)
-        found = [_uncut(line, segment, inner) for segment, inner in layers.items() if _is_more(line, segment, inner, single)]
+        sequence = compilation.sequence
+        layers = {segment: _layers(sequence, segment.span) for segment in compilation.segments}
+        single = max((_bytes(sequence, s.span) for s, inner in layers.items() if len(inner) < 2), default=0)
+        found = [
+            _uncut(sequence, segment, inner) for segment, inner in layers.items() if _is_more(sequence, segment, inner, single)
+        ]
         compilation.uncut = tuple(found)
 
 
-def _is_more(line: Line, segment: Segment, inner: list[range], single: int) -> bool:
+def _is_more(sequence: OperationSequence, segment: Segment, inner: list[range], single: int) -> bool:
     """Whether a segment is larger than one of its layers, and than any segment that is none of several."""
     if len(inner) < 2:
         return False
-    whole, sizes = _bytes(line, segment.span), [_bytes(line, layer) for layer in inner]
+    whole, sizes = _bytes(sequence, segment.span), [_bytes(sequence, layer) for layer in inner]
     return whole > ABOUT_A_LAYER * max(single, *sizes) and sum(sizes) >= _MOST * whole
 
 
-def _uncut(line: Line, segment: Segment, inner: list[range]) -> Uncut:
-    largest = max(_bytes(line, layer) for layer in inner)
+def _uncut(sequence: OperationSequence, segment: Segment, inner: list[range]) -> Uncut:
+    largest = max(_bytes(sequence, layer) for layer in inner)
     borders = [range(before.stop, after.start + 1) for before, after in itertools.pairwise(inner)]
-    why = next((reason for border in borders if (reason := _why_not(line, border))), None)
+    why = next((reason for border in borders if (reason := _why_not(sequence, border))), None)
     if why is None:
         why = "no repeat was found there whose copies feed one another"
         remedy = "put the layers into one torch.nn.ModuleList, so that their names tell"
     else:
         remedy = "compute that inside of each layer, or hand tensors from layer to layer"
-    return Uncut(segment.name, _bytes(line, segment.span) / largest, segment.parameter_bytes, why, remedy)
+    return Uncut(segment.name, _bytes(sequence, segment.span) / largest, segment.parameter_bytes, why, remedy)
 
 
-def _why_not(line: Line, border: range) -> str | None:
+def _why_not(sequence: OperationSequence, border: range) -> str | None:
     """Why none of these cuts may be; None if one may."""
-    reasons = [line.why_not(cut) for cut in border]
+    reasons = [sequence.why_not(cut) for cut in border]
     return reasons[0] if reasons and all(reasons) else None
 
 
-def _layers(line: Line, span: range) -> list[range]:
+def _layers(sequence: OperationSequence, span: range) -> list[range]:
     """The layers in a range of the line, in order, as far as names or repeats tell."""
-    if has_names(line, span):
-        lists = [_items(line, span, path) for path in {item[:-1] for p in span for item in items(line.paths[p])}]
-        return max((found for found in lists if _are_layers(line, found)), key=len, default=[])
-    uses = uses_in(line, span)
-    first = line.uses.index(uses[0]) if uses else 0
+    if has_names(sequence, span):
+        lists = [_items(sequence, span, path) for path in {item[:-1] for p in span for item in items(sequence.paths[p])}]
+        return max((found for found in lists if _are_layers(sequence, found)), key=len, default=[])
+    uses = uses_in(sequence, span)
+    first = sequence.uses.index(uses[0]) if uses else 0
     for repeat in repeats(uses)[:4]:
-        copies = rotate(line, repeat, span.start, span.stop, first).ranges
-        longest = max(chains(line, copies), key=len)
+        copies = rotate(sequence, repeat, span.start, span.stop, first).ranges
+        longest = max(chains(sequence, copies), key=len)
         if len(longest) > 2:
             return [copies[i] for i in longest]
     return []
 
 
-def _items(line: Line, span: range, container: Path) -> list[range]:
+def _items(sequence: OperationSequence, span: range, container: Path) -> list[range]:
     """The items of a container, several of one class, that use parameters within a range: each from its first to its last operation."""
     places: dict[Path, list[int]] = {}
     for position in span:
-        for item in items(line.paths[position]):
+        for item in items(sequence.paths[position]):
             if item[:-1] == container:
                 places.setdefault(item, []).append(position)
-    with_parameters = {item: at for item, at in places.items() if uses_in(line, range(at[0], at[-1] + 1))}
-    if max(Counter(map(line.classes.get, with_parameters)).values(), default=0) < 2:
+    with_parameters = {item: at for item, at in places.items() if uses_in(sequence, range(at[0], at[-1] + 1))}
+    if max(Counter(map(sequence.classes.get, with_parameters)).values(), default=0) < 2:
         return []  # parts of one layer, each of another class
     return sorted((range(at[0], at[-1] + 1) for at in with_parameters.values()), key=lambda r: r.start)
 
 
-def _are_layers(line: Line, found: list[range]) -> bool:
+def _are_layers(sequence: OperationSequence, found: list[range]) -> bool:
     in_turn = all(before.stop <= after.start for before, after in itertools.pairwise(found))
-    return len(found) > 1 and in_turn and 2 * len(feeds(line, up_to_the_next(found))) >= len(found)
+    return len(found) > 1 and in_turn and 2 * len(feeds(sequence, up_to_the_next(found))) >= len(found)
 
 
-def _bytes(line: Line, span: range) -> int:
-    return sum(line.weight_bytes(weight) for weight in {use.weight for use in uses_in(line, span)})
+def _bytes(sequence: OperationSequence, span: range) -> int:
+    return sum(sequence.weight_bytes(weight) for weight in {use.weight for use in uses_in(sequence, span)})

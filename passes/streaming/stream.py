@@ -59,9 +59,9 @@ class Builder:
         return node
 
     def spec(self, value: Value) -> TensorSpec:
-        """The description of a value; rows that were written into are not known to be alike."""
+        """The description of a value; rows that were written into are not known to be equal."""
         spec = self.captured.specs[value.node]
-        return replace(spec, alike=False) if value.version else spec
+        return replace(spec, equal_rows=False) if value.version else spec
 
     def describe(self, node: fx.Node, value: Value | str, spec: TensorSpec, split: bool) -> fx.Node:
         node.meta.update(value=str(value), spec=spec, split=split and spec.splits)
@@ -142,7 +142,7 @@ def _only_returned(compilation: Compilation) -> list[tuple[int, ...]]:
             and last_reader.get(value, -1) <= segment.index
             and not value.version
             and spec.batch is not None
-            and not spec.alike
+            and not spec.equal_rows
         )
 
     return [of(segment) if segment.block.inner_looped else () for segment in compilation.segments]

@@ -44,7 +44,7 @@ def test_parity_of_other_shapes(threaded, model):
 def test_freed_memory_is_poisoned():
     device = ThreadedDevice(0)
     values = [torch.ones(3), torch.ones(3, dtype=torch.long), torch.ones(3, dtype=torch.bool)]
-    device.adopt(values)
+    device.hold(values)
     view = values[0][1:]
     device.free(values)
     assert view.isnan().all()
@@ -53,8 +53,8 @@ def test_freed_memory_is_poisoned():
 
 def test_memory_that_another_value_holds_is_not_poisoned():
     device, x = ThreadedDevice(0), torch.ones(4)
-    device.adopt([x])
-    device.adopt([x[:2]])
+    device.hold([x])
+    device.hold([x[:2]])
     device.free([x])
     assert torch.equal(x, torch.ones(4))
     device.free([x[:2]])
@@ -195,7 +195,7 @@ def test_release_moved_early_gives_nan(threaded, what):
 
     def free_but_keep(self, node, env):
         box = env[node.args[0]]
-        shown = executor.Box()
+        shown = executor.RuntimeValue()
         shown.lane, shown.event, shown.readers, shown.slab = box.lane, box.event, box.readers, box.slab
         if node is release:
             self.device.synchronize()

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from l2l_compile.lowering.widening import cancel_round_trips, hand_on_short
+from l2l_compile.lowering.widening import cancel_round_trips, keep_results_narrow
 
 CAST = torch.ops.aten._to_copy.default
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -63,7 +63,7 @@ GRADIENTS = {
 def test_results_in_16_bits(name):
     function = GRADIENTS[name]
     module = traced(function, BF16, BF16)
-    hand_on_short(module, [0, 1])
+    keep_results_narrow(module, [0, 1])
     module.graph.lint()
     a, b = torch.randn(4, 6).to(BF16), torch.randn(4, 6).to(BF16)
     made, expected = module(a, b), function(a, b)

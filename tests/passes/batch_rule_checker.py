@@ -71,9 +71,9 @@ def check_numbers(function: Callable, specs: Sequence[Drawn], states: list[Batch
         for i, state in enumerate(states):
             if isinstance(state, Batch):
                 assert_same(joined([piece[i] for piece in pieces], state), expected[i])
-                if state.uniform:
+                if state.equal_entries:
                     assert_same(expected[i].narrow(state.dim, 0, 1).expand_as(expected[i]), expected[i])
-                if state.alike:
+                if state.equal_rows:
                     assert_same(joined([rows(expected[i], state, 0, 1)] * 6, state), expected[i])
             elif isinstance(state, Partial):
                 shares = [size / 6 if state.how == "mean" else 1 for size in sizes]

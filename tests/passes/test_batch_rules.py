@@ -37,7 +37,7 @@ def test_rule(case: Case) -> None:
             check_numbers(case.function, case.inputs, states)
 
 
-def alike(case: Case, only_first: bool) -> Callable:
+def equal_rows(case: Case, only_first: bool) -> Callable:
     """The call on one row, repeated along the batch: in place of all batched inputs, or of the first alone."""
 
     def row(given: torch.Tensor, dim: int) -> torch.Tensor:
@@ -60,8 +60,8 @@ def test_values_alike_along_the_batch(case: Case) -> None:
     if overload(case.op) is None:
         pytest.skip(f"this torch has no aten.{case.op}")
     for only_first in (True, False):
-        states = proven(alike(case, only_first), *case.inputs)
-    said = all(state.alike for state in states if isinstance(state, Batch))
+        states = proven(equal_rows(case, only_first), *case.inputs)
+    said = all(state.equal_rows for state in states if isinstance(state, Batch))
     assert said or "write_through_view" in case.function.__name__ or "batch_norm" in case.op or "flash_attention" in case.op
 
 
@@ -282,7 +282,7 @@ def test_masks_that_are_the_same_for_every_row() -> None:
         return torch.where(causal, 0.0, -1.0), causal & padding[row, key], drawn, padded, before, written, view, ones
 
     states = states_of(masks, (X("B", 4), M("B", 5)))
-    assert [state.alike for state in states] == [True, False, False, False, False, False, False, True]
+    assert [state.equal_rows for state in states] == [True, False, False, False, False, False, False, True]
     check_numbers(lambda *x: masks(*x)[:2], (X("B", 4), M("B", 5)), states[:2])
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import l2l_compile
 from l2l_compile.devices.cpu import CpuDevice
 from l2l_compile.runtime.stashes import Stashes
-from l2l_compile.runtime.step import Box
+from l2l_compile.runtime.step import RuntimeValue
 from models import WIDTH, Layer, assert_same_gradients, compiled, rows
 
 
@@ -85,9 +85,9 @@ def test_a_forward_without_a_backward_leaves_nothing():
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_what_went_to_the_host_is_on_the_device_again_for_backward(keep):
-    device, box = CpuDevice(), Box([torch.ones(4, dtype=torch.float64)])
+    device, box = CpuDevice(), RuntimeValue([torch.ones(4, dtype=torch.float64)])
     box.lane = "compute"
-    device.adopt(box.tensors)
+    device.hold(box.tensors)
     stashes = Stashes(device, [box])
     stashes.to_host()
     assert device.ledger.held == 0

@@ -98,7 +98,7 @@ class PoisoningCuda(CudaDevice):
             self._held.clear()
         super().reserve_slabs(count, size)
 
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         self._held.hold(tensors)
 
     def free(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ from ...memory.heap import apart_from_the_heap, trim_the_heap
 from ..hooks import weakly
 
 
-class SpareStep:
+class FirstStepMemory:
     """Has an optimizer make its state apart from the heap in its own first step, and trims the heap before every step.
 
     With the option update='at_step' all gradients and the optimizer's temporaries stand beside the state then: no moment

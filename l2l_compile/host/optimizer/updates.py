@@ -46,7 +46,7 @@ class Pushed:
     part: Part | None
 
 
-class Use:
+class PendingBackward:
     """A forward that took part in a step.
 
     parameters  those that the optimizer trains and this forward reads
@@ -119,7 +119,7 @@ class Updates:
         """The parameters of the optimizer, which are updated here."""
         return {p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
 
-    def use(self, parameters: Iterable[Parameter]) -> Use | None:
+    def use(self, parameters: Iterable[Parameter]) -> PendingBackward | None:
         """A forward through these parameters begins, which a backward may follow; None if the optimizer has none of them."""
         trained = {p for p in parameters if p.requires_grad}
         hooked = [p for p in trained if p._backward_hooks or p._post_accumulate_grad_hooks]
@@ -136,12 +136,12 @@ class Updates:
                 f"update={self.options.update!r} under DistributedDataParallel would update each process by itself: the gradients "
                 "never come to p.grad, where they are averaged. Use update='at_step'"
             )
-        use = Use(self, mine)
+        use = PendingBackward(self, mine)
         with self._lock:
             self._uses.update(use.parameters)
         return use
 
-    def close(self, use: Use) -> None:
+    def close(self, use: PendingBackward) -> None:
         """No backward will follow a forward any more: it runs now, or the forward is forgotten."""
         with self._lock:
             if use.open:
@@ -149,7 +149,7 @@ class Updates:
                 self._uses.subtract(use.parameters)
                 self._uses = +self._uses
 
-    def begin_backward(self, use: Use, pushes: Counter[Parameter]) -> None:
+    def begin_backward(self, use: PendingBackward, pushes: Counter[Parameter]) -> None:
         """A backward begins, which will hand over gradients `pushes[p]` times for each parameter."""
         if not use.open:
             raise L2LError(
@@ -276,7 +276,7 @@ class Updates:
 
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
-    def collect(self, use: Use, segment: Sequence[Pushed]) -> None:
+    def collect(self, use: PendingBackward, segment: Sequence[Pushed]) -> None:
         """The gradients of a segment are on the host; those of a shared parameter add up."""
         self._pushed.setdefault(tuple(pushed.parameter for pushed in segment))
         for pushed in segment:
@@ -288,7 +288,7 @@ class Updates:
                 before, whole = self._gradients.get(parameter), use.sums.pop(parameter)
                 self._gradients[parameter] = self._memory.added(before, whole, parameter.dtype)
 
-    def update(self, use: Use, parameters: Iterable[Parameter]) -> None:
+    def update(self, use: PendingBackward, parameters: Iterable[Parameter]) -> None:
         """Update those of these parameters whose gradients are complete (in_backward)."""
         if not use.last:
             return
@@ -303,7 +303,7 @@ class Updates:
         self._squares += squares
         self._apply(gradients, 1.0, use.groups)
 
-    def end_backward(self, use: Use) -> None:
+    def end_backward(self, use: PendingBackward) -> None:
         """A backward is over; in_backward, what only earlier rounds gave a gradient is updated as well."""
         if use.ends_round and self.options.update == "in_backward":
             self.update(use, list(self._gradients))

@@ -21,11 +21,11 @@ from .values import USES_BATCH_AS_NUMBER, Batch, Call, Refused, RowIds, State, V
     "empty_strided.default",
     "new_empty_strided.default",
     sizes=("size", "stride"),
-    keeps_uniform=True,
+    keeps_equal_entries=True,
 )
 def filled(call: Call) -> State:
-    """Every entry alike: rows are where the size says."""
-    return call.batch_in_result(uniform=True)
+    """All entries are equal: rows are where the size says."""
+    return call.batch_in_result(equal_entries=True)
 
 
 @rule("rand.default", "randn.default", "randint.default", "randint.low", sizes=("size",))

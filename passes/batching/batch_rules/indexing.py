@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .rules import rule
-from .values import Batch, Call, Refused, RowIds, Value, agree, aligned
+from .values import Batch, Call, Refused, RowIds, TracedValue, agree, aligned
 
 PICKS = "picks rows by number"
 
@@ -48,7 +48,7 @@ def scatter(call: Call) -> Batch:
     value, place = call.batched()
     if place.dim == call["dim"] % value.ndim:
         raise Refused("writes rows by number")
-    sources = [call.rows(name) for name in ("index", "src") if isinstance(call[name], Value)]
+    sources = [call.rows(name) for name in ("index", "src") if isinstance(call[name], TracedValue)]
     if None in sources:
         raise Refused("combines rows that stand in different dimensions")
     return agree([place, *sources])
@@ -85,11 +85,11 @@ def index_put(call: Call) -> Batch:
     return place
 
 
-def _masks(indices: list[Value | None]) -> bool:
+def _masks(indices: list[TracedValue | None]) -> bool:
     return any(index is not None and index.small.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-def _fill_masked(call: Call, value: Value, place: Batch) -> Batch:
+def _fill_masked(call: Call, value: TracedValue, place: Batch) -> Batch:
     """`x[mask] = v`: row by row if every entry that the mask picks gets the same `v`."""
     given = [(position, index) for position, index in enumerate(call["indices"]) if index is not None]
     (position, mask), values = given[0], call["values"]
@@ -100,7 +100,7 @@ def _fill_masked(call: Call, value: Value, place: Batch) -> Batch:
     return place
 
 
-def advanced_index(value: Value, indices: list[Value | None]) -> Batch:
+def advanced_index(value: TracedValue, indices: list[TracedValue | None]) -> Batch:
     """Where the rows of `value[indices]` stand: numpy's rules, with tensors or None for each leading dimension.
 
     Index tensors broadcast together to `k` dimensions; these take the place of the indexed dimensions where those are
@@ -131,5 +131,5 @@ def advanced_index(value: Value, indices: list[Value | None]) -> Batch:
     return indexed.at(start + indexed.dim)
 
 
-def _index_ndim(indices: list[Value | None]) -> int:
+def _index_ndim(indices: list[TracedValue | None]) -> int:
     return max(index.ndim for index in indices if index is not None)

@@ -8,7 +8,7 @@ from .rules import rule
 from .values import Batch, Call, Refused, State, agree, aligned, dims
 
 
-def _alike(call: Call) -> Batch:
+def _with_equal_rows(call: Call) -> Batch:
     places = [value.state for value in call.values() if value.shape != (0,)]  # cat skips empty vectors
     if None in places:
         raise Refused("combines rows that stand in different dimensions")
@@ -21,13 +21,13 @@ def cat(call: Call) -> Batch:
     dim = call["dim"] % len(call.out_sizes)
     places = [value.state for value in call.values() if value.shape != (0,)]
     if None in places or any(place.dim != dim or place.multiple != places[0].multiple for place in places):
-        return _alike(call)
+        return _with_equal_rows(call)
     return Batch(dim, places[0].multiple, sum(place.outer for place in places))
 
 
 @rule("stack.default")
 def stack(call: Call) -> Batch:
-    place = _alike(call)
+    place = _with_equal_rows(call)
     return place.at(place.dim + (call["dim"] % len(call.out_sizes) <= place.dim))
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from .rules import rule
-from .values import Batch, Call, Refused, State, Value, agree, aligned
+from .values import Batch, Call, Refused, State, TracedValue, agree, aligned
 
 CONTRACTS = "sums over the batch"
 
 
-def product(a: Value, b: Value) -> Batch | None:
+def product(a: TracedValue, b: TracedValue) -> Batch | None:
     """Where the rows of `a @ b` stand, for matrices or equal stacks of them."""
     last = a.ndim - 1
     if (a.state and a.state.dim == last) or (b.state and b.state.dim == last - 1):

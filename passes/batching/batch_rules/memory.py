@@ -30,7 +30,7 @@ class States:
     """The state of every value met so far; values that share memory lose theirs together.
 
     Memory is shared where storages are the same, and where the schema says so. A write keeps all states if it leaves the
-    written value in its own: rows written to rows are rows in every view of them, though no longer alike. Otherwise every
+    written value in its own: rows written to rows are rows in every view of them, though no longer equal. Otherwise every
     value in that memory becomes Mixing. Writes into an invariant input do so too: the next micro-batch would find it written.
     """
 
@@ -65,7 +65,7 @@ class States:
                 self._lose(memory, why or Mixing(str(node.target), "writes into a value that every row shares"))
             for other in memory.nodes:
                 if other is not node:
-                    self.of[other] = not_alike(self.of[other])
+                    self.of[other] = without_equal_rows(self.of[other])
 
     def _stays_proven(self, memory: _Shared, result: State) -> bool:
         kinds = {type(s) for node in memory.nodes for s in self._of_tensors(node) if not isinstance(s, Mixing)}
@@ -105,11 +105,15 @@ def flat(state: State | tuple[State, ...]) -> tuple[State, ...]:
     return state if isinstance(state, tuple) else (state,)
 
 
-def not_alike(state: State | tuple[State, ...], below: bool = False) -> State | tuple[State, ...]:
+def without_equal_rows(state: State | tuple[State, ...], upper_bound: bool = False) -> State | tuple[State, ...]:
     """The same rows, of which nothing more is known, but their range if that is to be kept."""
     if isinstance(state, tuple):
-        return tuple(not_alike(s, below) for s in state)
-    return replace(state, uniform=False, alike=False, below=state.below if below else None) if isinstance(state, Batch) else state
+        return tuple(without_equal_rows(s, upper_bound) for s in state)
+    return (
+        replace(state, equal_entries=False, equal_rows=False, upper_bound=state.upper_bound if upper_bound else None)
+        if isinstance(state, Batch)
+        else state
+    )
 
 
 def each(state: State, value: Any) -> State | tuple[State, ...]:

@@ -24,17 +24,17 @@ import torch
 from .indexing import advanced_index
 from .reductions import along
 from .rules import Rule, rule
-from .values import Batch, Call, Refused, RowIds, State, Value, dims
+from .values import Batch, Call, Refused, RowIds, State, TracedValue, dims
 
 COUNTS = "counts something other than the rows of the batch"
 MOVED = "reads entries in an order that depends on the other rows"
 
 
 class Key:
-    """What entries have been sorted by, in one call of `sort`: `below` is that of the numbers, `factor` entries a row."""
+    """What entries have been sorted by, in one call of `sort`: `upper_bound` is that of the numbers, `factor` entries a row."""
 
-    def __init__(self, below: int, factor: int):
-        self.below, self.factor = below, factor
+    def __init__(self, upper_bound: int, factor: int):
+        self.upper_bound, self.factor = upper_bound, factor
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _as_rows(argument: Any) -> Any:
     """Sorted numbers as any value in that order."""
     if isinstance(argument, list):
         return [_as_rows(item) for item in argument]
-    if isinstance(argument, Value) and isinstance(argument.state, Sorted):
+    if isinstance(argument, TracedValue) and isinstance(argument.state, Sorted):
         return replace(argument, state=Batch(0, argument.state.key.factor, order=argument.state.key))
     return argument
 
@@ -128,7 +128,7 @@ def with_range(call: Call, result: State | tuple[State, ...], moves: bool) -> St
 
 
 def _below(state: State, size: int | None) -> State:
-    return replace(state, below=size) if isinstance(state, Batch) else state
+    return replace(state, upper_bound=size) if isinstance(state, Batch) else state
 
 
 def _holds_whole_numbers(value: Any) -> bool:
@@ -163,9 +163,9 @@ def _order(*names: str) -> Callable:
 def sort(call: Call) -> State | tuple[State, ...]:
     """Along another dimension, or of entries whose range is known."""
     value, place = call.batched()
-    if value.ndim != 1 or place.below is None or place.outer != 1 or call["descending"]:
+    if value.ndim != 1 or place.upper_bound is None or place.outer != 1 or call["descending"]:
         return along(call)
-    key = Key(place.below, place.factor)
+    key = Key(place.upper_bound, place.factor)
     return Sorted(key), Order(key)
 
 
@@ -206,7 +206,7 @@ def index(call: Call) -> State:
 def count(call: Call) -> State:
     """A bin for each number."""
     state, bins = call["self"].state, call["bins"]
-    if not isinstance(state, Sorted) or not 1 < bins >= state.key.below or (call["min"], call["max"]) != (0, bins - 1):
+    if not isinstance(state, Sorted) or not 1 < bins >= state.key.upper_bound or (call["min"], call["max"]) != (0, bins - 1):
         raise Refused(MOVED)
     return Counts(state.key)
 
@@ -226,7 +226,7 @@ def grouped(call: Call) -> State:
     """[S, in] in groups with [groups, in, out]: entries with the first matrix, with the second, ..., up to their ends."""
     names = ("self", "mat2") if call.op.namespace == "aten" else ("input", "weight")
     value, matrices, ends = (call[name] for name in (*names, "offs"))
-    known = all(isinstance(v, Value) for v in (value, matrices, ends)) and matrices.state is None and matrices.ndim == 3
+    known = all(isinstance(v, TracedValue) for v in (value, matrices, ends)) and matrices.state is None and matrices.ndim == 3
     if not known or not isinstance(value.state, Batch) or value.state.dim != 0 or call.rows("bias") is not None:
         raise Refused(MOVED)
     if not isinstance(ends.state, Counts) or not ends.state.ends or ends.state.key is not value.state.order:

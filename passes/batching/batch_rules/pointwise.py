@@ -6,9 +6,9 @@ from .rules import broadcast, rule
 from .values import Batch, Call, Refused
 
 # Copies: the entries as they are, in new memory or another dtype.
-rule("_to_copy.default", "clone.default", "lift_fresh_copy.default", keeps_row_ids=True, keeps_uniform=True, keeps_order=True)(
-    broadcast
-)
+rule(
+    "_to_copy.default", "clone.default", "lift_fresh_copy.default", keeps_row_ids=True, keeps_equal_entries=True, keeps_order=True
+)(broadcast)
 
 # Shaped like their argument, whatever they are filled with. Each row draws its own random numbers.
 rule(

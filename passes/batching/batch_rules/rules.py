@@ -27,7 +27,7 @@ class Rule:
     apply: Callable[[Call], State | tuple[State, ...]]
     sizes: tuple[str, ...] = ()  # arguments that are shapes: they may be computed from the size of the batch
     keeps_row_ids: bool = False  # moves entries and computes none: RowIds stay RowIds
-    keeps_uniform: bool = False  # entries that are alike along the batch stay alike
+    keeps_equal_entries: bool = False  # entries that are equal along the batch stay equal
     keeps_order: bool = False  # each entry along the batch gets what it would get in any other place
     reads_row_ids: bool = False  # takes RowIds itself, as an index
     writes: tuple[str, ...] = ()  # arguments that are written though the schema does not say so
@@ -84,7 +84,7 @@ def broadcast(call: Call) -> State | tuple[State, ...]:
     return (place,) * len(call.small_out) if several else place
 
 
-POINTWISE = Rule(broadcast, keeps_uniform=True, keeps_order=True)
+POINTWISE = Rule(broadcast, keeps_equal_entries=True, keeps_order=True)
 
 
 def _takes_and_gives_tensors(op: torch._ops.OpOverload) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from .rules import overload
-from .values import Call, Partial, Refused, State, Value, Varying, flattened
+from .values import Call, Partial, Refused, State, TracedValue, Varying, flattened
 
 NEEDS_ALL = "needs the sum over the whole batch"
 LINEAR: dict[torch._ops.OpOverload, Callable[[Call], State]] = {}
@@ -37,9 +37,9 @@ def _only(call: Call, name: str = "self") -> Partial:
     """The state of an argument, where nothing else is a part of a sum or depends on the batch."""
     value = call[name]
     others = (item for key, argument in call.arguments.items() if key != name for item in flattened(argument))
-    if not isinstance(value, Value) or not isinstance(value.state, Partial):
+    if not isinstance(value, TracedValue) or not isinstance(value.state, Partial):
         raise Refused(NEEDS_ALL)
-    if any(isinstance(item, Varying) or (isinstance(item, Value) and item.state is not None) for item in others):
+    if any(isinstance(item, Varying) or (isinstance(item, TracedValue) and item.state is not None) for item in others):
         raise Refused(NEEDS_ALL)
     return value.state
 
@@ -95,7 +95,7 @@ def cast(call: Call) -> State:
 @linear("mul.Tensor")
 def times(call: Call) -> State:
     """By what every micro-batch shares."""
-    name = "self" if isinstance(call["self"], Value) and call["self"].state is not None else "other"
+    name = "self" if isinstance(call["self"], TracedValue) and call["self"].state is not None else "other"
     return _only(call, name)
 
 
@@ -114,7 +114,7 @@ def divided(call: Call) -> State:
 def plus(call: Call) -> State:
     """Two sums of one kind; a mean and what every micro-batch shares."""
     terms = [call["self"], call["other"]]
-    states = {t.state if isinstance(t, Value) else None for t in terms if not _is_zero(t)}
+    states = {t.state if isinstance(t, TracedValue) else None for t in terms if not _is_zero(t)}
     how = next(s.how for s in states if s is not None)
     if any(isinstance(item, Varying) for argument in call.arguments.values() for item in flattened(argument)):
         raise Refused(NEEDS_ALL)
@@ -124,7 +124,7 @@ def plus(call: Call) -> State:
 
 
 def _is_zero(term: object) -> bool:
-    return not isinstance(term, Value | Varying) and term == 0
+    return not isinstance(term, TracedValue | Varying) and term == 0
 
 
 @linear("cat.default", "stack.default")

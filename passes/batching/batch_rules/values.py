@@ -61,7 +61,7 @@ class Varying:
 
 
 @dataclass(frozen=True)
-class Value:
+class TracedValue:
     """A tensor argument."""
 
     small: torch.Tensor
@@ -104,19 +104,19 @@ class Call:
     def __getitem__(self, name: str) -> Any:
         return self.arguments.get(name)
 
-    def values(self) -> Iterator[Value]:
+    def values(self) -> Iterator[TracedValue]:
         """Every tensor argument, those in lists too."""
-        return (item for argument in self.arguments.values() for item in flattened(argument) if isinstance(item, Value))
+        return (item for argument in self.arguments.values() for item in flattened(argument) if isinstance(item, TracedValue))
 
     def rows(self, name: str) -> Batch | None:
         """Where the rows of a tensor argument stand; None when it is invariant or was not given."""
         value = self[name]
-        return value.state if isinstance(value, Value) else None
+        return value.state if isinstance(value, TracedValue) else None
 
-    def batched(self, name: str = "self") -> tuple[Value, Batch]:
+    def batched(self, name: str = "self") -> tuple[TracedValue, Batch]:
         """A tensor argument that has to be batched, and where."""
         value = self[name]
-        if not isinstance(value, Value) or value.state is None:
+        if not isinstance(value, TracedValue) or value.state is None:
             raise Refused("reads rows where it needs a value that every row shares")
         return value, value.state
 
@@ -131,10 +131,10 @@ class Call:
         """Sizes of a single result in the two traces."""
         return list(zip(self.small_out.shape, self.large_out.shape, strict=True))
 
-    def batch_in_result(self, uniform: bool = False) -> Batch | None:
+    def batch_in_result(self, equal_entries: bool = False) -> Batch | None:
         """The dimension of a single result whose size is a multiple of the batch; None if no size depends on it."""
         found = batch_of_sizes(self.out_sizes, self.small_batch, self.large_batch)
-        return replace(found, uniform=uniform) if found is not None else None
+        return replace(found, equal_entries=equal_entries) if found is not None else None
 
 
 def flattened(argument: Any) -> Sequence[Any]:
@@ -167,7 +167,7 @@ def dims(argument: Any, ndim: int) -> list[int]:
     return [dim % ndim if ndim else 0 for dim in listed]
 
 
-def aligned(value: Value, ndim: int) -> Batch | None:
+def aligned(value: TracedValue, ndim: int) -> Batch | None:
     """Where the rows of `value` stand once it is broadcast, from the right, to `ndim` dimensions."""
     if value.state is None:
         return None
@@ -177,7 +177,7 @@ def aligned(value: Value, ndim: int) -> Batch | None:
 def agree(places: Sequence[Batch | None]) -> Batch | None:
     """The one place where the rows of all batched values stand; raises Refused if there are two."""
     distinct = {place for place in places if place is not None}
-    certain = {place for place in places if place is not None and not place.uniform} or distinct
+    certain = {place for place in places if place is not None and not place.equal_entries} or distinct
     if len(certain) > 1 or any((p.dim, p.factor) != (c.dim, c.factor) for p in distinct for c in certain):
         raise Refused("combines rows that stand in different dimensions")
     return next(iter(certain), None)

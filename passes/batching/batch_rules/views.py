@@ -30,7 +30,7 @@ def reshape(call: Call) -> Batch:
     outer, rest = divmod(before, ahead) if ahead else (0, 0)
     if rest or outer < 1 or result.factor % outer:
         raise Refused("folds the batch behind another dimension")
-    return Batch(result.dim, result.factor // outer, outer, below=place.below)
+    return Batch(result.dim, result.factor // outer, outer, upper_bound=place.upper_bound)
 
 
 @rule("view.dtype")
@@ -42,14 +42,14 @@ def reinterpret(call: Call) -> Batch:
     return place
 
 
-@rule("expand.default", sizes=("size",), keeps_row_ids=True, keeps_order=True, keeps_uniform=True)
+@rule("expand.default", sizes=("size",), keeps_row_ids=True, keeps_order=True, keeps_equal_entries=True)
 def expand(call: Call) -> State:
     """Repeats entries; a value that every row shares gets the rows of the dimension it is expanded to."""
     place = aligned(call["self"], len(call.out_sizes))
-    return call.batch_in_result(uniform=True) if place is None else place
+    return call.batch_in_result(equal_entries=True) if place is None else place
 
 
-@rule("unsqueeze.default", keeps_row_ids=True, keeps_order=True, keeps_uniform=True)
+@rule("unsqueeze.default", keeps_row_ids=True, keeps_order=True, keeps_equal_entries=True)
 def unsqueeze(call: Call) -> Batch:
     value, place = call.batched()
     added = call["dim"] % (value.ndim + 1)
@@ -70,14 +70,14 @@ def squeeze_all(call: Call) -> State:
     raise Refused("drops the batch dimension of a micro-batch of one row")
 
 
-@rule("permute.default", keeps_row_ids=True, keeps_order=True, keeps_uniform=True)
+@rule("permute.default", keeps_row_ids=True, keeps_order=True, keeps_equal_entries=True)
 def permute(call: Call) -> Batch:
     value, place = call.batched()
     order = [dim % value.ndim for dim in call["dims"]]
     return place.at(order.index(place.dim))
 
 
-@rule("transpose.int", "t.default", keeps_row_ids=True, keeps_order=True, keeps_uniform=True)
+@rule("transpose.int", "t.default", keeps_row_ids=True, keeps_order=True, keeps_equal_entries=True)
 def transpose(call: Call) -> Batch:
     value, place = call.batched()
     one, other = (0, value.ndim - 1) if call["dim0"] is None else (call["dim0"] % value.ndim, call["dim1"] % value.ndim)

@@ -13,11 +13,23 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ....ir.batch import Batch
-from .memory import States, each, flat, may_write, not_alike
+from .memory import States, each, flat, may_write, without_equal_rows
 from .orders import concerns, layout, of_orders, why_not_rows, with_range
 from .rules import Rule, find_rule
 from .sums import of_parts
-from .values import PARTS, USES_BATCH_AS_NUMBER, Call, Mixing, Partial, Refused, RowIds, State, Value, Varying, batch_of_sizes
+from .values import (
+    PARTS,
+    USES_BATCH_AS_NUMBER,
+    Call,
+    Mixing,
+    Partial,
+    Refused,
+    RowIds,
+    State,
+    TracedValue,
+    Varying,
+    batch_of_sizes,
+)
 
 ABSENT = object()
 
@@ -215,7 +227,7 @@ class _Walk:
         def argument(a: Any, b: Any) -> Any:
             if isinstance(a, fx.Node):
                 if isinstance(a.meta.get("val"), torch.Tensor):
-                    return Value(a.meta["val"], b.meta["val"], self.states[a])
+                    return TracedValue(a.meta["val"], b.meta["val"], self.states[a])
                 return self.states[a] if isinstance(self.states[a], Mixing) else Mixing(str(a.target), "has no rule")
             if isinstance(a, (list, tuple)):
                 return [argument(*pair) for pair in zip(a, b, strict=True)]
@@ -234,7 +246,7 @@ class _Walk:
         op = str(here.target)
         small, large = here.meta.get("val"), there.meta.get("val")
         leaves = [x for a in arguments.values() for x in (a if isinstance(a, list) else [a])]
-        states = [x.state if isinstance(x, Value) else x for x in leaves if isinstance(x, (Value, Mixing))]
+        states = [x.state if isinstance(x, TracedValue) else x for x in leaves if isinstance(x, (TracedValue, Mixing))]
         varying = {
             name for name, a in arguments.items() if any(isinstance(x, Varying) for x in (a if isinstance(a, list) else [a]))
         }
@@ -251,9 +263,9 @@ class _Walk:
                 return self._fit_all(op, each(None, small), small, large)
             call = Call(here.target, arguments, small, large, self.small_batch, self.large_batch, self.parts)
             if any(concerns(state) for state in states):
-                return self._fit_all(op, _alike(of_orders(call, rule), False), small, large)
+                return self._fit_all(op, _with_equal_rows(of_orders(call, rule), False), small, large)
             if any(isinstance(state, Partial) for state in states):
-                return self._fit_all(op, _alike(of_parts(call), False), small, large)
+                return self._fit_all(op, _with_equal_rows(of_parts(call), False), small, large)
             if rule is None:
                 raise Refused("has no rule")
             if not varying <= set(rule.sizes):
@@ -266,10 +278,10 @@ class _Walk:
             result = rule.apply(call)
             if row_ids and rule.keeps_row_ids:
                 result = _as_row_ids(result, small)
-            if random or not rule.keeps_uniform:
-                result = not_alike(result, below=True)
+            if random or not rule.keeps_equal_entries:
+                result = without_equal_rows(result, upper_bound=True)
             result = with_range(call, result, rule.keeps_row_ids)
-            result = _alike(result, not random and _from_alike(states))
+            result = _with_equal_rows(result, not random and _from_equal_rows(states))
             result = self._fit_all(op, result, small, large)
             if random and not isinstance(result, tuple) and result is None:
                 raise Refused("draws random numbers that every row shares")
@@ -328,24 +340,24 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _from_alike(read: Sequence[State]) -> bool:
+def _from_equal_rows(read: Sequence[State]) -> bool:
     """Whether rows made from these are alike: a rule says that each is made in the same way, so what it is made from has to be."""
     numbers = any(isinstance(s, RowIds) for s in read)  # with which each row is picked from others
     rows = [s for s in read if s is not None and not isinstance(s, RowIds)]
-    return (bool(rows) or not numbers) and all(isinstance(s, Batch) and s.alike for s in rows)
+    return (bool(rows) or not numbers) and all(isinstance(s, Batch) and s.equal_rows for s in rows)
 
 
-def _alike(result: State | tuple[State, ...], alike: bool) -> State | tuple[State, ...]:
+def _with_equal_rows(result: State | tuple[State, ...], equal_rows: bool) -> State | tuple[State, ...]:
     if isinstance(result, tuple):
-        return tuple(_alike(r, alike) for r in result)
-    return replace(result, alike=alike or result.uniform) if isinstance(result, Batch) else result
+        return tuple(_with_equal_rows(r, equal_rows) for r in result)
+    return replace(result, equal_rows=equal_rows or result.equal_entries) if isinstance(result, Batch) else result
 
 
 def _as_rows(argument: Any) -> Any:
     if isinstance(argument, list):
         return [_as_rows(item) for item in argument]
-    if isinstance(argument, Value) and isinstance(argument.state, RowIds):
-        return Value(argument.small, argument.large, Batch(argument.state.dim))
+    if isinstance(argument, TracedValue) and isinstance(argument.state, RowIds):
+        return TracedValue(argument.small, argument.large, Batch(argument.state.dim))
     return argument
 
 

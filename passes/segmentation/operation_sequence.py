@@ -47,7 +47,7 @@ class Barrier:
 
 
 @dataclass(frozen=True)
-class Use:
+class ParameterUse:
     """One read of a parameter: where, which, and a label that is the same for the same use in another layer."""
 
     position: int
@@ -55,7 +55,7 @@ class Use:
     label: int
 
 
-class Line:
+class OperationSequence:
     """The operations of a captured graph in order; see the module's docstring."""
 
     def __init__(self, captured: Captured):
@@ -159,7 +159,7 @@ class Line:
                 if bisect.bisect_right(used, before) == bisect.bisect_left(used, after):
                     yield Barrier(range(before + 1, after + 1), f"'{states[memory]}' is written and read there")
 
-    def _parameter_uses(self) -> list[Use]:
+    def _parameter_uses(self) -> list[ParameterUse]:
         inputs = (*self.captured.inputs, *self.captured.parts)
         parameters = {i.node: i for i in inputs if i.kind == "parameter" or i.kind == "state" and _is_parameter(i)}
         labels: dict[tuple, int] = {}
@@ -171,7 +171,7 @@ class Line:
                     continue
                 spec = self.captured.specs[argument]
                 key = (str(node.target), slot, spec.shape, spec.dtype)
-                uses.append(Use(position, weight, labels.setdefault(key, len(labels))))
+                uses.append(ParameterUse(position, weight, labels.setdefault(key, len(labels))))
         return uses
 
 

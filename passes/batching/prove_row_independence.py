@@ -16,14 +16,14 @@ from ...frontend.simplify import memory_of
 from ...frontend.writes import share_memory
 from ...ir.program import Segment, Value
 from ..compilation import Compilation, Fact
-from .proof import decide
+from .proof import prove_block
 
 
 @dataclass(frozen=True)
-class TraceBatch:
+class ProveRowIndependence:
     """Provides `batching`: `Block.inner_looped`, `Block.reason`, `Block.mutated` and versions of values."""
 
-    name: ClassVar = "trace_batch"
+    name: ClassVar = "prove_row_independence"
     requires: ClassVar = frozenset({Fact.REGIONS})
     provides: ClassVar = frozenset({Fact.BATCHING})
 
@@ -31,13 +31,15 @@ class TraceBatch:
         captured = compilation.captured
         for block in compilation.blocks:
             if block.inner_looped is None:
-                decide(compilation, block)
+                prove_block(compilation, block)
         rows = captured.hints.get(captured.batch, 1)
         for segment in compilation.segments:
             if segment.block.inner_looped:
                 segment.micro_batches = min(compilation.options.micro_batches, rows)
                 for value, spec in zip(segment.outputs, segment.block.outputs, strict=False):
-                    captured.specs[value.node] = replace(captured.specs[value.node], partial=spec.partial, alike=spec.alike)
+                    captured.specs[value.node] = replace(
+                        captured.specs[value.node], partial=spec.partial, equal_rows=spec.equal_rows
+                    )
         _version_values(compilation)
 
 
@@ -69,7 +71,7 @@ def _by_memory(compilation: Compilation) -> dict[int | None, list[fx.Node]]:
     """The inputs of the graph, and what segments make, by the memory that they are in."""
     found: dict[int | None, list[fx.Node]] = {}
     made = [v.node for segment in compilation.segments for v in segment.outputs]
-    for node in dict.fromkeys([*(i.node for i in compilation.captured.inputs), *compilation.line.weights, *made]):
+    for node in dict.fromkeys([*(i.node for i in compilation.captured.inputs), *compilation.sequence.weights, *made]):
         found.setdefault(memory_of(node), []).append(node)
     return found
 

@@ -1,0 +1,21 @@
+"""The pass that lays the captured graph out as a line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..compilation import Compilation, Fact
+from .operation_sequence import OperationSequence
+
+
+@dataclass(frozen=True)
+class SequenceOperations:
+    """Provides `sequence`: the operations in order, where they may be cut, and what a cut costs."""
+
+    name: ClassVar = "sequence_operations"
+    requires: ClassVar = frozenset()
+    provides: ClassVar = frozenset({Fact.SEQUENCE})
+
+    def apply(self, compilation: Compilation) -> None:
+        compilation.sequence = OperationSequence(compilation.captured)
