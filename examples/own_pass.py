@@ -33,7 +33,7 @@ class FetchLater(Pass):
         for graph in filter(None, (compilation.forward, compilation.backward)):
             order, runs = {node: i for i, node in enumerate(graph.nodes)}, segment_runs(graph)
             for index in range(len(runs) // 2, len(runs)):
-                fetch, place = runs[index].args[1], runs[index - self.ahead]
+                fetch, place = nodes.operands(runs[index]).weights, runs[index - self.ahead]
                 if isinstance(fetch, fx.Node) and order[fetch] < order[place]:
                     place.prepend(fetch)
 
@@ -53,7 +53,7 @@ class FetchEarlier(Pass):
 
 def segment_runs(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that run a segment, in order."""
-    return [node for node in graph.nodes if node.target in (nodes.forward, nodes.backward)]
+    return [node for node in graph.nodes if nodes.runs_segment(node)]
 
 
 class Layer(nn.Module):

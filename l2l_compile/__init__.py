@@ -3,9 +3,10 @@
 `explain` shows what would be compiled, `programs` what was, `stats` what the last step moved and held.
 """
 
-from .errors import CheckError, DeviceError, L2LError, LoweringError, OptionError, RecompileLimitError, VerifyError
+from .errors import CheckError, DeviceError, L2LError, LoweringError, OptionError, ParseError, RecompileLimitError, VerifyError
 from .inspection import programs, stats, synchronize
-from .ir.program import Block, Program, Segment
+from .ir.program import Program
+from .ir.segments import Block, Segment
 from .options import Options
 from .report import Report, explain
 from .runtime.step import Stats
@@ -18,6 +19,7 @@ __all__ = [
     "LoweringError",
     "OptionError",
     "Options",
+    "ParseError",
     "Program",
     "RecompileLimitError",
     "Report",

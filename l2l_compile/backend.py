@@ -53,9 +53,9 @@ def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
         session.device,
         session.lowering,
         session.server,
-        given=compilation.given,
+        gradient_mask=compilation.gradient_mask,
         differentiable=compilation.gradients.differentiable,
-        rebuild=lambda given: _rebuild_backward(compilation, given),
+        rebuild=lambda mask: _rebuild_backward(compilation, mask),
         started=session.started,
         waiting=session.waiting,
         check=session.check,
@@ -79,9 +79,9 @@ def compile_program(
     return program, compilation
 
 
-def _rebuild_backward(compilation: Compilation, given: tuple[bool, ...]) -> fx.GraphModule:
+def _rebuild_backward(compilation: Compilation, gradient_mask: tuple[bool, ...]) -> fx.GraphModule:
     """The backward graph for other gradients than were foreseen."""
-    fresh = replace(compilation, given=given, forward=None, backward=None)
+    fresh = replace(compilation, gradient_mask=gradient_mask, forward=None, backward=None)
     facts = frozenset().union(*(step.provides for step in PREPARATION + SEGMENTATION))
     run(fresh, STREAMING + compilation.options.passes, facts)
     return fx.GraphModule({}, fresh.backward)

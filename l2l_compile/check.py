@@ -17,7 +17,7 @@ from torch import fx
 
 from .errors import CheckError
 from .ir.batch import Batch
-from .ir.program import Segment
+from .ir.segments import Segment
 from .ir.values import TensorSpec
 from .lowering.lower import Lowered, Lowering
 from .lowering.trace import probe

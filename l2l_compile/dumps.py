@@ -37,7 +37,7 @@ def _layers(compilation: Compilation) -> Iterator[str]:
 
 
 class Dump:
-    """Writes a file after every pass of every program: `folder/program0/03_find_blocks.txt`, seconds in its first line."""
+    """Writes a file after every pass of every program: `folder/program0/04_find_blocks.txt`, seconds in its first line."""
 
     def __init__(self, folder: str | Path):
         self.folder, self._programs = Path(folder), 0

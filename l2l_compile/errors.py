@@ -36,6 +36,14 @@ class RecompileLimitError(L2LError):
     """A function would need more programs than it may have: something in its inputs changes in every call."""
 
 
+class ParseError(L2LError):
+    """A text is not that of a program. `line` is the number of the line, from 1."""
+
+    def __init__(self, line: int, message: str):
+        super().__init__(f"line {line}: {message}")
+        self.line = line
+
+
 class VerifyError(L2LError):
     """A program breaks a rule of its vocabulary. `rule` is the rule's name, `node` the offending node's name."""
 

@@ -21,7 +21,8 @@ from .frontend.capture import capture
 from .frontend.meta_models import on_the_host
 from .host.memory import HostMemory, host_memory
 from .host.optimizer.compiled_step import why_not_compiled
-from .ir.program import Block, Program, Segment, Uncut
+from .ir.program import Program
+from .ir.segments import Block, Segment, Uncut
 from .lowering.lower import Lowering
 from .options import Options
 from .runtime.dry_run import DeviceMemory, device_memory
@@ -145,7 +146,7 @@ def explain(
     those of a training step, on the host.
     Nothing is computed and nothing changes: the model is traced, outputs are zeros until the trace ends. After a
     graph break, the trace goes on with those zeros. With `dump`, a folder, the program after every pass is written to
-    `dump/program0/03_find_blocks.txt` and so on, with the seconds of the pass. Raises what compilation would raise.
+    `dump/program0/04_find_blocks.txt` and so on, with the seconds of the pass. Raises what compilation would raise.
     """
     if not callable(model):
         raise TypeError(f"explain takes a module or a function, got {type(model).__name__}")

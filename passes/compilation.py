@@ -9,7 +9,8 @@ from typing import ClassVar, Protocol
 from torch import fx
 
 from ..ir.captured import Captured
-from ..ir.program import Block, Program, Segment, Uncut, Value
+from ..ir.program import Program
+from ..ir.segments import Block, Segment, Uncut, Value
 from ..options import Options
 from .segmentation.operation_sequence import OperationSequence
 
@@ -45,7 +46,7 @@ class Compilation:
     """One captured graph on its way to a program. Each pass fills in what it provides.
 
     line         the operations in order, with the cost of a cut before each        read_line, split_regions
-    given        which outputs have a gradient in `backward`; () asks for a guess    (given)
+    gradient_mask  which outputs have a gradient in `backward`; () asks for a guess  (given)
     layers       ranges of the line that are one layer each                          find_blocks
     forced_cuts  cuts between layers that module names ask for                       find_blocks
     segments     instances of blocks, in program order                               cut_segments
@@ -54,13 +55,13 @@ class Compilation:
     uncut        segments that hold several layers                                   granularity
     gradients    what backward needs                                                 differentiate
     forward      program graph                                                       stream and after
-    backward     program graph for the outputs in `given`; None without gradients    stream and after
+    backward     program graph for the outputs in `gradient_mask`; None without gradients    stream and after
     """
 
     captured: Captured
     options: Options
     sequence: OperationSequence = None  # until `sequence_operations`
-    given: tuple[bool, ...] = ()
+    gradient_mask: tuple[bool, ...] = ()
     layers: list[range] = field(default_factory=list)
     forced_cuts: set[int] = field(default_factory=set)
     segments: list[Segment] = field(default_factory=list)
@@ -70,6 +71,19 @@ class Compilation:
     gradients: Gradients | None = None
     forward: fx.Graph | None = None
     backward: fx.Graph | None = None
+
+    @classmethod
+    def of(cls, program: Program, options: Options) -> Compilation:
+        """A program as it is, for more passes: one that was parsed, or written by hand."""
+        graphs = program.graphs
+        return cls(
+            program.captured,
+            options,
+            segments=list(program.segments),
+            blocks=list(program.blocks),
+            forward=graphs.get("forward"),
+            backward=graphs.get("backward"),
+        )
 
     def program(self) -> Program:
         """The program as it stands."""

@@ -32,9 +32,9 @@ PIPELINE: tuple[Pass, ...] = PREPARATION + SEGMENTATION + STREAMING
 After = Callable[[Pass, Compilation, float], None]  # called behind a pass, with the seconds that it and its verification took
 
 
-def check_order(passes: Sequence[Pass], given: frozenset[Fact] = frozenset()) -> None:
+def check_order(passes: Sequence[Pass], known: frozenset[Fact] = frozenset()) -> None:
     """Raise `L2LError` when a pass needs a fact that no pass before it provides; nothing has run then."""
-    facts = set(given)
+    facts = set(known)
     for step in passes:
         missing = step.requires - facts
         if missing:
@@ -43,11 +43,11 @@ def check_order(passes: Sequence[Pass], given: frozenset[Fact] = frozenset()) ->
 
 
 def run(
-    compilation: Compilation, passes: Sequence[Pass] = PIPELINE, given: frozenset[Fact] = frozenset(), after: After | None = None
+    compilation: Compilation, passes: Sequence[Pass] = PIPELINE, known: frozenset[Fact] = frozenset(), after: After | None = None
 ) -> None:
-    """Run passes over a compilation, each verified before the next one runs. `given` are facts that it has already."""
-    check_order(passes, given)
-    facts = set(given)
+    """Run passes over a compilation, each verified before the next one runs. `known` are facts that hold already."""
+    check_order(passes, known)
+    facts = set(known)
     for step in passes:
         start = time.perf_counter()
         step.apply(compilation)

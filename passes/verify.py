@@ -1,10 +1,10 @@
 """The rules of the vocabulary: what makes a program legal. Checked after every pass; each rule has a name.
 
-known_node        only nodes of the vocabulary, with a segment that exists
+known_node        only nodes of the vocabulary, with the operands that it declares and a segment that exists
 defined           a node reads only what stands before it
-lane              restore reads the host, backward those gradients that it brings itself, everything else the device
+lane              every operand is where its kind says, on the host or on the device
 weights           a segment runs on the weights that were fetched for it
-form              an inner-looped segment reads its batched operands split, another one whole; only the former brings gradients
+form              an inner-looped segment reads its batched operands split, another one whole; only the former streams gradients
 slabs             at most `prefetch` + 1 segments' weights are on the device at once
 alive             nothing is read after it was released
 released_once     every slab and every value of the device is released exactly once, or stashed
@@ -23,11 +23,10 @@ from torch import fx
 
 from ..errors import VerifyError
 from ..ir import nodes
+from ..ir.segments import Segment
+from ..ir.values import TensorSpec
 from .compilation import Compilation, Fact
 from .streaming.place_stash import stash_inputs
-from .streaming.release import holds_device_memory
-
-_HOST_SOURCES = (nodes.offload,)
 
 
 def verify(compilation: Compilation, facts: frozenset[Fact]) -> None:
@@ -44,13 +43,13 @@ def verify_graph(graph: fx.Graph, compilation: Compilation, facts: frozenset[Fac
     for node in graph.nodes:
         _known_node(node, compilation)
         _defined(node, position)
-        if node.op == "call_function":
-            _lane(node)
-        if node.target in (nodes.forward, nodes.backward):
-            _weights(node, compilation)
-            _form(node, compilation)
+        _lane(node)
+        if nodes.runs_segment(node):
+            segment = compilation.segments[nodes.operands(node).segment]
+            _weights(node, segment)
+            _form(node, segment)
     if Fact.PREFETCHED in facts or Fact.RELEASED in facts:
-        _slabs(graph, compilation, position)
+        _slabs(graph, compilation.options.prefetch + 1, position)
     if Fact.RELEASED in facts:
         _alive(graph)
         _released_once(graph)
@@ -62,11 +61,16 @@ def verify_graph(graph: fx.Graph, compilation: Compilation, facts: frozenset[Fac
 def _known_node(node: fx.Node, compilation: Compilation) -> None:
     if node.op in ("placeholder", "output"):
         return
-    if node.op != "call_function" or node.target not in nodes.VOCABULARY:
+    word = nodes.operation_of(node)
+    if word is None:
         raise VerifyError("known_node", node.name, f"is no node of the vocabulary ({node.target})")
-    if node.target in (nodes.fetch_weights, nodes.forward, nodes.backward, nodes.push_gradients, nodes.update):
-        if not 0 <= node.args[0] < len(compilation.segments):
-            raise VerifyError("known_node", node.name, f"names segment {node.args[0]}, which does not exist")
+    try:
+        nodes.operands(node)
+    except TypeError as error:
+        raise VerifyError("known_node", node.name, f"does not have the operands of '{word.name}': {error}") from error
+    segment = nodes.segment_of(node)
+    if segment is not None and not 0 <= segment < len(compilation.segments):
+        raise VerifyError("known_node", node.name, f"names segment {segment}, which does not exist")
 
 
 def _defined(node: fx.Node, position: dict[fx.Node, int]) -> None:
@@ -75,56 +79,59 @@ def _defined(node: fx.Node, position: dict[fx.Node, int]) -> None:
             raise VerifyError("defined", node.name, f"reads '{read.name}', which is made after it")
 
 
-def _on_host(node: fx.Node) -> bool:
-    return node.meta.get("host", False) or node.target in _HOST_SOURCES
-
-
 def _lane(node: fx.Node) -> None:
-    brought = _brought(node)
-    for read in node.all_input_nodes:
-        if (node.target is nodes.restore or read in brought) != _on_host(read):
-            where, wanted = ("host", "device") if _on_host(read) else ("device", "host")
-            raise VerifyError("lane", node.name, f"reads '{read.name}' on the {where}, where it needs the {wanted}")
+    for kind, wanted in ((nodes.OnDevice, "device"), (nodes.OnHost, "host")):
+        for read in nodes.reads(node, kind):
+            where = "host" if nodes.on_host(read) else "device"
+            if where != wanted:
+                raise VerifyError("lane", node.name, f"reads '{read.name}' on the {where}, where it needs the {wanted}")
 
 
-def _brought(node: fx.Node) -> list[fx.Node]:
-    """The gradients that a backward takes from the host, micro-batch by micro-batch."""
-    return [node.args[3][i] for i in node.args[4]] if node.target is nodes.backward and len(node.args) > 4 else []
-
-
-def _weights(node: fx.Node, compilation: Compilation) -> None:
-    segment, weights = compilation.segments[node.args[0]], node.args[1]
-    if not segment.weights:
+def _weights(node: fx.Node, segment: Segment) -> None:
+    weights = nodes.operands(node).weights
+    if not segment.block.weights:
         return
-    if not isinstance(weights, fx.Node) or weights.target is not nodes.fetch_weights or weights.args[0] != segment.index:
+    fetched = isinstance(weights, fx.Node) and weights.target is nodes.fetch_weights
+    if not fetched or nodes.operands(weights).segment != segment.index:
         raise VerifyError("weights", node.name, f"runs '{segment.name}' without the weights fetched for it")
 
 
-def _form(node: fx.Node, compilation: Compilation) -> None:
-    segment = compilation.segments[node.args[0]]
-    operands = [(a, s) for a, s in zip(node.args[2], segment.block.values, strict=True)]
+def _form(node: fx.Node, segment: Segment) -> None:
+    block, given = segment.block, nodes.operands(node)
+    read = list(zip(given.values, block.values, strict=True))
     if node.target is nodes.backward:
-        operands += [(a, s) for a, s in zip(node.args[3], segment.block.outputs, strict=True) if a is not None]
-    for read, spec in operands:
-        wanted = segment.block.inner_looped and spec.batch is not None
-        if read in _brought(node):
-            if not wanted or read.meta["split"]:
-                raise VerifyError("form", node.name, f"brings '{read.name}' for '{segment.name}', which cannot be taken apart")
-        elif read.meta["split"] != wanted:
+        read += [(g, spec) for g, spec in zip(given.gradients, block.outputs, strict=True) if g is not None]
+        _streamed_form(node, segment)
+    for operand, spec in read:
+        wanted = _is_split(segment, spec)
+        if operand.meta["split"] != wanted:
             form = "split" if wanted else "whole"
-            raise VerifyError("form", node.name, f"reads '{read.name}', which is not {form}, for '{segment.name}'")
+            raise VerifyError("form", node.name, f"reads '{operand.name}', which is not {form}, for '{segment.name}'")
 
 
-def _slabs(graph: fx.Graph, compilation: Compilation, position: dict[fx.Node, int]) -> None:
+def _streamed_form(node: fx.Node, segment: Segment) -> None:
+    """Gradients that are streamed are whole on the host, and can be taken apart."""
+    streamed = nodes.operands(node).streamed_gradients
+    for gradient, spec in zip(streamed, segment.block.outputs, strict=bool(streamed)):
+        if gradient is not None and (gradient.meta["split"] or not _is_split(segment, spec)):
+            raise VerifyError("form", node.name, f"streams '{gradient.name}' for '{segment.name}', which cannot be taken apart")
+
+
+def _is_split(segment: Segment, spec: TensorSpec) -> bool:
+    """Whether a segment reads a value of this description micro-batch by micro-batch."""
+    return bool(segment.block.inner_looped) and spec.batch is not None
+
+
+def _slabs(graph: fx.Graph, slabs: int, position: dict[fx.Node, int]) -> None:
     events = []
     for node in graph.find_nodes(op="call_function", target=nodes.fetch_weights):
         if node.users:  # a slab is free after its release; before releases are placed, after its last reader
             events += [(position[node], 1, node), (max(position[u] for u in node.users), -1, node)]
-    held = 0
+    taken = 0
     for _, change, node in sorted(events, key=lambda e: e[:2]):
-        held += change
-        if held > compilation.options.prefetch + 1:
-            raise VerifyError("slabs", node.name, f"needs slab {held} of {compilation.options.prefetch + 1}")
+        taken += change
+        if taken > slabs:
+            raise VerifyError("slabs", node.name, f"needs slab {taken} of {slabs}")
 
 
 def _alive(graph: fx.Graph) -> None:
@@ -134,66 +141,83 @@ def _alive(graph: fx.Graph) -> None:
             if read in released:
                 raise VerifyError("alive", node.name, f"reads '{read.name}' after its release")
         if node.target is nodes.release:
-            released.add(node.args[0])
+            released.add(nodes.operands(node).x)
 
 
 def _released_once(graph: fx.Graph) -> None:
-    count = Counter(n.args[0] for n in graph.nodes if n.target is nodes.release)
-    for node in graph.nodes:
-        if holds_device_memory(node):
-            stashed = any(u.target is nodes.stash for u in node.users)
-            if count[node] != (0 if stashed else 1):
-                raise VerifyError("released_once", node.name, f"is released {count[node]} times")
+    count = Counter(nodes.operands(n).x for n in graph.find_nodes(op="call_function", target=nodes.release))
+    for node in filter(nodes.holds_device_memory, graph.nodes):
+        if count[node] != (0 if nodes.is_kept(node) else 1):
+            raise VerifyError("released_once", node.name, f"is released {count[node]} times")
 
 
 def _pushed_once(graph: fx.Graph, compilation: Compilation) -> None:
-    pushed = Counter(n.args[0] for n in graph.nodes if n.target is nodes.push_gradients)
+    pushed = Counter(nodes.operands(n).segment for n in graph.find_nodes(op="call_function", target=nodes.push_gradients))
     for node in graph.find_nodes(op="call_function", target=nodes.backward):
-        segment = compilation.segments[node.args[0]]
-        wanted = int(any(spec.differentiable for spec in segment.block.weights))
-        if pushed.pop(segment.index, 0) != wanted:
+        segment = compilation.segments[nodes.operands(node).segment]
+        if pushed.pop(segment.index, 0) != int(segment.block.is_trained):
             raise VerifyError("pushed_once", node.name, f"of '{segment.name}' does not push its gradients exactly once")
         for user in node.users:
-            if user.target is operator.getitem and user.args[1] == len(segment.values) and not wanted:
+            is_pick = user.target is operator.getitem
+            if is_pick and nodes.operands(user).index == len(segment.block.values) and not segment.block.is_trained:
                 raise VerifyError("pushed_once", user.name, "holds gradients of weights that want none")
     if pushed:
         raise VerifyError("pushed_once", "push_gradients", f"pushes gradients that no backward made: {sorted(pushed)}")
 
 
 def _updated(graph: fx.Graph, compilation: Compilation) -> None:
+    mode, is_forward = compilation.options.update, graph is compilation.forward
     updates = graph.find_nodes(op="call_function", target=nodes.update)
-    fits = {"in_forward": graph is compilation.forward, "in_backward": graph is compilation.backward}
+    if mode == "in_forward" and is_forward:
+        _updated_before_fetches(graph, updates, compilation)
+    elif mode == "in_backward" and not is_forward:
+        _updated_after_pushes(graph, updates, compilation)
+    elif updates:
+        raise VerifyError("updated", updates[0].name, f"has no place in this graph with update={mode!r}")
+
+
+def _updated_before_fetches(graph: fx.Graph, updates: list[fx.Node], compilation: Compilation) -> None:
     for node in updates:
-        if not fits.get(compilation.options.update, False):
-            raise VerifyError("updated", node.name, f"has no place in this graph with update={compilation.options.update!r}")
-        after = nodes.fetch_weights if graph is compilation.forward else None
-        partners = (
-            [u for u in node.users if u.target is after]
-            if after
-            else [a for a in node.args[1:] if a.target is nodes.push_gradients]
-        )
-        if not partners or any(p.args[0] != node.args[0] for p in partners):
-            raise VerifyError("updated", node.name, "does not stand between the gradients and the next fetch of its segment")
-    counted = Counter(n.args[0] for n in updates)
-    for node in graph.nodes:
-        if fits["in_forward"] and compilation.options.update == "in_forward" and node.target is nodes.fetch_weights:
-            wanted = any(spec.differentiable for spec in compilation.segments[node.args[0]].block.weights)
-        else:
-            wanted = fits["in_backward"] and compilation.options.update == "in_backward" and node.target is nodes.push_gradients
-        if wanted and counted[node.args[0]] != 1:
-            raise VerifyError(
-                "updated", node.name, f"of '{compilation.segments[node.args[0]].name}' goes with {counted[node.args[0]]} updates"
-            )
+        readers = [u for u in node.users if u.target is nodes.fetch_weights]
+        _same_segment(node, readers)
+    fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
+    trained = [n for n in fetches if compilation.segments[nodes.operands(n).segment].block.is_trained]
+    _one_update_each(trained, updates, compilation)
+
+
+def _updated_after_pushes(graph: fx.Graph, updates: list[fx.Node], compilation: Compilation) -> None:
+    for node in updates:
+        after = nodes.operands(node).after
+        _same_segment(node, [after] if after is not None and after.target is nodes.push_gradients else [])
+    _one_update_each(graph.find_nodes(op="call_function", target=nodes.push_gradients), updates, compilation)
+
+
+def _same_segment(update: fx.Node, partners: list[fx.Node]) -> None:
+    """The partners of an update, of which there is one at least, are of its segment."""
+    if not partners or any(nodes.operands(p).segment != nodes.operands(update).segment for p in partners):
+        raise VerifyError("updated", update.name, "does not stand between the gradients and the next fetch of its segment")
+
+
+def _one_update_each(partners: list[fx.Node], updates: list[fx.Node], compilation: Compilation) -> None:
+    counted = Counter(nodes.operands(n).segment for n in updates)
+    for node in partners:
+        segment = compilation.segments[nodes.operands(node).segment]
+        if counted[segment.index] != 1:
+            raise VerifyError("updated", node.name, f"of '{segment.name}' goes with {counted[segment.index]} updates")
 
 
 def _stash(compilation: Compilation) -> None:
-    kept = compilation.forward.output_node().args[0][1]
+    kept = nodes.returned(compilation.forward).stashes
     taken = stash_inputs(compilation.backward)
     if len(kept) != len(taken):
         raise VerifyError("stash", "output", f"keeps {len(kept)} values, backward takes {len(taken)}")
     for left, right in zip(kept, taken, strict=True):
         if left.meta["value"] != right.meta["value"]:
             raise VerifyError("stash", right.name, f"takes the place of '{left.meta['value']}' in what forward keeps")
-        on_host = left.op == "placeholder" or left.target is nodes.offload
-        if on_host != right.meta["host"] and not (left.target is nodes.stash and not right.users):
+        is_taken = right.users or left.target is not nodes.stash
+        if _left_on_host(left) != right.meta["host"] and is_taken:
             raise VerifyError("stash", right.name, f"is not where forward left '{left.name}'")
+
+
+def _left_on_host(kept: fx.Node) -> bool:
+    return kept.op == "placeholder" or nodes.on_host(kept)

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..ir.captured import Captured
-from ..ir.program import Segment
+from ..ir.segments import Segment
 from . import dynamo
 from .capture import Input
 from .recurrent import layer

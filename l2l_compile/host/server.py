@@ -14,7 +14,7 @@ from ..devices.device import Device
 from ..errors import L2LError
 from ..ir import nodes
 from ..ir.captured import Input
-from ..ir.program import Segment
+from ..ir.segments import Segment
 from ..options import Options
 from ..runtime.step import RuntimeValue, Stats, Step
 from .gradients import GradientMemory
@@ -134,10 +134,10 @@ class ParameterServer:
         step.returned, step.scale = {}, self._scale.value if self._scale is not None else 1.0
         if self.updates is None:
             fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
-            step.last_fetches = Counter(_indices(segments[n.args[0]]) for n in fetches)
+            step.last_fetches = Counter(_indices(segments[nodes.operands(n).segment]) for n in fetches)
         if step.use is not None:
             pushes = graph.find_nodes(op="call_function", target=nodes.push_gradients)
-            managed = Counter(p for n in pushes for p in _managed(step, segments[n.args[0]]).values())
+            managed = Counter(p for n in pushes for p in _managed(step, segments[nodes.operands(n).segment]).values())
             self.updates.begin_backward(step.use, managed)
         if self._scaled is not None:
             self._scaled.used = True

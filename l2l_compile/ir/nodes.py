@@ -1,4 +1,8 @@
-"""The node vocabulary of a program. A node is an `fx` call of one of these functions; running it is the executor's.
+"""The node vocabulary of a program. A node is an `fx` call of one of the functions declared here; the executor runs it.
+
+The declaration says everything that the rest of the project knows of a node. Its signature names and types the operands,
+`@operation` gives the lane and the kind of its result. From these derive how a node prints and parses, where its operands
+have to be, whether its result is released, and which handler of the executor takes which operands.
 
 A value is *whole* (one tensor) or *split* (one tensor per micro-batch). Segments and inputs are named by their index in
 `Program.segments` and in the inputs of the captured graph; the text form shows their names.
@@ -6,58 +10,155 @@ A value is *whole* (one tensor) or *split* (one tensor per micro-batch). Segment
 
 from __future__ import annotations
 
+import enum
 import inspect
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+import typing
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
 
 COMPUTE, H2D, D2H, HOST, NONE = "compute", "h2d", "d2h", "host", "none"
 
 
-@dataclass(frozen=True)
-class Operation:
-    """A word of the vocabulary: the lane that it runs on, one line on what it does, and what its first operand is an index of.
+class SegmentIndex:
+    """An operand: a segment, by its index in `Program.segments`."""
 
-    names   "segment" (of `Program.segments`), "input" (of the captured graph's inputs), or None: the first operand is a value
-    """
+
+class InputIndex:
+    """An operand: an input of the captured graph, by its index."""
+
+
+class OnDevice:
+    """An operand: a value on the device."""
+
+
+class OnHost:
+    """An operand: a value on the host."""
+
+
+class Done:
+    """An operand: a node without a value, which has to be done before."""
+
+
+class Results:
+    """An operand: a node with several results."""
+
+
+_KINDS: tuple[type, ...] = (SegmentIndex, InputIndex, OnDevice, OnHost, Done, Results, int)
+
+
+class Result(enum.Enum):
+    """What a node stands for."""
+
+    DEVICE = "a value in memory of the device, or a weight slab: it has to be released"
+    HOST = "a value on the host"
+    SEVERAL = "a tuple of values, of which `getitem` picks one"
+    KEPT = "the value that it reads, which stays on the device for backward"
+    DONE = "no value: others may wait until it is done"
+    NOTHING = "no value"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand of an operation: its name, what kind of thing it is, and its default where it has one."""
 
     name: str
+    kind: type
+    default: Any = inspect.Parameter.empty
+
+    @property
+    def optional(self) -> bool:
+        return self.default is not inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A word of the vocabulary: a function with its operands, the lane that it runs on, and what its result is."""
+
+    function: Callable
     lane: str
-    does: str
-    names: str | None = None
+    result: Result
+    operands: tuple[Operand, ...]
+    arguments: Callable[..., Any] = field(repr=False)  # a named tuple of the operands
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @property
+    def description(self) -> str:
+        """One line on what it does."""
+        return (self.function.__doc__ or "").split("\n")[0]
+
+    @property
+    def names_segment(self) -> bool:
+        return self.operands[0].kind is SegmentIndex
+
+    @property
+    def runs_segment(self) -> bool:
+        """Whether it is the inner loop of a segment, forward or backward."""
+        return self.names_segment and self.lane == COMPUTE
+
+    def of_kind(self, kind: type) -> Iterator[str]:
+        """Names of the operands of a kind."""
+        return (operand.name for operand in self.operands if operand.kind is kind)
 
 
 VOCABULARY: dict[Callable, Operation] = {}
 
 
-def _operation(lane: str):
-    def register(function: Callable) -> Callable:
-        first = next(iter(inspect.signature(function).parameters))
-        names = first if first in ("segment", "input") else None
-        VOCABULARY[function] = Operation(function.__name__, lane, function.__doc__, names)
+def operation(lane: str, result: Result) -> Callable[[Callable], Callable]:
+    """Declare a node. Raises `TypeError` for an operand that is annotated with none of the kinds above."""
+
+    def declare(function: Callable) -> Callable:
+        annotations = typing.get_type_hints(function)
+        operands = tuple(
+            Operand(name, _kind(function, name, annotations.get(name)), parameter.default)
+            for name, parameter in inspect.signature(function).parameters.items()
+        )
+        defaults = [operand.default for operand in operands if operand.optional]
+        arguments = namedtuple(function.__name__, [operand.name for operand in operands], defaults=defaults)
+        VOCABULARY[function] = Operation(function, lane, result, operands, arguments)
         return function
 
-    return register
+    return declare
 
 
-def _not_run(name: str):
+def _kind(function: Callable, name: str, annotation: Any) -> type:
+    """The kind within an annotation such as `tuple[OnDevice | None, ...]`."""
+    if annotation in _KINDS:
+        return annotation
+    for inner in typing.get_args(annotation):
+        if inner in _KINDS or typing.get_args(inner):
+            return _kind(function, name, inner)
+    raise TypeError(f"operand '{name}' of node '{function.__name__}' is annotated with no kind of operand, but {annotation}")
+
+
+def _not_run(name: str) -> typing.NoReturn:
     raise NotImplementedError(f"'{name}' is a node of a program; the executor runs it")
 
 
-@_operation(COMPUTE)
-def split(x):
+# ---- the vocabulary ----------------------------------------------------------------------------------------------------
+
+
+@operation(COMPUTE, Result.DEVICE)
+def split(x: OnDevice):
     """Cut a whole batched value into micro-batches (views)."""
     _not_run("split")
 
 
-@_operation(COMPUTE)
-def merge(x):
+@operation(COMPUTE, Result.DEVICE)
+def merge(x: OnDevice):
     """Join the micro-batches of a split value into one whole value: rows are put together, parts of a sum are added up."""
     _not_run("merge")
 
 
-@_operation(H2D)
-def fetch_weights(segment, after=None):
+@operation(H2D, Result.DEVICE)
+def fetch_weights(segment: SegmentIndex, after: Done | None = None):
     """Copy a segment's parameters and buffers into a weight slab of the device; asynchronous.
 
     `after` is the update of the segment, where it stands in the same graph.
@@ -65,38 +166,47 @@ def fetch_weights(segment, after=None):
     _not_run("fetch_weights")
 
 
-@_operation(COMPUTE)
-def forward(segment, weights, values, sent=()):
+@operation(COMPUTE, Result.SEVERAL)
+def forward(
+    segment: SegmentIndex, weights: OnDevice | None, values: tuple[OnDevice, ...], streamed_outputs: tuple[int, ...] = ()
+):
     """Run the segment on every micro-batch; the outputs, as a tuple of values.
 
-    Outputs whose index is in `sent` go to the host micro-batch by micro-batch, as they are made.
+    Outputs whose index is in `streamed_outputs` go to the host micro-batch by micro-batch, as they are made.
     """
     _not_run("forward")
 
 
-@_operation(D2H)
-def offload(x):
+@operation(D2H, Result.HOST)
+def offload(x: OnDevice):
     """Copy a value to the host, asynchronous; the device copy stays until it is released."""
     _not_run("offload")
 
 
-@_operation(H2D)
-def restore(x):
+@operation(H2D, Result.DEVICE)
+def restore(x: OnHost):
     """Bring a value of the host (an offloaded one, or an input of the program) to the device; asynchronous."""
     _not_run("restore")
 
 
-@_operation(NONE)
-def stash(x):
+@operation(NONE, Result.KEPT)
+def stash(x: OnDevice):
     """Keep a value on the device for backward."""
     _not_run("stash")
 
 
-@_operation(COMPUTE)
-def backward(segment, weights, values, gradients, brought=()):
+@operation(COMPUTE, Result.SEVERAL)
+def backward(
+    segment: SegmentIndex,
+    weights: OnDevice | None,
+    values: tuple[OnDevice, ...],
+    gradients: tuple[OnDevice | None, ...],
+    streamed_gradients: tuple[OnHost | None, ...] = (),
+):
     """Recompute the segment and differentiate it on every micro-batch.
 
-    Gradients whose index is in `brought` are on the host, and come to the device micro-batch by micro-batch.
+    `gradients` are those of the segment's outputs, None where there is none. Where the gradient is on the host and comes to
+    the device micro-batch by micro-batch, it is in the same place of `streamed_gradients`, and None in `gradients`.
 
     Gives a tuple: the gradient of each value operand (None where it wants none), then one bundle with the gradients
     of the weights, accumulated over the micro-batches.
@@ -104,20 +214,20 @@ def backward(segment, weights, values, gradients, brought=()):
     _not_run("backward")
 
 
-@_operation(COMPUTE)
-def accumulate(a, b):
+@operation(COMPUTE, Result.DEVICE)
+def accumulate(a: OnDevice, b: OnDevice):
     """The sum of two gradients of one value, in the form of the first."""
     _not_run("accumulate")
 
 
-@_operation(D2H)
-def push_gradients(segment, gradients):
+@operation(D2H, Result.DONE)
+def push_gradients(segment: SegmentIndex, gradients: OnDevice):
     """Copy a segment's weight gradients to the host, where gradients of shared weights add up; asynchronous."""
     _not_run("push_gradients")
 
 
-@_operation(HOST)
-def update(segment, after=None):
+@operation(HOST, Result.DONE)
+def update(segment: SegmentIndex, after: Done | None = None):
     """Update the parameters of a segment whose gradients are complete; asynchronous.
 
     In backward, `after` is the push of the segment's gradients; in forward there is none, and the fetch of the segment
@@ -126,21 +236,111 @@ def update(segment, after=None):
     _not_run("update")
 
 
-@_operation(D2H)
-def write_back(input, contents):
+@operation(D2H, Result.DONE)
+def write_back(input: InputIndex, contents: OnDevice):
     """Write the new contents of a buffer, or of another input that the model writes into, to the host."""
     _not_run("write_back")
 
 
-@_operation(NONE)
-def release(x):
+@operation(NONE, Result.NOTHING)
+def release(x: OnDevice):
     """Free a weight slab or the device copy of a value."""
     _not_run("release")
 
 
-VOCABULARY[operator.getitem] = Operation("getitem", NONE, "Pick one of the results of forward or backward.")
+def getitem(results: Results, index: int):
+    """Pick one of the results of forward or backward."""
+    _not_run("getitem")
 
 
-def lane_of(node) -> str:
+operation(NONE, Result.DEVICE)(getitem)
+VOCABULARY[operator.getitem] = VOCABULARY.pop(getitem)
+
+
+# ---- questions about a node ---------------------------------------------------------------------------------------------
+
+
+def operation_of(node: fx.Node) -> Operation | None:
+    """The word of the vocabulary that a node is a call of; None for placeholders, the output, and for strangers."""
+    return VOCABULARY.get(node.target) if node.op == "call_function" else None
+
+
+def operands(node: fx.Node) -> Any:
+    """The operands of a node, by name: `operands(node).segment`."""
+    return VOCABULARY[node.target].arguments(*node.args)
+
+
+def set_operands(node: fx.Node, **changes: Any) -> None:
+    """Replace operands of a node, by name."""
+    node.args = tuple(operands(node)._replace(**changes))
+
+
+def lane_of(node: fx.Node) -> str:
     """The lane that a program node runs on."""
-    return VOCABULARY[node.target].lane if node.op == "call_function" else NONE
+    return word.lane if (word := operation_of(node)) is not None else NONE
+
+
+def runs_segment(node: fx.Node) -> bool:
+    """Whether a node is the inner loop of a segment, forward or backward."""
+    return (word := operation_of(node)) is not None and word.runs_segment
+
+
+def segment_of(node: fx.Node) -> int | None:
+    """The index of the segment that a node names; None if it names none."""
+    word = operation_of(node)
+    return operands(node).segment if word is not None and word.names_segment else None
+
+
+def on_host(node: fx.Node) -> bool:
+    """Whether a node stands for a value on the host."""
+    word = operation_of(node)
+    return node.meta.get("host", False) or (word is not None and word.result is Result.HOST)
+
+
+def holds_device_memory(node: fx.Node) -> bool:
+    """Whether a node stands for memory of the device that must be released."""
+    if on_host(node) or node.op == "output":
+        return False
+    word = operation_of(node)
+    return node.op == "placeholder" or (word is not None and word.result is Result.DEVICE)
+
+
+def is_kept(node: fx.Node) -> bool:
+    """Whether a value of the device stays there for backward: the graph that makes it does not release it."""
+    return any((word := operation_of(user)) is not None and word.result is Result.KEPT for user in node.users)
+
+
+def reads(node: fx.Node, kind: type) -> list[fx.Node]:
+    """The nodes that a node reads as operands of a kind."""
+    word = operation_of(node)
+    if word is None:
+        return []
+    found: list[fx.Node] = []
+    for name in word.of_kind(kind):
+        fx.node.map_arg(getattr(operands(node), name), found.append)
+    return found
+
+
+def arriving_gradients(node: fx.Node) -> tuple[fx.Node | None, ...]:
+    """The gradient of each output that a `backward` node gets, wherever it is; None where there is none."""
+    given = operands(node)
+    streamed = given.streamed_gradients or (None,) * len(given.gradients)
+    return tuple(a if a is not None else b for a, b in zip(given.gradients, streamed, strict=True))
+
+
+class ForwardResult(typing.NamedTuple):
+    """What a forward graph returns.
+
+    outputs  a node on the host for each output of the captured graph; None where no segment makes it
+    stashes  what it keeps for backward, which takes them in this order
+    writes   the `write_back` nodes
+    """
+
+    outputs: tuple[fx.Node | None, ...]
+    stashes: tuple[fx.Node, ...]
+    writes: tuple[fx.Node, ...]
+
+
+def returned(forward_graph: fx.Graph) -> ForwardResult:
+    """What a forward graph returns, by name."""
+    return ForwardResult(*forward_graph.output_node().args[0])

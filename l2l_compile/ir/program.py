@@ -1,164 +1,18 @@
-"""Blocks, segments and programs: what the passes make and the executor runs."""
+"""Programs: what the passes make and the executor runs."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-import sympy
 import torch
 from torch import fx
 
-from ..units import format_bytes
 from .captured import Captured, Input
+from .parse import Parsed, parse
+from .segments import Block, Segment, Uncut
 from .text import print_program
-from .values import Bindings, TensorSpec
-
-
-def symbolic_size(expression: str) -> int:
-    """Stands in a block's graph for a size that depends on symbols (`Block.sizes`); lowering puts the number in."""
-    raise NotImplementedError(expression)
-
-
-class Lowered(Protocol):
-    """A block as ATen operations."""
-
-    @property
-    def graph(self) -> fx.GraphModule: ...
-
-
-class BlockLowering(Protocol):
-    """Lowers blocks at sizes, each once (`lowering/lower.py`)."""
-
-    def forward(self, block: Block, bindings: Bindings) -> Lowered: ...
-
-    def backward(self, block: Block, bindings: Bindings, given: tuple[bool, ...]) -> Lowered: ...
-
-
-@dataclass(eq=False, repr=False)
-class Block:
-    """A piece of the captured graph that one or more segments are instances of; lowered once per size.
-
-    graph          the torch-level operations, as a graph module of its operands: first the weights, then the values
-    sizes          the sympy expression behind each `symbolic_size` in the graph
-    autocast       dtype of the autocast that is on around it; None for none
-    weights        spec of each weight operand (parameters and buffers)
-    values         spec of each value operand
-    outputs        spec of each output; the last `len(mutated)` are the new contents of operands that it writes into
-    mutated        indices (into weights + values) of operands that the block writes into
-    inner_looped   whether it runs micro-batch by micro-batch; otherwise `reason` says why not; None: not decided yet
-    summed_whole   indices of invariant float64 operands that the block itself casts to a narrower dtype, and of narrower ones in a
-                   model in float64: the rounding of their gradients depends on the order of the sum over the batch, so
-                   they are summed over the whole batch at once, as eager does
-    repeats        number of segments that are instances of it
-    static         whether each size is lowered by itself (`torch.compile(dynamic=False)`)
-    """
-
-    name: str
-    graph: fx.GraphModule
-    sizes: dict[str, sympy.Expr]
-    autocast: torch.dtype | None
-    weights: tuple[TensorSpec, ...]
-    values: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    mutated: tuple[int, ...] = ()
-    inner_looped: bool | None = None
-    summed_whole: tuple[int, ...] = ()
-    reason: str | None = None
-    repeats: int = 0
-    static: bool = False
-    forms: dict[tuple, object] = field(default_factory=dict)
-    lowering: BlockLowering | None = None
-    sizes_now: Callable[[Block], Bindings] | None = None
-
-    def __repr__(self) -> str:
-        return f"<Block {self.name}, x{self.repeats}, {'inner loop' if self.inner_looped else 'whole batch'}>"
-
-    @property
-    def operands(self) -> tuple[TensorSpec, ...]:
-        return self.weights + self.values
-
-    @functools.cached_property
-    def symbols(self) -> tuple[sympy.Symbol, ...]:
-        """The symbols that its sizes depend on, in a fixed order; asked for once the passes are done with the block."""
-        sizes = [*(d for spec in (*self.operands, *self.outputs) for d in spec.shape), *self.sizes.values()]
-        return tuple(sorted({s for d in sizes if not isinstance(d, int) for s in d.free_symbols}, key=str))
-
-    @property
-    def forward(self) -> fx.GraphModule:
-        """The ATen graph of one micro-batch forward that runs at the sizes of the last step (of capture, before the first)."""
-        return self.lowering.forward(self, self._bindings()).graph
-
-    @property
-    def backward(self) -> fx.GraphModule:
-        """The ATen graph of recompute and gradients for one micro-batch, for all differentiable outputs."""
-        given = tuple(spec.differentiable for spec in self.outputs)
-        return self.lowering.backward(self, self._bindings(), given).graph
-
-    def _bindings(self) -> Bindings:
-        return self.sizes_now(self)
-
-
-@dataclass(frozen=True)
-class Value:
-    """A tensor of the captured graph; `version` counts the segments that wrote into it so far."""
-
-    node: fx.Node
-    version: int = 0
-
-    def __str__(self) -> str:
-        return self.node.name + (f".{self.version}" if self.version else "")
-
-
-@dataclass(eq=False, repr=False)
-class Segment:
-    """An instance of a block in a program: a layer, or a unique piece such as embeddings or head.
-
-    weights   the graph inputs that it fetches, in the block's order
-    values    the values that it reads, in the block's order
-    outputs   the values that it makes, in the block's order; where the block writes into a weight operand, the new
-              contents of that weight
-    span      its operations, by position in the line of the captured graph
-    """
-
-    index: int
-    name: str
-    block: Block
-    weights: tuple[Input, ...]
-    values: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    micro_batches: int = 1
-    parameter_bytes: int = 0
-    span: range = range(0)
-
-    def __repr__(self) -> str:
-        return f"<Segment {self.name} of {self.block.name}, {format_bytes(self.parameter_bytes)}>"
-
-    @property
-    def parameter_names(self) -> tuple[str, ...]:
-        return tuple(w.name for w in self.weights if w.kind == "parameter")
-
-
-@dataclass(frozen=True)
-class Uncut:
-    """A segment that holds several layers, so that device memory grows with their number: how many, and why it was not cut.
-
-    `layers` is its parameters' bytes over those of the largest of the layers.
-    """
-
-    segment: str
-    layers: float
-    parameter_bytes: int
-    why: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return (
-            f"segment '{self.segment}' holds {self.layers:.3g} layers ({format_bytes(self.parameter_bytes)}), and device memory grows with "
-            f"their number: it is not cut because {self.why}. Remedy: {self.remedy}"
-        )
+from .values import Bindings
 
 
 @dataclass(eq=False, repr=False)
@@ -174,7 +28,7 @@ class Program:
     captured: Captured
     segments: tuple[Segment, ...]
     blocks: tuple[Block, ...]
-    forward: fx.GraphModule
+    forward: fx.GraphModule | None
     backward: fx.GraphModule | None
     bindings: Bindings
     uncut: tuple[Uncut, ...] = ()
@@ -194,4 +48,32 @@ class Program:
         return tuple(s for s in self.segments if not s.block.inner_looped)
 
     def __str__(self) -> str:
-        return print_program(self)
+        names = {given.index: given.name for given in self.captured.inputs}
+        return print_program(self.graphs, self.blocks, self.segments, names, self.bindings, self.captured.batch)
+
+    @property
+    def graphs(self) -> Mapping[str, fx.Graph]:
+        """The graphs that there are, by the heading under which they print."""
+        modules = {"forward": self.forward, "backward": self.backward}
+        return {title: module.graph for title, module in modules.items() if module is not None}
+
+    @classmethod
+    def parse(cls, text: str) -> Program:
+        """The program that a text is of: its graphs are those of the printed program, node by node, and print the same.
+
+        It can be verified, and changed by passes. It cannot run: the text does not have the operations of the blocks.
+        Raises `ParseError`, with the line, for what is no text of a program.
+        """
+        found = parse(text)
+        forward, backward = (
+            fx.GraphModule({}, found.graphs[title]) if title in found.graphs else None for title in ("forward", "backward")
+        )
+        return cls(_captured(found), found.segments, found.blocks, forward, backward, found.bindings)
+
+
+def _captured(found: Parsed) -> Captured:
+    """As much of a captured graph as a text tells: the inputs that are written into, the sizes and the batch."""
+    graph = fx.Graph()
+    inputs = tuple(Input(index, graph.placeholder(f"written_{index}"), name, "buffer") for index, name in enumerate(found.inputs))
+    graph.output(())
+    return Captured(graph, torch.nn.Module(), inputs, {}, found.batch, None, found.bindings, {}, grad_enabled=True, autocast=None)

@@ -1,89 +1,140 @@
-"""A program as text: one line a node, with what it reads, its segment, lane, shape and bytes."""
+"""A program as text, which `parse.py` reads back.
+
+    sizes: s0 = 4 (batch)
+
+    blocks:
+      block_0    x2    inner loop
+
+    forward:
+      %x = input                                   host    x: float32[s0, 8]  128 B
+      %fetch_weights = fetch_weights('layers.0')   h2d     288 B
+      ...
+      return ((%y), (%x), ())
+
+One line a node: the call, its lane (a placeholder: where its value is), and for a value its name, dtype, shape, flags
+and bytes. Segments and inputs are named; `-` is an operand that is not there.
+"""
 
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import sympy
 from torch import fx
 
 from ..units import format_bytes
 from . import nodes
-from .values import Bindings
+from .segments import Block, Segment
+from .values import Bindings, TensorSpec
 
-if TYPE_CHECKING:
-    from .program import Program, Segment
+_WIDEST = 100  # characters of a call before the columns give way
+SPLIT, EQUAL_ROWS, GRADIENT, STREAMED = "split", "equal rows", "grad", "streamed to the host"
+COMPUTES_IN, PARTIAL, MIXED = "computes in ", "partial ", "mixed rows"
 
 
-def print_program(program: Program) -> str:
-    """Both graphs of a program, after a line per block."""
-    lines = ["blocks:"]
-    for block in program.blocks:
-        how = "inner loop" if block.inner_looped else f"whole batch: {block.reason}"
-        lines.append(f"  {block.name:10s} x{block.repeats:<4d} {how}")
-    for title, module in (("forward", program.forward), ("backward", program.backward)):
-        if module is not None:
-            lines += ["", f"{title}:", *_graph_lines(module.graph, program)]
+def print_program(
+    graphs: Mapping[str, fx.Graph],
+    blocks: Sequence[Block],
+    segments: Sequence[Segment],
+    inputs: Mapping[int, str],
+    bindings: Bindings,
+    batch: sympy.Symbol | None,
+) -> str:
+    """The graphs of a program by title, after its sizes and a line per block. `inputs` are names by index."""
+    printer = _Printer({s.index: s for s in segments}, inputs, bindings)
+    lines = [printer.sizes(batch), "", "blocks:"] if bindings else ["blocks:"]
+    lines += map(_block, blocks)
+    for title, graph in graphs.items():
+        lines += ["", f"{title}:", *printer.graph(graph)]
     return "\n".join(lines)
 
 
-def _graph_lines(graph: fx.Graph, program: Program) -> list[str]:
-    names = {
-        "segment": {segment.index: segment.name for segment in program.segments},
-        "input": {given.index: given.name for given in program.captured.inputs},
-    }
-    segments, bindings = program.segments, program.bindings
-    rows = []
-    for node in graph.nodes:
+def _block(block: Block) -> str:
+    how = "inner loop" if block.inner_looped else f"whole batch: {block.reason}"
+    return f"  {block.name:10s} x{block.repeats:<4d} {how}"
+
+
+class _Printer:
+    def __init__(self, segments: Mapping[int, Segment], inputs: Mapping[int, str], bindings: Bindings):
+        self.segments, self.inputs, self.bindings = segments, inputs, bindings
+
+    def sizes(self, batch: sympy.Symbol | None) -> str:
+        shown = (f"{symbol} = {value}{' (batch)' if symbol == batch else ''}" for symbol, value in self.bindings.items())
+        return f"sizes: {', '.join(shown)}"
+
+    def graph(self, graph: fx.Graph) -> Iterator[str]:
+        rows = [(self._left(node), self._lane(node), self._right(node)) for node in graph.nodes if node.op != "output"]
+        width = min(_WIDEST, max((len(left) for left, _, _ in rows), default=0))
+        for left, lane, right in rows:
+            yield f"  {left:<{width}s}  {lane:<7s} {right}".rstrip()
+        yield f"  return {_argument(graph.output_node().args[0])}"
+
+    def _left(self, node: fx.Node) -> str:
         if node.op == "placeholder":
-            where = "host" if node.meta["host"] else "device"
-            rows.append((f"%{node.name} = {node.meta['kind']}", where, _describe(node, bindings)))
-        elif node.op == "output":
-            rows.append((f"return {_argument(node.args[0])}", "", ""))
-        else:
-            rows.append((_call(node, names), nodes.lane_of(node), _size(node, segments, bindings)))
-    width = min(100, max((len(text) for text, _, _ in rows if not text.startswith("return")), default=0))
-    return [f"  {text:<{width}s}  {lane:<7s} {size}".rstrip() for text, lane, size in rows]
+            return f"%{node.name} = {node.meta['kind']}"
+        operands = nodes.operands(node)
+        if node.target is operator.getitem:
+            return f"%{node.name} = %{operands.results.name}[{operands.index}]"
+        word = nodes.VOCABULARY[node.target]
+        shown = []
+        for operand, value in zip(word.operands, operands, strict=True):
+            if operand.optional and value == operand.default:
+                continue
+            text = self._operand(operand.kind, value)
+            shown.append(f"{operand.name}={text}" if operand.optional else text)
+        call = f"{word.name}({', '.join(shown)})"
+        is_read = node.users or word.result not in (nodes.Result.DONE, nodes.Result.NOTHING)
+        return f"%{node.name} = {call}" if is_read else call
+
+    def _operand(self, kind: type, value: Any) -> str:
+        if kind is nodes.SegmentIndex:
+            return repr(self.segments[value].name)
+        return repr(self.inputs[value]) if kind is nodes.InputIndex else _argument(value)
+
+    def _lane(self, node: fx.Node) -> str:
+        if node.op == "placeholder":
+            return "host" if node.meta["host"] else "device"
+        return nodes.lane_of(node)
+
+    def _right(self, node: fx.Node) -> str:
+        if "spec" in node.meta:
+            return self._value(node)
+        index = nodes.segment_of(node)
+        if index is None:
+            return ""
+        block, count = self.segments[index].block, self.segments[index].micro_batches
+        if nodes.runs_segment(node):
+            return f"{block.name} x {count} micro-batches" if block.inner_looped else block.name
+        if node.target is nodes.fetch_weights:
+            return format_bytes(block.weight_bytes(self.bindings))
+        return format_bytes(block.gradient_bytes(self.bindings)) if node.target is nodes.push_gradients else ""
+
+    def _value(self, node: fx.Node) -> str:
+        spec = node.meta["spec"]
+        flags = [SPLIT] if node.meta["split"] else []
+        flags += _flags(spec)
+        flags += [STREAMED] if node.op == "call_function" and node.meta.get("host") else []
+        return f"{node.meta['value']}: {', '.join((str(spec), *flags))}  {format_bytes(spec.bytes(self.bindings))}"
 
 
-def _call(node: fx.Node, names: dict[str, dict[int, str]]) -> str:
-    if node.target is operator.getitem:
-        return f"%{node.name} = %{node.args[0].name}[{node.args[1]}]"
-    arguments, kind = list(node.args), nodes.VOCABULARY[node.target].names
-    shown = [repr(names[kind][arguments.pop(0)])] if kind is not None else []
-    shown += [_argument(a) for a in arguments]
-    text = f"{node.target.__name__}({', '.join(shown)})"
-    silent = node.target in (nodes.release, nodes.push_gradients, nodes.update, nodes.write_back) and not node.users
-    return text if silent else f"%{node.name} = {text}"
+def _flags(spec: TensorSpec) -> Iterator[str]:
+    if spec.equal_rows:
+        yield EQUAL_ROWS
+    if spec.partial is not None:
+        yield f"{PARTIAL}{spec.partial}"
+    if spec.mixed:
+        yield MIXED
+    if spec.compute_dtype is not None:
+        yield f"{COMPUTES_IN}{str(spec.compute_dtype).removeprefix('torch.')}"
+    if spec.requires_grad:
+        yield GRADIENT
 
 
-def _argument(value) -> str:
+def _argument(value: Any) -> str:
     if isinstance(value, fx.Node):
         return f"%{value.name}"
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_argument, value))})"
     return "-" if value is None else str(value)
-
-
-def _describe(node: fx.Node, bindings: Bindings) -> str:
-    spec = node.meta["spec"]
-    form = " split" if node.meta["split"] else ""
-    if node.meta["split"] and spec.equal_rows:
-        return f"{spec} split, equal rows: computed once"
-    form += " sent to the host" if node.op == "call_function" and node.meta.get("host") else ""
-    return f"{spec}{form}  {format_bytes(spec.bytes(bindings))}"
-
-
-def _size(node: fx.Node, segments: tuple[Segment, ...], bindings: Bindings) -> str:
-    if "spec" in node.meta:
-        return _describe(node, bindings)
-    if node.target is nodes.fetch_weights:
-        return format_bytes(sum(w.bytes(bindings) for w in segments[node.args[0]].block.weights))
-    if node.target is nodes.push_gradients:
-        return format_bytes(sum(w.bytes(bindings) for w in segments[node.args[0]].block.weights if w.differentiable))
-    if node.target in (nodes.forward, nodes.backward):
-        segment = segments[node.args[0]]
-        return (
-            f"{segment.block.name} x {segment.micro_batches} micro-batches" if segment.block.inner_looped else segment.block.name
-        )
-    return ""

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from ..ir.program import Block, symbolic_size
+from ..ir.segments import Block, symbolic_size
 from ..ir.values import Bindings, Dim, TensorSpec, substitute
 
 _TOLD_BY_REPR = (

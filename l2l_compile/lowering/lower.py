@@ -22,7 +22,7 @@ from torch import fx
 
 from ..errors import LoweringError
 from ..frontend import collection
-from ..ir.program import Block
+from ..ir.segments import Block
 from ..ir.values import Bindings
 from . import compile_ahead, disk, disk_traces
 from .codes import Code, Lowered, Traced, lifetimes, store

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import LoweringError
 from ..frontend.dynamo import unseen_by_saved_tensors_hooks
-from ..ir.program import Block, symbolic_size
+from ..ir.segments import Block, symbolic_size
 from ..ir.values import Bindings, TensorSpec, evaluate
 from .sizes import Sizes
 from .widening import cancel_round_trips, keep_results_narrow

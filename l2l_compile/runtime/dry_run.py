@@ -15,11 +15,11 @@ from torch import fx
 
 from ..ir import nodes
 from ..ir.precision import gradient_dtype
-from ..ir.program import Program, Segment
+from ..ir.program import Program
+from ..ir.segments import Segment
 from ..ir.values import TensorSpec
 from ..lowering.lower import Lowering
 from ..options import Options
-from ..passes.streaming.release import holds_device_memory
 from ..units import format_bytes
 from .step import block_bindings
 
@@ -103,7 +103,7 @@ class _DryRun:
                 continue
             self.held = {}
             for node in graph.graph.nodes:
-                if holds_device_memory(node) or node.target in self._handlers:
+                if nodes.holds_device_memory(node) or node.target in self._handlers:
                     self._handlers.get(node.target, self._make)(node)
                     self._look(0)
 
@@ -144,26 +144,28 @@ class _DryRun:
     def _split(self, node: fx.Node) -> None:
         spec = node.meta["spec"]
         is_view = spec.batch is not None and spec.batch.dim == 0
-        if is_view and node.args[0] in self.held:
-            self.held[node] = self.held[node.args[0]]
+        source = nodes.operands(node).x
+        if is_view and source in self.held:
+            self.held[node] = self.held[source]
         else:
             self._make(node)
 
     def _merge(self, node: fx.Node) -> None:
-        if self.micro_batches == 1 and node.args[0] in self.held:
-            self.held[node] = self.held[node.args[0]]
+        source = nodes.operands(node).x
+        if self.micro_batches == 1 and source in self.held:
+            self.held[node] = self.held[source]
         else:
             self._make(node)
 
     def _release(self, node: fx.Node) -> None:
-        self.held.pop(node.args[0], None)
+        self.held.pop(nodes.operands(node).x, None)
 
     def _fetch(self, node: fx.Node) -> None:
-        segment = self.program.segments[node.args[0]]
-        self.held[node] = _Held(sum(w.bytes(self.program.bindings) for w in segment.block.weights), WEIGHTS)
+        segment = self.program.segments[nodes.operands(node).segment]
+        self.held[node] = _Held(segment.block.weight_bytes(self.program.bindings), WEIGHTS)
 
     def _forward(self, node: fx.Node) -> None:
-        segment = self.program.segments[node.args[0]]
+        segment = self.program.segments[nodes.operands(node).segment]
         lowered = self.lowering.forward(segment.block, self._sizes(segment))
         results = [user for user in node.users if user.target is operator.getitem]
         micro_batches = self.micro_batches if segment.block.inner_looped else 1
@@ -179,14 +181,12 @@ class _DryRun:
                 self.held[result] = _Held(self._bytes(result.meta["spec"]), _kind_of(result), result.meta["spec"])
 
     def _backward(self, node: fx.Node) -> None:
-        segment = self.program.segments[node.args[0]]
-        given = tuple(gradient is not None for gradient in node.args[3])
+        segment = self.program.segments[nodes.operands(node).segment]
+        given = tuple(gradient is not None for gradient in nodes.arriving_gradients(node))
         lowered = self.lowering.backward(segment.block, self._sizes(segment), given)
         micro_batches = self.micro_batches if segment.block.inner_looped else 1
-        brought = (
-            sum(self._bytes(segment.block.outputs[i].detached()) for i in (node.args[4] if len(node.args) > 4 else ()))
-            // micro_batches
-        )
+        streamed = zip(nodes.operands(node).streamed_gradients, segment.block.outputs, strict=False)
+        brought = sum(self._bytes(spec.detached()) for gradient, spec in streamed if gradient is not None) // micro_batches
         for micro_batch in range(
             max(0, micro_batches - 2), micro_batches
         ):  # the gradient for the next micro-batch arrives meanwhile
@@ -218,7 +218,7 @@ class _DryRun:
 
 def _kind_of(node: fx.Node) -> str:
     """What a value of the device is for."""
-    source = node.args[0] if node.target is nodes.restore else node
+    source = nodes.operands(node).x if node.target is nodes.restore else node
     kind = source.meta.get("kind")
     if kind == "gradient" or str(node.meta.get("value", "")).startswith("d "):
         return GRADIENTS

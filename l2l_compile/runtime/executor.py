@@ -1,14 +1,15 @@
 """Run a program graph on a device: one interpreter over the nodes of the vocabulary.
 
-Each node is given to its lane. A value lives in a `RuntimeValue`, which the lane fills; a lane that reads a box filled by
-another lane waits for that box's event, and memory is freed on the compute lane after every lane that read it.
+Each node is given to its lane. The lane fills the node's `RuntimeValue`; a lane that reads a value filled by another lane
+waits for that value's event, and memory is freed on the compute lane after every lane that read it.
+
+A handler takes the operands of its node by the names that `ir/nodes.py` declares, with runtime values in the place of nodes.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,24 @@ from torch import fx
 
 from ..devices.device import Device
 from ..ir import nodes
-from ..ir.program import Segment
+from ..ir.segments import Segment
 from ..ir.values import TensorSpec
 from .segment_run import run_backward, run_forward
 from .step import RuntimeValue, Step, bytes_of, copies
+from .streaming import GradientStream, OutputStream, StreamedGradient
+
+Handler = Callable[..., RuntimeValue]
+HANDLERS: dict[Callable, Handler] = {}
+
+
+def handles(function: Callable) -> Callable[[Handler], Handler]:
+    """The decorated function runs this node of the vocabulary: `handler(executor, node, *operands)`."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS[function] = handler
+        return handler
+
+    return register
 
 
 class Executor:
@@ -31,279 +46,254 @@ class Executor:
         self.next_slab = 0
 
     def run(self, graph: fx.Graph, inputs: Sequence[RuntimeValue]) -> Any:
-        """Give every node to its lane; the boxes of the graph's output, in its structure. Does not wait for lanes."""
-        env: dict[fx.Node, RuntimeValue] = {}
+        """Give every node to its lane; the values of the graph's output, in its structure. Does not wait for lanes."""
+        values: dict[fx.Node, RuntimeValue] = {}
         arrived = iter(inputs)
         for node in graph.nodes:
             if node.op == "call_function":
                 self.device.begins(node)
-                env[node] = _HANDLERS[node.target](self, node, env)
+                values[node] = HANDLERS[node.target](self, node, *(_resolved(argument, values) for argument in node.args))
             elif node.op == "placeholder":
-                env[node] = next(arrived)
+                values[node] = next(arrived)
             else:
-                return fx.node.map_arg(node.args[0], lambda n: env[n])
+                return _resolved(node.args[0], values)
         raise AssertionError("a program graph ends with its output")
 
-    def submit(self, lane: str, reads: Sequence[RuntimeValue], fills: Sequence[RuntimeValue], work) -> None:
-        """Queue work on a lane after the events of what it reads; it fills boxes."""
+    def submit(self, lane: str, reads: Sequence[RuntimeValue], fills: Sequence[RuntimeValue], work: Callable[[], Any]) -> None:
+        """Queue work on a lane after the events of what it reads; it fills values."""
         queue = self.device.lanes[lane]
-        for box in reads:
-            if box.lane != lane and box.event is not None:
-                queue.wait(box.event)
+        for value in reads:
+            if value.lane != lane and value.event is not None:
+                queue.wait(value.event)
         queue.run(work)
         event = queue.record()
-        for box in reads:
+        for value in reads:
             if event is not None:
-                box.readers[lane] = event
-        for box in fills:
-            box.lane, box.event = lane, event
+                value.readers[lane] = event
+        for value in fills:
+            value.lane, value.event = lane, event
 
-    def _fetch_weights(self, node: fx.Node, env: dict) -> RuntimeValue:
-        segment, slab = self.segments[node.args[0]], self.next_slab
-        self.next_slab = (slab + 1) % len(self.slab_free)
-        box = RuntimeValue()
-        box.slab = slab
-        weights = [self.step.arguments[w.index] if w.index >= 0 else self.step.constants[w.name] for w in segment.weights]
-        if self.slab_free[slab] is not None:
-            self.device.lanes["h2d"].wait(self.slab_free[slab])
-
-        def work() -> None:
-            wire, loose = self.step.server.load(self.step, segment, weights)
-            loaded = self.device.load_weights(slab, wire, loose)
-            self.step.stats.fetched_bytes += bytes_of(loaded)
-            sent, others = iter(loaded[: len(loaded) - len(loose)]), iter(loaded[len(loaded) - len(loose) :])
-            on_wire = [wire is not None and w.kind == "parameter" for w in segment.weights]
-            box.tensors = [next(sent if is_sent else others) for is_sent in on_wire]
-            self.device.hold(box.tensors)
-
-        self.submit("h2d", (), (box,), work)
-        return box
-
-    def _restore(self, node: fx.Node, env: dict) -> RuntimeValue:
-        source, box = env[node.args[0]], RuntimeValue()
+    def reform(self, source: RuntimeValue, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> RuntimeValue:
+        """Queue a change between the whole and the split form of a value."""
         if source.absent:
             return RuntimeValue(absent=True)
+        result = RuntimeValue()
 
         def work() -> None:
-            box.tensors, copied = copies(source.tensors, self.device.upload)
-            self.device.hold(box.tensors)
-            self.step.stats.restored_bytes += copied
+            result.tensors = change(source.tensors)
+            self.device.hold(result.tensors)
 
-        self.submit("h2d", (source,), (box,), work)
-        return box
+        self.submit("compute", (source,), (result,), work)
+        return result
 
-    def _offload(self, node: fx.Node, env: dict) -> RuntimeValue:
-        source, box = env[node.args[0]], RuntimeValue()
-        if source.absent:
-            return RuntimeValue(absent=True)
 
-        def work() -> None:
-            box.tensors, copied = copies(source.tensors, self.device.download)
-            self.step.stats.offloaded_bytes += copied
+def _resolved(argument: Any, values: dict[fx.Node, RuntimeValue]) -> Any:
+    """An argument with runtime values in the place of nodes."""
+    if isinstance(argument, fx.Node):
+        return values[argument]
+    if isinstance(argument, (tuple, list)):
+        return tuple(_resolved(a, values) for a in argument)
+    return argument
 
-        self.submit("d2h", (source,), (box,), work)
-        return box
 
-    def _stash(self, node: fx.Node, env: dict) -> RuntimeValue:
-        return env[node.args[0]]
+# ---- copies -------------------------------------------------------------------------------------------------------------
 
-    def _split(self, node: fx.Node, env: dict) -> RuntimeValue:
-        return self._reform(node, env, lambda tensors: self.step.split(tensors[0], node.meta["spec"]))
 
-    def _merge(self, node: fx.Node, env: dict) -> RuntimeValue:
-        spec = node.meta["spec"]
-        if spec.batch is None:
-            return self._reform(
-                node, env, lambda parts: [sum(p * self.step.partial_weight(i, spec.partial) for i, p in enumerate(parts))]
-            )
-        return self._reform(node, env, lambda parts: [torch.cat(parts, spec.batch.dim) if len(parts) > 1 else parts[0]])
+@handles(nodes.fetch_weights)
+def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeValue | None = None) -> RuntimeValue:
+    fetched, slab = run.segments[segment], run.next_slab
+    run.next_slab = (slab + 1) % len(run.slab_free)
+    result = RuntimeValue()
+    result.slab = slab
+    weights = [run.step.arguments[w.index] if w.index >= 0 else run.step.constants[w.name] for w in fetched.weights]
+    if run.slab_free[slab] is not None:
+        run.device.lanes["h2d"].wait(run.slab_free[slab])
 
-    def _reform(self, node: fx.Node, env: dict, change) -> RuntimeValue:
-        source, box = env[node.args[0]], RuntimeValue()
-        if source.absent:
-            return RuntimeValue(absent=True)
+    def work() -> None:
+        wire, loose = run.step.server.load(run.step, fetched, weights)
+        loaded = run.device.load_weights(slab, wire, loose)
+        run.step.stats.fetched_bytes += bytes_of(loaded)
+        count = len(loaded) - len(loose)
+        sent, others = iter(loaded[:count]), iter(loaded[count:])
+        on_wire = [wire is not None and w.kind == "parameter" for w in fetched.weights]
+        result.tensors = [next(sent if is_sent else others) for is_sent in on_wire]
+        run.device.hold(result.tensors)
 
-        def work() -> None:
-            box.tensors = change(source.tensors)
-            self.device.hold(box.tensors)
+    run.submit("h2d", (), (result,), work)
+    return result
 
-        self.submit("compute", (source,), (box,), work)
-        return box
 
-    def _forward(self, node: fx.Node, env: dict) -> RuntimeValue:
-        segment = self.segments[node.args[0]]
-        weights = env[node.args[1]] if node.args[1] is not None else RuntimeValue([])
-        operands = [env[n] for n in node.args[2]]
-        box = RuntimeValue()
-        box.results = [RuntimeValue() for _ in segment.block.outputs]
-        micro_batches = run_forward(self.step, self.device, segment, weights, operands, box.results)
-        sent = [box.results[i] for i in node.args[3]] if len(node.args) > 3 else []
-        if not sent:
-            self.submit("compute", (weights, *operands), box.results, lambda: [work() for work in micro_batches])
-            return box
-        copied = None
-        for micro_batch, work in enumerate(micro_batches):
-            self.submit("compute", (weights, *operands), box.results, work)
-            if micro_batch:
-                self._free_sent(sent, micro_batch - 1, copied)
-            copied = self._send(sent, micro_batch)
-        self._free_sent(sent, len(micro_batches) - 1, copied)
-        for result in sent:
-            result.lane, result.event = "d2h", copied
-        return box
-
-    def _send(self, sent: Sequence[RuntimeValue], micro_batch: int) -> Any:
-        """Copy what a micro-batch has just made to the host; the event after which it is there."""
-        d2h, made = self.device.lanes["d2h"], self.device.lanes["compute"].record()
-        if made is not None:
-            d2h.wait(made)
-
-        def work() -> None:
-            for result in sent:
-                on_host = self.device.download(result.tensors[micro_batch])
-                self.step.stats.offloaded_bytes += bytes_of([on_host])
-                result.tensors[micro_batch] = (result.tensors[micro_batch], on_host)
-
-        d2h.run(work)
-        return d2h.record()
-
-    def _free_sent(self, sent: Sequence[RuntimeValue], micro_batch: int, copied: Any) -> None:
-        compute = self.device.lanes["compute"]
-        if copied is not None:
-            compute.wait(copied)
-
-        def work() -> None:
-            for result in sent:
-                on_device, result.tensors[micro_batch] = result.tensors[micro_batch]
-                self.device.free([on_device])
-
-        compute.run(work)
-
-    def _backward(self, node: fx.Node, env: dict) -> RuntimeValue:
-        segment = self.segments[node.args[0]]
-        weights = env[node.args[1]] if node.args[1] is not None else RuntimeValue([])
-        operands = [env[n] for n in node.args[2]]
-        brought = {i: env[node.args[3][i]] for i in (node.args[4] if len(node.args) > 4 else ())}
-        gradients = [RuntimeValue(absent=n is None) if n is None or i in brought else env[n] for i, n in enumerate(node.args[3])]
-        box = RuntimeValue()
-        box.results = [RuntimeValue(absent=True) for _ in range(len(segment.values) + 1)]
-        if all(g.absent for g in gradients):
-            return box
-        micro_batches = run_backward(self.step, self.device, segment, weights, operands, gradients, box.results)
-        if not brought:
-            self.submit("compute", (weights, *operands, *gradients), box.results, lambda: [work() for work in micro_batches])
-            return box
-        arriving = [(source, gradients[i], segment.block.outputs[i]) for i, source in brought.items()]
-        compute, events = self.device.lanes["compute"], [self._bring(arriving, 0)]
-        for micro_batch, work in enumerate(micro_batches):
-            if micro_batch + 1 < len(micro_batches):  # it arrives while this one is computed; two are on the device at once
-                events.append(self._bring(arriving, micro_batch + 1))
-            needed = 2 if self.step.check and micro_batch == 0 else 1
-            for event in events[micro_batch : micro_batch + needed]:
-                if event is not None:
-                    compute.wait(event)
-            self.submit("compute", (weights, *operands, *gradients), box.results, work)
-            compute.run(functools.partial(self._free_brought, arriving, micro_batch))
-        return box
-
-    def _bring(self, arriving: Sequence[tuple[RuntimeValue, RuntimeValue, TensorSpec]], micro_batch: int) -> Any:
-        """Copy a micro-batch of whole values of the host to the device; the event after which it is there."""
-        h2d = self.device.lanes["h2d"]
-
-        def work() -> None:
-            for source, box, spec in arriving:
-                box.tensors = box.tensors or []
-                box.tensors.append(self.device.upload(self.step.part(source.tensors[0], spec, micro_batch)))
-                self.device.hold(box.tensors[micro_batch:])
-                self.step.stats.restored_bytes += bytes_of(box.tensors[micro_batch:])
-
-        h2d.run(work)
-        return h2d.record()
-
-    def _free_brought(self, arriving: Sequence[tuple[RuntimeValue, RuntimeValue, TensorSpec]], micro_batch: int) -> None:
-        for _, box, _ in arriving:
-            self.device.free([box.tensors[micro_batch]])
-            box.tensors[micro_batch] = None
-
-    def _getitem(self, node: fx.Node, env: dict) -> RuntimeValue:
-        return env[node.args[0]].results[node.args[1]]
-
-    def _accumulate(self, node: fx.Node, env: dict) -> RuntimeValue:
-        a, b, box = env[node.args[0]], env[node.args[1]], RuntimeValue()
-        if a.absent and b.absent:
-            return RuntimeValue(absent=True)
-        both = [x for x in (a, b) if not x.absent]
-
-        def work() -> None:
-            box.tensors = (
-                [torch.add(x, y) for x, y in zip(a.tensors, b.tensors, strict=True)] if len(both) == 2 else both[0].tensors
-            )
-            self.device.hold(box.tensors)
-
-        self.submit("compute", both, (box,), work)
-        return box
-
-    def _push_gradients(self, node: fx.Node, env: dict) -> RuntimeValue:
-        segment, bundle = self.segments[node.args[0]], env[node.args[1]]
-        box = RuntimeValue(absent=bundle.absent)
-        if box.absent:
-            self.step.server.collect(self.step, segment, box)
-            return box
-
-        def work() -> None:
-            box.tensors = [g if g is None else self.device.push(g) for g in bundle.tensors]
-            self.step.stats.pushed_bytes += bytes_of([t for t in box.tensors if t is not None])
-
-        self.submit("d2h", (bundle,), (box,), work)
-        self.step.server.collect(self.step, segment, box)
-        return box
-
-    def _update(self, node: fx.Node, env: dict) -> RuntimeValue:
-        self.step.server.update(self.step, self.segments[node.args[0]])
+@handles(nodes.restore)
+def _restore(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+    if x.absent:
         return RuntimeValue(absent=True)
+    result = RuntimeValue()
 
-    def _write_back(self, node: fx.Node, env: dict) -> RuntimeValue:
-        source = env[node.args[1]]
+    def work() -> None:
+        result.tensors, copied = copies(x.tensors, run.device.upload)
+        run.device.hold(result.tensors)
+        run.step.stats.restored_bytes += copied
 
-        def work() -> None:
-            self.step.writes[node.args[0]] = self.device.download(source.tensors[0])
+    run.submit("h2d", (x,), (result,), work)
+    return result
 
-        self.submit("d2h", (source,), (), work)
+
+@handles(nodes.offload)
+def _offload(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+    if x.absent:
         return RuntimeValue(absent=True)
+    result = RuntimeValue()
 
-    def _release(self, node: fx.Node, env: dict) -> RuntimeValue:
-        box, compute = env[node.args[0]], self.device.lanes["compute"]
-        if box.absent:
-            return box
-        if box.lane != "compute" and box.event is not None:
-            compute.wait(box.event)
-        for lane, event in box.readers.items():
-            if lane != "compute":
-                compute.wait(event)
+    def work() -> None:
+        result.tensors, copied = copies(x.tensors, run.device.download)
+        run.step.stats.offloaded_bytes += copied
 
-        def work() -> None:
-            self.device.free([t for t in box.tensors if t is not None])
-            box.tensors = None
-
-        compute.run(work)
-        if box.slab is not None:
-            self.slab_free[box.slab] = compute.record()
-        return box
+    run.submit("d2h", (x,), (result,), work)
+    return result
 
 
-_HANDLERS = {
-    nodes.fetch_weights: Executor._fetch_weights,
-    nodes.restore: Executor._restore,
-    nodes.offload: Executor._offload,
-    nodes.stash: Executor._stash,
-    nodes.split: Executor._split,
-    nodes.merge: Executor._merge,
-    nodes.forward: Executor._forward,
-    nodes.backward: Executor._backward,
-    operator.getitem: Executor._getitem,
-    nodes.accumulate: Executor._accumulate,
-    nodes.push_gradients: Executor._push_gradients,
-    nodes.update: Executor._update,
-    nodes.write_back: Executor._write_back,
-    nodes.release: Executor._release,
-}
+@handles(nodes.write_back)
+def _write_back(run: Executor, node: fx.Node, input: int, contents: RuntimeValue) -> RuntimeValue:
+    def work() -> None:
+        run.step.writes[input] = run.device.download(contents.tensors[0])
+
+    run.submit("d2h", (contents,), (), work)
+    return RuntimeValue(absent=True)
+
+
+# ---- the form of a value ------------------------------------------------------------------------------------------------
+
+
+@handles(nodes.stash)
+def _stash(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+    return x
+
+
+@handles(nodes.split)
+def _split(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+    return run.reform(x, lambda tensors: run.step.split(tensors[0], node.meta["spec"]))
+
+
+@handles(nodes.merge)
+def _merge(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+    spec: TensorSpec = node.meta["spec"]
+    if spec.batch is None:
+        return run.reform(x, lambda parts: [sum(p * run.step.partial_weight(i, spec.partial) for i, p in enumerate(parts))])
+    return run.reform(x, lambda parts: [torch.cat(parts, spec.batch.dim) if len(parts) > 1 else parts[0]])
+
+
+@handles(operator.getitem)
+def _getitem(run: Executor, node: fx.Node, results: RuntimeValue, index: int) -> RuntimeValue:
+    return results.results[index]
+
+
+@handles(nodes.accumulate)
+def _accumulate(run: Executor, node: fx.Node, a: RuntimeValue, b: RuntimeValue) -> RuntimeValue:
+    there = [x for x in (a, b) if not x.absent]
+    if not there:
+        return RuntimeValue(absent=True)
+    result = RuntimeValue()
+
+    def work() -> None:
+        if len(there) == 2:
+            result.tensors = [torch.add(x, y) for x, y in zip(a.tensors, b.tensors, strict=True)]
+        else:
+            result.tensors = there[0].tensors
+        run.device.hold(result.tensors)
+
+    run.submit("compute", there, (result,), work)
+    return result
+
+
+@handles(nodes.release)
+def _release(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+    compute = run.device.lanes["compute"]
+    if x.absent:
+        return x
+    if x.lane != "compute" and x.event is not None:
+        compute.wait(x.event)
+    for lane, event in x.readers.items():
+        if lane != "compute":
+            compute.wait(event)
+
+    def work() -> None:
+        run.device.free([t for t in x.tensors if t is not None])
+        x.tensors = None
+
+    compute.run(work)
+    if x.slab is not None:
+        run.slab_free[x.slab] = compute.record()
+    return x
+
+
+# ---- segments -----------------------------------------------------------------------------------------------------------
+
+
+@handles(nodes.forward)
+def _forward(
+    run: Executor,
+    node: fx.Node,
+    segment: int,
+    weights: RuntimeValue | None,
+    values: Sequence[RuntimeValue],
+    streamed_outputs: Sequence[int] = (),
+) -> RuntimeValue:
+    ran = run.segments[segment]
+    weights = weights if weights is not None else RuntimeValue([])
+    results = [RuntimeValue() for _ in ran.block.outputs]
+    inner_loop = run_forward(run.step, run.device, ran, weights, values, results)
+    reads = (weights, *values)
+    if streamed_outputs:
+        OutputStream(run.device, run.step, run.submit, [results[i] for i in streamed_outputs]).run(inner_loop, reads, results)
+    else:
+        run.submit("compute", reads, results, lambda: [work() for work in inner_loop])
+    return RuntimeValue(results=results)
+
+
+@handles(nodes.backward)
+def _backward(
+    run: Executor,
+    node: fx.Node,
+    segment: int,
+    weights: RuntimeValue | None,
+    values: Sequence[RuntimeValue],
+    gradients: Sequence[RuntimeValue | None],
+    streamed_gradients: Sequence[RuntimeValue | None] = (),
+) -> RuntimeValue:
+    ran = run.segments[segment]
+    weights = weights if weights is not None else RuntimeValue([])
+    streamed = {i: source for i, source in enumerate(streamed_gradients) if source is not None}
+    arriving = [RuntimeValue(absent=g is None and i not in streamed) if g is None else g for i, g in enumerate(gradients)]
+    results = [RuntimeValue(absent=True) for _ in range(len(ran.values) + 1)]
+    if not all(g.absent for g in arriving):
+        inner_loop = run_backward(run.step, run.device, ran, weights, values, arriving, results)
+        reads = (weights, *values, *arriving)
+        if streamed:
+            sources = [StreamedGradient(source, arriving[i], ran.block.outputs[i]) for i, source in streamed.items()]
+            GradientStream(run.device, run.step, run.submit, sources).run(inner_loop, reads, results)
+        else:
+            run.submit("compute", reads, results, lambda: [work() for work in inner_loop])
+    return RuntimeValue(results=results)
+
+
+# ---- the host -----------------------------------------------------------------------------------------------------------
+
+
+@handles(nodes.push_gradients)
+def _push_gradients(run: Executor, node: fx.Node, segment: int, gradients: RuntimeValue) -> RuntimeValue:
+    result = RuntimeValue(absent=gradients.absent)
+
+    def work() -> None:
+        result.tensors = [g if g is None else run.device.push(g) for g in gradients.tensors]
+        run.step.stats.pushed_bytes += bytes_of([t for t in result.tensors if t is not None])
+
+    if not result.absent:
+        run.submit("d2h", (gradients,), (result,), work)
+    run.step.server.collect(run.step, run.segments[segment], result)
+    return result
+
+
+@handles(nodes.update)
+def _update(run: Executor, node: fx.Node, segment: int, after: RuntimeValue | None = None) -> RuntimeValue:
+    run.step.server.update(run.step, run.segments[segment])
+    return RuntimeValue(absent=True)

@@ -12,6 +12,7 @@ from torch import fx
 from ..devices.device import Device
 from ..errors import DeviceError, L2LError
 from ..frontend.dynamo import graph_is_kept
+from ..ir import nodes
 from ..ir.captured import Captured, Input
 from ..ir.program import Program
 from ..ir.values import TensorSpec, dim_of, evaluate
@@ -37,9 +38,9 @@ def _joined(box: RuntimeValue, spec: TensorSpec) -> torch.Tensor:
 class Runner:
     """The callable that Dynamo gets for a graph. One step at a time.
 
-    given            which outputs have a gradient in `program.backward`
+    gradient_mask    which outputs have a gradient in `program.backward`
     differentiable   which outputs can have one
-    rebuild          makes the backward graph for other gradients: given -> graph module
+    rebuild          makes the backward graph for another mask of gradients
     started          called with the runner before every forward
     waiting          the stashes of all programs of the session
     check            compares blocks on rows together and apart, if the user asked for it
@@ -53,7 +54,7 @@ class Runner:
         lowering: Lowering,
         server: Host,
         *,
-        given: tuple[bool, ...],
+        gradient_mask: tuple[bool, ...],
         differentiable: tuple[bool, ...],
         rebuild: Callable[[tuple[bool, ...]], fx.GraphModule],
         started: Callable[[Runner], None],
@@ -63,17 +64,18 @@ class Runner:
         self.program, self.options, self.device, self.lowering, self.server = program, options, device, lowering, server
         self.captured: Captured = program.captured
         self.stats = Stats()
-        self._backwards = {given: program.backward}
+        self._backwards = {gradient_mask: program.backward}
         self._lowered: set[tuple] = set()  # sizes for which compilation has begun
         self._rebuild, self._started, self._waiting, self._check_blocks = rebuild, started, waiting, check
         hints = self.captured.hints
         self._slab_bytes = max((sum(aligned(w.bytes(hints)) for w in s.block.weights) for s in program.segments), default=0)
         self._argument_of = {i.node: i.index for i in self.captured.inputs}
         self._parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by index: a parameter, and its slice
-        made = program.forward.graph.output_node().args[0][0]
+        result = nodes.returned(program.forward.graph)
+        made = result.outputs
         first = {node: position for position, node in reversed(list(enumerate(made))) if node is not None}
         self._outputs = [*self.captured.outputs, *(self.captured.inputs[index].node for index in program.carried)]
-        self._written = [*program.carried, *(node.args[0] for node in program.forward.graph.output_node().args[0][2])]
+        self._written = [*program.carried, *(nodes.operands(node).input for node in result.writes)]
         self._made = sorted(first.values())  # positions among the outputs, each value once
         self._source = [None if node is None else self._made.index(first[node]) for node in made]
         self.differentiable = [differentiable[position] for position in self._made]
@@ -174,10 +176,10 @@ class Runner:
         """Run the backward graph for gradients of the outputs that forward made; gradients by index of the argument."""
         start = time.perf_counter()
         self.stats = step.stats  # torch.utils.checkpoint has run another forward since
-        given = [False] * len(self._outputs)
+        mask = [False] * len(self._outputs)
         for position, gradient in zip(self._made, gradients, strict=True):
-            given[position] = gradient is not None
-        module = self._backward_for(tuple(given))
+            mask[position] = gradient is not None
+        module = self._backward_for(tuple(mask))
         self.server.begin_backward(step, module.graph, self.program.segments)
         scale = step.scale
         gradients = [g if g is None else g * scale for g in gradients] if scale != 1.0 else gradients
@@ -191,10 +193,10 @@ class Runner:
         self.stats.peak_device_bytes = max(self.stats.peak_device_bytes, self.device.peak_bytes())
         return found
 
-    def _backward_for(self, given: tuple[bool, ...]) -> fx.GraphModule:
-        if given not in self._backwards:
-            self._backwards[given] = self._rebuild(given)
-        self.program.backward = self._backwards[given]
+    def _backward_for(self, mask: tuple[bool, ...]) -> fx.GraphModule:
+        if mask not in self._backwards:
+            self._backwards[mask] = self._rebuild(mask)
+        self.program.backward = self._backwards[mask]
         return self.program.backward
 
     def _run(self, graph: fx.Graph, step: Step, inputs: Sequence[RuntimeValue]) -> Any:

@@ -11,7 +11,8 @@ import torch
 from ..devices.device import Device
 from ..ir import nodes
 from ..ir.precision import gradient_dtype
-from ..ir.program import Block, Program, Segment
+from ..ir.program import Program
+from ..ir.segments import Block, Segment
 from ..ir.values import TensorSpec
 from ..lowering.lower import Lowered, Request, wanted_of
 from ..lowering.randomness import derived_seed
@@ -29,7 +30,8 @@ def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]
     if not to_train or program.backward is None:
         return
     for node in program.backward.graph.find_nodes(op="call_function", target=nodes.backward):
-        block, given = program.segments[node.args[0]].block, tuple(gradient is not None for gradient in node.args[3])
+        block = program.segments[nodes.operands(node).segment].block
+        given = tuple(gradient is not None for gradient in nodes.arriving_gradients(node))
         for bindings in step.bindings_of(block):
             if (told := (block, given, bindings.get(step.batch))) not in seen:
                 seen.add(told)

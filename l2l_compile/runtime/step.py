@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ..devices.device import HostWeights
-from ..ir.program import Block, Segment
+from ..ir.segments import Block, Segment
 from ..ir.values import Bindings, TensorSpec, evaluate
 from ..lowering.lower import Lowering
 
@@ -22,24 +22,24 @@ class RuntimeValue:
     lane, event  who fills it and when it is filled; event None means at once
     readers      the last event of each other lane that reads it
     absent       a gradient that does not exist
-    results      for a node with several results, a box each
+    results      for a node with several results, a value each
+    slab         for weights: the number of their slab
     """
 
     __slots__ = ("absent", "event", "lane", "readers", "results", "slab", "tensors")
 
-    def __init__(self, tensors: list[torch.Tensor] | None = None, absent: bool = False):
-        self.tensors, self.absent = tensors, absent
+    def __init__(self, tensors: list[torch.Tensor] | None = None, absent: bool = False, results: Sequence[RuntimeValue] = ()):
+        self.tensors, self.absent, self.results = tensors, absent, results
         self.lane: str | None = None
         self.event: Any = None
         self.readers: dict[str, Any] = {}
-        self.results: list[RuntimeValue] = []
         self.slab: int | None = None
 
     def copy(self) -> RuntimeValue:
-        """Another box with the same, complete, tensors."""
-        box = RuntimeValue(self.tensors, self.absent)
-        box.lane = self.lane
-        return box
+        """Another value with the same, complete, tensors."""
+        copy = RuntimeValue(self.tensors, self.absent)
+        copy.lane = self.lane
+        return copy
 
 
 def copies(tensors: Sequence[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[torch.Tensor], int]:

@@ -18,7 +18,7 @@ from torch import fx
 from ...errors import LoweringError
 from ...ir.batch import Batch
 from ...ir.captured import Captured
-from ...ir.program import Block
+from ...ir.segments import Block
 from ...ir.values import Bindings, Dim, TensorSpec, evaluate, rows_at
 from ...lowering import disk
 from ...lowering.forms import present_form

@@ -14,7 +14,7 @@ from ...errors import L2LError
 from ...frontend.capture import Input
 from ...frontend.simplify import memory_of
 from ...frontend.writes import share_memory
-from ...ir.program import Segment, Value
+from ...ir.segments import Segment, Value
 from ..compilation import Compilation, Fact
 from .proof import prove_block
 

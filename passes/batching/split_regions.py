@@ -20,7 +20,7 @@ from ...errors import LoweringError
 from ...frontend.simplify import may_be_size
 from ...frontend.writes import AT_READER
 from ...ir.captured import LOSS_TERM
-from ...ir.program import Block, Segment
+from ...ir.segments import Block, Segment
 from ...lowering.trace import probe_values
 from ..compilation import Compilation, Fact
 from ..segmentation.canonical import OPERATION, operations

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from ...ir.captured import Input
-from ...ir.program import Block, symbolic_size
+from ...ir.segments import Block, symbolic_size
 from ...ir.values import TensorSpec
 from ...lowering.forms import argument_form, graph_form
 from .operation_sequence import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, OperationSequence, size_expression

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.program import Segment, Value
+from ...ir.segments import Segment, Value
 from ..compilation import Compilation, Fact
 from .canonical import Piece, build_block
 from .names import items

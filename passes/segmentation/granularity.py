@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.program import Segment, Uncut
+from ...ir.segments import Segment, Uncut
 from ..compilation import Compilation, Fact
 from .chains import chains, feeds, up_to_the_next, uses_in
 from .cut_segments import ABOUT_A_LAYER

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.program import Segment, Value
+from ...ir.segments import Segment, Value
 from ..compilation import Compilation, Fact, Gradients
 
 
@@ -30,8 +30,8 @@ class Differentiate:
         )
         kept = dict.fromkeys(v for s in everything for v in s.values)
         compilation.gradients = Gradients(differentiable, tuple(kept))
-        if not compilation.given:
-            compilation.given = _predict(compilation, differentiable)
+        if not compilation.gradient_mask:
+            compilation.gradient_mask = _predict(compilation, differentiable)
 
 
 def is_differentiable(compilation: Compilation, value: Value | None) -> bool:

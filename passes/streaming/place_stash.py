@@ -11,6 +11,7 @@ everything stays.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,6 +21,7 @@ from ...ir import nodes
 from ..compilation import Compilation, Fact
 
 _TENSORS = ("spec", "split", "value")
+_KEEP = (nodes.stash, nodes.offload)  # they read a value at any time
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,16 @@ class PlaceStash:
         if host:
             for graph in filter(None, (forward, backward)):
                 _bridge(graph, idle)
-        for index, node in enumerate(forward.output_node().args[0][1]):
+        waits = _segments_until_backward(forward)
+        for index, node in enumerate(nodes.returned(forward).stashes):
             if node.target is not nodes.stash:
                 continue  # an input of the program: it is on the host as it is
-            source = node.args[0]
+            source = nodes.operands(node).x
             offloaded = next((u for u in source.users if u.target is nodes.offload), None)
             if offloaded is not None:
                 node.replace_all_uses_with(offloaded)
                 forward.erase_node(node)
-            elif host and _idle_until_backward(compilation, index) > idle:
+            elif host and waits[node.meta["value"]] > idle:
                 node.target = nodes.offload
                 source.append(node)  # the copy starts as soon as the value is there
             elif backward is not None:
@@ -57,15 +60,20 @@ def segment_times(graph: fx.Graph) -> dict[fx.Node, int]:
     times, time = {}, 0
     for node in graph.nodes:
         times[node] = time
-        time += node.target in (nodes.forward, nodes.backward)
+        time += nodes.runs_segment(node)
     return times
 
 
-def _idle_until_backward(compilation: Compilation, index: int) -> int:
-    """Segments between the last reader of a kept value in forward and its first reader in backward."""
-    value = compilation.gradients.kept[index]
-    last = max(s.index for s in compilation.segments if value in s.values)
-    return 2 * (len(compilation.segments) - 1 - last)
+def _segments_until_backward(forward: fx.Graph) -> dict[str, int]:
+    """Segments that run between the last reader of each value in forward and its first reader in backward, by the value's name."""
+    times = segment_times(forward)
+    last = times[forward.output_node()] - 1
+    waits: dict[str, int] = {}
+    for node in forward.nodes:
+        if "value" in node.meta:
+            for reader in filter(nodes.runs_segment, node.users):
+                waits[node.meta["value"]] = min(2 * (last - times[reader]), waits.get(node.meta["value"], 2 * last))
+    return waits
 
 
 def stash_inputs(backward: fx.Graph) -> list[fx.Node]:
@@ -85,25 +93,22 @@ def _bridge(graph: fx.Graph, idle: int) -> None:
     """Send values to the host that wait for more than `idle` segments within one graph."""
     times = segment_times(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        if (
-            node.op != "call_function"
-            or "spec" not in node.meta
-            or node.target in (nodes.offload, nodes.stash)
-            or node.meta.get("host")
-        ):
-            continue
-        readers = sorted((u for u in node.users if u.target not in (nodes.stash, nodes.offload)), key=order.__getitem__)
+    for node in [node for node in graph.nodes if _waits_on_device(node)]:
+        readers = sorted((u for u in node.users if u.target not in _KEEP), key=order.__getitem__)
         moments = [times[node], *(times[r] for r in readers)]
-        for k in range(len(readers)):
-            if moments[k + 1] - moments[k] > idle:
-                _restore_before(graph, node, readers[k], readers[k:], order)
-                break
+        late = next((k for k, (before, then) in enumerate(itertools.pairwise(moments)) if then - before > idle), None)
+        if late is not None:
+            _restore_before(graph, node, readers[late], readers[late:], order)
+
+
+def _waits_on_device(node: fx.Node) -> bool:
+    """Whether a node makes a value on the device, which may have to wait there for its readers."""
+    return node.op == "call_function" and "spec" in node.meta and nodes.holds_device_memory(node)
 
 
 def _restore_before(graph: fx.Graph, node: fx.Node, at: fx.Node, readers: list[fx.Node], order: dict) -> None:
     if node.target is nodes.restore:
-        source = node.args[0]  # it came from the host, where it still is
+        source = nodes.operands(node).x  # it came from the host, where it still is
     else:
         with graph.inserting_after(node):
             source = _like(graph.call_function(nodes.offload, (node,)), node)

@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import fx
+
 from ...ir import nodes
 from ..compilation import Compilation, Fact
 
@@ -32,20 +34,21 @@ class PlaceUpdates:
             _before_fetches(compilation)
 
 
-def _after_pushes(graph) -> None:
+def _after_pushes(graph: fx.Graph) -> None:
     for push in graph.find_nodes(op="call_function", target=nodes.push_gradients):
         with graph.inserting_after(push):
-            graph.call_function(nodes.update, (push.args[0], push)).meta["segment"] = push.args[0]
+            update = graph.call_function(nodes.update, (nodes.operands(push).segment, push))
+        update.meta["segment"] = nodes.operands(push).segment
 
 
 def _before_fetches(compilation: Compilation) -> None:
     graph = compilation.forward
     start = next(n for n in graph.nodes if n.op != "placeholder")
     fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
-    for fetch in sorted(fetches, key=lambda n: n.args[0]):
-        index = fetch.args[0]
-        if any(spec.differentiable for spec in compilation.segments[index].block.weights):
+    for fetch in sorted(fetches, key=lambda n: nodes.operands(n).segment):
+        index = nodes.operands(fetch).segment
+        if compilation.segments[index].block.is_trained:
             with graph.inserting_before(start):
                 update = graph.call_function(nodes.update, (index,))
             update.meta["segment"] = index
-            fetch.args = (index, update)
+            nodes.set_operands(fetch, after=update)

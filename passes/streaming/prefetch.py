@@ -34,30 +34,23 @@ class Prefetch:
 
 
 def _hoist(graph: fx.Graph, ahead: int) -> None:
+    """Move each copy to the device in front of the segment that runs `ahead` segments before its reader."""
     times = segment_times(graph)
-    runs = [n for n in graph.nodes if n.target in (nodes.forward, nodes.backward)]
-    fetched = [n for n in graph.nodes if n.target is nodes.fetch_weights]
-    for node in list(graph.nodes):
-        if node.target is nodes.fetch_weights:
-            index = fetched.index(node) if ahead else 0
-            reader = next(iter(node.users))
-            limit = times[next(iter(fetched[index - ahead - 1].users))] + 1 if index > ahead else 0
-            target = max(times[reader] - ahead, limit, 0)
-        elif node.target is nodes.restore:
-            target = max(_first_segment(times, node) - ahead, 0)
-        else:
-            continue
-        if target >= len(runs):  # it is for what comes behind the last segment: a value that is only written back
-            continue
-        place = runs[target]
-        if times[node] > target and _defined_before(node, place, times):
-            place.prepend(node)
+    runs = [node for node in graph.nodes if nodes.runs_segment(node)]
+    copies = [node for node in graph.nodes if nodes.lane_of(node) == nodes.H2D]
+    first_reader = {node: min((times[user] for user in node.users), default=times[node]) for node in copies}
+    after = _slab_limits([node for node in copies if nodes.segment_of(node) is not None], first_reader, ahead)
+    for node in copies:
+        target = max(first_reader[node] - ahead, after.get(node, 0))
+        if target < len(runs) and times[node] > target and _defined_before(node, runs[target], times):
+            runs[target].prepend(node)
 
 
-def _first_segment(times: dict[fx.Node, int], node: fx.Node) -> int:
-    """The index of the first segment that a restored value is for, looking through split, merge and accumulate."""
-    return min(times[u] for u in node.users) if node.users else times[node]
+def _slab_limits(fetches: list[fx.Node], first_reader: dict[fx.Node, int], ahead: int) -> dict[fx.Node, int]:
+    """The segment before which each fetch may not start: the slab that it takes is that of the fetch `ahead` + 1 before it."""
+    pairs = zip(fetches, fetches[ahead + 1 :], strict=False)
+    return {later: first_reader[earlier] + 1 for earlier, later in pairs}
 
 
 def _defined_before(node: fx.Node, place: fx.Node, times: dict[fx.Node, int]) -> bool:
-    return all(a.op == "placeholder" or times[a] < times[place] for a in node.all_input_nodes)
+    return all(read.op == "placeholder" or times[read] < times[place] for read in node.all_input_nodes)

@@ -22,17 +22,6 @@ from torch import fx
 from ...ir import nodes
 from ..compilation import Compilation, Fact
 
-_NO_MEMORY = (
-    nodes.forward,
-    nodes.backward,
-    nodes.offload,
-    nodes.stash,
-    nodes.push_gradients,
-    nodes.update,
-    nodes.write_back,
-    nodes.release,
-)
-
 
 @dataclass(frozen=True)
 class Release:
@@ -45,15 +34,6 @@ class Release:
     def apply(self, compilation: Compilation) -> None:
         for graph in filter(None, (compilation.forward, compilation.backward)):
             _release_all(graph, overlap=compilation.options.prefetch > 0)
-
-
-def holds_device_memory(node: fx.Node) -> bool:
-    """Whether a node stands for memory of the device that must be released."""
-    if node.meta.get("host", False):
-        return False
-    if node.op == "placeholder":
-        return True
-    return node.op == "call_function" and node.target not in _NO_MEMORY
 
 
 def _release_all(graph: fx.Graph, overlap: bool) -> None:
@@ -71,7 +51,7 @@ def _release_all(graph: fx.Graph, overlap: bool) -> None:
 
 def _released(graph: fx.Graph) -> list[fx.Node]:
     """What is to be released, in the order of the graph."""
-    return [n for n in graph.nodes if holds_device_memory(n) and not any(u.target is nodes.stash for u in n.users)]
+    return [n for n in graph.nodes if nodes.holds_device_memory(n) and not nodes.is_kept(n)]
 
 
 def _is_copied(node: fx.Node) -> bool:
@@ -84,13 +64,13 @@ def _end(reader: fx.Node) -> fx.Node:
     if nodes.lane_of(reader) != nodes.D2H:
         return reader
     later = reader.next
-    while later.op != "output" and later.target not in (nodes.forward, nodes.backward):
+    while later.op != "output" and not nodes.runs_segment(later):
         later = later.next
     return reader if later.op == "output" else later
 
 
 def _after_results(node: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
     """Releases stand behind the picks of a segment's results, so that a result that nobody reads is there to free."""
-    if node.target in (nodes.forward, nodes.backward):
+    if nodes.runs_segment(node):
         return max((u for u in node.users if u.target is operator.getitem), key=order.__getitem__, default=node)
     return node

@@ -8,24 +8,23 @@ Forward, for each segment in order:                    Backward, for each segmen
     stash(%x)                  for what backward needs     push_gradients(segment, %g[-1])
 
 Every fetch and restore stands right before its reader; later passes move them, choose where stashes live and say when
-each value is released. A `Builder` keeps every value in the forms (whole, split) in which it was asked for.
+each value is released.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
 
 from ...ir import nodes
-from ...ir.captured import Captured
-from ...ir.program import Segment, Value
+from ...ir.segments import Segment, Value
 from ...ir.values import TensorSpec
 from ..compilation import Compilation, Fact
 from .differentiate import reached_backward
+from .writer import Forms, GraphWriter
 
 
 @dataclass(frozen=True)
@@ -37,232 +36,195 @@ class Stream:
     provides: ClassVar = frozenset({Fact.PROGRAM})
 
     def apply(self, compilation: Compilation) -> None:
-        compilation.forward = _forward(compilation)
-        if any(compilation.given):
-            compilation.backward = _backward(compilation)
+        compilation.forward = _Forward(compilation).write()
+        if any(compilation.gradient_mask):
+            compilation.backward = _Backward(compilation).write()
 
 
-class Builder:
-    """Writes program nodes and remembers which node holds a value, whole or split.
+class _Forward:
+    """Writes the forward graph."""
 
-    Every node that stands for a tensor has `meta["spec"]` (a `TensorSpec`), `meta["split"]` and `meta["value"]`
-    (the name of the value); nodes that belong to a segment have `meta["segment"]` (its index).
-    """
+    def __init__(self, compilation: Compilation):
+        self.compilation, self.captured = compilation, compilation.captured
+        self.writer = GraphWriter()
+        self.values = Forms(self.writer, self.captured.specs)
+        self.inputs: dict[fx.Node, fx.Node] = {}  # placeholders, by the input of the captured graph
+        self.streamed = streamed_outputs(compilation)
+        self.returned = dict.fromkeys(compilation.outputs)
 
-    def __init__(self, captured: Captured):
-        self.captured, self.graph = captured, fx.Graph()
-        self.held: dict[tuple[Value, bool], fx.Node] = {}
+    def write(self) -> fx.Graph:
+        for given in self.captured.inputs:
+            if not given.is_weight and given.node in self.captured.specs:
+                spec, name = self.captured.specs[given.node], given.node.name
+                self.inputs[given.node] = self.writer.placeholder(name, name, spec, False, "input")
+        returned: dict[Value, fx.Node] = {}
+        for segment in self.compilation.segments:
+            self._restore_inputs(segment)
+            returned |= self._run(segment)
+        writes = tuple(self._write_backs())
+        stashes = tuple(self._stash(value) for value in self.compilation.gradients.kept)
+        outputs = tuple(returned.get(value) for value in self.compilation.outputs)
+        self.writer.graph.output((outputs, stashes, writes))
+        return self.writer.graph
 
-    def emit(self, function: Callable, *args, segment: Segment | None = None) -> fx.Node:
-        node = self.graph.call_function(function, args)
-        node.meta["segment"] = segment.index if segment else None
-        return node
-
-    def spec(self, value: Value) -> TensorSpec:
-        """The description of a value; rows that were written into are not known to be equal."""
-        spec = self.captured.specs[value.node]
-        return replace(spec, equal_rows=False) if value.version else spec
-
-    def describe(self, node: fx.Node, value: Value | str, spec: TensorSpec, split: bool) -> fx.Node:
-        node.meta.update(value=str(value), spec=spec, split=split and spec.splits)
-        return node
-
-    def derived(self, function: Callable, source: fx.Node, *rest, split: bool | None = None) -> fx.Node:
-        """A node with the description of its source, in the same form unless `split` says otherwise."""
-        node = self.emit(function, source, *rest)
-        form = source.meta["split"] if split is None else split
-        return self.describe(node, source.meta["value"], source.meta["spec"], form)
-
-    def convert(self, node: fx.Node, split: bool) -> fx.Node:
-        """The node, cut or joined if it is not in the wanted form. A value without rows has one form only."""
-        if node.meta["split"] == split or not node.meta["spec"].splits:
-            return node
-        return self.derived(nodes.split if split else nodes.merge, node, split=split)
-
-    def hold(self, value: Value, node: fx.Node) -> None:
-        self.held[value, node.meta["split"]] = node
-
-    def holds(self, value: Value) -> bool:
-        return (value, False) in self.held or (value, True) in self.held
-
-    def get(self, value: Value, split: bool) -> fx.Node:
-        """The node that holds a value in a form; written now if there is only the other form."""
-        split = split and self.captured.specs[value.node].batch is not None
-        if (value, split) not in self.held:
-            self.held[value, split] = self.convert(self.held[value, not split], split)
-        return self.held[value, split]
-
-    def any_form(self, value: Value) -> fx.Node:
-        """The node that holds a value in the form in which it was made; a sum over rows in its whole."""
-        if self.captured.specs[value.node].partial is not None:
-            return self.get(value, False)
-        return next(self.held[value, form] for form in (True, False) if (value, form) in self.held)
-
-    def input(self, name: str, spec: TensorSpec, split: bool, kind: str) -> fx.Node:
-        """A placeholder: an input of the captured graph, a stash or a gradient, on the host unless a pass moves it."""
-        node = self.graph.placeholder(name)
-        node.target = node.name  # unique, where the values "x_1" and "x", version 1, meet
-        node.meta.update(segment=None, kind=kind, host=True)
-        return self.describe(node, name, spec, split)
-
-
-def _forward(compilation: Compilation) -> fx.Graph:
-    captured, build = compilation.captured, Builder(compilation.captured)
-    inputs = {
-        i.node: build.input(i.node.name, captured.specs[i.node], False, "input")
-        for i in captured.inputs
-        if not i.is_weight and i.node in captured.specs
-    }
-    outputs, only_returned = compilation.outputs, _only_returned(compilation)
-    wanted, returned = set(outputs), {}
-    for segment in compilation.segments:
+    def _restore_inputs(self, segment: Segment) -> None:
         for value in segment.values:
-            if value.version == 0 and value.node in inputs and not build.holds(value):
-                build.hold(value, build.derived(nodes.restore, inputs[value.node]))
-        sent = _run_forward(build, segment, only_returned[segment.index])
-        for value in segment.outputs:
-            if value in wanted:
-                returned[value] = sent.get(value) or build.derived(nodes.offload, build.any_form(value))
-    writes = _write_backs(compilation, build)
-    stashes = tuple(_stash(build, inputs, value) for value in compilation.gradients.kept)
-    build.graph.output((tuple(map(returned.get, outputs)), stashes, tuple(writes)))
-    return build.graph
+            if self._is_input(value) and value not in self.values:
+                self.values.hold(value, self.writer.derived(nodes.restore, self.inputs[value.node]))
+
+    def _is_input(self, value: Value) -> bool:
+        """Whether a value is an input of the captured graph that no segment has written into."""
+        return value.version == 0 and value.node in self.inputs
+
+    def _run(self, segment: Segment) -> dict[Value, fx.Node]:
+        """Write the nodes of a segment; those of its outputs that the captured graph returns, on the host."""
+        split = segment.block.inner_looped
+        weights = self.writer.emit(nodes.fetch_weights, segment.index, segment=segment) if segment.weights else None
+        operands = tuple(self.values.get(v, split) for v in segment.values)
+        streamed = self.streamed[segment.index]
+        optional = (streamed,) if streamed else ()
+        made = self.writer.emit(nodes.forward, segment.index, weights, operands, *optional, segment=segment)
+        on_host = {}
+        for index, value in enumerate(segment.outputs):
+            node = self.writer.emit(operator.getitem, made, index, segment=segment)
+            self.writer.describe(node, value, _spec(self.captured.specs, value), split)
+            if index in streamed:
+                node.meta["host"] = True
+                on_host[value] = node
+            else:
+                self.values.hold(value, node)
+        wanted = [v for v in segment.outputs if v in self.returned and v not in on_host]
+        return on_host | {v: self.writer.derived(nodes.offload, self.values.as_made(v)) for v in wanted}
+
+    def _write_backs(self) -> list[fx.Node]:
+        """New contents of buffers and inputs that the model writes into go back to the host, once, when all has run.
+
+        Those with a gradient (`carried`) are outputs instead.
+        """
+        index_of = {i.node: i.index for i in self.captured.inputs}
+        newest = {}
+        for segment in self.compilation.segments:
+            for value in segment.outputs:
+                if value.version and value.node in index_of:
+                    newest[value.node] = value
+        carried = self.compilation.carried
+        back = [value for value in newest.values() if value not in carried]
+        return [self.writer.emit(nodes.write_back, index_of[v.node], self.values.get(v, False)) for v in back]
+
+    def _stash(self, value: Value) -> fx.Node:
+        if self._is_input(value):
+            return self.inputs[value.node]  # still on the host
+        return self.writer.derived(nodes.stash, self.values.as_made(value))
 
 
-def _only_returned(compilation: Compilation) -> list[tuple[int, ...]]:
+class _Backward:
+    """Writes the backward graph for the outputs that have a gradient."""
+
+    def __init__(self, compilation: Compilation):
+        self.compilation, self.captured = compilation, compilation.captured
+        self.writer = GraphWriter()
+        self.values = Forms(self.writer, self.captured.specs)
+        self.gradients = Forms(self.writer, self.captured.specs)
+        self.stashes: dict[Value, fx.Node] = {}
+        self.on_host: dict[Value, fx.Node] = {}  # gradients that come to the device micro-batch by micro-batch
+
+    def write(self) -> fx.Graph:
+        self._take_stashes()
+        self._take_gradients()
+        roots = _with_gradient(self.compilation)
+        for segment in reversed(reached_backward(self.compilation.segments, roots)):
+            self._restore_stashes(segment)
+            self._run(segment)
+        inputs = [Value(i.node) for i in self.captured.inputs if i.kind == "value"]
+        self.writer.graph.output(tuple(self._to_host(v) if v in self.gradients else None for v in inputs))
+        return self.writer.graph
+
+    def _take_stashes(self) -> None:
+        kept, left = self.compilation.gradients.kept, nodes.returned(self.compilation.forward).stashes
+        for value, node in zip(kept, left, strict=True):
+            name, spec = f"stash_{_identifier(value)}", _spec(self.captured.specs, value)
+            self.stashes[value] = self.writer.placeholder(name, value, spec, node.meta["split"], "stash")
+
+    def _take_gradients(self) -> None:
+        streamed = _streamed_gradients(self.compilation)
+        for index, (value, wanted) in enumerate(zip(self.compilation.outputs, self.compilation.gradient_mask, strict=True)):
+            if not wanted:
+                continue
+            name, spec = f"gradient_{index}", self.captured.specs[value.node].detached()
+            arrived = self.writer.placeholder(name, name, spec, False, "gradient")
+            if value in streamed:
+                self.on_host[value] = arrived
+            else:
+                self.gradients.add(value, self.writer.derived(nodes.restore, arrived))
+
+    def _restore_stashes(self, segment: Segment) -> None:
+        for value in segment.values:
+            if value not in self.values:
+                self.values.hold(value, self.writer.derived(nodes.restore, self.stashes[value]))
+
+    def _run(self, segment: Segment) -> None:
+        made = self._emit(segment)
+        split, block = segment.block.inner_looped, segment.block
+        for index, (value, spec) in enumerate(zip(segment.values, block.values, strict=True)):
+            if spec.differentiable:
+                node = self.writer.emit(operator.getitem, made, index, segment=segment)
+                self.gradients.add(value, self.writer.describe(node, f"d {value}", spec.detached(), split))
+        if block.is_trained:
+            bundle = self.writer.emit(operator.getitem, made, len(segment.values), segment=segment)
+            self.writer.emit(nodes.push_gradients, segment.index, bundle, segment=segment)
+
+    def _emit(self, segment: Segment) -> fx.Node:
+        split = segment.block.inner_looped
+        weights = self.writer.emit(nodes.fetch_weights, segment.index, segment=segment) if segment.weights else None
+        operands = tuple(self.values.get(v, split) for v in segment.values)
+        arrived = tuple(self.gradients.get(v, split) if v in self.gradients else None for v in segment.outputs)
+        streamed = tuple(self.on_host.get(v) for v in segment.outputs)
+        optional = (streamed,) if any(node is not None for node in streamed) else ()
+        return self.writer.emit(nodes.backward, segment.index, weights, operands, arrived, *optional, segment=segment)
+
+    def _to_host(self, value: Value) -> fx.Node:
+        return self.writer.derived(nodes.offload, self.gradients.get(value, False))
+
+
+def streamed_outputs(compilation: Compilation) -> list[tuple[int, ...]]:
     """For each segment, indices of the outputs that are for the user alone and are made micro-batch by micro-batch."""
-    outputs = set(compilation.outputs)
+    returned = set(compilation.outputs)
     last_reader = {value: segment.index for segment in compilation.segments for value in segment.values}
 
+    def is_streamed(segment: Segment, value: Value, spec: TensorSpec) -> bool:
+        if value not in returned or last_reader.get(value, -1) > segment.index:
+            return False
+        is_written = value.version > 0
+        return not is_written and spec.batch is not None and not spec.equal_rows
+
     def of(segment: Segment) -> tuple[int, ...]:
-        return tuple(
-            i
-            for i, (value, spec) in enumerate(zip(segment.outputs, segment.block.outputs, strict=True))
-            if value in outputs
-            and last_reader.get(value, -1) <= segment.index
-            and not value.version
-            and spec.batch is not None
-            and not spec.equal_rows
-        )
+        outputs = enumerate(zip(segment.outputs, segment.block.outputs, strict=True))
+        return tuple(index for index, (value, spec) in outputs if is_streamed(segment, value, spec))
 
     return [of(segment) if segment.block.inner_looped else () for segment in compilation.segments]
 
 
-def _run_forward(build: Builder, segment: Segment, send: tuple[int, ...]) -> dict[Value, fx.Node]:
-    """Write the nodes of a segment; the outputs that are on the host then."""
-    split = segment.block.inner_looped
-    weights = build.emit(nodes.fetch_weights, segment.index, segment=segment) if segment.weights else None
-    operands = tuple(build.get(v, split) for v in segment.values)
-    made = build.emit(nodes.forward, segment.index, weights, operands, *([send] if send else []), segment=segment)
-    sent = {}
-    for index, value in enumerate(segment.outputs):
-        node = build.emit(operator.getitem, made, index, segment=segment)
-        build.describe(node, value, build.spec(value), split)
-        if index in send:
-            node.meta["host"] = True
-            sent[value] = node
-        else:
-            build.hold(value, node)
-    return sent
-
-
-def _write_backs(compilation: Compilation, build: Builder) -> list[fx.Node]:
-    """New contents of buffers and inputs that the model writes into go back to the host, once, when all has run.
-
-    Those with a gradient (`carried`) are outputs instead.
-    """
-    newest, carried = {}, compilation.carried
-    index_of = {i.node: i.index for i in compilation.captured.inputs}
-    for segment in compilation.segments:
-        for value in segment.outputs:
-            if value.version and value.node in index_of:
-                newest[value.node] = value
-    back = [value for value in newest.values() if value not in carried]
-    return [build.emit(nodes.write_back, index_of[v.node], build.get(v, False)) for v in back]
-
-
-def _stash(build: Builder, inputs: dict[fx.Node, fx.Node], value: Value) -> fx.Node:
-    if value.version == 0 and value.node in inputs:
-        return inputs[value.node]  # still on the host
-    return build.derived(nodes.stash, build.any_form(value))
-
-
-def _backward(compilation: Compilation) -> fx.Graph:
-    build = Builder(compilation.captured)
-    specs, given = compilation.captured.specs, compilation.given
-    kept = zip(compilation.gradients.kept, compilation.forward.output_node().args[0][1], strict=True)
-    forms = {value: node.meta["split"] for value, node in kept}
-    stashes = {
-        value: build.input(f"stash_{_identifier(value)}", build.spec(value), forms[value], "stash")
-        for value in compilation.gradients.kept
-    }
-    for value, placeholder in stashes.items():
-        placeholder.meta["value"] = str(value)
-    gradients = Builder(compilation.captured)
-    gradients.graph = build.graph
-    brought = _brought(compilation)
-    on_host: dict[Value, fx.Node] = {}
-    for index, (value, wanted) in enumerate(zip(compilation.outputs, given, strict=True)):
-        if wanted:
-            arrived = build.input(f"gradient_{index}", specs[value.node].detached(), False, "gradient")
-            if value in brought:
-                on_host[value] = arrived
-            else:
-                _add(gradients, value, build.derived(nodes.restore, arrived))
-    roots = [v for v, wanted in zip(compilation.outputs, given, strict=True) if wanted]
-    for segment in reversed(reached_backward(compilation.segments, roots)):
-        _run_backward(build, gradients, stashes, segment, on_host)
-    inputs = [Value(i.node) for i in compilation.captured.inputs if i.kind == "value"]
-    build.graph.output(
-        tuple(gradients.derived(nodes.offload, gradients.get(v, False)) if gradients.holds(v) else None for v in inputs)
-    )
-    return build.graph
-
-
-def _brought(compilation: Compilation) -> set[Value]:
+def _streamed_gradients(compilation: Compilation) -> set[Value]:
     """The outputs whose gradients go to the device micro-batch by micro-batch; not where the whole is needed as well."""
-    roots = [v for v, wanted in zip(compilation.outputs, compilation.given, strict=True) if wanted]
+    roots = _with_gradient(compilation)
     alone = {
-        segment.outputs[i]
-        for segment, indices in zip(compilation.segments, _only_returned(compilation), strict=True)
+        segment.outputs[index]
+        for segment, indices in zip(compilation.segments, streamed_outputs(compilation), strict=True)
         if not segment.block.summed_whole
-        for i in indices
+        for index in indices
     }
-    return {v for v in alone if roots.count(v) == 1}
+    return {value for value in alone if roots.count(value) == 1}
 
 
-def _run_backward(
-    build: Builder, gradients: Builder, stashes: dict[Value, fx.Node], segment: Segment, on_host: dict[Value, fx.Node]
-) -> None:
-    split, block = segment.block.inner_looped, segment.block
-    for value in segment.values:
-        if not build.holds(value):
-            build.hold(value, build.derived(nodes.restore, stashes[value]))
-    weights = build.emit(nodes.fetch_weights, segment.index, segment=segment) if segment.weights else None
-    operands = tuple(build.get(v, split) for v in segment.values)
-    arrived = tuple(gradients.get(v, split) if gradients.holds(v) else on_host.get(v) for v in segment.outputs)
-    brought = tuple(i for i, v in enumerate(segment.outputs) if v in on_host)
-    made = build.emit(nodes.backward, segment.index, weights, operands, arrived, *([brought] if brought else []), segment=segment)
-    for index, (value, spec) in enumerate(zip(segment.values, block.values, strict=True)):
-        if spec.differentiable:
-            node = build.emit(operator.getitem, made, index, segment=segment)
-            _add(gradients, value, build.describe(node, f"d {value}", spec.detached(), split))
-    if any(spec.differentiable for spec in block.weights):
-        bundle = build.emit(operator.getitem, made, len(segment.values), segment=segment)
-        build.emit(nodes.push_gradients, segment.index, bundle, segment=segment)
+def _with_gradient(compilation: Compilation) -> list[Value]:
+    """The outputs of the captured graph that have a gradient."""
+    return [v for v, wanted in zip(compilation.outputs, compilation.gradient_mask, strict=True) if wanted]
 
 
-def _add(gradients: Builder, value: Value, node: fx.Node) -> None:
-    """One more gradient of a value: the sum so far is kept in the form in which the first one came."""
-    held = [(value, form) for form in (False, True) if (value, form) in gradients.held]
-    if not held:
-        gradients.hold(value, node)
-        return
-    before = gradients.held[held[0]]
-    for key in held:
-        del gradients.held[key]
-    total = gradients.derived(nodes.accumulate, before, gradients.convert(node, before.meta["split"]))
-    gradients.hold(value, total)
+def _spec(specs: dict[fx.Node, TensorSpec], value: Value) -> TensorSpec:
+    """The description of a value; rows that were written into are not known to be equal."""
+    spec = specs[value.node]
+    return replace(spec, equal_rows=False) if value.version else spec
 
 
 def _identifier(value: Value) -> str:

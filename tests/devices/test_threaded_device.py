@@ -12,7 +12,7 @@ import l2l_compile
 from l2l_compile.devices import threaded as module
 from l2l_compile.devices.threaded import ThreadedDevice
 from l2l_compile.ir import nodes
-from l2l_compile.runtime import executor
+from l2l_compile.runtime import executor, streaming
 from models import Layer, Shared, Stack, TwoHeads, UNet, assert_parity, compilation, compiled, loss_of, rows
 
 
@@ -145,17 +145,17 @@ def test_without_the_waits_of_one_lane_parity_fails(threaded, monkeypatch, lane)
 def test_release_that_does_not_wait_for_copies_fails(threaded, monkeypatch):
     """What a layer made is freed when the next one has read it: here long before its copy to the host is done."""
 
-    def release(self, node, env):
-        env[node.args[0]].readers = {}
-        return keep(self, node, env)
+    def release(run, node, x):
+        x.readers = {}
+        return keep(run, node, x)
 
     model, x, expected = with_reference()
     step = compiled(model)
     assert not goes_wrong(step, model, x, expected)
     threaded.devices[-1].lanes["d2h"]._delay = 0.05
     assert not goes_wrong(step, model, x, expected)
-    keep = executor._HANDLERS[nodes.release]
-    monkeypatch.setitem(executor._HANDLERS, nodes.release, release)
+    keep = executor.HANDLERS[nodes.release]
+    monkeypatch.setitem(executor.HANDLERS, nodes.release, release)
     assert goes_wrong(step, model, x, expected)
 
 
@@ -164,8 +164,8 @@ def test_outputs_that_are_freed_before_they_are_copied_fail(threaded, monkeypatc
     model, x, expected = with_reference()
     step = compiled(model)
     assert not goes_wrong(step, model, x, expected)
-    free = executor.Executor._free_sent
-    monkeypatch.setattr(executor.Executor, "_free_sent", lambda self, sent, turn, copied: free(self, sent, turn, None))
+    free = streaming.OutputStream._free
+    monkeypatch.setattr(streaming.OutputStream, "_free", lambda self, micro_batch, copied: free(self, micro_batch, None))
     assert any(goes_wrong(step, model, x, expected) for _ in range(8))
 
 
@@ -175,36 +175,35 @@ def test_gradients_that_are_read_before_they_are_copied_fail(threaded, monkeypat
     assert not goes_wrong(step, model, x, expected)
     threaded.devices[-1].lanes["h2d"]._delay = 0.02
     assert not goes_wrong(step, model, x, expected)
-    bring = executor.Executor._bring
-    monkeypatch.setattr(executor.Executor, "_bring", lambda self, arriving, turn: bring(self, arriving, turn) and None)
+    bring = streaming.GradientStream._bring
+    monkeypatch.setattr(streaming.GradientStream, "_bring", lambda self, micro_batch: bring(self, micro_batch) and None)
     assert goes_wrong(step, model, x, expected)
 
 
 @pytest.mark.parametrize("what", [nodes.fetch_weights, nodes.split])
 def test_release_moved_early_gives_nan(threaded, what):
-    """On a device that frees early the memory is NaN; here its box keeps the tensors to read them after the release."""
+    """On a device that frees early the memory is NaN; here its runtime value keeps the tensors to read them after the release."""
     model, x, _ = with_reference()
     step = compiled(model)
     step(x)
     (program,) = l2l_compile.programs(step)
     graph = program.forward.graph
     run = graph.find_nodes(op="call_function", target=nodes.forward)[0]
-    release = next(r for r in graph.find_nodes(op="call_function", target=nodes.release) if r.args[0].target is what)
+    release = next(r for r in graph.find_nodes(op="call_function", target=nodes.release) if nodes.operands(r).x.target is what)
     run.prepend(release)
-    keep = executor._HANDLERS[nodes.release]
+    keep = executor.HANDLERS[nodes.release]
 
-    def free_but_keep(self, node, env):
-        box = env[node.args[0]]
+    def free_but_keep(run, node, x):
+        if node is not release:
+            return keep(run, node, x)
         shown = executor.RuntimeValue()
-        shown.lane, shown.event, shown.readers, shown.slab = box.lane, box.event, box.readers, box.slab
-        if node is release:
-            self.device.synchronize()
-            shown.tensors = box.tensors
-            return keep(self, node, {**env, node.args[0]: shown})
-        return keep(self, node, env)
+        shown.lane, shown.event, shown.readers, shown.slab = x.lane, x.event, x.readers, x.slab
+        run.device.synchronize()
+        shown.tensors = x.tensors
+        return keep(run, node, shown)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(executor._HANDLERS, nodes.release, free_but_keep)
+        patch.setitem(executor.HANDLERS, nodes.release, free_but_keep)
         assert step(x).isnan().any()
 
 
@@ -228,22 +227,22 @@ def test_compute_goes_on_while_gradients_are_on_their_way(threaded, monkeypatch,
     step = compiled(model, prefetch=prefetch)
     assert not goes_wrong(step, model, x, expected)
     done, in_time = [threading.Event()], []
-    run_backward, push = executor._HANDLERS[nodes.backward], executor._HANDLERS[nodes.push_gradients]
+    run_backward, push = executor.HANDLERS[nodes.backward], executor.HANDLERS[nodes.push_gradients]
 
-    def backward(self, node, env):
-        box, over = run_backward(self, node, env), done[-1]
-        self.device.lanes["compute"].run(over.set)
+    def backward(run, node, *operands):
+        results, over = run_backward(run, node, *operands), done[-1]
+        run.device.lanes["compute"].run(over.set)
         done.append(threading.Event())
-        return box
+        return results
 
-    def late_push(self, node, env):
+    def late_push(run, node, segment, gradients):
         next_one = done[-1]
-        if node.args[0] > 0:  # behind the first segment, there is no next one
-            self.device.lanes["d2h"].run(lambda: in_time.append(next_one.wait(2.0)))
-        return push(self, node, env)
+        if segment > 0:  # behind the first segment, there is no next one
+            run.device.lanes["d2h"].run(lambda: in_time.append(next_one.wait(2.0)))
+        return push(run, node, segment, gradients)
 
-    monkeypatch.setitem(executor._HANDLERS, nodes.backward, backward)
-    monkeypatch.setitem(executor._HANDLERS, nodes.push_gradients, late_push)
+    monkeypatch.setitem(executor.HANDLERS, nodes.backward, backward)
+    monkeypatch.setitem(executor.HANDLERS, nodes.push_gradients, late_push)
     assert not goes_wrong(step, model, x, expected)
     assert len(in_time) >= 5 and all(in_time)
 
@@ -255,12 +254,12 @@ def test_a_copy_to_the_host_has_the_time_of_one_segment(depth):
     for graph in (found.forward, found.backward):
         runs, begun, late = 0, {}, {}
         for node in graph.nodes:
-            runs += node.target in (nodes.forward, nodes.backward)
+            runs += nodes.runs_segment(node)
             if nodes.lane_of(node) == nodes.D2H:
                 begun |= dict.fromkeys(node.all_input_nodes, runs)
-            if node.target is nodes.release and node.args[0] in begun:
-                late[node.args[0]] = runs - begun[node.args[0]]
+            if node.target is nodes.release and (freed := nodes.operands(node).x) in begun:
+                late[freed] = runs - begun[freed]
         assert set(late.values()) <= {0, 1}
         ends = {read for read, at in begun.items() if at == runs}
-        pushed = {n.args[1] for n in graph.find_nodes(op="call_function", target=nodes.push_gradients)}
+        pushed = {nodes.operands(n).gradients for n in graph.find_nodes(op="call_function", target=nodes.push_gradients)}
         assert all(late[read] == 1 for read in pushed - ends)

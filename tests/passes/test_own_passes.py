@@ -32,8 +32,9 @@ def example():
 def distances(graph) -> list[int]:
     """How many segments before its reader the weights of each segment are fetched."""
     order = list(graph.nodes)
-    runs = [n for n in order if n.target in (nodes.forward, nodes.backward)]
-    return [sum(order.index(run.args[1]) < order.index(earlier) for earlier in runs[:index]) for index, run in enumerate(runs)]
+    runs = [n for n in order if nodes.runs_segment(n)]
+    fetches = [order.index(nodes.operands(run).weights) for run in runs]
+    return [sum(fetch < order.index(earlier) for earlier in runs[:index]) for index, fetch in enumerate(fetches)]
 
 
 def test_an_own_pass_changes_the_schedule_of_both_graphs_and_no_number(example):
@@ -60,7 +61,7 @@ def test_a_pass_for_other_gradients_than_were_foreseen_runs_again():
         requires: ClassVar = frozenset({Fact.UPDATES_PLACED})
 
         def apply(self, compilation):
-            seen.append(compilation.given)
+            seen.append(compilation.gradient_mask)
 
     class Two(Stack):
         def forward(self, x):

@@ -76,7 +76,7 @@ def test_fetch_removed(which):
 def test_weights_of_another_segment():
     found = program()
     one, other = (pick(found.forward, nodes.forward, i) for i in (1, 2))
-    other.args = (other.args[0], one.args[1], other.args[2])
+    nodes.set_operands(other, weights=nodes.operands(one).weights)
     refused(found, "weights")
 
 
@@ -95,7 +95,7 @@ def test_push_doubled():
 def test_push_of_a_segment_that_ran_no_backward():
     found = program()
     push = pick(found.backward, nodes.push_gradients, 0)
-    push.args = (0, push.args[1])  # its own is missing now, and that of segment 0 is there twice
+    nodes.set_operands(push, segment=0)  # its own is missing now, and that of segment 0 is there twice
     refused(found, "pushed_once")
 
 
@@ -152,7 +152,7 @@ def test_any_release_removed(which):
 def test_restore_of_a_value_on_the_device():
     found = program()
     restore = pick(found.backward, nodes.restore, -1)
-    restore.args = (pick(found.backward, nodes.backward, 0).args[2][-1],)
+    nodes.set_operands(restore, x=nodes.operands(pick(found.backward, nodes.backward, 0)).values[-1])
     refused(found, "lane")
 
 
@@ -160,15 +160,15 @@ def test_segment_that_reads_the_host():
     found = program()
     run = pick(found.forward, nodes.forward, 0)
     (source,) = found.forward.find_nodes(op="placeholder")
-    run.args = (run.args[0], run.args[1], (source,))
+    nodes.set_operands(run, values=(source,))
     refused(found, "lane")
 
 
 def test_gradient_on_the_host_that_backward_does_not_bring():
     found = program()
     run = pick(found.backward, nodes.backward, 0)
-    assert run.args[4] == (0,)
-    run.args = run.args[:4]
+    (source,) = nodes.operands(run).streamed_gradients
+    nodes.set_operands(run, gradients=(source,), streamed_gradients=())
     refused(found, "lane")
 
 
@@ -176,14 +176,14 @@ def test_whole_batch_segment_that_brings_a_gradient():
     found = program(micro_batches=1)
     run = pick(found.backward, nodes.backward, 0)
     source = next(n for n in found.backward.find_nodes(op="placeholder") if n.meta["kind"] == "gradient")
-    run.args = (*run.args[:3], (source,), (0,))
+    nodes.set_operands(run, gradients=(None,), streamed_gradients=(source,))
     refused(found, "form")
 
 
 def test_inner_looped_segment_that_reads_a_whole_value():
     found = program()
     run, split = pick(found.forward, nodes.forward, 0), pick(found.forward, nodes.split)
-    run.args = (run.args[0], run.args[1], (split.args[0],))
+    nodes.set_operands(run, values=(nodes.operands(split).x,))
     refused(found, "form")
 
 
@@ -207,7 +207,9 @@ def test_slab_kept_beyond_its_turn():
     """A slab is taken until it is released, not until it was last read: the next fetch would write into it."""
     found = program(prefetch=0)
     releases = [
-        r for r in found.forward.find_nodes(op="call_function", target=nodes.release) if r.args[0].target is nodes.fetch_weights
+        r
+        for r in found.forward.find_nodes(op="call_function", target=nodes.release)
+        if nodes.operands(r).x.target is nodes.fetch_weights
     ]
     fetches = found.forward.find_nodes(op="call_function", target=nodes.fetch_weights)
     fetches[1].append(releases[0])
@@ -218,7 +220,7 @@ def test_slab_kept_beyond_its_turn():
 def test_kept_value_that_backward_does_not_take(stash):
     found = program(stash=stash)
     output = found.forward.output_node()
-    outputs, kept, writes = output.args[0]
+    outputs, kept, writes = nodes.returned(found.forward)
     output.args = ((outputs, (*kept, kept[0]), writes),)
     refused(found, "stash")
 
@@ -226,7 +228,7 @@ def test_kept_value_that_backward_does_not_take(stash):
 def test_stash_where_forward_did_not_leave_it():
     found = program(stash="device")
     output = found.forward.output_node()
-    outputs, kept, writes = output.args[0]
+    outputs, kept, writes = nodes.returned(found.forward)
     output.args = ((outputs, (kept[1], kept[0], *kept[2:]), writes),)  # one of the two is on the host
     refused(found, "stash")
 
@@ -234,7 +236,7 @@ def test_stash_where_forward_did_not_leave_it():
 def test_two_stashes_exchanged():
     found = program(stash="host")
     output = found.forward.output_node()
-    outputs, kept, writes = output.args[0]
+    outputs, kept, writes = nodes.returned(found.forward)
     output.args = ((outputs, (kept[0], kept[2], kept[1], *kept[3:]), writes),)  # same shape, same place, other layer
     refused(found, "stash")
 
@@ -243,7 +245,7 @@ def test_node_outside_of_the_vocabulary():
     found = program()
     release = pick(found.forward, nodes.release)
     with found.forward.inserting_before(release):
-        found.forward.call_function(torch.relu, (release.args[0],))
+        found.forward.call_function(torch.relu, (nodes.operands(release).x,))
     refused(found, "known_node")
 
 
@@ -274,7 +276,7 @@ def test_programs_with_updates_are_legal():
         found = updating(update)
         verify(found, FACTS)
         updates = getattr(found, graph).find_nodes(op="call_function", target=nodes.update)
-        assert [n.args[0] for n in updates] == sorted({n.args[0] for n in updates}, reverse=graph == "backward")
+        assert [nodes.operands(n).segment for n in updates] == sorted(range(len(found.segments)), reverse=graph == "backward")
         assert len(updates) == len(found.segments)
     assert not any(g.find_nodes(op="call_function", target=nodes.update) for g in (program().forward, program().backward))
 
@@ -292,7 +294,7 @@ def test_a_lost_update_and_one_too_many_are_refused(update, graph):
 def test_an_update_on_the_gradients_of_another_segment_is_refused():
     found = updating("in_backward")
     first, second = (pick(found.backward, nodes.update, i) for i in (0, 1))
-    second.args = (second.args[0], first.args[1])
+    nodes.set_operands(second, after=nodes.operands(first).after)
     refused(found, "updated")
 
 
@@ -300,5 +302,5 @@ def test_an_update_has_no_place_in_a_program_that_updates_at_the_step():
     found = program()
     push = pick(found.backward, nodes.push_gradients)
     with found.backward.inserting_after(push):
-        found.backward.call_function(nodes.update, (push.args[0], push)).meta["segment"] = push.args[0]
+        found.backward.call_function(nodes.update, (nodes.operands(push).segment, push))
     refused(found, "updated")

@@ -1,0 +1,96 @@
+"""What writes program nodes: a graph, and the forms in which it holds each value.
+
+Every node that stands for a tensor has `meta["spec"]` (a `TensorSpec`), `meta["split"]` and `meta["value"]` (the name of
+the value); nodes that belong to a segment have `meta["segment"]` (its index).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx
+
+from ...ir import nodes
+from ...ir.segments import Segment, Value
+from ...ir.values import TensorSpec
+
+
+class GraphWriter:
+    """Writes nodes into a graph, each with its description."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+
+    def emit(self, function: Callable, *operands: Any, segment: Segment | None = None) -> fx.Node:
+        """A node at the end of the graph."""
+        node = self.graph.call_function(function, operands)
+        node.meta["segment"] = segment.index if segment else None
+        return node
+
+    def describe(self, node: fx.Node, value: Value | str, spec: TensorSpec, split: bool) -> fx.Node:
+        """The node, which from now on stands for a tensor. A value without rows is never split."""
+        node.meta.update(value=str(value), spec=spec, split=split and spec.splits)
+        return node
+
+    def derived(self, function: Callable, source: fx.Node, *operands: Any, split: bool | None = None) -> fx.Node:
+        """A node with the description of its source, in the same form unless `split` says otherwise."""
+        node = self.emit(function, source, *operands)
+        form = source.meta["split"] if split is None else split
+        return self.describe(node, source.meta["value"], source.meta["spec"], form)
+
+    def converted(self, node: fx.Node, split: bool) -> fx.Node:
+        """The node, cut or joined if it is not in the wanted form. A value without rows has one form only."""
+        if node.meta["split"] == split or not node.meta["spec"].splits:
+            return node
+        return self.derived(nodes.split if split else nodes.merge, node, split=split)
+
+    def placeholder(self, name: str, value: Value | str, spec: TensorSpec, split: bool, kind: str) -> fx.Node:
+        """An input of the captured graph, a stash or a gradient, on the host unless a pass moves it."""
+        node = self.graph.placeholder(name)
+        node.target = node.name  # unique, where the values "x_1" and "x", version 1, meet
+        node.meta.update(segment=None, kind=kind, host=True)
+        return self.describe(node, value, spec, split)
+
+
+class Forms:
+    """The nodes that hold values, whole or split. A form that is asked for and not there is written then.
+
+    `specs` are those of the captured graph: a value without the batch dimension is always whole.
+    """
+
+    def __init__(self, writer: GraphWriter, specs: Mapping[fx.Node, TensorSpec]):
+        self._writer, self._specs = writer, specs
+        self._held: dict[Value, dict[bool, fx.Node]] = {}  # by value: by whether it is split
+
+    def __contains__(self, value: Value) -> bool:
+        return value in self._held
+
+    def hold(self, value: Value, node: fx.Node) -> None:
+        """The node holds the value, in its form."""
+        self._held.setdefault(value, {})[node.meta["split"]] = node
+
+    def get(self, value: Value, split: bool) -> fx.Node:
+        """The node that holds a value in a form; written now if there is only the other one."""
+        split = split and self._specs[value.node].batch is not None
+        held = self._held[value]
+        if split not in held:
+            held[split] = self._writer.converted(held[not split], split)
+        return held[split]
+
+    def as_made(self, value: Value) -> fx.Node:
+        """The node that holds a value in the form in which it was made; a sum over rows in its whole."""
+        if self._specs[value.node].partial is not None:
+            return self.get(value, False)
+        held = self._held[value]
+        return held[True] if True in held else held[False]
+
+    def add(self, value: Value, node: fx.Node) -> None:
+        """One more summand of a value: the sum so far is kept in the form in which the first one came."""
+        if value not in self._held:
+            self.hold(value, node)
+            return
+        held = self._held.pop(value)
+        before = held[False] if False in held else held[True]
+        summand = self._writer.converted(node, before.meta["split"])
+        self.hold(value, self._writer.derived(nodes.accumulate, before, summand))
