@@ -73,7 +73,7 @@ def test_what_every_row_shares_is_computed_once():
 
 def test_a_mask_that_was_written_into_is_not_shown_as_made_once():
     report = l2l_compile.explain(Masked(2, in_place=True).double(), {"micro_batches": 3})(rows(7, 6, 5))
-    values = re.findall(r"  ([\w ]+?)(\.\d+)?: \w+\[.*?\](.*?)  ", str(report.programs[0]))  # name, version, flags
+    values = re.findall(r"(\w+)(\.\d+)?: \w+\[.*?\](.*?)  ", str(report.programs[0]))  # name, version, flags
     equal = {(name, version) for name, version, flags in values if "equal rows" in flags}
     written = {name for name, version, _ in values if version}
     assert written and any((name, "") in equal for name in written)
