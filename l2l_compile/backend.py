@@ -81,13 +81,14 @@ def compile_program(
 
 def _rebuild_backward(compilation: Compilation, gradient_mask: tuple[bool, ...]) -> fx.GraphModule:
     """The backward graph for other gradients than were foreseen."""
-    fresh = replace(compilation, gradient_mask=gradient_mask, forward=None, backward=None)
+    fresh = replace(compilation, gradient_mask=gradient_mask, backward=None)
     facts = frozenset().union(*(step.provides for step in PREPARATION + SEGMENTATION))
     run(fresh, STREAMING + compilation.options.passes, facts)
+    assert fresh.backward is not None, "some output has a gradient"
     return fx.GraphModule({}, fresh.backward)
 
 
-l2l.streams_layers = True
+l2l.streams_layers = True  # type: ignore[attr-defined]  # what `session.streams_layers` looks for
 dynamo.mark_batches(streams_layers)
 dynamo.watch_frames(streams_layers, frame_skipped, function_recompiled, frame_begins)
 dynamo.keep_graphs_whole(streams_layers)

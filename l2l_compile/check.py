@@ -133,7 +133,7 @@ class _Pair:
         if spec.batch is not None:
             return [torch.cat(pieces, spec.batch.dim)]
         if spec.partial is not None:
-            return [sum(p * self.step.partial_weight(i, spec.partial) for i, p in enumerate(pieces))]
+            return [self.step.summed(pieces, spec.partial)]
         return pieces
 
     def _message(self, index: int, error: float, apart: list[list], together: list) -> str:
@@ -171,7 +171,7 @@ class _Pair:
         if state is None:
             return pieces
         if isinstance(state, Partial):
-            return [sum(p * self.step.partial_weight(i, state.how) for i, p in enumerate(pieces))]
+            return [self.step.summed(pieces, state.how)]
         if not isinstance(state, Batch) or state.order is not None:
             return []  # mixes or sorts rows and is known to
         opened = [p.unflatten(state.dim, (state.outer, -1, state.multiple)) for p in pieces]

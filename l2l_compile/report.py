@@ -151,7 +151,7 @@ def explain(
     if not callable(model):
         raise TypeError(f"explain takes a module or a function, got {type(model).__name__}")
     chosen = Options.build(options if options is not None else dynamo.options_of(model))
-    plain = getattr(model, "_orig_mod", model)
+    plain: Any = getattr(model, "_orig_mod", model)
     plain = plain._call_impl if dynamo.compiled_in_place(plain) is not None else plain
     plain = getattr(plain, "_torchdynamo_orig_callable", plain)
 
@@ -205,7 +205,7 @@ class _Explainer:
             programs,
             tuple(p.break_reason for p in programs if p.break_reason),
             tuple(map(str, self.skipped)),
-            tuple(WholeBatch(s.name, s.block.reason) for p in programs for s in p.whole_batch),
+            tuple(WholeBatch(s.name, s.block.reason or "") for p in programs for s in p.whole_batch),
             tuple(sorted(_returned(programs), key=lambda o: -o.bytes)),
             host_memory(programs, self.options),
             _how_updated(self.options),

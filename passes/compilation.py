@@ -60,7 +60,7 @@ class Compilation:
 
     captured: Captured
     options: Options
-    sequence: OperationSequence = None  # until `sequence_operations`
+    sequence: OperationSequence = None  # type: ignore[assignment]  # until `sequence_operations`
     gradient_mask: tuple[bool, ...] = ()
     layers: list[range] = field(default_factory=list)
     forced_cuts: set[int] = field(default_factory=set)
@@ -68,8 +68,8 @@ class Compilation:
     blocks: list[Block] = field(default_factory=list)
     forms: dict[tuple, Block] = field(default_factory=dict)
     uncut: tuple[Uncut, ...] = ()
-    gradients: Gradients | None = None
-    forward: fx.Graph | None = None
+    gradients: Gradients = None  # type: ignore[assignment]  # until `differentiate`
+    forward: fx.Graph = None  # type: ignore[assignment]  # until `stream`
     backward: fx.Graph | None = None
 
     @classmethod
@@ -81,20 +81,19 @@ class Compilation:
             options,
             segments=list(program.segments),
             blocks=list(program.blocks),
-            forward=graphs.get("forward"),
+            forward=graphs["forward"],
             backward=graphs.get("backward"),
         )
 
     def program(self) -> Program:
         """The program as it stands."""
-        forward, backward = (fx.GraphModule({}, g) if g is not None else None for g in (self.forward, self.backward))
         carried = {value.node for value in self.carried}
         return Program(
             self.captured,
             tuple(self.segments),
             tuple(self.blocks),
-            forward,
-            backward,
+            fx.GraphModule({}, self.forward),
+            fx.GraphModule({}, self.backward) if self.backward is not None else None,
             self.captured.hints,
             self.uncut,
             tuple(i.index for i in self.captured.inputs if i.node in carried),

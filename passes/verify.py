@@ -34,7 +34,7 @@ def verify(compilation: Compilation, facts: frozenset[Fact]) -> None:
     for graph in filter(None, (compilation.forward, compilation.backward)):
         verify_graph(graph, compilation, facts)
     if Fact.STASHES_PLACED in facts and compilation.backward is not None:
-        _stash(compilation)
+        _stash(compilation.forward, compilation.backward)
 
 
 def verify_graph(graph: fx.Graph, compilation: Compilation, facts: frozenset[Fact]) -> None:
@@ -206,9 +206,9 @@ def _one_update_each(partners: list[fx.Node], updates: list[fx.Node], compilatio
             raise VerifyError("updated", node.name, f"of '{segment.name}' goes with {counted[segment.index]} updates")
 
 
-def _stash(compilation: Compilation) -> None:
-    kept = nodes.returned(compilation.forward).stashes
-    taken = stash_inputs(compilation.backward)
+def _stash(forward: fx.Graph, backward: fx.Graph) -> None:
+    kept = nodes.returned(forward).stashes
+    taken = stash_inputs(backward)
     if len(kept) != len(taken):
         raise VerifyError("stash", "output", f"keeps {len(kept)} values, backward takes {len(taken)}")
     for left, right in zip(kept, taken, strict=True):

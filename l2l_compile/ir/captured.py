@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import sympy
 import torch
@@ -93,7 +95,8 @@ class Captured:
     @property
     def outputs(self) -> tuple:
         """What the graph returns: nodes, and plain constants."""
-        return tuple(self.graph.output_node().args[0])
+        (returned,) = self.graph.output_node().args
+        return tuple(cast(Sequence, returned))
 
     def bindings(self, arguments) -> dict[sympy.Symbol, int]:
         """The symbols' values at a call with these arguments (tensors and ints)."""

@@ -121,7 +121,8 @@ def operation(lane: str, result: Result) -> Callable[[Callable], Callable]:
             for name, parameter in inspect.signature(function).parameters.items()
         )
         defaults = [operand.default for operand in operands if operand.optional]
-        arguments = namedtuple(function.__name__, [operand.name for operand in operands], defaults=defaults)
+        names = [operand.name for operand in operands]
+        arguments = namedtuple(function.__name__, names, defaults=defaults)  # type: ignore[misc]  # not known to a type checker
         VOCABULARY[function] = Operation(function, lane, result, operands, arguments)
         return function
 
@@ -262,12 +263,19 @@ VOCABULARY[operator.getitem] = VOCABULARY.pop(getitem)
 
 def operation_of(node: fx.Node) -> Operation | None:
     """The word of the vocabulary that a node is a call of; None for placeholders, the output, and for strangers."""
-    return VOCABULARY.get(node.target) if node.op == "call_function" else None
+    return VOCABULARY.get(node.target) if callable(node.target) else None
+
+
+def called(node: fx.Node) -> Operation:
+    """The word of the vocabulary that a node is a call of."""
+    word = operation_of(node)
+    assert word is not None, f"'{node.name}' is no node of the vocabulary"
+    return word
 
 
 def operands(node: fx.Node) -> Any:
     """The operands of a node, by name: `operands(node).segment`."""
-    return VOCABULARY[node.target].arguments(*node.args)
+    return called(node).arguments(*node.args)
 
 
 def set_operands(node: fx.Node, **changes: Any) -> None:
@@ -343,4 +351,5 @@ class ForwardResult(typing.NamedTuple):
 
 def returned(forward_graph: fx.Graph) -> ForwardResult:
     """What a forward graph returns, by name."""
-    return ForwardResult(*forward_graph.output_node().args[0])
+    (result,) = forward_graph.output_node().args
+    return ForwardResult(*typing.cast(tuple, result))

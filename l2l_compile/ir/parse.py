@@ -74,6 +74,8 @@ class _Parser:
         sections = self._sections()
         self._sizes(sections.pop("sizes", []))
         self._blocks(sections.pop("blocks", []))
+        if "forward" not in sections:
+            raise ParseError(len(self.lines), "a program has a section 'forward:'")
         bodies = {title: self._body(lines) for title, lines in sections.items()}
         self._find_segments([line for body, _ in bodies.values() for line in body])
         for title, (body, output) in bodies.items():
@@ -125,7 +127,7 @@ class _Parser:
 
     def _body(self, lines: Sequence[tuple[int, str]]) -> tuple[list[_Line], tuple[int, str]]:
         """The lines of the nodes of a graph, and what it returns."""
-        body = []
+        body: list[_Line] = []
         for number, line in lines:
             if line.strip().startswith("return "):
                 return body, (number, line.strip().removeprefix("return "))
@@ -357,8 +359,9 @@ _UNKNOWN = Block("", None, {}, None, (), (), (), inner_looped=False)
 def _segment_named(call: str) -> str | None:
     """The segment that a call names, if it names one."""
     match = re.match(r"(?:%\w+ = )?(?P<word>\w+)\((?P<name>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")", call)
-    word = _words().get(match["word"]) if match is not None else None
-    return ast.literal_eval(match["name"]) if word is not None and word.names_segment else None
+    if match is None or match["word"] not in _words():
+        return None
+    return ast.literal_eval(match["name"]) if _words()[match["word"]].names_segment else None
 
 
 def _words() -> dict[str, nodes.Operation]:

@@ -28,7 +28,7 @@ class Program:
     captured: Captured
     segments: tuple[Segment, ...]
     blocks: tuple[Block, ...]
-    forward: fx.GraphModule | None
+    forward: fx.GraphModule
     backward: fx.GraphModule | None
     bindings: Bindings
     uncut: tuple[Uncut, ...] = ()
@@ -65,10 +65,8 @@ class Program:
         Raises `ParseError`, with the line, for what is no text of a program.
         """
         found = parse(text)
-        forward, backward = (
-            fx.GraphModule({}, found.graphs[title]) if title in found.graphs else None for title in ("forward", "backward")
-        )
-        return cls(_captured(found), found.segments, found.blocks, forward, backward, found.bindings)
+        modules = {title: fx.GraphModule({}, graph) for title, graph in found.graphs.items()}
+        return cls(_captured(found), found.segments, found.blocks, modules["forward"], modules.get("backward"), found.bindings)
 
 
 def _captured(found: Parsed) -> Captured:

@@ -117,6 +117,7 @@ class Block:
         return self.lowering
 
     def _bindings(self) -> Bindings:
+        assert self.sizes_now is not None, "set with the lowering"
         return self.sizes_now(self)
 
 

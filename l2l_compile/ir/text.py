@@ -74,10 +74,9 @@ class _Printer:
     def _left(self, node: fx.Node) -> str:
         if node.op == "placeholder":
             return f"%{node.name} = {node.meta['kind']}"
-        operands = nodes.operands(node)
+        word, operands = nodes.called(node), nodes.operands(node)
         if node.target is operator.getitem:
             return f"%{node.name} = %{operands.results.name}[{operands.index}]"
-        word = nodes.VOCABULARY[node.target]
         shown = []
         for operand, value in zip(word.operands, operands, strict=True):
             if operand.optional and value == operand.default:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import sympy
 import torch
@@ -14,8 +15,8 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from ..errors import LoweringError
 from .batch import Batch
 
-Dim = int | sympy.Expr
-Bindings = Mapping[sympy.Symbol, int]
+Dim: TypeAlias = int | sympy.Expr
+Bindings: TypeAlias = Mapping[sympy.Symbol, int]
 
 
 def evaluate(dim: Dim, bindings: Bindings) -> int:
@@ -93,6 +94,12 @@ class TensorSpec:
         for size in self.sizes(bindings):
             count *= size
         return count * self.dtype.itemsize
+
+    @property
+    def rows(self) -> Batch:
+        """Where the rows of a batched value stand."""
+        assert self.batch is not None, f"{self} has no rows"
+        return self.batch
 
     @property
     def splits(self) -> bool:

@@ -64,7 +64,7 @@ def device_memory(programs: Sequence[Program], options: Options) -> DeviceMemory
         run.step()
     peak = max((run.peak for run in runs), key=lambda peak: sum(peak.values()), default=Counter())
     grows = [*(str(u) for p in programs for u in p.uncut), *(line for run in runs for line in run.growth())]
-    return DeviceMemory(*(peak[kind] for kind in (WEIGHTS, STASHES, ACTIVATIONS, GRADIENTS)), tuple(dict.fromkeys(grows)))
+    return DeviceMemory(peak[WEIGHTS], peak[STASHES], peak[ACTIVATIONS], peak[GRADIENTS], tuple(dict.fromkeys(grows)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -178,8 +178,8 @@ def _split(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
 def _merge(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     spec: TensorSpec = node.meta["spec"]
     if spec.batch is None:
-        return run.reform(x, lambda parts: [sum(p * run.step.partial_weight(i, spec.partial) for i, p in enumerate(parts))])
-    return run.reform(x, lambda parts: [torch.cat(parts, spec.batch.dim) if len(parts) > 1 else parts[0]])
+        return run.reform(x, lambda parts: [run.step.summed(parts, spec.partial)])
+    return run.reform(x, lambda parts: [torch.cat(parts, spec.rows.dim) if len(parts) > 1 else parts[0]])
 
 
 @handles(operator.getitem)

@@ -13,7 +13,7 @@ from ..devices.device import Device
 from ..errors import DeviceError, L2LError
 from ..frontend.dynamo import graph_is_kept
 from ..ir import nodes
-from ..ir.captured import Captured, Input
+from ..ir.captured import Captured, Part
 from ..ir.program import Program
 from ..ir.values import TensorSpec, dim_of, evaluate
 from ..lowering.lower import Lowering
@@ -27,12 +27,14 @@ from .step import BlockCheck, Host, RuntimeValue, Stats, Step
 
 def _no_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor that is no view: autograd allows nobody to write into a view that its Function returns."""
-    return tensor.new_empty(0).set_(tensor) if tensor._is_view() else tensor
+    if not tensor._is_view():
+        return tensor
+    return tensor.new_empty(0).set_(tensor)  # type: ignore[call-overload]  # PyTorch's stubs lack set_(Tensor)
 
 
-def _joined(box: RuntimeValue, spec: TensorSpec) -> torch.Tensor:
+def _joined(value: RuntimeValue, spec: TensorSpec) -> torch.Tensor:
     """A value on the host, of all micro-batches."""
-    return torch.cat(box.tensors, spec.batch.dim) if len(box.tensors) > 1 else box.tensors[0]
+    return torch.cat(value.tensors, spec.rows.dim) if len(value.tensors) > 1 else value.tensors[0]
 
 
 class Runner:
@@ -64,7 +66,9 @@ class Runner:
         self.program, self.options, self.device, self.lowering, self.server = program, options, device, lowering, server
         self.captured: Captured = program.captured
         self.stats = Stats()
-        self._backwards = {gradient_mask: program.backward}
+        self._backwards: dict[tuple[bool, ...], fx.GraphModule] = {}
+        if program.backward is not None:
+            self._backwards[gradient_mask] = program.backward
         self._lowered: set[tuple] = set()  # sizes for which compilation has begun
         self._rebuild, self._started, self._waiting, self._check_blocks = rebuild, started, waiting, check
         hints = self.captured.hints
@@ -110,13 +114,15 @@ class Runner:
             return evaluate(dim_of(value), self.captured.bindings(arguments))
         return value
 
-    def _part_of(self, arguments: Sequence, part: Input) -> torch.Tensor:
+    def _part_of(self, arguments: Sequence, index: int, part: Part) -> torch.Tensor:
         """A slice of a parameter; the same tensor in every step, unless the parameter has moved."""
-        whole = arguments[part.owner]
-        before, view = self._parts.get(part.index, (None, None))
-        if before is not whole or view.data_ptr() != whole.data_ptr() + part.part.start * whole.element_size():
-            view = part.part.view(whole)
-            self._parts[part.index] = (whole, view)
+        whole = arguments[part.of]
+        if index in self._parts:
+            before, view = self._parts[index]
+            if before is whole and view.data_ptr() == whole.data_ptr() + part.start * whole.element_size():
+                return view
+        view = part.view(whole)
+        self._parts[index] = (whole, view)
         return view
 
     def _check(self, arguments: Sequence) -> None:
@@ -134,7 +140,7 @@ class Runner:
         self.stats = Stats()
         self.device.start_peak()
         captured = self.captured
-        held = [*arguments, *(self._part_of(arguments, i) for i in captured.parts)]
+        held = [*arguments, *(self._part_of(arguments, i.index, i.part) for i in captured.parts if i.part is not None)]
         for index in self._written:  # backward recomputes from what forward saw, not from what it wrote
             held[index] = arguments[index].detach().clone()
         step = Step(
@@ -196,8 +202,8 @@ class Runner:
     def _backward_for(self, mask: tuple[bool, ...]) -> fx.GraphModule:
         if mask not in self._backwards:
             self._backwards[mask] = self._rebuild(mask)
-        self.program.backward = self._backwards[mask]
-        return self.program.backward
+        module = self.program.backward = self._backwards[mask]
+        return module
 
     def _run(self, graph: fx.Graph, step: Step, inputs: Sequence[RuntimeValue]) -> Any:
         slabs = self.options.prefetch + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from ..lowering.lower import Lowering
 class RuntimeValue:
     """The tensors of a value: one if it is whole, one per micro-batch if it is split.
 
+    tensors      None before it is filled and after its release; a gradient that a weight does not get is None as well
     lane, event  who fills it and when it is filled; event None means at once
     readers      the last event of each other lane that reads it
     absent       a gradient that does not exist
@@ -29,7 +31,8 @@ class RuntimeValue:
     __slots__ = ("absent", "event", "lane", "readers", "results", "slab", "tensors")
 
     def __init__(self, tensors: list[torch.Tensor] | None = None, absent: bool = False, results: Sequence[RuntimeValue] = ()):
-        self.tensors, self.absent, self.results = tensors, absent, results
+        self.tensors: Any = tensors  # None until its lane fills it, and after its release
+        self.absent, self.results = absent, results
         self.lane: str | None = None
         self.event: Any = None
         self.readers: dict[str, Any] = {}
@@ -187,17 +190,22 @@ class Step:
 
     def part(self, tensor: torch.Tensor, spec: TensorSpec, micro_batch: int) -> torch.Tensor:
         """A micro-batch's slice of a whole value, a view."""
-        dim, multiple = spec.batch.dim, evaluate(spec.batch.multiple, self.bindings)
+        dim, multiple = spec.rows.dim, evaluate(spec.rows.multiple, self.bindings)
         return tensor.narrow(dim, sum(self.sizes[:micro_batch]) * multiple, self.sizes[micro_batch] * multiple)
 
     def replicate(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
         """The first micro-batch's part of a value whose rows are equal, as the parts of all: one memory, as far as that goes."""
-        dim, multiple = spec.batch.dim, evaluate(spec.batch.multiple, self.bindings)
+        dim, multiple = spec.rows.dim, evaluate(spec.rows.multiple, self.bindings)
         return [tensor.narrow(dim, 0, size * multiple).contiguous() for size in self.sizes]
 
     def partial_weight(self, micro_batch: int, partial: str | None) -> float:
         """Weight of a micro-batch's partial sum; `partial` is that of `TensorSpec`."""
         return self.sizes[micro_batch] / sum(self.sizes) if partial == "mean" else 1
+
+    def summed(self, parts: Sequence[torch.Tensor], partial: str | None) -> torch.Tensor:
+        """The sum over rows, from the partial sum of each micro-batch."""
+        weighted = [part * self.partial_weight(i, partial) for i, part in enumerate(parts)]
+        return functools.reduce(torch.add, weighted[1:], weighted[0])
 
     def bindings_of(self, block: Block) -> list[Bindings]:
         """The sizes of each run of a block: one per micro-batch, or the whole batch once."""

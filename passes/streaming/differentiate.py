@@ -26,7 +26,7 @@ class Differentiate:
     def apply(self, compilation: Compilation) -> None:
         differentiable = tuple(is_differentiable(compilation, v) for v in compilation.outputs)
         everything = reached_backward(
-            compilation.segments, [v for v, d in zip(compilation.outputs, differentiable, strict=True) if d]
+            compilation.segments, [v for v, d in zip(compilation.outputs, differentiable, strict=True) if v is not None and d]
         )
         kept = dict.fromkeys(v for s in everything for v in s.values)
         compilation.gradients = Gradients(differentiable, tuple(kept))
@@ -55,6 +55,7 @@ def reached_backward(segments: Sequence[Segment], given: Sequence[Value]) -> lis
 def _predict(compilation: Compilation, differentiable: tuple[bool, ...]) -> tuple[bool, ...]:
     """Which outputs will have a gradient, for the first print: scalars (a loss) if there are any, else all."""
     scalars = tuple(
-        d and not compilation.captured.specs[v.node].shape for v, d in zip(compilation.outputs, differentiable, strict=True)
+        v is not None and d and not compilation.captured.specs[v.node].shape
+        for v, d in zip(compilation.outputs, differentiable, strict=True)
     )
     return scalars if any(scalars) else differentiable

@@ -63,7 +63,7 @@ class _Forward:
             returned |= self._run(segment)
         writes = tuple(self._write_backs())
         stashes = tuple(self._stash(value) for value in self.compilation.gradients.kept)
-        outputs = tuple(returned.get(value) for value in self.compilation.outputs)
+        outputs = tuple(returned.get(value) if value is not None else None for value in self.compilation.outputs)
         self.writer.graph.output((outputs, stashes, writes))
         return self.writer.graph
 
@@ -78,7 +78,7 @@ class _Forward:
 
     def _run(self, segment: Segment) -> dict[Value, fx.Node]:
         """Write the nodes of a segment; those of its outputs that the captured graph returns, on the host."""
-        split = segment.block.inner_looped
+        split = bool(segment.block.inner_looped)
         weights = self.writer.emit(nodes.fetch_weights, segment.index, segment=segment) if segment.weights else None
         operands = tuple(self.values.get(v, split) for v in segment.values)
         streamed = self.streamed[segment.index]
@@ -148,7 +148,7 @@ class _Backward:
     def _take_gradients(self) -> None:
         streamed = _streamed_gradients(self.compilation)
         for index, (value, wanted) in enumerate(zip(self.compilation.outputs, self.compilation.gradient_mask, strict=True)):
-            if not wanted:
+            if value is None or not wanted:
                 continue
             name, spec = f"gradient_{index}", self.captured.specs[value.node].detached()
             arrived = self.writer.placeholder(name, name, spec, False, "gradient")
@@ -164,7 +164,7 @@ class _Backward:
 
     def _run(self, segment: Segment) -> None:
         made = self._emit(segment)
-        split, block = segment.block.inner_looped, segment.block
+        split, block = bool(segment.block.inner_looped), segment.block
         for index, (value, spec) in enumerate(zip(segment.values, block.values, strict=True)):
             if spec.differentiable:
                 node = self.writer.emit(operator.getitem, made, index, segment=segment)
@@ -174,7 +174,7 @@ class _Backward:
             self.writer.emit(nodes.push_gradients, segment.index, bundle, segment=segment)
 
     def _emit(self, segment: Segment) -> fx.Node:
-        split = segment.block.inner_looped
+        split = bool(segment.block.inner_looped)
         weights = self.writer.emit(nodes.fetch_weights, segment.index, segment=segment) if segment.weights else None
         operands = tuple(self.values.get(v, split) for v in segment.values)
         arrived = tuple(self.gradients.get(v, split) if v in self.gradients else None for v in segment.outputs)
@@ -218,7 +218,7 @@ def _streamed_gradients(compilation: Compilation) -> set[Value]:
 
 def _with_gradient(compilation: Compilation) -> list[Value]:
     """The outputs of the captured graph that have a gradient."""
-    return [v for v, wanted in zip(compilation.outputs, compilation.gradient_mask, strict=True) if wanted]
+    return [v for v, wanted in zip(compilation.outputs, compilation.gradient_mask, strict=True) if v is not None and wanted]
 
 
 def _spec(specs: dict[fx.Node, TensorSpec], value: Value) -> TensorSpec:
