@@ -51,7 +51,7 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """A language model: tokens [batch, length] to the mean loss of the next token."""
 
-    def __init__(self, layers: int = 3, width: int = 64, vocabulary: int = 256):
+    def __init__(self, layers: int, width: int = 64, vocabulary: int = 256):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
@@ -64,10 +64,10 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-def program_of_a_step() -> Program:
+def program_of_a_step(layers: int = 3) -> Program:
     """Forward and backward of the transformer, with layers updated as their gradients arrive."""
     with torch.device("meta"):  # nothing is computed, so no memory is needed
-        model, tokens = Transformer(), torch.zeros(8, 32, dtype=torch.int64)
+        model, tokens = Transformer(layers), torch.zeros(8, 32, dtype=torch.int64)
     options = {
         "micro_batches": MICRO_BATCHES,
         "prefetch": PREFETCH,
