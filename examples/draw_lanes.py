@@ -23,7 +23,8 @@ from torch import fx, nn
 
 import l2l_compile
 from l2l_compile.ir import nodes
-from l2l_compile.ir.program import Program, Segment
+from l2l_compile.ir.program import Program
+from l2l_compile.ir.segments import Segment
 
 FORWARD = 1.3  # time of all micro-batches over that of the weights' copy: above 1, copies are hidden
 BACKWARD = 3 * FORWARD  # recompute, gradients of the values, gradients of the weights
@@ -122,7 +123,7 @@ class Schedule:
             lane = nodes.COMPUTE if node.target is nodes.release else nodes.lane_of(node)  # compute frees memory
             waits = [self.free.get(lane, 0.0), *(done[read] for read in node.all_input_nodes)]
             if node.target is nodes.release:
-                waits += [done[reader] for reader in node.args[0].users if reader in done]
+                waits += [done[reader] for reader in nodes.operands(node).x.users if reader in done]
             elif node.target is nodes.restore:
                 waits.append(self.free[nodes.COMPUTE])  # its memory may belong to a value that compute still reads
             elif node.target is nodes.fetch_weights:
@@ -135,9 +136,9 @@ class Schedule:
                 self.pieces.append(Piece(node, lane, start, end, self._segment(node)))
             if node.target is nodes.fetch_weights:
                 slabs.take(node, start)
-            elif node.target is nodes.release and node.args[0].target is nodes.fetch_weights:
-                number, since = slabs.release(node.args[0], end)
-                self.slabs.append(Slab(number, since, end, self._segment(node.args[0])))
+            elif node.target is nodes.release and (fetch := nodes.operands(node).x).target is nodes.fetch_weights:
+                number, since = slabs.release(fetch, end)
+                self.slabs.append(Slab(number, since, end, self._segment(fetch)))
 
     def _duration(self, node: fx.Node) -> float:
         """Time in bytes of the link. Splitting, joining and freeing take none."""
@@ -145,20 +146,21 @@ class Schedule:
             return node.meta["spec"].bytes(self.program.bindings)
         if node.target in (nodes.fetch_weights, nodes.push_gradients, nodes.update):
             return self._weight_bytes(node)
-        if node.target in (nodes.forward, nodes.backward):
+        if nodes.runs_segment(node):
             passes = FORWARD if node.target is nodes.forward else BACKWARD
             return passes * (self._weight_bytes(node) or NO_WEIGHTS)
         return 0.0
 
     def _weight_bytes(self, node: fx.Node) -> int:
-        return sum(spec.bytes(self.program.bindings) for spec in self._segment(node).block.weights)
+        return self._segment(node).block.weight_bytes(self.program.bindings)
 
     def _segment(self, node: fx.Node) -> Segment | None:
         """The segment that a node names, or the first one that reads the value that is copied; None if there is none."""
-        if nodes.VOCABULARY[node.target].names == "segment":
-            return self.program.segments[node.args[0]]
-        value = node.args[0] if node.target is nodes.offload else node
-        return next((self.program.segments[run.args[0]] for run in _runs_that_read(value)), None)
+        index = nodes.segment_of(node)
+        if index is None:
+            value = nodes.operands(node).x if node.target is nodes.offload else node
+            index = next((nodes.segment_of(run) for run in _runs_that_read(value)), None)
+        return None if index is None else self.program.segments[index]
 
 
 class _Slabs:
@@ -184,7 +186,7 @@ class _Slabs:
 def _runs_that_read(value: fx.Node) -> Iterator[fx.Node]:
     """The segments' runs that read a value, whole or split."""
     for user in value.users:
-        if user.target in (nodes.forward, nodes.backward):
+        if nodes.runs_segment(user):
             yield user
         elif user.target in (nodes.split, nodes.merge):
             yield from _runs_that_read(user)

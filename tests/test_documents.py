@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l_compile
-from l2l_compile.ir import nodes
+from l2l_compile.ir import nodes, text
 from l2l_compile.options import Options
 from l2l_compile.passes.pipeline import PIPELINE
 
@@ -237,6 +237,7 @@ def test_the_report_of_the_quickstart(shown, monkeypatch):
 @checks("docs/programs.md: A program")
 def test_the_program_of_a_transformer(shown):
     compare(*shown, str(draw_lanes.program_of_a_step(layers=2)))
+    assert UPDATE or str(l2l_compile.Program.parse(shown[0].text)) == shown[0].text
 
 
 def test_the_picture_is_the_one_that_the_script_draws():
@@ -271,10 +272,10 @@ def test_links_lead_somewhere(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_files_and_folders_that_are_named_exist(document):
-    text = document.read_text()
-    for name in re.findall(r"`([\w./-]+\.(?:py|md|svg|toml))`", text):
+    written = document.read_text()
+    for name in re.findall(r"`([\w./-]+\.(?:py|md|svg|toml))`", written):
         assert any(path == name or path.endswith(f"/{name}") for path in FILES), name
-    for name in re.findall(r"`([\w./-]+)/`", text):
+    for name in re.findall(r"`([\w./-]+)/`", written):
         assert (ROOT / name).is_dir(), name
 
 
@@ -330,6 +331,13 @@ def test_every_node_has_a_row():
     rows = rows_below("docs/programs.md", "A program")
     named = set(re.findall(r"(\w+)\(", " ".join(row[0] for row in rows)))
     assert named == {function.__name__ for function in nodes.VOCABULARY} - {"getitem"}
+
+
+def test_every_flag_of_a_value_has_a_row():
+    rows = rows_below("docs/programs.md", "A program")
+    named = {name for row in rows for name in re.findall(r"`([\w ]+)`", row[0])}
+    for flag in (text.SPLIT, text.EQUAL_ROWS, text.GRADIENT, text.STREAMED, text.COMPUTES_IN, text.PARTIAL, text.MIXED):
+        assert any(name.startswith(flag) for name in named), flag
 
 
 def test_figures_of_the_last_step_are_named():
