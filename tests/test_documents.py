@@ -1,138 +1,165 @@
-"""What the documents show of a report and of a program is what they print; their code runs; their links lead somewhere."""
+"""The documents are true: their code runs, what they print is printed today, and the files and names that they tell of exist.
+
+Every fenced block of a document belongs to a check (`checks`), or `test_every_code_block_is_checked` fails. After a change of
+printed text, `UPDATE_DOCUMENTS=1 pytest tests/test_documents.py` writes printed blocks and the picture anew.
+"""
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l_compile
+from l2l_compile.ir import nodes, text
+from l2l_compile.options import Options
+from l2l_compile.passes.pipeline import PIPELINE
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
+import draw_lanes  # noqa: E402
 import quickstart  # noqa: E402
 
-README = (ROOT / "README.md").read_text()
-INSPECTING = (ROOT / "docs" / "inspecting.md").read_text()
-DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-
-
-def block_after(text: str) -> list[str]:
-    """The lines of the first code block behind a piece of text."""
-    _, _, behind = INSPECTING.partition(text)
-    assert behind, f"docs/inspecting.md does not say {text!r} any more"
-    return behind.split("```", 2)[1].strip("\n").split("\n")
-
-
-def test_the_report_of_the_quickstart(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--device", "cpu"])
-    arguments = quickstart.parse_arguments()
-    tokens = torch.zeros(arguments.batch, arguments.context, dtype=torch.int64)
-    options = {"micro_batches": arguments.micro_batches, "device": "cpu"}
-    report = l2l_compile.explain(quickstart.build_model(arguments), options)(input_ids=tokens, labels=tokens)
-    assert str(report).split("\n") == block_after("The report of the quickstart:")
-
-
-def normal(line: str) -> str:
-    """A line without the widths of its columns; the names of Dynamo's symbols do not count."""
-    return re.sub(r"\bs\d+\b", "s", " ".join(line.split()))
-
-
-def test_the_program_of_a_llama():
-    model = LlamaForCausalLM(LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=256, use_cache=False
-    ))  # fmt: skip
-    tokens = torch.zeros(8, 32, dtype=torch.int64)
-    options = {"micro_batches": 4, "stash": "host", "device": "cpu"}
-    program = l2l_compile.explain(model, options)(input_ids=tokens, labels=tokens).programs[0]
-    printed = [normal(line) for line in str(program).split("\n")]
-    shown = re.sub(r"\n {40,}", " ", "\n".join(block_after("long lines are wrapped:"))).split("\n")
-    position = 0
-    for line in map(normal, shown):
-        if line not in printed[position:]:
-            pytest.fail(f"docs/inspecting.md shows a line that the program has not, or has elsewhere: {line}")
-        position += printed[position:].index(line) + 1
-
-
-def test_the_readme_is_short():
-    assert len(README.encode()) <= 8192
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_to_files_lead_somewhere(document):
-    links = re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text())
-    assert not [link for link in links if not (document.parent / link).exists()]
-
-
-def code_blocks(document: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
-
-
-def test_the_lines_of_the_readme_train_and_explain(capsys):
-    """The line that is added, the lines around it, and the report before that."""
-    (adopted,), (explained,) = code_blocks("README.md", "diff"), code_blocks("README.md", "python")
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32, use_cache=False
+UPDATE = bool(os.environ.get("UPDATE_DOCUMENTS"))
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [
+    path.relative_to(ROOT).as_posix()
+    for path in (
+        *ROOT.glob("*"),
+        *(p for name in ("l2l_compile", "passes", "tests", "examples", "docs") for p in (ROOT / name).rglob("*")),
     )
+    if path.is_file()
+]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+COVERAGE = (ROOT / "examples" / "coverage.md").read_text()
+
+
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text()
+
+
+# ---- code blocks -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """A code block of a document, under a heading."""
+
+    document: str
+    heading: str
+    language: str
+    text: str
+
+
+def fenced(path: Path) -> Iterator[Fenced]:
+    heading, language, lines = "", None, []
+    for line in path.read_text().split("\n"):
+        if line.startswith("```"):
+            if language is None:
+                language, lines = line[3:], []
+            else:
+                yield Fenced(path.relative_to(ROOT).as_posix(), heading, language, "\n".join(lines))
+                language = None
+        elif language is not None:
+            lines.append(line)
+        elif line.startswith("#"):
+            heading = line.lstrip("# ")
+
+
+BLOCKS = [block for path in DOCUMENTS for block in fenced(path)]
+CHECKED: set[Fenced] = set()
+
+
+def checks(*places: str):
+    """Gives the code blocks under a heading ("document: heading") to a test, as `shown`; they count as checked."""
+    found = [[block for block in BLOCKS if f"{block.document}: {block.heading}" == place] for place in places]
+    CHECKED.update(block for blocks in found for block in blocks)
+    return pytest.mark.parametrize("shown", found, ids=places)
+
+
+def test_every_code_block_is_checked():
+    assert not [(b.document, b.heading, b.text) for b in BLOCKS if b not in CHECKED]
+
+
+def run(code: str, scope: dict) -> None:
+    """Run a block as a reader would, with blocks as traced: Inductor takes half a minute."""
+    exec(code.replace('"micro_batches":', '"block_compiler": "eager", "micro_batches":'), scope)
+
+
+def tiny_llama() -> tuple[LlamaForCausalLM, list[dict]]:
+    """A model, and a loader of two batches."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
     tokens = torch.randint(32, (8, 4))
-    scope = {
-        "torch": torch,
-        "transformers": transformers,
-        "config": config,
-        "loader": [{"input_ids": tokens, "labels": tokens}] * 2,
-    }
-    lines = [
-        line[1:] for line in adopted.replace('"micro_batches": 8', '"micro_batches": 8, "block_compiler": "eager"').split("\n")
-    ]
-    exec("\n".join(lines), scope)
+    return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False)), [{"input_ids": tokens, "labels": tokens}] * 2
+
+
+@checks("README.md: Use it")
+def test_the_lines_of_the_readme_train_and_explain(shown, capsys):
+    adopted, explained = shown
+    lines = adopted.text.split("\n")
+    assert (adopted.language, explained.language) == ("diff", "python")
+    assert len(lines) == 6 and [line[0] for line in lines].count("+") == 1
+    model, loader = tiny_llama()
+    before = model.lm_head.weight.detach().clone()
+    scope = {"torch": torch, "model": model, "loader": loader}
+    run("\n".join(line[1:] for line in lines), scope)
     (program,) = l2l_compile.programs(scope["model"])
     assert [s.micro_batches for s in program.segments if s.block.inner_looped] == [8] * 4
-    exec(explained, scope)
+    assert not torch.equal(model.lm_head.weight, before)
+    run(explained.text, scope)
     assert "x2" in capsys.readouterr().out
 
 
-def test_the_lines_on_updates_run():
-    (block,) = code_blocks("docs/updates.md", "python")
+@checks("docs/updates.md: Updates behind the device")
+def test_the_lines_on_updates_run(shown):
+    (block,) = shown
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32, use_cache=False
-    )
-    model, tokens = LlamaForCausalLM(config), torch.randint(32, (8, 4))
+    model, loader = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    before = model.lm_head.weight.detach().clone()
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    scope = {
-        "torch": torch,
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "loader": [{"input_ids": tokens, "labels": tokens}] * 2,
-    }
-    exec(block.replace('"micro_batches": 8', '"micro_batches": 8, "block_compiler": "eager"'), scope)
+    before = model.lm_head.weight.detach().clone()
+    scope = {"torch": torch, "model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+    run(block.text, scope)
     l2l_compile.synchronize(scope["model"])
     assert not torch.equal(model.lm_head.weight, before)
 
 
-def test_what_is_saved_as_the_documents_say_goes_on_with_the_same_bits(tmp_path):
-    save, load = code_blocks("docs/saving.md", "python")
+@checks("docs/programs.md: Reading a program")
+def test_the_lines_on_programs_print(shown, capsys):
+    (block,) = shown
+    plain, loader = tiny_llama()
+    model = torch.compile(plain, backend="l2l", options={"micro_batches": 2, "block_compiler": "eager"})
+    run(block.text, {"l2l_compile": l2l_compile, "model": model, "batch": loader[0]})
+    printed = capsys.readouterr().out
+    assert "fetch_weights('model.layers.0')" in printed and "peak_device_bytes" in printed
+
+
+@checks("docs/saving.md: Saving and resuming")
+def test_what_is_saved_as_the_documents_say_goes_on_with_the_same_bits(shown, tmp_path):
+    save, load = shown
 
     def build_model():
         return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)))
 
     torch.manual_seed(0)
     batches = [torch.randn(4, 8) for _ in range(4)]
-    save = save.replace('"micro_batches": 2', '"micro_batches": 2, "block_compiler": "eager"')
     scope = {"torch": torch, "build_model": build_model, "loader": batches, "path": tmp_path / "checkpoint.pt"}
-    exec(save, scope)
+    run(save.text, scope)
     l2l_compile.synchronize(scope["model"])
     trained = scope["plain"].state_dict()
-    exec(load, scope)
+    run(load.text, scope)
     options = {"micro_batches": 2, "optimizer": scope["optimizer"], "update": "in_backward", "block_compiler": "eager"}
     model = torch.compile(scope["plain"], backend="l2l", options=options)
     for batch in batches[2:]:
@@ -141,3 +168,220 @@ def test_what_is_saved_as_the_documents_say_goes_on_with_the_same_bits(tmp_path)
         scope["optimizer"].zero_grad()
     for name, value in scope["plain"].state_dict().items():
         assert torch.equal(value, trained[name]), name
+
+
+@checks(
+    "README.md: Install",
+    "CONTRIBUTING.md: Contributing",
+    "docs/benchmarks.md: Benchmarks",
+    "docs/coverage.md: Coverage",
+    "docs/saving.md: A run that may be killed",
+)
+def test_commands_name_what_there_is(shown):
+    """Targets of make, extras of the package, scripts and their options."""
+    (block,) = shown
+    for line in block.text.split("\n"):
+        words = line.split("#")[0].split()
+        if words[0] == "make":
+            assert subprocess.run(["make", "-n", words[1]], cwd=ROOT, capture_output=True).returncode == 0, line
+        elif words[0] == "pip":
+            (extra,) = re.findall(r"\[(\w+)\]", line)
+            assert extra in PROJECT["project"]["optional-dependencies"], line
+        else:
+            assert words[0] == "python", line
+            script = (ROOT / words[1]).read_text()
+            assert all(f'"{word}"' in script for word in words[2:] if word.startswith("--")), line
+
+
+@checks("ARCHITECTURE.md: Pipeline overview")
+def test_the_overview_names_the_folders(shown):
+    """Those that a model goes through, and the folders of passes in the order of the pipeline."""
+    (block,) = shown
+    named = [
+        word
+        for word in re.findall(r"\w+", block.text)
+        if (ROOT / "l2l_compile" / word).is_dir() or (ROOT / "passes" / word).is_dir()
+    ]
+    stages = list(dict.fromkeys(step.__module__.split(".")[2] for step in map(type, PIPELINE)))
+    assert [name for name in named if name in stages] == stages
+    assert set(named) >= {"frontend", "lowering", "runtime", "devices", "host"}
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+
+
+def normal(line: str) -> str:
+    """A line without the widths of its columns; the names of Dynamo's symbols do not count."""
+    return re.sub(r"\bs\d+\b", "s", " ".join(line.split()))
+
+
+def compare(shown: Fenced, printed: str) -> None:
+    """Compare a block with what is printed today, or write it anew."""
+    if UPDATE:
+        path = ROOT / shown.document
+        path.write_text(path.read_text().replace(f"```\n{shown.text}\n```", f"```\n{printed}\n```"))
+    else:
+        assert [normal(line) for line in shown.text.split("\n")] == [normal(line) for line in printed.split("\n")]
+
+
+@checks("docs/programs.md: A report")
+def test_the_report_of_the_quickstart(shown, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--device", "cpu"])
+    arguments = quickstart.parse_arguments()
+    tokens = torch.zeros(arguments.batch, arguments.context, dtype=torch.int64)
+    options = {"micro_batches": arguments.micro_batches, "device": "cpu"}
+    report = l2l_compile.explain(quickstart.build_model(arguments), options)(input_ids=tokens, labels=tokens)
+    compare(*shown, str(report))
+
+
+@checks("docs/programs.md: A program")
+def test_the_program_of_a_transformer(shown):
+    compare(*shown, str(draw_lanes.program_of_a_step(layers=2)))
+    assert UPDATE or str(l2l_compile.Program.parse(shown[0].text)) == shown[0].text
+
+
+def test_the_picture_is_the_one_that_the_script_draws():
+    drawing, path = draw_lanes.drawing(), ROOT / "docs" / "lanes.svg"
+    if UPDATE:
+        path.write_text(drawing)
+    ElementTree.fromstring(drawing)
+    assert path.read_text() == drawing, "run python examples/draw_lanes.py, and look at docs/lanes.svg"
+
+
+# ---- names and numbers -----------------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short():
+    assert len(text_of("README.md").encode()) <= 8192
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that a page gives its headings."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    for link in re.findall(r"\]\((?!https?://)([^)]+)\)", document.read_text()):
+        name, _, anchor = link.partition("#")
+        path = document.parent / name if name else document
+        assert path.exists(), link
+        assert not anchor or anchor in anchors(path), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_and_folders_that_are_named_exist(document):
+    written = document.read_text()
+    for name in re.findall(r"`([\w./-]+\.(?:py|md|svg|toml))`", written):
+        assert any(path == name or path.endswith(f"/{name}") for path in FILES), name
+    for name in re.findall(r"`([\w./-]+)/`", written):
+        assert (ROOT / name).is_dir(), name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_names_of_the_package_exist(document):
+    for name in re.findall(r"\bl2l_compile\.(\w+)", document.read_text()):
+        assert hasattr(l2l_compile, name) or importlib.import_module(f"l2l_compile.{name}"), name
+
+
+def rows_below(document: str, heading: str) -> list[list[str]]:
+    """The cells of the tables under a heading, without the first row of each."""
+    _, _, below = text_of(document).partition(f" {heading}\n")
+    below = re.split(r"^#", below, maxsplit=1, flags=re.MULTILINE)[0]
+    lines = below.split("\n")
+    rules = {i for i, line in enumerate(lines) if line.startswith("|--")}
+    return [
+        [c.strip() for c in line.strip("|").split("|")]
+        for i, line in enumerate(lines)
+        if line.startswith("|") and not {i, i + 1} & rules
+    ]
+
+
+def folders_of_architecture() -> Iterator[tuple[str, str]]:
+    """Headings under `Folders` that name a folder, and the folder."""
+    for heading in re.findall(r"^### (.*)$", text_of("ARCHITECTURE.md"), re.MULTILINE):
+        if folder := re.match(r"`(l2l_compile/.*?|passes/.*?)`", heading):
+            yield heading, folder[1]
+
+
+def test_architecture_lists_every_file():
+    listed = []
+    for heading, folder in folders_of_architecture():
+        names = [name for row in rows_below("ARCHITECTURE.md", heading) for name in re.findall(r"`([\w]+\.py)`", row[0])]
+        listed += [folder + name for name in names]
+    written = {path for path in FILES if path.startswith(("l2l_compile/", "passes/")) and path.endswith(".py")}
+    assert len(listed) == len(set(listed))
+    assert not set(listed) - written, "no such files"
+    assert not {path for path in written if not path.endswith("__init__.py")} - set(listed), "files without a row"
+
+
+def test_every_option_has_a_row():
+    rows = {row[0].strip("`"): row[2] for row in rows_below("docs/options.md", "Options")}
+    assert list(rows) and set(rows) == {field.name for field in fields(Options)}
+    defaults = {field.name: field.default for field in fields(Options)}
+    shown = {name: default for name, default in rows.items() if default.startswith("`")}
+    assert {name: default.strip("`").replace('"', "'") for name, default in shown.items()} == {
+        n: repr(defaults[n]) for n in shown
+    }
+    assert {defaults[name] or None for name in rows.keys() - shown.keys()} == {None}
+
+
+def test_every_node_has_a_row():
+    rows = rows_below("docs/programs.md", "A program")
+    named = set(re.findall(r"(\w+)\(", " ".join(row[0] for row in rows)))
+    assert named == {function.__name__ for function in nodes.VOCABULARY} - {"getitem"}
+
+
+def test_every_flag_of_a_value_has_a_row():
+    rows = rows_below("docs/programs.md", "A program")
+    named = {name for row in rows for name in re.findall(r"`([\w ]+)`", row[0])}
+    for flag in (text.SPLIT, text.EQUAL_ROWS, text.GRADIENT, text.STREAMED, text.COMPUTES_IN, text.PARTIAL, text.MIXED):
+        assert any(name.startswith(flag) for name in named), flag
+
+
+def test_figures_of_the_last_step_are_named():
+    (row,) = (row for row in rows_below("docs/programs.md", "Reading a program") if "stats" in row[0])
+    named = set(re.findall(r"`(\w+)`", row[1])) - {"optimizer", "at_step"}
+    assert named == {line.split()[0] for line in str(l2l_compile.Stats()).split("\n")}
+
+
+def test_the_measured_figure_of_the_readme_is_among_the_benchmarks():
+    (figure,) = re.findall(r"[\d,]{8,} bytes", text_of("README.md"))
+    assert figure in text_of("docs/benchmarks.md")
+
+
+def total(row: str) -> list[int]:
+    """The numbers in the column `all` of a row of the table of coverage."""
+    (line,) = (line for line in COVERAGE.split("\n") if line.startswith(f"| {row} |"))
+    return [int(number) for number in re.findall(r"(\d+)(?! ?%)(?![\d.])", line.rstrip("|").rsplit("|", 1)[1].split("(")[0])]
+
+
+def test_figures_of_coverage_are_those_of_its_table():
+    (attempted,), (captured,) = total("attempted"), total('of these, trained by `torch.compile(backend="eager")`')
+    equal, of = total("**of these, parity with l2l**")
+    streamed, lists = total("**stacks streamed layer by layer**")
+    assert of == captured and total("silently wrong") == [0]
+    readme, coverage = " ".join(text_of("README.md").split()), [row[1] for row in rows_below("docs/coverage.md", "Coverage")]
+    for sentence in (f"{attempted:,} classes", f"Of the {captured} that", f"{equal} reach eager's", "none is silently wrong"):
+        assert sentence in readme
+    assert coverage[1:] == [f"{attempted:,}", f"{captured}", f"{equal}", "0", f"{streamed:,} of {lists:,}"]
+
+
+def test_the_version_is_written_once():
+    """In `l2l_compile/__init__.py`; the changelog and the citation agree."""
+    assert "version" not in PROJECT["project"] and PROJECT["project"]["dynamic"] == ["version"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "l2l_compile.__version__"}
+    assert re.findall(r"^version: (.*)$", text_of("CITATION.cff"), re.MULTILINE) == [l2l_compile.__version__]
+    assert re.findall(r"^## ([\d.]+)", text_of("CHANGELOG.md"), re.MULTILINE)[0] == l2l_compile.__version__
+
+
+def test_every_folder_is_installed():
+    folders = [
+        path.rsplit("/", 1)[0] for path in FILES if path.endswith("/__init__.py") and path.startswith(("l2l_compile/", "passes/"))
+    ]
+    modules = {folder.replace("passes", "l2l_compile/passes", 1).replace("/", ".") for folder in folders}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == modules
+    assert (ROOT / "l2l_compile" / "py.typed").exists() and PROJECT["tool"]["setuptools"]["package-data"]["l2l_compile"] == [
+        "py.typed"
+    ]
