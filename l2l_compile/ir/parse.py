@@ -192,7 +192,7 @@ class _Parser:
         shape = tuple(self._dim(part, number) for part in _between_commas(match["shape"]))
         flags = _between_commas(match["flags"].removeprefix(", "))
         batch, mixed = find_batch(shape, self.batch)
-        spec = TensorSpec(shape, _dtype(match["dtype"], number), text.GRADIENT in flags, batch, mixed or text.MIXED in flags)
+        spec = TensorSpec(shape, _dtype(match["dtype"], number), text.GRADIENT in flags, batch, mixed)
         partial = next((f.removeprefix(text.PARTIAL) for f in flags if f.startswith(text.PARTIAL)), None)
         width = next((f.removeprefix(text.COMPUTES_IN) for f in flags if f.startswith(text.COMPUTES_IN)), None)
         return replace(

@@ -31,7 +31,7 @@ from .values import Bindings, TensorSpec
 
 _WIDEST = 100  # characters of a call before the columns give way
 SPLIT, EQUAL_ROWS, GRADIENT, STREAMED = "split", "equal rows", "grad", "streamed to the host"
-COMPUTES_IN, PARTIAL, MIXED = "computes in ", "partial ", "mixed rows"
+COMPUTES_IN, PARTIAL = "computes in ", "partial "
 
 
 def print_program(
@@ -123,8 +123,6 @@ def _flags(spec: TensorSpec) -> Iterator[str]:
         yield EQUAL_ROWS
     if spec.partial is not None:
         yield f"{PARTIAL}{spec.partial}"
-    if spec.mixed:
-        yield MIXED
     if spec.compute_dtype is not None:
         yield f"{COMPUTES_IN}{str(spec.compute_dtype).removeprefix('torch.')}"
     if spec.requires_grad:

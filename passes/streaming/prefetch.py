@@ -39,17 +39,10 @@ def _hoist(graph: fx.Graph, ahead: int) -> None:
     runs = [node for node in graph.nodes if nodes.runs_segment(node)]
     copies = [node for node in graph.nodes if nodes.lane_of(node) == nodes.H2D]
     first_reader = {node: min((times[user] for user in node.users), default=times[node]) for node in copies}
-    after = _slab_limits([node for node in copies if nodes.segment_of(node) is not None], first_reader, ahead)
     for node in copies:
-        target = max(first_reader[node] - ahead, after.get(node, 0))
+        target = max(first_reader[node] - ahead, 0)
         if target < len(runs) and times[node] > target and _defined_before(node, runs[target], times):
             runs[target].prepend(node)
-
-
-def _slab_limits(fetches: list[fx.Node], first_reader: dict[fx.Node, int], ahead: int) -> dict[fx.Node, int]:
-    """The segment before which each fetch may not start: the slab that it takes is that of the fetch `ahead` + 1 before it."""
-    pairs = zip(fetches, fetches[ahead + 1 :], strict=False)
-    return {later: first_reader[earlier] + 1 for earlier, later in pairs}
 
 
 def _defined_before(node: fx.Node, place: fx.Node, times: dict[fx.Node, int]) -> bool:
