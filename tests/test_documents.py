@@ -336,7 +336,7 @@ def test_every_node_has_a_row():
 def test_every_flag_of_a_value_has_a_row():
     rows = rows_below("docs/programs.md", "A program")
     named = {name for row in rows for name in re.findall(r"`([\w ]+)`", row[0])}
-    for flag in (text.SPLIT, text.EQUAL_ROWS, text.GRADIENT, text.STREAMED, text.COMPUTES_IN, text.PARTIAL, text.MIXED):
+    for flag in (text.SPLIT, text.EQUAL_ROWS, text.GRADIENT, text.STREAMED, text.COMPUTES_IN, text.PARTIAL):
         assert any(name.startswith(flag) for name in named), flag
 
 
