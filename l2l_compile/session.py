@@ -17,7 +17,7 @@ from .lowering import vector_instructions
 from .lowering.lower import Lowering
 from .options import Options
 from .runtime.runner import Runner
-from .runtime.stashes import Waiting
+from .runtime.stashes import StashQueue
 from .runtime.step import Stats
 
 
@@ -35,7 +35,7 @@ class Session:
         self.lowering = Lowering(self.device.torch_device, options.block_compiler)
         self.check = Check(self.device.torch_device) if options.check else None
         self.server = ParameterServer(options, self.device)
-        self.waiting = Waiting() if options.stash == "host" else Waiting(near=None)
+        self.waiting = StashQueue() if options.stash == "host" else StashQueue(near=None)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: what it forgets is gone here as well
         self._step: list[weakref.ref[Runner]] = []
         self._warned: set[str] = set()

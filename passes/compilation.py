@@ -46,7 +46,7 @@ class Compilation:
     """One captured graph on its way to a program. Each pass fills in what it provides.
 
     line         the operations in order, with the cost of a cut before each        read_line, split_regions
-    gradient_mask  which outputs have a gradient in `backward`; () asks for a guess  (given)
+    gradient_mask  which outputs have a gradient in `backward`; () asks for a guess  differentiate
     layers       ranges of the line that are one layer each                          find_blocks
     forced_cuts  cuts between layers that module names ask for                       find_blocks
     segments     instances of blocks, in program order                               cut_segments

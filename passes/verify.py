@@ -97,10 +97,10 @@ def _weights(node: fx.Node, segment: Segment) -> None:
 
 
 def _form(node: fx.Node, segment: Segment) -> None:
-    block, given = segment.block, nodes.operands(node)
-    read = list(zip(given.values, block.values, strict=True))
+    block, operands = segment.block, nodes.operands(node)
+    read = list(zip(operands.values, block.values, strict=True))
     if node.target is nodes.backward:
-        read += [(g, spec) for g, spec in zip(given.gradients, block.outputs, strict=True) if g is not None]
+        read += [(g, spec) for g, spec in zip(operands.gradients, block.outputs, strict=True) if g is not None]
         _streamed_form(node, segment)
     for operand, spec in read:
         wanted = _is_split(segment, spec)

@@ -331,9 +331,9 @@ def reads(node: fx.Node, kind: type) -> list[fx.Node]:
 
 def arriving_gradients(node: fx.Node) -> tuple[fx.Node | None, ...]:
     """The gradient of each output that a `backward` node gets, wherever it is; None where there is none."""
-    given = operands(node)
-    streamed = given.streamed_gradients or (None,) * len(given.gradients)
-    return tuple(a if a is not None else b for a, b in zip(given.gradients, streamed, strict=True))
+    read = operands(node)
+    streamed = read.streamed_gradients or (None,) * len(read.gradients)
+    return tuple(a if a is not None else b for a, b in zip(read.gradients, streamed, strict=True))
 
 
 class ForwardResult(typing.NamedTuple):

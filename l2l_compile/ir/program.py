@@ -48,7 +48,7 @@ class Program:
         return tuple(s for s in self.segments if not s.block.inner_looped)
 
     def __str__(self) -> str:
-        names = {given.index: given.name for given in self.captured.inputs}
+        names = {i.index: i.name for i in self.captured.inputs}
         return print_program(self.graphs, self.blocks, self.segments, names, self.bindings, self.captured.batch)
 
     @property

@@ -21,7 +21,7 @@ from ..memory.layout import aligned
 from ..options import Options
 from .executor import Executor
 from .segment_run import lowerings
-from .stashes import Stashes, Waiting
+from .stashes import Stashes, StashQueue
 from .step import BlockCheck, Host, RuntimeValue, Stats, Step
 
 
@@ -60,7 +60,7 @@ class Runner:
         differentiable: tuple[bool, ...],
         rebuild: Callable[[tuple[bool, ...]], fx.GraphModule],
         started: Callable[[Runner], None],
-        waiting: Waiting,
+        waiting: StashQueue,
         check: BlockCheck | None = None,
     ):
         self.program, self.options, self.device, self.lowering, self.server = program, options, device, lowering, server
@@ -140,11 +140,11 @@ class Runner:
         self.stats = Stats()
         self.device.start_peak()
         captured = self.captured
-        held = [*arguments, *(self._part_of(arguments, i.index, i.part) for i in captured.parts if i.part is not None)]
+        inputs_seen = [*arguments, *(self._part_of(arguments, i.index, i.part) for i in captured.parts if i.part is not None)]
         for index in self._written:  # backward recomputes from what forward saw, not from what it wrote
-            held[index] = arguments[index].detach().clone()
+            inputs_seen[index] = arguments[index].detach().clone()
         step = Step(
-            held,
+            inputs_seen,
             captured.constants,
             captured.bindings(arguments),
             captured.batch,
@@ -161,7 +161,7 @@ class Runner:
             step, [a for a, i in zip(arguments, captured.inputs, strict=True) if i.kind == "parameter"], to_train
         )
         self.program.bindings = step.bindings
-        inputs = [RuntimeValue([held[i.index]]) for i in captured.inputs if not i.is_weight and i.node in captured.specs]
+        inputs = [RuntimeValue([inputs_seen[i.index]]) for i in captured.inputs if not i.is_weight and i.node in captured.specs]
         outputs, kept, _ = self._run(self.program.forward.graph, step, inputs)
         with torch.no_grad():
             for index, contents in step.writes.items():
@@ -170,7 +170,7 @@ class Runner:
         if to_train:
             self._waiting.add(stashes)
         made = [_joined(outputs[position], captured.specs[self._outputs[position]]) for position in self._made]
-        kept_memory = {t.untyped_storage().data_ptr() for box in kept for t in box.tensors}
+        kept_memory = {t.untyped_storage().data_ptr() for value in kept for t in value.tensors}
         made = [t.clone() if t.untyped_storage().data_ptr() in kept_memory else _no_view(t) for t in made]
         self.stats.forward_seconds = time.perf_counter() - start
         self.stats.peak_device_bytes = self.device.peak_bytes()
@@ -191,7 +191,7 @@ class Runner:
         gradients = [g if g is None else g * scale for g in gradients] if scale != 1.0 else gradients
         returned = self._run(module.graph, step, [*stashes, *(RuntimeValue([g]) for g in gradients if g is not None)])
         values = [i.index for i in self.captured.inputs if i.kind == "value"]
-        found = {i: box.tensors[0] for i, box in zip(values, returned, strict=True) if box is not None and not box.absent}
+        found = {i: value.tensors[0] for i, value in zip(values, returned, strict=True) if value is not None and not value.absent}
         if scale != 1.0:
             found = {i: g / scale for i, g in found.items()}
         found |= self.server.end_backward(step)

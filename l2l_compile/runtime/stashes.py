@@ -19,51 +19,51 @@ _NEAR = 2  # forwards whose stashes may stay on the device: a model whose loss i
 
 
 class Stashes:
-    """What one forward keeps for backward: boxes, on the device or on the host, freed with this object at the latest."""
+    """What one forward keeps for backward: values, on the device or on the host, freed with this object at the latest."""
 
-    def __init__(self, device: Device, boxes: Sequence[RuntimeValue]):
-        self.device, self.boxes = device, list(boxes)
-        self._sent: list[RuntimeValue] = []  # those that have gone to the host until backward
+    def __init__(self, device: Device, values: Sequence[RuntimeValue]):
+        self.device, self.values = device, list(values)
+        self._offloaded: list[RuntimeValue] = []  # those that have gone to the host until backward
 
     def take(self, keep: bool) -> list[RuntimeValue]:
-        """The boxes for one backward, which releases them; copies of them if they must serve again."""
+        """The values for one backward, which releases them; copies of them if they must serve again."""
         self._bring_back()
         if keep:
-            for box in filter(_on_device, self.boxes):
-                self.device.hold(box.tensors)
-            return [box.copy() for box in self.boxes]
-        boxes, self.boxes = self.boxes, []
-        return boxes
+            for value in filter(_on_device, self.values):
+                self.device.hold(value.tensors)
+            return [value.copy() for value in self.values]
+        values, self.values = self.values, []
+        return values
 
     def to_host(self) -> None:
         """What is on the device waits on the host from now on. Called while no lane works."""
-        for box in [box for box in self.boxes if _on_device(box)]:
-            freed = box.tensors
-            self._move(box, "d2h", self.device.download)
+        for value in [value for value in self.values if _on_device(value)]:
+            freed = value.tensors
+            self._move(value, "d2h", self.device.download)
             self.device.free(freed)
-            self._sent.append(box)
+            self._offloaded.append(value)
 
     def _bring_back(self) -> None:
-        while self._sent:
-            box = self._sent.pop()
-            self._move(box, "h2d", self.device.upload)
-            self.device.hold(box.tensors)
-            box.lane = "compute"
+        while self._offloaded:
+            value = self._offloaded.pop()
+            self._move(value, "h2d", self.device.upload)
+            self.device.hold(value.tensors)
+            value.lane = "compute"
 
-    def _move(self, box: RuntimeValue, lane: str, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _move(self, value: RuntimeValue, lane: str, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
         made: list[torch.Tensor] = []
-        source = box.tensors
+        source = value.tensors
         self.device.lanes[lane].run(lambda: made.extend(copies(source, copy)[0]))
         self.device.synchronize()
-        box.tensors, box.lane = made, lane
+        value.tensors, value.lane = made, lane
 
     def __del__(self) -> None:
-        for box in self.boxes:
-            if _on_device(box) and box.tensors is not None:
-                self.device.free(box.tensors)
+        for value in self.values:
+            if _on_device(value) and value.tensors is not None:
+                self.device.free(value.tensors)
 
 
-class Waiting:
+class StashQueue:
     """The stashes of forwards whose backward is still to come, the latest last. `near` of them may stay on the device."""
 
     def __init__(self, near: int | None = _NEAR):
@@ -74,12 +74,12 @@ class Waiting:
         """Another forward has run: those before the latest go to the host, unless `near` is None."""
         if self._near is None:
             return
-        self._all = [r for r in self._all if (waiting := r()) is not None and waiting.boxes]
+        self._all = [r for r in self._all if (earlier := r()) is not None and earlier.values]
         self._all.append(weakref.ref(stashes))
         for reference in self._all[: -self._near]:
-            if (waiting := reference()) is not None:
-                waiting.to_host()
+            if (earlier := reference()) is not None:
+                earlier.to_host()
 
 
-def _on_device(box: RuntimeValue) -> bool:
-    return box.lane == "compute"
+def _on_device(value: RuntimeValue) -> bool:
+    return value.lane == "compute"

@@ -39,9 +39,9 @@ def is_differentiable(compilation: Compilation, value: Value | None) -> bool:
     return value is not None and compilation.captured.specs[value.node].differentiable
 
 
-def reached_backward(segments: Sequence[Segment], given: Sequence[Value]) -> list[Segment]:
+def reached_backward(segments: Sequence[Segment], roots: Sequence[Value]) -> list[Segment]:
     """The segments that run backward when these values have a gradient, in program order."""
-    wanted = set(given)
+    wanted = set(roots)
     reached = []
     for segment in reversed(segments):
         if not any(v in wanted for v in segment.outputs):

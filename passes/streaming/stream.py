@@ -53,10 +53,10 @@ class _Forward:
         self.returned = dict.fromkeys(compilation.outputs)
 
     def write(self) -> fx.Graph:
-        for given in self.captured.inputs:
-            if not given.is_weight and given.node in self.captured.specs:
-                spec, name = self.captured.specs[given.node], given.node.name
-                self.inputs[given.node] = self.writer.placeholder(name, name, spec, False, "input")
+        for value in self.captured.inputs:
+            if not value.is_weight and value.node in self.captured.specs:
+                spec, name = self.captured.specs[value.node], value.node.name
+                self.inputs[value.node] = self.writer.placeholder(name, name, spec, False, "input")
         returned: dict[Value, fx.Node] = {}
         for segment in self.compilation.segments:
             self._restore_inputs(segment)

@@ -227,7 +227,7 @@ class Slow(torch.optim.SGD):
         return super().step(closure)
 
 
-class Waiting(torch.optim.SGD):
+class StashQueue(torch.optim.SGD):
     """Its first update in a step goes on only when the device has gone on."""
 
     started, device_went_on = threading.Event(), threading.Event()
@@ -247,18 +247,18 @@ def test_the_device_goes_on_while_the_host_updates(threaded):
 
     def run(work):
         def noticed():
-            if Waiting.started.is_set():
-                Waiting.device_went_on.set()
+            if StashQueue.started.is_set():
+                StashQueue.device_went_on.set()
             work()
 
         original(noticed)
 
     lane.run = run
-    optimizer.__class__ = Waiting
+    optimizer.__class__ = StashQueue
     step(data(2)).sum().backward()
     optimizer.__class__ = torch.optim.SGD
     optimizer.step()
-    assert Waiting.device_went_on.is_set()
+    assert StashQueue.device_went_on.is_set()
 
 
 def test_python_exits_cleanly_with_updates_under_way():
