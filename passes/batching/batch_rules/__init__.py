@@ -51,7 +51,7 @@ from . import (
     reductions,
     views,
 )
-from .states import Mixing, Partial, RowIds, Rows, ValueState
+from .states import Mixing, Partial, ResultState, RowIds, Rows, ValueState
 from .values import PARTIAL_SUM_DTYPES
 from .walk import analyse, regions, same_program, states_of_nodes
 
@@ -59,6 +59,7 @@ __all__ = [
     "PARTIAL_SUM_DTYPES",
     "Mixing",
     "Partial",
+    "ResultState",
     "RowIds",
     "Rows",
     "ValueState",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 from ....ir.batch import Batch
 
@@ -48,11 +49,42 @@ ValueState = State | None
 ResultState = ValueState | tuple[ValueState, ...]
 
 
+class Key:
+    """The numbers that entries have been sorted by, in one call of `sort`. They are below `upper_bound`, `factor` of them a row."""
+
+    def __init__(self, upper_bound: int, factor: int):
+        self.upper_bound, self.factor = upper_bound, factor
+
+
 # ---- rows, sums of rows, and neither ---------------------------------------------------------------------------------
 
 
-class Rows(Batch, State):
-    """The value holds the rows of the batch, row by row or, with `order`, sorted."""
+@dataclass(frozen=True)
+class Rows(State):
+    """The value holds the rows of the batch: dimension `dim` has `outer * B * multiple` entries for a batch of `B` rows.
+
+    Entry `(o * B + row) * multiple + i` of that dimension belongs to `row`. Only values with `outer` 1 are slices, and cross the
+    border of a block (`Batch`). A larger `outer` comes from values of several layers that are joined along the batch, or from
+    time that is folded before it.
+
+    equal_entries  all entries along `dim` are equal, so any other `outer` and `multiple` with the same product describe it too
+    equal_rows     all rows are equal
+    upper_bound    entries are whole numbers from 0 on and below this bound; None if no bound is known
+    order          the key that the entries along `dim` are sorted by, in every micro-batch its own; None if they stand row by row
+    """
+
+    dim: int
+    multiple: int = 1
+    outer: int = 1
+    equal_entries: bool = field(default=False, compare=False)
+    equal_rows: bool = field(default=False, compare=False)
+    upper_bound: int | None = field(default=None, compare=False)
+    order: Key | None = None
+
+    @property
+    def factor(self) -> int:
+        """Entries of the dimension for each row."""
+        return self.outer * self.multiple
 
     @property
     def kind(self) -> Kind:
@@ -68,8 +100,8 @@ class Rows(Batch, State):
 
     @classmethod
     def of(cls, batch: Batch | None) -> Rows | None:
-        """The state of a value with these rows; None if it has none."""
-        return None if batch is None else cls(batch.dim, batch.multiple, batch.outer)
+        """The state of a value with these rows, whose multiple is a number; None if it has none."""
+        return None if batch is None else cls(batch.dim, cast("int", batch.multiple))
 
     def at(self, dim: int) -> Rows:
         """The same rows in another dimension."""
@@ -82,6 +114,10 @@ class Rows(Batch, State):
     def unequal(self) -> Rows:
         """The same rows, which may differ from each other."""
         return replace(self, equal_entries=False, equal_rows=False)
+
+    def __str__(self) -> str:
+        outer = f"{self.outer} x " if self.outer != 1 else ""
+        return f"{outer}{Batch(self.dim, self.multiple)}"
 
 
 @dataclass(frozen=True)
@@ -125,13 +161,6 @@ class RowIds(State):
 
 
 # ---- entries that are sorted and put back: see `orders.py` -----------------------------------------------------------
-
-
-class Key:
-    """The numbers that entries have been sorted by, in one call of `sort`. They are below `upper_bound`, `factor` of them a row."""
-
-    def __init__(self, upper_bound: int, factor: int):
-        self.upper_bound, self.factor = upper_bound, factor
 
 
 class OrderState(State):
