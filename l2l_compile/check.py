@@ -16,12 +16,11 @@ import torch
 from torch import fx
 
 from .errors import CheckError
-from .ir.batch import Batch
 from .ir.segments import Segment
 from .ir.values import TensorSpec
 from .lowering.lower import Lowered, Lowering
 from .lowering.trace import probe
-from .passes.batching.batch_rules import Partial, same_program, states_of_nodes
+from .passes.batching.batch_rules import Partial, ResultState, Rows, same_program, states_of_nodes
 from .passes.batching.proof import probes, states_of_operands
 from .runtime.segment_run import gradient_of, joined, micro_batch_of
 from .runtime.step import RuntimeValue, Step
@@ -167,12 +166,12 @@ class _Pair:
                     return str(node.target)
         return None
 
-    def _by_state(self, pieces: list[torch.Tensor], state: Batch | Partial | object | None) -> list[torch.Tensor]:
+    def _by_state(self, pieces: list[torch.Tensor], state: ResultState) -> list[torch.Tensor]:
         if state is None:
             return pieces
         if isinstance(state, Partial):
             return [self.step.summed(pieces, state.how)]
-        if not isinstance(state, Batch) or state.order is not None:
+        if not isinstance(state, Rows) or state.order is not None:
             return []  # mixes or sorts rows and is known to
         opened = [p.unflatten(state.dim, (state.outer, -1, state.multiple)) for p in pieces]
         return [torch.cat(opened, state.dim + 1).flatten(state.dim, state.dim + 2)]

@@ -16,7 +16,6 @@ import torch
 from torch import fx
 
 from ...errors import LoweringError
-from ...ir.batch import Batch
 from ...ir.captured import Captured
 from ...ir.segments import Block
 from ...ir.values import Bindings, Dim, TensorSpec, evaluate, rows_at
@@ -24,7 +23,7 @@ from ...lowering import disk
 from ...lowering.forms import present_form
 from ...lowering.trace import probe, settings_of_a_trace
 from ..compilation import Compilation
-from .batch_rules import PARTS, Mixing, Partial, analyse
+from .batch_rules import PARTIAL_SUM_DTYPES, Mixing, Partial, Rows, ValueState, analyse
 
 NO_ROWS = "that it reads has no dimension that holds the rows of the batch in order"
 _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109)
@@ -72,7 +71,7 @@ def _key(compilation: Compilation, block: Block) -> tuple:
     )
     return (
         "proof", present_form(block, numbers).key, rows, captured.hints.get(captured.batch), str(captured.why_static),
-        compilation.options.micro_batches == 1, tuple(sorted(map(str, parts_of(captured)))), _is_wide(captured), *settings_of_a_trace(),
+        compilation.options.micro_batches == 1, tuple(sorted(map(str, partial_sum_dtypes(captured)))), _is_wide(captured), *settings_of_a_trace(),
     )  # fmt: skip
 
 
@@ -103,11 +102,11 @@ def _prove(compilation: Compilation, block: Block) -> Proof:
     except LoweringError as error:
         return Proof(probe(block, captured.hints)[1], f"cannot be traced at another batch size: {str(error).splitlines()[0]}")
     outputs = block.outputs + tuple(block.operands[i] for i in mutated)
-    states = analyse(small, large, *primes, states_of_operands(block, captured.hints), parts_of(captured))
+    states = analyse(small, large, *primes, states_of_operands(block, captured.hints), partial_sum_dtypes(captured))
     reason = _refusal(block, outputs, states, captured.hints)
     if reason is not None:
         return Proof(mutated, reason)
-    kinds = tuple((s.how if isinstance(s, Partial) else None, isinstance(s, Batch) and s.equal_rows) for s in states)
+    kinds = tuple((s.how if isinstance(s, Partial) else None, s is not None and s.equal_rows) for s in states)
     return Proof(mutated, None, kinds, _summed_whole(block, small, _is_wide(captured)))
 
 
@@ -118,12 +117,12 @@ def probes(block: Block, hints: Bindings, batch: sympy.Symbol) -> tuple[fx.Graph
     return small.graph, large.graph, tuple(primes), mutated
 
 
-def states_of_operands(block: Block, bindings: Bindings) -> list[Batch | Mixing | None]:
+def states_of_operands(block: Block, bindings: Bindings) -> list[Rows | Mixing | None]:
     """What is known of a block's operands before it runs, at the sizes that it is traced at."""
-    return [Mixing("a value", NO_ROWS) if spec.mixed else rows_at(spec.batch, bindings) for spec in block.operands]
+    return [Mixing("a value", NO_ROWS) if spec.mixed else Rows.of(rows_at(spec.batch, bindings)) for spec in block.operands]
 
 
-def parts_of(captured: Captured) -> frozenset[torch.dtype]:
+def partial_sum_dtypes(captured: Captured) -> frozenset[torch.dtype]:
     """The dtypes in which a sum may be taken in parts: in a model in float64, sums of float32 keep the order of eager.
 
     None under autocast, where every micro-batch would round its part of the gradients to 16 bits: parts of a head's
@@ -131,7 +130,7 @@ def parts_of(captured: Captured) -> frozenset[torch.dtype]:
     """
     if captured.autocast is not None:
         return frozenset()
-    return PARTS - {torch.float32, torch.complex64} if _is_wide(captured) else PARTS
+    return PARTIAL_SUM_DTYPES - {torch.float32, torch.complex64} if _is_wide(captured) else PARTIAL_SUM_DTYPES
 
 
 def _is_wide(captured: Captured) -> bool:
@@ -173,14 +172,12 @@ def _of_one_row(dim: Dim, hints: Bindings, batch: sympy.Symbol) -> int:
         return 0
 
 
-def _refusal(
-    block: Block, outputs: Sequence[TensorSpec], states: list[Batch | Partial | Mixing | None], hints: Bindings
-) -> str | None:
+def _refusal(block: Block, outputs: Sequence[TensorSpec], states: list[ValueState], hints: Bindings) -> str | None:
     """Why the block cannot be inner-looped; None if every output, new contents of operands among them, is proven."""
     for state, spec in zip(states, outputs, strict=True):
         if isinstance(state, Mixing):
             return f"{state.op} {state.reason}"
-        if spec.mixed or state != rows_at(spec.batch, hints) and not isinstance(state, Partial):
+        if spec.mixed or state != Rows.of(rows_at(spec.batch, hints)) and not isinstance(state, Partial):
             return f"an output {spec} does not hold the rows of the batch in order"
     if any(v.mixed for v in block.values):
         return f"a value {NO_ROWS}"

@@ -27,7 +27,7 @@ from ..segmentation.canonical import OPERATION, operations
 from ..segmentation.cut_segments import instantiate
 from ..segmentation.operation_sequence import OperationSequence, size_expression
 from .batch_rules import Mixing, RowIds, regions
-from .proof import parts_of, prove_block, states_of_operands, suitable_primes
+from .proof import partial_sum_dtypes, prove_block, states_of_operands, suitable_primes
 
 _KINDS = {Mixing: "mixes", RowIds: "numbers", type(None): "free"}  # else "rows"
 
@@ -67,7 +67,7 @@ def _kinds(compilation: Compilation, block: Block) -> _Kinds | None:
     """For a refused block; None where nothing is known or nothing can be gained."""
     batch, hints = compilation.captured.batch, compilation.captured.hints
     if compilation.captured.autocast is not None and not any(LOSS_TERM in n.meta for n in block.graph.graph.nodes):
-        return None  # see proof.parts_of
+        return None  # see proof.partial_sum_dtypes
     if compilation.options.micro_batches == 1 or batch is None or not any(v.batch for v in block.values):
         return None
     primes = suitable_primes(block, hints, batch)
@@ -75,7 +75,9 @@ def _kinds(compilation: Compilation, block: Block) -> _Kinds | None:
         small, large = (probe_values(block, {**hints, batch: prime}) for prime in primes[:2])
     except LoweringError:
         return None
-    states = regions(small.graph, large.graph, *primes[:2], states_of_operands(block, hints), parts_of(compilation.captured))
+    states = regions(
+        small.graph, large.graph, *primes[:2], states_of_operands(block, hints), partial_sum_dtypes(compilation.captured)
+    )
     if states is None:
         return None
     kinds: dict[int, str] = {}

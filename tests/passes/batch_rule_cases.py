@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from l2l_compile.ir.batch import Batch
+from l2l_compile.passes.batching.batch_rules import Rows
 
 aten = torch.ops.aten
 
@@ -19,10 +19,10 @@ class Input:
     kind: str = "float"  # "float", "int" (0 to 2), "bool", "complex", "positive"
     device: str = "cpu"
 
-    def place(self) -> Batch | None:
+    def place(self) -> Rows | None:
         for dim, size in enumerate(self.sizes):
             if isinstance(size, str):
-                return Batch(dim, int(size[:-1] or 1))
+                return Rows(dim, int(size[:-1] or 1))
         return None
 
     def draw(self, batch: int, generator: torch.Generator | None = None) -> torch.Tensor:

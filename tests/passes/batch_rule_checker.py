@@ -10,8 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from l2l_compile.ir.batch import Batch
-from l2l_compile.passes.batching.batch_rules import Mixing, Partial, analyse, rules
+from l2l_compile.passes.batching.batch_rules import Mixing, Partial, Rows, analyse, rules
 
 SMALL, LARGE = 7, 11
 CUTS = ([2, 2, 2], [2, 4], [1, 5])  # micro-batches of a batch of six rows
@@ -21,7 +20,7 @@ SAME = rules.Rule(lambda call: next(v.state for v in call.values() if v.state is
 class Drawn(Protocol):
     """An input that can be made at any size of the batch."""
 
-    def place(self) -> Batch | None:
+    def place(self) -> Rows | None:
         """Where its rows stand; None if it is invariant."""
 
     def draw(self, batch: int, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -36,7 +35,7 @@ def trace(function: Callable, specs: Sequence[Drawn], batch: int, pre_dispatch: 
         return make_fx(flat, decomposition_table={}, pre_dispatch=pre_dispatch)(*(spec.draw(batch) for spec in specs)).graph
 
 
-def states_of(function: Callable, specs: Sequence[Drawn], calls: Callable | None = None) -> list[Batch | Mixing | None]:
+def states_of(function: Callable, specs: Sequence[Drawn], calls: Callable | None = None) -> list[Rows | Mixing | None]:
     """What `analyse` says of a function; `calls` is an op that its graph has to hold."""
     keep_whole = calls is not None and composite(calls)
     small, large = (trace(function, specs, batch, keep_whole) for batch in (SMALL, LARGE))
@@ -45,17 +44,17 @@ def states_of(function: Callable, specs: Sequence[Drawn], calls: Callable | None
     return analyse(small, large, SMALL, LARGE, [spec.place() for spec in specs])
 
 
-def rows(value: torch.Tensor, where: Batch, first: int, last: int) -> torch.Tensor:
+def rows(value: torch.Tensor, where: Rows, first: int, last: int) -> torch.Tensor:
     opened = value.unflatten(where.dim, (where.outer, -1, where.multiple))
     return opened.narrow(where.dim + 1, first, last - first).flatten(where.dim, where.dim + 2)
 
 
-def joined(pieces: list[torch.Tensor], where: Batch) -> torch.Tensor:
+def joined(pieces: list[torch.Tensor], where: Rows) -> torch.Tensor:
     opened = [piece.unflatten(where.dim, (where.outer, -1, where.multiple)) for piece in pieces]
     return torch.cat(opened, where.dim + 1).flatten(where.dim, where.dim + 2)
 
 
-def check_numbers(function: Callable, specs: Sequence[Drawn], states: list[Batch | Mixing | None]) -> None:
+def check_numbers(function: Callable, specs: Sequence[Drawn], states: list[Rows | Mixing | None]) -> None:
     """Fails where the states promise rows, entries or rows that are all alike, that the numbers do not show."""
     generator = torch.Generator().manual_seed(0)
     whole = [spec.draw(6, generator) for spec in specs]
@@ -69,7 +68,7 @@ def check_numbers(function: Callable, specs: Sequence[Drawn], states: list[Batch
         ends = torch.tensor(sizes).cumsum(0).tolist()
         pieces = [run(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         for i, state in enumerate(states):
-            if isinstance(state, Batch):
+            if isinstance(state, Rows):
                 assert_same(joined([piece[i] for piece in pieces], state), expected[i])
                 if state.equal_entries:
                     assert_same(expected[i].narrow(state.dim, 0, 1).expand_as(expected[i]), expected[i])
@@ -90,7 +89,7 @@ def assert_same(actual: object, expected: object) -> None:
         assert actual == expected, f"{actual} is not equal to {expected}"
 
 
-def proven(function: Callable, *specs: Drawn) -> list[Batch | Mixing | None]:
+def proven(function: Callable, *specs: Drawn) -> list[Rows | Mixing | None]:
     """The states of a function's outputs, once the numbers bear them out."""
     states = states_of(function, specs)
     check_numbers(function, specs, states)

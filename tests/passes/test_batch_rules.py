@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from batch_rule_cases import CASES, Case, I, Input, M, X
 from batch_rule_checker import LARGE, SAME, SMALL, check_numbers, proven, states_of, trace
-from l2l_compile.ir.batch import Batch
-from l2l_compile.passes.batching.batch_rules import Mixing, Partial, analyse, memory, rules
+from l2l_compile.passes.batching.batch_rules import Mixing, Partial, Rows, analyse, memory, rules
 
 # ---- every rule ------------------------------------------------------------------------------------------------------
 
@@ -32,7 +31,7 @@ def test_rule(case: Case) -> None:
         reasons = [state.reason for state in states if isinstance(state, Mixing)]
         assert reasons and case.refused in reasons[0], states
     else:
-        assert not isinstance(states[0], Mixing) and any(isinstance(state, Batch | Partial) for state in states), states
+        assert not isinstance(states[0], Mixing) and any(isinstance(state, Rows | Partial) for state in states), states
         if case.numbers:
             check_numbers(case.function, case.inputs, states)
 
@@ -61,19 +60,20 @@ def test_values_alike_along_the_batch(case: Case) -> None:
         pytest.skip(f"this torch has no aten.{case.op}")
     for only_first in (True, False):
         states = proven(equal_rows(case, only_first), *case.inputs)
-    said = all(state.equal_rows for state in states if isinstance(state, Batch))
+    said = all(state.equal_rows for state in states if isinstance(state, Rows))
     assert said or "write_through_view" in case.function.__name__ or "batch_norm" in case.op or "flash_attention" in case.op
 
 
 def test_every_rule_is_in_the_table() -> None:
-    accepted = {overload(case.op) for case in CASES if not case.refused}
-    refused = {rules.RULES[overload(case.op)].apply for case in CASES if case.refused and overload(case.op) in rules.RULES}
+    of_rows = {name: rule.rows for name, rule in rules.RULES.items() if rule.rows is not None and overload(name) is not None}
+    accepted = {rules.key(case.op) for case in CASES if not case.refused}
+    refused = {of_rows[rules.key(case.op)] for case in CASES if case.refused and rules.key(case.op) in of_rows}
     never_accepts = {"reduce_all", "number", "squeeze_all"}
     never_refuses = {"same_dims", "unsqueeze", "permute"}  # rows stand somewhere afterwards
     never_refuses |= {"affine_grid"}  # its input has no other dimension for the batch
-    missing = [op for op, rule in rules.RULES.items() if op not in accepted and rule.apply.__name__ not in never_accepts]
+    missing = [name for name, apply in of_rows.items() if name not in accepted and apply.__name__ not in never_accepts]
     assert not missing, f"no accepted case for {missing}"
-    missing = {rule.apply.__name__ for rule in rules.RULES.values() if rule.apply not in refused} - never_refuses
+    missing = {apply.__name__ for apply in of_rows.values() if apply not in refused} - never_refuses
     assert not missing, f"no refused case for {missing}"
 
 
@@ -125,14 +125,14 @@ def test_inputs_are_not_proven_where_graphs_differ_and_write(write: Callable) ->
 
 def test_a_mixing_value_carries_its_first_cause() -> None:
     states = states_of(lambda x: ((x.amax(0) * x).cumsum(0), x + 1, torch.ones(3)), (X("B", 4),))
-    assert states == [Mixing("aten.amax.default", "reduces the batch dimension"), Batch(0), None]
+    assert states == [Mixing("aten.amax.default", "reduces the batch dimension"), Rows(0), None]
 
 
 def test_a_constant_computed_from_the_batch_is_seen() -> None:
     assert states_of(lambda x: x * torch.tensor([x.shape[0]]), (X("B"),)) == [
         Mixing("constant", "uses the size of the batch as a number")
     ]
-    assert proven(lambda x: x * torch.tensor([1.0, 2.0]).double(), X("B", 2)) == [Batch(0)]
+    assert proven(lambda x: x * torch.tensor([1.0, 2.0]).double(), X("B", 2)) == [Rows(0)]
 
 
 def test_states_that_do_not_fit_the_sizes_are_an_error() -> None:
@@ -140,7 +140,7 @@ def test_states_that_do_not_fit_the_sizes_are_an_error() -> None:
     with pytest.raises(ValueError, match="said to be invariant, but its sizes"):
         analyse(*graphs, SMALL, LARGE, [None])
     with pytest.raises(ValueError, match="said to be batch in dim 1"):
-        analyse(*graphs, SMALL, LARGE, [Batch(1)])
+        analyse(*graphs, SMALL, LARGE, [Rows(1)])
 
 
 @pytest.mark.parametrize("blind", ["", "_storages", "_aliased"])
@@ -159,7 +159,7 @@ def test_a_write_into_memory_is_seen_through_every_view_of_it(monkeypatch: pytes
     if blind:
         monkeypatch.setattr(memory, blind, lambda node: [])
     states = states_of(function, (X("B", 4), X(3, 4)))
-    assert states[:2] == [Batch(0), Batch(0)]
+    assert states[:2] == [Rows(0), Rows(0)]
     assert all(isinstance(state, Mixing) and "roll" in state.op for state in states[2:])
 
 
@@ -186,7 +186,7 @@ def test_statistics_that_training_writes_are_not_shared() -> None:
     specs = X("B", 3, 4), X(3), Input((3,), "positive")
     states = states_of(lambda *tensors: function(*tensors, True), specs)
     assert all(isinstance(state, Mixing) for state in states)
-    assert proven(lambda *tensors: function(*tensors, False), *specs) == [Batch(0), None, None]
+    assert proven(lambda *tensors: function(*tensors, False), *specs) == [Rows(0), None, None]
 
 
 def by_hand(call: Callable, batch: int) -> torch.fx.Graph:
@@ -215,7 +215,7 @@ SHARED = torch.ones(4)
 def test_a_constant_that_is_written_is_not_shared(call: Callable, writes: bool) -> None:
     """A call without a schema may write into all that it reads; another node may stand for the same constant."""
     graphs = [by_hand(call, batch) for batch in (SMALL, LARGE)]
-    states = analyse(*graphs, SMALL, LARGE, [Batch(0)])
+    states = analyse(*graphs, SMALL, LARGE, [Rows(0)])
     assert [isinstance(state, Mixing) for state in states] == [writes] * 3
 
 
@@ -231,7 +231,7 @@ def test_values_that_are_written_are_no_longer_alike() -> None:
 
     specs = X("B", 4), X("2B", 4)
     states = states_of(function, specs)
-    assert states[:2] == [Batch(0, 1, 2), Batch(0, 2)]
+    assert states[:2] == [Rows(0, 1, 2), Rows(0, 2)]
     assert all(isinstance(state, Mixing) for state in states[2:])
     check_numbers(function, specs, states)
 
@@ -241,7 +241,7 @@ def test_frozen_statistics_are_not_written() -> None:
         norm = torch.nn.functional.batch_norm
         return norm(norm(x, mean, var), mean, var), mean
 
-    assert proven(twice, X("B", 3, 4), X(3), Input((3,), "positive")) == [Batch(0), None]
+    assert proven(twice, X("B", 3, 4), X(3), Input((3,), "positive")) == [Rows(0), None]
 
 
 def test_attention_block() -> None:
@@ -251,7 +251,7 @@ def test_attention_block() -> None:
         mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return x + mixed.transpose(1, 2).reshape(x.shape[0], 5, 8) @ w_out
 
-    assert proven(block, X("B", 5, 8), X("B", 1, 5, 5), X(8, 24), X(8, 8), X(8)) == [Batch(0)]
+    assert proven(block, X("B", 5, 8), X("B", 1, 5, 5), X(8, 24), X(8, 8), X(8)) == [Rows(0)]
 
 
 def test_mask_of_row_numbers() -> None:
@@ -262,7 +262,7 @@ def test_mask_of_row_numbers() -> None:
         query = torch.arange(5)[None, None, :, None]
         return ((key <= query) & padding[row, key]).expand(padding.shape[0], -1, 5, 5)
 
-    assert proven(mask, M("B", 5)) == [Batch(0)]
+    assert proven(mask, M("B", 5)) == [Rows(0)]
 
 
 def test_masks_that_are_the_same_for_every_row() -> None:
@@ -372,9 +372,9 @@ def all_of(steps: list[str]) -> Callable:
 )
 def test_a_wrong_rule_is_caught(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable, specs: tuple[Input, ...]) -> None:
     assert isinstance(states_of(function, specs)[0], Mixing)
-    monkeypatch.setitem(rules.RULES, overload(name), SAME)
+    monkeypatch.setitem(rules.RULES, rules.key(name), SAME)
     states = states_of(function, specs)
-    assert isinstance(states[0], Batch)
+    assert isinstance(states[0], Rows)
     with pytest.raises(AssertionError, match="not close|not equal"):
         check_numbers(function, specs, states)
 

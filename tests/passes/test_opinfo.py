@@ -12,8 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from batch_rule_checker import LARGE, SAME, SMALL, analyse, check_numbers, trace
-from l2l_compile.ir.batch import Batch
-from l2l_compile.passes.batching.batch_rules import Mixing, rules
+from l2l_compile.passes.batching.batch_rules import Mixing, Rows, rules
 
 CHUNKS = 16
 SAMPLES = 3  # of each op, spread over its first twelve
@@ -28,8 +27,8 @@ class Sampled:
     sample: torch.Tensor
     dim: int | None
 
-    def place(self) -> Batch | None:
-        return None if self.dim is None else Batch(self.dim)
+    def place(self) -> Rows | None:
+        return None if self.dim is None else Rows(self.dim)
 
     def draw(self, batch: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Rows of the sample: indices stay in range. What are no whole numbers becomes smaller, each by its own factor."""
@@ -141,5 +140,5 @@ def test_numbers_agree(op_db: list, chunk: int) -> None:
 def test_a_wrong_rule_is_caught(op_db: list, monkeypatch: pytest.MonkeyPatch, name: str, wrong: str) -> None:
     op = next(op for op in op_db if op.name == name)
     assert not judge(op)[1]
-    monkeypatch.setitem(rules.RULES, rules.overload(wrong), SAME)
+    monkeypatch.setitem(rules.RULES, rules.key(wrong), SAME)
     assert any("not close" in reason for reason in judge(op)[1])

@@ -8,8 +8,7 @@ import transformers.integrations.moe  # noqa: F401 - registers grouped_mm_fallba
 
 from batch_rule_cases import X
 from batch_rule_checker import proven, states_of
-from l2l_compile.ir.batch import Batch
-from l2l_compile.passes.batching.batch_rules import Mixing, Partial
+from l2l_compile.passes.batching.batch_rules import Mixing, Partial, Rows
 
 TOKENS, WIDTH, EXPERTS, CHOSEN = 3, 4, 5, 2
 SPECS = X("B", TOKENS, WIDTH), X(WIDTH, EXPERTS), X(EXPERTS, WIDTH, WIDTH), X(EXPERTS, WIDTH)
@@ -65,7 +64,7 @@ class WithNorm(Experts):
 
 @pytest.mark.parametrize("layer", [Experts, SortedTwice, WithNorm])
 def test_experts_are_row_wise(layer):
-    assert proven(layer(), *SPECS) == [Batch(0)]
+    assert proven(layer(), *SPECS) == [Rows(0)]
 
 
 def test_sums_over_sorted_entries():

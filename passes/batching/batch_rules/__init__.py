@@ -1,31 +1,36 @@
 """Proves that a lowered ATen graph treats the rows of the batch independently.
 
-A graph may be run micro-batch by micro-batch when row `r` of every result depends on row `r` of the batched inputs and
-on invariant values, and on nothing else. `analyse` decides that for each output by abstract interpretation. Every value
-has one of these states:
+A graph may be run micro-batch by micro-batch if row `r` of every result depends on row `r` of the batched inputs and on
+invariant values, and on nothing else. `analyse` decides that for each output by abstract interpretation. Every value has one
+of these states (`states.py`):
 
-    Batch(dim, k)      batched: rows outermost in `dim`, `k` entries a row
-    Partial(how)       a sum over rows, of which each micro-batch has a part
-    None               invariant: the same for every micro-batch
-    Mixing(op, why)    not proven; carries the first op that decided, through everything that reads it
-    RowIds(dim)        internal: `arange(B)`, whose only use may be to index the batch dimension
-    Order(key), ...    internal: entries that are sorted and put back, see `orders.py`
+    Rows(dim, k)         batched: rows outermost in `dim`, `k` entries a row
+    Partial(how)         a sum over rows, of which each micro-batch has a part
+    None                 invariant: the same for every micro-batch
+    Mixing(op, reason)   not proven; carries the first operation that decided, through everything that reads it
+    RowIds(dim)          internal: `arange(B)`, which may only index the batch dimension
+    Order(key), ...      internal: entries that are sorted and put back, see `orders.py`
 
-How a graph is read (`walk.py`): it comes traced twice, at two batch sizes. What differs between the two (a size, a
-constant) depends on the batch; a rule has to say that it takes a differing argument as a *shape*, anywhere else it is a
-number computed from the batch and mixes. Each op then falls to the first of
+The graph comes traced at two batch sizes, and `walk.py` reads both traces in lockstep. An argument that differs between
+them (a size, a constant) depends on the batch. A rule names the arguments that are *shapes*; a differing argument
+anywhere else is a number computed from the batch, and the call mixes rows. The state of a call's result is that of the
+first line that applies (`one_call.py`):
 
-    a Mixing argument               -> the same Mixing
-    a Partial argument              -> what `sums.py` says, if the op is linear; else Mixing("needs the sum ...")
-    nothing batched in its arguments -> invariant (unless it draws random numbers)
-    a rule of this package          -> what the rule says, checked against the shapes of both traces
-    torch.Tag.pointwise             -> the batched arguments, broadcast, must agree
-    anything else                   -> Mixing(op, "has no rule")
+    a Mixing argument                         the same Mixing
+    no argument depends on the batch          invariant, unless the call draws random numbers
+    an argument holds sorted entries          its rule for orders; without one, its rule for rows if that keeps the order
+    an argument is a partial sum              its rule for sums, which only linear operations have
+    a rule for rows                           its result
+    torch.Tag.pointwise                       the rows of the batched arguments, which have to agree after broadcasting
+    anything else                             Mixing(op, "has no rule")
 
-What two traces cannot show: a constant that depends on the batch and is equal in both (`min(B, 5)` at 7 and 11).
-Where that matters, trace at the micro-batch's own size as well and compare the graphs with `same_program`.
+Three facts are added to a result of rows: whether its rows are equal, whether all its entries are, and the range of its
+entries. At last the state is compared with the sizes in both traces. A refusal on the way gives Mixing(op, reason).
 
-The rules stand one family a file; `rules.py` says how one is written.
+Two traces cannot show a constant that depends on the batch and is equal in both (`min(B, 5)` at 7 and 11). Where that
+matters, trace at the micro-batch's own size as well and compare the graphs with `same_program`.
+
+The rules are in one file for each family of operations; `rules.py` says how a rule is written.
 """
 
 from __future__ import annotations
@@ -46,7 +51,20 @@ from . import (
     reductions,
     views,
 )
-from .values import PARTS, Mixing, Partial, RowIds
+from .states import Mixing, Partial, ResultState, RowIds, Rows, ValueState
+from .values import PARTIAL_SUM_DTYPES
 from .walk import analyse, regions, same_program, states_of_nodes
 
-__all__ = ["PARTS", "Mixing", "Partial", "RowIds", "analyse", "regions", "same_program", "states_of_nodes"]
+__all__ = [
+    "PARTIAL_SUM_DTYPES",
+    "Mixing",
+    "Partial",
+    "ResultState",
+    "RowIds",
+    "Rows",
+    "ValueState",
+    "analyse",
+    "regions",
+    "same_program",
+    "states_of_nodes",
+]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from .rules import rule
-from .values import Batch, Call, Mixing, Refused, State, aligned
+from .states import Mixing, ResultState, Rows, ValueState
+from .values import DIFFERENT_DIMENSIONS, Call, Refused, TracedValue, aligned
 
 
 @rule(
@@ -14,35 +17,44 @@ from .values import Batch, Call, Mixing, Refused, State, aligned
     "_scaled_dot_product_fused_attention_overrideable.default",
     "_scaled_dot_product_attention_math.default",
 )
-def attention(call: Call) -> State | tuple[State, ...]:
+def attention(call: Call) -> ResultState:
     """Queries, keys and values are [..., tokens, head]; results are the output, its logsumexp, and kernel state.
 
     Every entry of the dimensions before tokens attends by itself, so rows may stand in any of them: in that of the batch, or in
     that of the heads, as where PyTorch gives a kernel [1, N, tokens, head] for attention without heads.
     """
-    query, place = call.batched("query")
-    if place.dim >= query.ndim - 2:
+    query, rows = call.batched("query")
+    if rows.dim >= query.ndim - 2:
         raise Refused("attends from one row of the batch to another")
+    _check_keys(call, rows)
+    _check_masks(call, query, rows)
+    if not isinstance(call.small_out, (list, tuple)):
+        return rows
+    output, logsumexp, *kernel_state = call.small_out
+    return rows, _of_logsumexp(call, rows, output, logsumexp), *(_of_kernel(call, value) for value in kernel_state)
+
+
+def _check_keys(call: Call, rows: Rows) -> None:
     for name in ("key", "value"):
-        if call.rows(name) != place:
+        if call.rows(name) != rows:
             raise Refused("attends to keys that are not the row's own")
+
+
+def _check_masks(call: Call, query: TracedValue, rows: Rows) -> None:
     for name in ("attn_mask", "attn_bias"):
-        if call[name] is not None and aligned(call[name], query.ndim) not in (None, place):
-            raise Refused("combines rows that stand in different dimensions")
+        if call[name] is not None and aligned(call[name], query.ndim) not in (None, rows):
+            raise Refused(DIFFERENT_DIMENSIONS)
     if call["dropout_mask"] is not None:
         raise Refused("has no rule for a dropout mask")
-    if not isinstance(call.small_out, (list, tuple)):
-        return place
-    state = Mixing(str(call.op), "gives the state of a kernel, not rows")
-    return place, *(
-        place if i == 1 and _batched_sizes(call, place, out) else state if _is_tensor(out) else None
-        for i, out in enumerate(call.small_out[1:], 1)
-    )
 
 
-def _is_tensor(value: object) -> bool:
-    return hasattr(value, "shape")
+def _of_logsumexp(call: Call, rows: Rows, output: torch.Tensor, logsumexp: object) -> ValueState:
+    """Some kernels give it no rows: it is empty, or padded."""
+    if isinstance(logsumexp, torch.Tensor) and logsumexp.ndim > rows.dim:
+        if logsumexp.shape[rows.dim] == output.shape[rows.dim]:
+            return rows
+    return _of_kernel(call, logsumexp)
 
 
-def _batched_sizes(call: Call, place: Batch, value: object) -> bool:
-    return _is_tensor(value) and len(value.shape) > place.dim and value.shape[place.dim] == call.small_out[0].shape[place.dim]
+def _of_kernel(call: Call, value: object) -> ValueState:
+    return Mixing(str(call.op), "gives the state of a kernel, not rows") if isinstance(value, torch.Tensor) else None

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from .rules import rule
-from .values import Batch, Call, Refused, State
+from .states import ResultState, Rows
+from .values import DIFFERENT_DIMENSIONS, Call, Refused
 
 
-def _outermost(call: Call, name: str) -> Batch:
-    _, place = call.batched(name)
-    if place.dim != 0:
+def _outermost(call: Call, name: str) -> Rows:
+    _, rows = call.batched(name)
+    if rows.dim != 0:
         raise Refused("needs the batch in its first dimension")
-    return place
+    return rows
 
 
 @rule("convolution.default", "_convolution.default")
-def convolution(call: Call) -> Batch:
+def convolution(call: Call) -> Rows:
     """Input [N, C, ...]; the weight and its groups are the same for every row."""
     call.invariant("weight", "bias")
     if call["input"].ndim != call["weight"].ndim:
@@ -26,11 +27,11 @@ def _spatial(*names: str, spatial: int) -> None:
     """Registers ops that work on each plane of the last `spatial` dimensions alone, and keep those before."""
 
     @rule(*names)
-    def planes(call: Call) -> State | tuple[State, ...]:
-        tensor, place = call.batched()
-        if place.dim >= tensor.ndim - spatial:
+    def planes(call: Call) -> ResultState:
+        tensor, rows = call.batched()
+        if rows.dim >= tensor.ndim - spatial:
             raise Refused("works along the batch dimension")
-        return (place,) * len(call.small_out) if isinstance(call.small_out, (list, tuple)) else place
+        return call.each(rows)
 
 
 _spatial(
@@ -62,12 +63,12 @@ _spatial("pixel_shuffle.default", "pixel_unshuffle.default", spatial=3)
 
 
 @rule("channel_shuffle.default")
-def channel_shuffle(call: Call) -> Batch:
+def channel_shuffle(call: Call) -> Rows:
     return _outermost(call, "self")
 
 
 @rule("im2col.default", "col2im.default")
-def unfold_images(call: Call) -> Batch:
+def unfold_images(call: Call) -> Rows:
     """[N, C, H, W] to [N, C * kernel, windows] and back; without N the batch would be the channels."""
     if call["self"].ndim != (4 if "im2col" in str(call.op) else 3):
         raise Refused("needs the batch in its first dimension")
@@ -75,13 +76,13 @@ def unfold_images(call: Call) -> Batch:
 
 
 @rule("grid_sampler_2d.default", "grid_sampler_3d.default")
-def grid_sampler(call: Call) -> Batch:
+def grid_sampler(call: Call) -> Rows:
     """Each image is read at its own row of the grid."""
     if call.rows("grid") != call.rows("input"):
-        raise Refused("combines rows that stand in different dimensions")
+        raise Refused(DIFFERENT_DIMENSIONS)
     return _outermost(call, "input")
 
 
 @rule("affine_grid_generator.default", sizes=("size",))
-def affine_grid(call: Call) -> Batch:
+def affine_grid(call: Call) -> Rows:
     return _outermost(call, "theta")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .orders import COUNTS, EntryIds
 from .rules import rule
-from .values import USES_BATCH_AS_NUMBER, Batch, Call, Refused, RowIds, State, Varying
+from .states import COUNTS, EntryIds, ResultState, RowIds
+from .values import COMPUTES_WITH_ROW_IDS, USES_BATCH_AS_NUMBER, Call, Refused
 
 
 @rule(
@@ -23,13 +23,13 @@ from .values import USES_BATCH_AS_NUMBER, Batch, Call, Refused, RowIds, State, V
     sizes=("size", "stride"),
     keeps_equal_entries=True,
 )
-def filled(call: Call) -> State:
+def filled(call: Call) -> ResultState:
     """All entries are equal: rows are where the size says."""
     return call.batch_in_result(equal_entries=True)
 
 
 @rule("rand.default", "randn.default", "randint.default", "randint.low", sizes=("size",))
-def drawn(call: Call) -> State:
+def drawn(call: Call) -> ResultState:
     """Every entry on its own: rows are where the size says."""
     return call.batch_in_result()
 
@@ -37,16 +37,14 @@ def drawn(call: Call) -> State:
 @rule("arange.default", "arange.start", "arange.start_step", sizes=("end",))
 def arange(call: Call) -> RowIds | EntryIds:
     """`arange(B)` numbers the rows, `arange(B * m)` the entries of a dimension with `m` a row."""
-    end, start, step = call["end"], call["start"], call["step"]
-    multiple, rest = divmod(end.small, call.small_batch) if isinstance(end, Varying) else (0, 0)
-    whole = start in (None, 0) and step in (None, 1) and not rest and multiple > 0 and end.large == multiple * call.large_batch
-    if not whole:
+    multiple = call.batch.multiple_of(call["end"])
+    if multiple is None or call["start"] not in (None, 0) or call["step"] not in (None, 1):
         raise Refused(COUNTS)
     if call.small_out.dtype not in (torch.int64, torch.int32):
-        raise Refused("computes with the number of a row")
+        raise Refused(COMPUTES_WITH_ROW_IDS)
     return RowIds(0) if multiple == 1 else EntryIds(multiple)
 
 
 @rule("scalar_tensor.default", "eye.default", "eye.m", "linspace.default")
-def number(call: Call) -> Batch:
+def number(call: Call) -> ResultState:
     raise Refused(USES_BATCH_AS_NUMBER)

@@ -2,134 +2,159 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .rules import rule
-from .values import Batch, Call, Refused, RowIds, TracedValue, agree, aligned
+from .states import RowIds, Rows
+from .values import COMPUTES_WITH_ROW_IDS, DIFFERENT_DIMENSIONS, Call, Refused, TracedValue, agree, agree_if_any, aligned
 
 PICKS = "picks rows by number"
+PICKS_BY_DATA = "picks as many entries as the data says"
 
 
 @rule("embedding.default")
-def embedding(call: Call) -> Batch:
+def embedding(call: Call) -> Rows:
     """Table [entries, features] and indices [...]."""
     call.invariant("weight")
     return call.batched("indices")[1]
 
 
 @rule("index_select.default")
-def index_select(call: Call) -> Batch:
+def index_select(call: Call) -> Rows:
     value, index = call["self"], call.rows("index")
     dim = call["dim"] % max(value.ndim, 1)
-    if value.state is None:
-        return index.at(dim)
-    if index is not None or value.state.dim == dim:
+    if value.rows is None:
+        return call.batched("index")[1].at(dim)
+    if index is not None or value.rows.dim == dim:
         raise Refused(PICKS)
-    return value.state
+    return value.rows
 
 
 @rule("gather.default")
-def gather(call: Call) -> Batch:
+def gather(call: Call) -> Rows:
     """`out[i][j] = self[i][index[i][j]]` along `dim`: positions in the other dimensions are kept."""
     value, index = call["self"], call["index"]
     dim = call["dim"] % max(value.ndim, 1)
-    if value.state is None:
-        if index.state.dim != dim:
+    if value.rows is None:
+        _, rows = call.batched("index")
+        if rows.dim != dim:
             raise Refused("reads an entry for each row from a value that every row shares")
-        return index.state
-    if value.state != index.state or value.state.dim == dim:
+        return rows
+    if value.rows != index.rows or value.rows.dim == dim:
         raise Refused(PICKS)
-    return value.state
+    return value.rows
 
 
 @rule("scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_add.default", "scatter_reduce.two")
-def scatter(call: Call) -> Batch:
+def scatter(call: Call) -> Rows:
     """The counterpart of gather: every row writes into itself."""
-    value, place = call.batched()
-    if place.dim == call["dim"] % value.ndim:
+    value, rows = call.batched()
+    if rows.dim == call["dim"] % value.ndim:
         raise Refused("writes rows by number")
     sources = [call.rows(name) for name in ("index", "src") if isinstance(call[name], TracedValue)]
     if None in sources:
-        raise Refused("combines rows that stand in different dimensions")
-    return agree([place, *sources])
+        raise Refused(DIFFERENT_DIMENSIONS)
+    return agree([rows, *sources])
 
 
 @rule("index_add.default", "index_copy.default", "index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce.default")
-def write_positions(call: Call) -> Batch:
+def write_positions(call: Call) -> Rows:
     """Writes positions of another dimension, the same ones in every row."""
     call.invariant("index", "value")
-    value, place = call.batched()
-    if place.dim == call["dim"] % value.ndim:
+    value, rows = call.batched()
+    if rows.dim == call["dim"] % value.ndim:
         raise Refused("writes rows by number")
-    if call["source"] is not None and call.rows("source") != place:
-        raise Refused("combines rows that stand in different dimensions")
-    return place
+    if call["source"] is not None and call.rows("source") != rows:
+        raise Refused(DIFFERENT_DIMENSIONS)
+    return rows
 
 
 @rule("index.Tensor", "_unsafe_index.Tensor", reads_row_ids=True)
-def index(call: Call) -> Batch:
+def index(call: Call) -> Rows:
     return advanced_index(call["self"], call["indices"])
 
 
 @rule("index_put.default", "_unsafe_index_put.default", "_index_put_impl.default", reads_row_ids=True)
-def index_put(call: Call) -> Batch:
+def index_put(call: Call) -> Rows:
     """Writes `values`, broadcast, to where `index` would read."""
-    value, place = call.batched()
-    if isinstance(place, RowIds) or isinstance(call.rows("values"), RowIds):
-        raise Refused("computes with the number of a row")
-    if _masks(call["indices"]):
-        return _fill_masked(call, value, place)
+    value, rows = call.batched()
+    if isinstance(value.state, RowIds) or isinstance(call["values"].state, RowIds):
+        raise Refused(COMPUTES_WITH_ROW_IDS)
+    if _has_masks(call["indices"]):
+        return _fill_masked(call, value, rows)
     read = advanced_index(value, call["indices"])
-    ndim = value.ndim - sum(i is not None for i in call["indices"]) + _index_ndim(call["indices"])
+    ndim = value.ndim - sum(index is not None for index in call["indices"]) + _index_ndim(call["indices"])
     agree([read, aligned(call["values"], ndim)])
-    return place
+    return rows
 
 
-def _masks(indices: list[TracedValue | None]) -> bool:
+def _has_masks(indices: list[TracedValue | None]) -> bool:
     return any(index is not None and index.small.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-def _fill_masked(call: Call, value: TracedValue, place: Batch) -> Batch:
+def _fill_masked(call: Call, value: TracedValue, rows: Rows) -> Rows:
     """`x[mask] = v`: row by row if every entry that the mask picks gets the same `v`."""
-    given = [(position, index) for position, index in enumerate(call["indices"]) if index is not None]
-    (position, mask), values = given[0], call["values"]
-    if len(given) > 1 or values.state is not None or values.ndim > value.ndim - mask.ndim:
-        raise Refused("picks as many entries as the data says")
-    if mask.state is not None and mask.state.at(mask.state.dim + position) != place:
-        raise Refused("combines rows that stand in different dimensions")
-    return place
+    masks = [(position, index) for position, index in enumerate(call["indices"]) if index is not None]
+    (position, mask), values = masks[0], call["values"]
+    if len(masks) > 1 or values.state is not None or values.ndim > value.ndim - mask.ndim:
+        raise Refused(PICKS_BY_DATA)
+    if mask.rows is not None and mask.rows.at(mask.rows.dim + position) != rows:
+        raise Refused(DIFFERENT_DIMENSIONS)
+    return rows
 
 
-def advanced_index(value: TracedValue, indices: list[TracedValue | None]) -> Batch:
+def advanced_index(value: TracedValue, indices: list[TracedValue | None]) -> Rows:
     """Where the rows of `value[indices]` stand: numpy's rules, with tensors or None for each leading dimension.
 
-    Index tensors broadcast together to `k` dimensions; these take the place of the indexed dimensions where those are
-    neighbours, and come first where they are not.
+    Index tensors broadcast together; their dimensions take the place of the indexed ones where these are neighbours, and come
+    first where they are not.
     """
-    given = {dim: index for dim, index in enumerate(indices) if index is not None}
-    if _masks(indices):
-        raise Refused("picks as many entries as the data says")
-    if isinstance(value.state, RowIds):
-        raise Refused("computes with the number of a row")
-    k = _index_ndim(indices)
-    first, last = min(given), max(given)
-    start = first if last - first + 1 == len(given) else 0
-    own = value.state.dim if value.state else None
-    for dim, index in given.items():
-        if isinstance(index.state, RowIds) and (dim != own or value.state.factor != 1):
-            raise Refused("computes with the number of a row")
-    batched = [i for i in given.values() if i.state is not None]
-    places = [i.state if isinstance(i.state, Batch) else Batch(i.state.dim) for i in batched]
-    indexed = agree([p.at(p.dim + k - i.ndim) for p, i in zip(places, batched, strict=True)])
-    if own is not None and own not in given:
+    by_dim = {dim: index for dim, index in enumerate(indices) if index is not None}
+    if _has_masks(indices):
+        raise Refused(PICKS_BY_DATA)
+    _check_row_ids(value, by_dim)
+    rows, indexed = value.rows, _rows_of_indices(by_dim)
+    if rows is not None and rows.dim not in by_dim:
         if indexed is not None:
             raise Refused("looks every row's indices up in every row")
-        before = own - sum(dim < own for dim in given)
-        return value.state.at(before + k if before >= start else before)
-    if own is not None and not isinstance(given[own].state, RowIds):
+        return rows.at(_dim_after(rows.dim, by_dim))
+    picks_rows = rows is not None and not isinstance(by_dim[rows.dim].state, RowIds)
+    if picks_rows or indexed is None:
         raise Refused(PICKS)
-    return indexed.at(start + indexed.dim)
+    return indexed.at(_start_of_indexed(by_dim) + indexed.dim)
 
 
-def _index_ndim(indices: list[TracedValue | None]) -> int:
+def _check_row_ids(value: TracedValue, by_dim: dict[int, TracedValue]) -> None:
+    """Numbers of rows may pick rows, one each, and nothing else."""
+    if isinstance(value.state, RowIds):
+        raise Refused(COMPUTES_WITH_ROW_IDS)
+    for dim, index in by_dim.items():
+        if isinstance(index.state, RowIds) and (value.rows is None or dim != value.rows.dim or value.rows.factor != 1):
+            raise Refused(COMPUTES_WITH_ROW_IDS)
+
+
+def _rows_of_indices(by_dim: dict[int, TracedValue]) -> Rows | None:
+    """Where the rows of the index tensors stand once these are broadcast together; None if all are invariant."""
+    ndim = _index_ndim(list(by_dim.values()))
+    batched = [(index, index.state.layout) for index in by_dim.values() if index.state is not None]
+    return agree_if_any([rows and rows.at(rows.dim + ndim - index.ndim) for index, rows in batched])
+
+
+def _dim_after(dim: int, by_dim: dict[int, TracedValue]) -> int:
+    """The dimension of the result that a dimension becomes which is not indexed itself."""
+    kept_before = dim - sum(indexed < dim for indexed in by_dim)
+    is_behind = kept_before >= _start_of_indexed(by_dim)
+    return kept_before + _index_ndim(list(by_dim.values())) if is_behind else kept_before
+
+
+def _start_of_indexed(by_dim: dict[int, TracedValue]) -> int:
+    """The dimension of the result in which those of the index tensors begin."""
+    first, last = min(by_dim), max(by_dim)
+    are_neighbours = last - first + 1 == len(by_dim)
+    return first if are_neighbours else 0
+
+
+def _index_ndim(indices: Sequence[TracedValue | None]) -> int:
     return max(index.ndim for index in indices if index is not None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .rules import rule
-from .values import Call, Refused, State, agree, aligned
+from .states import ResultState
+from .values import Call, Refused, agree, aligned
 
 
 @rule(
@@ -20,13 +21,13 @@ from .values import Call, Refused, State, agree, aligned
     "_linalg_eigh.default",
     "cholesky_solve.default",
 )
-def matrices(call: Call) -> State | tuple[State, ...]:
+def matrices(call: Call) -> ResultState:
     """The last two dimensions are a matrix; those before count matrices, and broadcast."""
     values = list(call.values())
     ndim = max(value.ndim for value in values)
     if any(value.ndim < 2 for value in values):
         raise Refused("has no rule for vectors")
-    place = agree([aligned(value, ndim) for value in values])
-    if place.dim >= ndim - 2:
+    rows = agree([aligned(value, ndim) for value in values])
+    if rows.dim >= ndim - 2:
         raise Refused("computes with a matrix across the batch")
-    return (place,) * len(call.small_out) if isinstance(call.small_out, (list, tuple)) else place
+    return call.each(rows)

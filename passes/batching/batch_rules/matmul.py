@@ -3,71 +3,76 @@
 from __future__ import annotations
 
 from .rules import rule
-from .values import Batch, Call, Refused, State, TracedValue, agree, aligned
+from .states import ResultState, Rows
+from .values import Call, Refused, TracedValue, agree, aligned
 
 CONTRACTS = "sums over the batch"
 
 
-def product(a: TracedValue, b: TracedValue) -> Batch | None:
-    """Where the rows of `a @ b` stand, for matrices or equal stacks of them."""
-    last = a.ndim - 1
-    if (a.state and a.state.dim == last) or (b.state and b.state.dim == last - 1):
+def product(a: TracedValue, b: TracedValue) -> Rows | None:
+    """Where the rows of `a @ b` stand, for matrices or equal stacks of them; None if both are invariant."""
+    lines, columns = a.ndim - 2, a.ndim - 1  # the dimensions of a matrix; those before count matrices
+    if _dim(a) == columns or _dim(b) == lines:
         raise Refused(CONTRACTS)
-    if a.state and b.state and (a.state != b.state or a.state.dim >= last - 1):
+    if a.rows is None or b.rows is None:
+        rows = a.rows or b.rows
+        if rows is not None and rows.dim < lines:
+            raise Refused("multiplies rows with a value that every row shares, entry by entry")
+        return rows
+    if a.rows != b.rows or a.rows.dim >= lines:
         raise Refused("multiplies every row with every other")
-    if (a.state or b.state).dim < last - 1 and not (a.state and b.state):
-        raise Refused("multiplies rows with a value that every row shares, entry by entry")
-    return a.state or b.state
+    return a.rows
+
+
+def _dim(value: TracedValue) -> int | None:
+    return None if value.rows is None else value.rows.dim
 
 
 @rule("mm.default", "bmm.default", keeps_order=True)
-def mm(call: Call) -> State:
+def mm(call: Call) -> ResultState:
     """A product that sums over the batch is the sum of the micro-batches' products."""
     a, b = call["self"], call["mat2"]
-    if a.state and b.state and (a.state.dim, b.state.dim) == (a.ndim - 1, b.ndim - 2):
-        agree([a.state.at(0), b.state.at(0)])
-        return call.part("sum", CONTRACTS)
+    if a.rows is not None and b.rows is not None and a.rows.dim == a.ndim - 1 and b.rows.dim == b.ndim - 2:
+        agree([a.rows.at(0), b.rows.at(0)])
+        return call.partial("sum", CONTRACTS)
     return product(a, b)
 
 
 @rule("addmm.default", "_addmm_activation.default", keeps_order=True)
-def addmm(call: Call) -> State:
-    return agree([_product_if_batched(call, "mat1", "mat2"), aligned(call["self"], 2)])
+def addmm(call: Call) -> ResultState:
+    return agree([product(call["mat1"], call["mat2"]), aligned(call["self"], 2)])
 
 
 @rule("baddbmm.default")
-def baddbmm(call: Call) -> State:
-    return agree([_product_if_batched(call, "batch1", "batch2"), aligned(call["self"], 3)])
+def baddbmm(call: Call) -> ResultState:
+    return agree([product(call["batch1"], call["batch2"]), aligned(call["self"], 3)])
 
 
 @rule("mv.default")
-def mv(call: Call) -> Batch:
+def mv(call: Call) -> Rows:
     """[M, K] @ [K]."""
     return _matrix_vector(call, "self")
 
 
 @rule("addmv.default")
-def addmv(call: Call) -> Batch:
+def addmv(call: Call) -> Rows:
     return agree([_matrix_vector(call, "mat"), aligned(call["self"], 1)])
 
 
-def _matrix_vector(call: Call, matrix: str) -> Batch:
-    if call.rows("vec") is not None or getattr(call.rows(matrix), "dim", 0) == 1:
+def _matrix_vector(call: Call, matrix: str) -> Rows:
+    if call.rows("vec") is not None:
         raise Refused(CONTRACTS)
-    return call.batched(matrix)[1]
-
-
-def _product_if_batched(call: Call, one: str, other: str) -> Batch | None:
-    if call.rows(one) is None and call.rows(other) is None:
-        return None
-    return product(call[one], call[other])
+    _, rows = call.batched(matrix)
+    if rows.dim == 1:
+        raise Refused(CONTRACTS)
+    return rows
 
 
 @rule("linear.default")
-def linear(call: Call) -> Batch:
+def linear(call: Call) -> Rows:
     """[..., in] with a weight of [out, in]."""
     call.invariant("weight", "bias")
-    value, place = call.batched("input")
-    if place.dim == value.ndim - 1:
+    value, rows = call.batched("input")
+    if rows.dim == value.ndim - 1:
         raise Refused(CONTRACTS)
-    return place
+    return rows

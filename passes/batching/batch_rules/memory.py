@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ....ir.batch import Batch
 from .rules import Rule
-from .values import Mixing, State
+from .states import Mixing, ResultState, ValueState, change_rows, each, flat
 
 
 @dataclass(eq=False)
@@ -35,47 +34,49 @@ class States:
     """
 
     def __init__(self) -> None:
-        self.of: dict[fx.Node, State | tuple[State, ...]] = {}
+        self.of: dict[fx.Node, ResultState] = {}
         self.memory: dict[Any, _Shared] = {}  # by storage, node, or the name of a constant
 
-    def __getitem__(self, node: fx.Node) -> State | tuple[State, ...]:
+    def __getitem__(self, node: fx.Node) -> ResultState:
         return self.of[node]
 
-    def add(self, node: fx.Node, state: State | tuple[State, ...], *keys: Any, invariant_source: bool = False) -> None:
+    def add(self, node: fx.Node, state: ResultState, *keys: Any, invariant_source: bool = False) -> None:
         """Records a new value; `keys` name memory that its storage does not show."""
         memory = self._join([node, *_storages(node), *_aliased(node), *keys])
         memory.nodes.append(node)
         memory.invariant_source |= invariant_source
         self.of[node] = state if memory.unproven is None else each(memory.unproven, node.meta.get("val"))
 
-    def write(self, node: fx.Node, rule: Rule | None) -> None:
-        """Accounts for what an op has written, once its result is recorded."""
+    def write(self, node: fx.Node, rule: Rule) -> None:
+        """Accounts for the writes of an operation, once its result is recorded."""
         result = self.of[node]
-        for written, is_result in _written(node, rule):
-            memory = self.memory[written]
-            if (
-                is_result
-                and set(memory.nodes) == {written, node}
-                and not isinstance(result, Mixing)
-                and self.of[written] is not None
-            ):
-                self.of[written] = result  # nothing else sees it
-            if not (is_result and result == self.of[written] and self._stays_proven(memory, result)):
-                why = next((state for state in flat(result) if isinstance(state, Mixing)), None)
-                self._lose(memory, why or Mixing(str(node.target), "writes into a value that every row shares"))
-            for other in memory.nodes:
-                if other is not node:
-                    self.of[other] = without_equal_rows(self.of[other])
+        for write in _writes_of(node, rule):
+            memory = self.memory[write.into]
+            if write.is_result and self._is_alone(write.into, node, memory) and not isinstance(result, Mixing):
+                self.of[write.into] = result
+            if not (write.is_result and result == self.of[write.into] and self._stays_proven(memory, result)):
+                self._lose(memory, _cause(node, result))
+            self._forget_entries(memory, node)
 
-    def _stays_proven(self, memory: _Shared, result: State) -> bool:
+    def _forget_entries(self, memory: _Shared, result: fx.Node) -> None:
+        """Entries that were equal or bounded may be others now, but in the result, which was recorded after the write."""
+        for node in memory.nodes:
+            if node is not result:
+                self.of[node] = change_rows(self.of[node], lambda rows: rows.unequal().bounded(None))
+
+    def _is_alone(self, written: fx.Node, result: fx.Node, memory: _Shared) -> bool:
+        """Whether `written` depends on the batch, and shares its memory with the result of the write alone."""
+        return set(memory.nodes) == {written, result} and self.of[written] is not None
+
+    def _stays_proven(self, memory: _Shared, result: ResultState) -> bool:
         kinds = {type(s) for node in memory.nodes for s in self._of_tensors(node) if not isinstance(s, Mixing)}
         return kinds == {type(result)} and not (result is None and memory.invariant_source)
 
-    def _of_tensors(self, node: fx.Node) -> Iterable[State]:
-        state, value = self.of[node], node.meta.get("val")
+    def _of_tensors(self, node: fx.Node) -> Iterable[ValueState]:
+        state = self.of[node]
         if not isinstance(state, tuple):
             return [state]
-        return [s for s, v in zip(state, value, strict=True) if isinstance(v, torch.Tensor)]
+        return [s for s, value in zip(state, node.meta["val"], strict=True) if isinstance(value, torch.Tensor)]
 
     def _join(self, keys: Iterable[Any]) -> _Shared:
         keys = list(dict.fromkeys(keys))
@@ -100,27 +101,6 @@ class States:
             self.of[node] = kept if isinstance(self.of[node], tuple) else kept[0]
 
 
-def flat(state: State | tuple[State, ...]) -> tuple[State, ...]:
-    """The states of all results of an op."""
-    return state if isinstance(state, tuple) else (state,)
-
-
-def without_equal_rows(state: State | tuple[State, ...], upper_bound: bool = False) -> State | tuple[State, ...]:
-    """The same rows, of which nothing more is known, but their range if that is to be kept."""
-    if isinstance(state, tuple):
-        return tuple(without_equal_rows(s, upper_bound) for s in state)
-    return (
-        replace(state, equal_entries=False, equal_rows=False, upper_bound=state.upper_bound if upper_bound else None)
-        if isinstance(state, Batch)
-        else state
-    )
-
-
-def each(state: State, value: Any) -> State | tuple[State, ...]:
-    """The same state for every result of an op whose results are `value`."""
-    return (state,) * len(value) if isinstance(value, (list, tuple)) else state
-
-
 def may_write(node: fx.Node) -> bool:
     """Whether a call can write into its arguments, as far as its schema tells."""
     op = node.target
@@ -131,21 +111,43 @@ def may_write(node: fx.Node) -> bool:
     )
 
 
-def _written(node: fx.Node, rule: Rule | None) -> list[tuple[fx.Node, bool]]:
-    """The nodes an op writes into, and whether its single result is that very value."""
+@dataclass(frozen=True)
+class _Write:
+    """A value that an operation writes into; `is_result` if its single result is that very value."""
+
+    into: fx.Node
+    is_result: bool
+
+
+def _writes_of(node: fx.Node, rule: Rule) -> list[_Write]:
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload):  # a higher-order op: may write into anything it is given
-        return [(n, False) for n in node.all_input_nodes]
+    if not isinstance(op, torch._ops.OpOverload):  # a higher-order op: may write into any of its arguments
+        return [_Write(n, False) for n in node.all_input_nodes]
+    if rule.writes_if and _argument(node, op, rule.writes_if) is False:
+        return []
     found = []
     for position, argument in enumerate(op._schema.arguments):
-        declared = argument.alias_info is not None and argument.alias_info.is_write
-        if declared or (rule is not None and argument.name in rule.writes):
-            inplace = declared and (position == 0 or argument.is_out) and len(op._schema.returns) == 1
-            keeps_view = torch.Tag.inplace_view not in op.tags or (rule is not None and rule.leaves_sizes)
-            found += [(n, inplace and keeps_view) for n in _passed(node, position)]
-    if rule is not None and rule.writes_if and _argument(node, rule.writes_if) is False:
-        return []
+        if _declares_write(argument) or argument.name in rule.writes:
+            is_result = _declares_write(argument) and _gives_back(op, position, rule)
+            found += [_Write(n, is_result) for n in _passed(node, op, argument.name)]
     return found
+
+
+def _declares_write(argument: torch.Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _gives_back(op: torch._ops.OpOverload, position: int, rule: Rule) -> bool:
+    """Whether the single result of an operation is the argument that it writes into, in the same view of its memory."""
+    is_written_one = position == 0 or op._schema.arguments[position].is_out
+    keeps_view = torch.Tag.inplace_view not in op.tags or rule.leaves_sizes
+    return is_written_one and keeps_view and len(op._schema.returns) == 1
+
+
+def _cause(node: fx.Node, result: ResultState) -> Mixing:
+    """Why the values in a memory are no longer proven once `node` has written into it."""
+    mixing = next((state for state in flat(result) if isinstance(state, Mixing)), None)
+    return mixing or Mixing(str(node.target), "writes into a value that every row shares")
 
 
 def _aliased(node: fx.Node) -> list[fx.Node]:
@@ -153,27 +155,26 @@ def _aliased(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function":
         return []
     if node.target is operator.getitem:
-        return _aliased(node.args[0]) and [node.args[0]]
+        several = node.all_input_nodes[0]
+        return _aliased(several) and [several]
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.all_input_nodes
-    schema = node.target._schema
-    if all(result.alias_info is None for result in schema.returns):
+    return _aliased_by_schema(node, node.target)
+
+
+def _aliased_by_schema(node: fx.Node, op: torch._ops.OpOverload) -> list[fx.Node]:
+    if all(result.alias_info is None for result in op._schema.returns):
         return []
-    return [
-        n
-        for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None
-        for n in _passed(node, position)
-    ]
+    aliased = [argument.name for argument in op._schema.arguments if argument.alias_info is not None]
+    return [n for name in aliased for n in _passed(node, op, name)]
 
 
-def _passed(node: fx.Node, position: int) -> list[fx.Node]:
-    value = _argument(node, node.target._schema.arguments[position].name)
-    return [n for n in pytree.tree_leaves(value) if isinstance(n, fx.Node)]
+def _passed(node: fx.Node, op: torch._ops.OpOverload, name: str) -> list[fx.Node]:
+    return [n for n in pytree.tree_leaves(_argument(node, op, name)) if isinstance(n, fx.Node)]
 
 
-def _argument(node: fx.Node, name: str) -> Any:
-    names = [argument.name for argument in node.target._schema.arguments]
+def _argument(node: fx.Node, op: torch._ops.OpOverload, name: str) -> Any:
+    names = [argument.name for argument in op._schema.arguments]
     if name in names and names.index(name) < len(node.args):
         return node.args[names.index(name)]
     return node.kwargs.get(name)

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from .rules import rule
-from .values import Call, Mixing, Refused, State
+from .states import Mixing, ValueState
+from .values import Call, Refused
 
 NORMALISES = "normalises over the batch; freeze the statistics with .eval() to split it"
 
 
 @rule("native_layer_norm.default", "_fused_rms_norm.default")
-def over_last_dims(call: Call) -> tuple[State, ...]:
+def over_last_dims(call: Call) -> tuple[ValueState, ...]:
     """The value, and statistics of one entry a line."""
     call.invariant("weight", "bias")
-    value, place = call.batched("input")
-    if place.dim >= value.ndim - len(call["normalized_shape"]):
+    value, rows = call.batched("input")
+    if rows.dim >= value.ndim - len(call["normalized_shape"]):
         raise Refused("normalises over the batch")
-    return (place,) * len(call.small_out)
+    return (rows,) * len(call.small_out)
 
 
 @rule("native_group_norm.default", sizes=("N",))
-def group_norm(call: Call) -> tuple[State, ...]:
+def group_norm(call: Call) -> tuple[ValueState, ...]:
     """[N, C, ...]; mean and rstd are [N, groups]."""
     call.invariant("weight", "bias")
-    _, place = call.batched("input")
-    if place.dim != 0:
+    _, rows = call.batched("input")
+    if rows.dim != 0:
         raise Refused("normalises over the batch")
-    return (place,) * 3
+    return (rows,) * 3
 
 
 @rule(
@@ -42,20 +43,20 @@ def group_norm(call: Call) -> tuple[State, ...]:
     writes=("running_mean", "running_var"),
     writes_if="training",
 )
-def batch_norm(call: Call) -> tuple[State, ...]:
+def batch_norm(call: Call) -> tuple[ValueState, ...]:
     """Frozen: a scale and a shift of each channel. In training: the same only where rows are channels (instance_norm)."""
-    _, place = call.batched("input")
+    _, rows = call.batched("input")
     others = {name: call.rows(name) for name in ("weight", "bias", "running_mean", "running_var") if call[name] is not None}
     saved = Mixing(str(call.op), "keeps statistics that are no rows")
     rest = len(call.small_out) - 1
-    if place.dim == 1:
-        if set(others.values()) - {place.at(0)}:
+    if rows.dim == 1:
+        if set(others.values()) - {rows.at(0)}:
             raise Refused("takes rows of the batch as its channels")
-        return place, *(saved,) * rest
-    if place.dim != 0 or _training(call):
+        return rows, *(saved,) * rest
+    if rows.dim != 0 or _training(call):
         raise Refused(NORMALISES)
     call.invariant(*others)
-    return place, *(saved,) * rest
+    return rows, *(saved,) * rest
 
 
 def _training(call: Call) -> bool:

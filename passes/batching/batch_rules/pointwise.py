@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .rules import broadcast, rule
-from .values import Batch, Call, Refused
+from .states import Rows
+from .values import Call, Refused
 
 # Copies: the entries as they are, in new memory or another dtype.
 rule(
@@ -54,14 +55,14 @@ rule(
 
 
 @rule("bucketize.Tensor")
-def bucketize(call: Call) -> Batch:
+def bucketize(call: Call) -> Rows:
     """Looks values up in boundaries that every row shares."""
     call.invariant("boundaries")
     return call.batched()[1]
 
 
 @rule("searchsorted.Tensor")
-def searchsorted(call: Call) -> Batch:
+def searchsorted(call: Call) -> Rows:
     """Looks values up in one sorted sequence that every row shares."""
     call.invariant("sorted_sequence", "sorter")
     if call["sorted_sequence"].ndim != 1:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .rules import rule
-from .values import Call, Refused, State, agree, dims
+from .states import ResultState
+from .values import Call, Refused, agree, dims
 
 REDUCES = "reduces the batch dimension"
 
@@ -18,22 +19,22 @@ _ADDS = {
 }  # the ops that add rows up
 
 
-def _over_rows(call: Call) -> State:
+def _over_rows(call: Call) -> ResultState:
     """A sum over all rows is the sum of the micro-batches' sums; other reductions need all of them."""
     how = _ADDS.get(call.op._schema.name.removeprefix("aten::"))
     if how is None:
         raise Refused(REDUCES)
-    return call.part(how, REDUCES)
+    return call.partial(how, REDUCES)
 
 
-def _reduce(call: Call, over: list[int], keepdim: bool) -> State | tuple[State, ...]:
-    _, place = call.batched()
-    if place.dim in over:
+def _reduce(call: Call, over: list[int], keepdim: bool) -> ResultState:
+    _, rows = call.batched()
+    if rows.dim in over:
         return _over_rows(call)
-    state = place if keepdim else place.at(place.dim - sum(dim < place.dim for dim in over))
-    return (state,) * len(call.small_out) if isinstance(call.small_out, (list, tuple)) else state
+    return call.each(rows if keepdim else rows.at(rows.dim - sum(dim < rows.dim for dim in over)))
 
 
+@rule("argmax.default", "argmin.default", keeps_order=True, gives_positions=True)
 @rule(
     "sum.dim_IntList",
     "mean.dim",
@@ -51,8 +52,6 @@ def _reduce(call: Call, over: list[int], keepdim: bool) -> State | tuple[State, 
     "all.dims",
     "max.dim",
     "min.dim",
-    "argmax.default",
-    "argmin.default",
     "aminmax.default",
     "logsumexp.default",
     "linalg_vector_norm.default",
@@ -65,7 +64,7 @@ def _reduce(call: Call, over: list[int], keepdim: bool) -> State | tuple[State, 
     "count_nonzero.dim_IntList",
     keeps_order=True,
 )
-def reduce_dims(call: Call) -> State | tuple[State, ...]:
+def reduce_dims(call: Call) -> ResultState:
     value, _ = call.batched()
     return _reduce(call, dims(call["dim"], value.ndim), bool(call["keepdim"]))
 
@@ -87,11 +86,12 @@ def reduce_dims(call: Call) -> State | tuple[State, ...]:
     "vdot.default",
     "trace.default",
 )
-def reduce_all(call: Call) -> State:
-    agree([value.state for value in call.values()])
+def reduce_all(call: Call) -> ResultState:
+    agree([value.rows for value in call.values()])
     return _over_rows(call)
 
 
+@rule("topk.default", keeps_order=True, gives_positions=True)
 @rule(
     "_softmax.default",
     "_log_softmax.default",
@@ -99,7 +99,6 @@ def reduce_all(call: Call) -> State:
     "cumsum.default",
     "cumprod.default",
     "logcumsumexp.default",
-    "topk.default",
     "cummax.default",
     "cummin.default",
     "glu.default",
@@ -108,9 +107,9 @@ def reduce_all(call: Call) -> State:
     "_fft_c2r.default",
     keeps_order=True,
 )
-def along(call: Call) -> State | tuple[State, ...]:
+def along(call: Call) -> ResultState:
     """Computes along its `dim`, each line of it alone; the dimension stays, at another size perhaps."""
-    value, place = call.batched()
-    if place.dim in dims(call["dim"], value.ndim):
+    value, rows = call.batched()
+    if rows.dim in dims(call["dim"], value.ndim):
         raise Refused("computes along the batch dimension")
-    return (place,) * len(call.small_out) if isinstance(call.small_out, (list, tuple)) else place
+    return call.each(rows)

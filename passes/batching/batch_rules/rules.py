@@ -1,87 +1,105 @@
 """How a rule is written and found.
 
     @rule("_softmax.default", "cumsum.default")          # ATen overloads, the functional ones
-    def along_one_dim(call: Call) -> State: ...
+    def along(call: Call) -> ResultState: ...
 
-A rule sees calls with at least one batched argument, or an argument that differs between the two traces. It returns the
-state of the result (a tuple for several results), or raises `Refused` with one clause. It may assume that no argument is
-Mixing. An in-place op without a rule of its own follows the rule of its functional twin (`cumsum_` that of `cumsum`).
+An operation has one entry in `RULES`, with up to three functions. The arguments of a call decide which one gives its result:
+
+    rows      all arguments are rows, row numbers or invariant, and one of them is not, or differs between the two traces
+    sums      one of them is a partial sum                               @rule("neg.default", of=Kind.SUMS)
+    orders    one of them has to do with sorted entries                  @rule("histc.default", of=Kind.ORDERS)
+
+A function returns the state of the result (a tuple for several results), or raises `Refused` with one clause. It may assume
+that no argument is Mixing. An in-place operation without a function for rows follows that of its functional twin (`cumsum_`
+that of `cumsum`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from .values import Call, State, agree, aligned
+from .states import Kind, ResultState
+from .values import Call, agree, aligned
 
-aten = torch.ops.aten
+Apply = Callable[[Call], ResultState]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule, and what it understands beyond plain rows."""
+    """The functions of an operation, and what the first of them understands beyond plain rows."""
 
-    apply: Callable[[Call], State | tuple[State, ...]]
+    rows: Apply | None = None
+    sums: Apply | None = None
+    orders: Apply | None = None
     sizes: tuple[str, ...] = ()  # arguments that are shapes: they may be computed from the size of the batch
     keeps_row_ids: bool = False  # moves entries and computes none: RowIds stay RowIds
     keeps_equal_entries: bool = False  # entries that are equal along the batch stay equal
     keeps_order: bool = False  # each entry along the batch gets what it would get in any other place
     reads_row_ids: bool = False  # takes RowIds itself, as an index
+    gives_positions: bool = False  # its last result holds positions along `dim`
     writes: tuple[str, ...] = ()  # arguments that are written though the schema does not say so
     leaves_sizes: bool = False  # an in-place op on the view itself that leaves it as it was but for meaningless strides
     writes_if: str = ""  # the bool argument without which nothing is written, whatever the schema says
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = {}
+RULES: dict[str, Rule] = {}  # by name with its library: "aten::mm.default"
+
+
+def key(name: str) -> str:
+    """The key in `RULES` of `"mm.default"`, an operation of ATen, or of `"space::op.kind"`."""
+    return name if "::" in name else f"aten::{name}"
 
 
 def overload(name: str) -> torch._ops.OpOverload | None:
-    """`"mm.default"` as an op of ATen, `"space::op.kind"` as one of another library; None where this version of torch has no such op."""
-    space, _, rest = name.rpartition("::")
+    """The operation of this name; None where this version of torch has none."""
+    space, _, rest = key(name).partition("::")
     packet, _, kind = rest.partition(".")
-    return getattr(getattr(getattr(torch.ops, space or "aten"), packet, None), kind, None)
+    return getattr(getattr(getattr(torch.ops, space), packet, None), kind, None)
 
 
-def rule(*names: str, **understands) -> Callable:
-    """Registers a function as the rule of these ATen overloads; see `Rule` for the keywords."""
+def rule(*names: str, of: Kind = Kind.ROWS, **understands: Any) -> Callable[[Apply], Apply]:
+    """Registers a function for these operations, for arguments of this kind; see `Rule` for the other keywords."""
 
-    def register(apply: Callable) -> Callable:
-        for name in names:
-            op = overload(name)
-            if op is not None:
-                assert op not in RULES, f"two rules for {op}"
-                RULES[op] = Rule(apply, **understands)
+    def register(apply: Apply) -> Apply:
+        for name in map(key, names):
+            known = RULES.get(name, Rule())
+            assert getattr(known, of) is None, f"two rules for {of} of {name}"
+            changes: dict[str, Any] = {of.value: apply, **understands}
+            RULES[name] = replace(known, **changes)
         return apply
 
     return register
 
 
-def find_rule(op: object) -> Rule | None:
-    """The rule of an op: its own, its functional twin's, or the pointwise one by tag."""
+def find_rule(op: object) -> Rule:
+    """The rule of an operation; its function for rows may be that of its functional twin, or the pointwise one by tag."""
     if not isinstance(op, torch._ops.OpOverload):
-        return None
-    if op in RULES:
-        return RULES[op]
-    packet = op._schema.name.split("::")[1]
-    if op.namespace == "aten" and packet.endswith("_") and op._schema.is_mutable:
-        twin = overload(f"{packet[:-1]}.{op._overloadname}")
-        if twin in RULES:
-            return RULES[twin]
-        op = twin or op
-    if torch.Tag.pointwise in op.tags and _takes_and_gives_tensors(op):
-        return POINTWISE
-    return None
+        return Rule()
+    own = RULES.get(f"{op._schema.name}.{op._overloadname}", Rule())
+    if own.rows is not None:
+        return own
+    return replace(_inherited(op), sums=own.sums, orders=own.orders)
 
 
-def broadcast(call: Call) -> State | tuple[State, ...]:
+def _inherited(op: torch._ops.OpOverload) -> Rule:
+    space, packet = op._schema.name.split("::")
+    if space == "aten" and packet.endswith("_") and op._schema.is_mutable:
+        twin = f"{packet[:-1]}.{op._overloadname}"
+        known = RULES.get(key(twin), Rule())
+        if known.rows is not None:
+            return known
+        op = overload(twin) or op
+    return POINTWISE if torch.Tag.pointwise in op.tags and _takes_and_gives_tensors(op) else Rule()
+
+
+def broadcast(call: Call) -> ResultState:
     """Entry by entry, with broadcasting: all batched arguments must have their rows in the same place."""
-    several = isinstance(call.small_out, (list, tuple))
-    ndim = (call.small_out[0] if several else call.small_out).ndim
-    place = agree([aligned(value, ndim) for value in call.values()])
-    return (place,) * len(call.small_out) if several else place
+    first = call.small_out[0] if isinstance(call.small_out, (list, tuple)) else call.small_out
+    return call.each(agree([aligned(value, first.ndim) for value in call.values()]))
 
 
 POINTWISE = Rule(broadcast, keeps_equal_entries=True, keeps_order=True)

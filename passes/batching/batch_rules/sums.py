@@ -1,50 +1,37 @@
-"""What may be done with a part of a sum: only what is linear. Anything else needs the sum over the whole batch first."""
+"""Operations on a part of a sum: only linear ones. Any other operation needs the sum over the whole batch first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-
-from .rules import overload
-from .values import Call, Partial, Refused, State, TracedValue, Varying, flattened
+from .rules import Rule, rule
+from .states import Kind, Partial, ResultState
+from .values import Call, Refused, TracedValue, Varying, flattened
 
 NEEDS_ALL = "needs the sum over the whole batch"
-LINEAR: dict[torch._ops.OpOverload, Callable[[Call], State]] = {}
 
 
-def linear(*names: str) -> Callable:
-    """Registers what ops make of parts of sums: the state of the result, or `Refused`."""
-
-    def register(apply: Callable) -> Callable:
-        LINEAR.update({op: apply for op in map(overload, names) if op is not None})
-        return apply
-
-    return register
-
-
-def of_parts(call: Call) -> State | tuple[State, ...]:
+def of_sums(call: Call, known: Rule) -> ResultState:
     """The state of a call that reads a part of a sum, and maybe values that every micro-batch shares."""
-    if not all(isinstance(value.state, Partial | None) for value in call.values()):
+    if not all(isinstance(state, Partial | None) for state in call.states):
         raise Refused(NEEDS_ALL)
-    apply = LINEAR.get(call.op)
-    if apply is None or not all(result.dtype in call.parts for result in flattened(call.small_out)):
+    if known.sums is None or not all(result.dtype in call.sum_dtypes for result in flattened(call.small_out)):
         raise Refused(NEEDS_ALL)
-    return apply(call)
+    return known.sums(call)
 
 
 def _only(call: Call, name: str = "self") -> Partial:
     """The state of an argument, where nothing else is a part of a sum or depends on the batch."""
     value = call[name]
-    others = (item for key, argument in call.arguments.items() if key != name for item in flattened(argument))
-    if not isinstance(value, TracedValue) or not isinstance(value.state, Partial):
-        raise Refused(NEEDS_ALL)
-    if any(isinstance(item, Varying) or (isinstance(item, TracedValue) and item.state is not None) for item in others):
+    others = [item for key, argument in call.arguments.items() if key != name for item in flattened(argument)]
+    if not isinstance(value, TracedValue) or not isinstance(value.state, Partial) or any(map(_depends_on_batch, others)):
         raise Refused(NEEDS_ALL)
     return value.state
 
 
-@linear(
+def _depends_on_batch(item: object) -> bool:
+    return isinstance(item, Varying) or isinstance(item, TracedValue) and item.state is not None
+
+
+@rule(
     "neg.default",
     "mul.Scalar",
     "div.Scalar",
@@ -75,62 +62,61 @@ def _only(call: Call, name: str = "self") -> Partial:
     "cumsum.default",
     "constant_pad_nd.default",
     "flip.default",
+    of=Kind.SUMS,
 )
-def alone(call: Call) -> State | tuple[State, ...]:
+def alone(call: Call) -> ResultState:
     """Entries moved, added up, or multiplied by a number."""
     state = _only(call)
     if call["value"] not in (None, 0):
         raise Refused(NEEDS_ALL)
-    return (state,) * len(call.small_out) if isinstance(call.small_out, (list, tuple)) else state
+    return call.each(state)
 
 
-@linear("_to_copy.default")
-def cast(call: Call) -> State:
+@rule("_to_copy.default", of=Kind.SUMS)
+def cast(call: Call) -> ResultState:
     """To another dtype, unless that rounds to whole numbers."""
     if call["self"].small.dtype.is_floating_point and not call.small_out.dtype.is_floating_point:
         raise Refused(NEEDS_ALL)
     return _only(call)
 
 
-@linear("mul.Tensor")
-def times(call: Call) -> State:
-    """By what every micro-batch shares."""
+@rule("mul.Tensor", of=Kind.SUMS)
+def times(call: Call) -> ResultState:
+    """By a value that every micro-batch shares."""
     name = "self" if isinstance(call["self"], TracedValue) and call["self"].state is not None else "other"
     return _only(call, name)
 
 
-@linear("div.Tensor")
-def divided(call: Call) -> State:
-    """By what every micro-batch shares; a sum by the size of the batch is a mean."""
-    by = call["other"]
-    if isinstance(by, Varying) and call["self"].state == Partial("sum"):
-        times, rest = divmod(by.small, call.small_batch)
-        if not rest and times > 0 and by.large == times * call.large_batch:
-            return Partial("mean")
+@rule("div.Tensor", of=Kind.SUMS)
+def divided(call: Call) -> ResultState:
+    """By a value that every micro-batch shares; a sum by the size of the batch is a mean."""
+    if call["self"].state == Partial("sum") and call.batch.multiple_of(call["other"]) is not None:
+        return Partial("mean")
     return _only(call)
 
 
-@linear("add.Tensor", "sub.Tensor", "rsub.Scalar", "add.Scalar")
-def plus(call: Call) -> State:
-    """Two sums of one kind; a mean and what every micro-batch shares."""
-    terms = [call["self"], call["other"]]
-    states = {t.state if isinstance(t, TracedValue) else None for t in terms if not _is_zero(t)}
-    how = next(s.how for s in states if s is not None)
-    if any(isinstance(item, Varying) for argument in call.arguments.values() for item in flattened(argument)):
+@rule("add.Tensor", "sub.Tensor", "rsub.Scalar", "add.Scalar", of=Kind.SUMS)
+def plus(call: Call) -> ResultState:
+    """Two sums of one kind; a mean and a value that every micro-batch shares."""
+    if call.varying:
         raise Refused(NEEDS_ALL)
-    if states - {Partial(how)} and (how != "mean" or states - {Partial(how), None}):
+    terms = [term for term in (call["self"], call["other"]) if not _is_zero(term)]
+    states = {term.state if isinstance(term, TracedValue) else None for term in terms}
+    if states == {Partial("mean"), None}:
+        return Partial("mean")
+    if len(states) > 1:
         raise Refused(NEEDS_ALL)
-    return Partial(how)
+    return states.pop()
 
 
 def _is_zero(term: object) -> bool:
     return not isinstance(term, TracedValue | Varying) and term == 0
 
 
-@linear("cat.default", "stack.default")
-def joined(call: Call) -> State:
+@rule("cat.default", "stack.default", of=Kind.SUMS)
+def joined(call: Call) -> ResultState:
     """Sums of one kind."""
-    states = {value.state for value in call.values()}
+    states = set(call.states)
     if len(states) != 1:
         raise Refused(NEEDS_ALL)
     return states.pop()

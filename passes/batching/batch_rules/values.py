@@ -1,51 +1,24 @@
-"""What a rule sees of a call: its arguments, their shapes in both traces, and where their rows stand."""
+"""The call that a rule sees: its arguments, their shapes in both traces, and where their rows stand."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 
-from ....ir.batch import Batch
-
-
-@dataclass(frozen=True)
-class Mixing:
-    """Why a value could not be proven row-wise."""
-
-    op: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.op} {self.reason}"
-
-
-@dataclass(frozen=True)
-class RowIds:
-    """An integer tensor whose entries are the number of their row: `arange(B)`, possibly broadcast."""
-
-    dim: int
-
-
-@dataclass(frozen=True)
-class Partial:
-    """A sum over rows, of which each micro-batch has a part; the value has no batch dimension.
-
-    how   "sum": the parts add up. "mean": they do when each is multiplied by its micro-batch's part of the rows
-    """
-
-    how: str
-
+from .states import Kind, Mixing, Partial, ResultState, RowIds, Rows, ValueState, each
 
 USES_BATCH_AS_NUMBER = "uses the size of the batch as a number"
-
-State = Batch | Mixing | RowIds | Partial | None
+COMPUTES_WITH_ROW_IDS = "computes with the number of a row"
+DIFFERENT_DIMENSIONS = "combines rows that stand in different dimensions"
 
 
 # Sums in narrower dtypes would be rounded once a micro-batch, and sums of integers wrap as those of the whole batch do.
-PARTS = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128, torch.int64, torch.int32})
+PARTIAL_SUM_DTYPES = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128, torch.int64, torch.int32})
 
 
 class Refused(Exception):
@@ -66,7 +39,12 @@ class TracedValue:
 
     small: torch.Tensor
     large: torch.Tensor
-    state: State
+    state: ValueState
+
+    @property
+    def rows(self) -> Rows | None:
+        """Where its rows stand; None if it is invariant. For rules of rows: the walk gives them no argument of another state."""
+        return cast("Rows | None", self.state)
 
     @property
     def ndim(self) -> int:
@@ -84,41 +62,109 @@ class TracedValue:
 
 
 @dataclass(frozen=True)
-class Call:
-    """One op of the graph, as both traces call it."""
+class BatchSizes:
+    """The sizes of the batch that the graph is traced at."""
 
-    op: torch._ops.OpOverload
-    arguments: dict[str, Any]  # by schema name: Value, lists of Value or None, Varying, or an equal constant
+    small: int
+    large: int
+
+    def multiple_of(self, number: object) -> int | None:
+        """How many times the size of the batch a varying number is, in both traces; None for any other number."""
+        if not isinstance(number, Varying):
+            return None
+        multiple, rest = divmod(number.small, self.small)
+        return multiple if not rest and multiple > 0 and number.large == multiple * self.large else None
+
+    def rows_in(self, sizes: Sequence[tuple[int, int]]) -> Rows | None:
+        """Reads the batch dimension off the sizes in the two traces; None if no size depends on the batch.
+
+        Raises Refused when two dimensions depend on the batch, or one that is no multiple of it.
+        """
+        varying = [dim for dim, (small, large) in enumerate(sizes) if small != large]
+        if not varying:
+            return None
+        if len(varying) > 1:
+            raise Refused("has the batch in two dimensions of its result")
+        multiple = self.multiple_of(Varying(*sizes[varying[0]]))
+        if multiple is None:
+            raise Refused("makes a size that is no multiple of the batch")
+        return Rows(varying[0], multiple)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation of the graph, as both traces call it.
+
+    arguments   by schema name: `TracedValue`, lists of `TracedValue` or None, `Varying`, or an equal constant
+    small_out   the result in the smaller trace: a tensor, or several
+    sum_dtypes  the dtypes in which sums over the batch may be taken in parts
+    """
+
+    op: Any
+    arguments: dict[str, Any]
     small_out: Any
     large_out: Any
-    small_batch: int
-    large_batch: int
-    parts: frozenset[torch.dtype] = PARTS
-
-    def part(self, how: str, why: str) -> Partial:
-        """The state of a result that adds rows up, if the sum may be taken in parts; raises Refused(why) if not."""
-        if self.small_out.dtype not in self.parts:
-            raise Refused(why)
-        return Partial(how)
+    batch: BatchSizes
+    sum_dtypes: frozenset[torch.dtype] = PARTIAL_SUM_DTYPES
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments.get(name)
+
+    # ---- for the walk ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def mixing(self) -> Mixing | None:
+        """The first argument that could not be proven row-wise; None if there is none."""
+        items = (item for argument in self.arguments.values() for item in flattened(argument))
+        states = (item.state if isinstance(item, TracedValue) else item for item in items)
+        return next((state for state in states if isinstance(state, Mixing)), None)
+
+    @cached_property
+    def states(self) -> list[ValueState]:
+        """The states of its tensor arguments."""
+        return [value.state for value in self.values()]
+
+    @cached_property
+    def varying(self) -> set[str]:
+        """The names of the arguments that hold a number that was computed from the size of the batch."""
+        return {
+            name for name, argument in self.arguments.items() if any(isinstance(item, Varying) for item in flattened(argument))
+        }
+
+    @property
+    def reads_batch(self) -> bool:
+        """Whether any argument depends on the batch."""
+        return bool(self.varying) or any(state is not None for state in self.states)
+
+    def reads(self, kind: Kind) -> bool:
+        """Whether any argument is of this kind."""
+        return any(state is not None and state.kind is kind for state in self.states)
+
+    @property
+    def reads_row_ids(self) -> bool:
+        return any(isinstance(state, RowIds) for state in self.states)
+
+    @property
+    def is_random(self) -> bool:
+        return torch.Tag.nondeterministic_seeded in getattr(self.op, "tags", ())
+
+    # ---- for rules ---------------------------------------------------------------------------------------------------
 
     def values(self) -> Iterator[TracedValue]:
         """Every tensor argument, those in lists too."""
         return (item for argument in self.arguments.values() for item in flattened(argument) if isinstance(item, TracedValue))
 
-    def rows(self, name: str) -> Batch | None:
+    def rows(self, name: str) -> Rows | None:
         """Where the rows of a tensor argument stand; None when it is invariant or was not given."""
         value = self[name]
-        return value.state if isinstance(value, TracedValue) else None
+        return value.rows if isinstance(value, TracedValue) else None
 
-    def batched(self, name: str = "self") -> tuple[TracedValue, Batch]:
-        """A tensor argument that has to be batched, and where."""
+    def batched(self, name: str = "self") -> tuple[TracedValue, Rows]:
+        """A tensor argument that has to be batched, and where its rows stand."""
         value = self[name]
-        if not isinstance(value, TracedValue) or value.state is None:
+        if not isinstance(value, TracedValue) or value.rows is None:
             raise Refused("reads rows where it needs a value that every row shares")
-        return value, value.state
+        return value, value.rows
 
     def invariant(self, *names: str) -> None:
         """Refuses the call if one of these arguments is batched."""
@@ -126,37 +172,42 @@ class Call:
             if self.rows(name) is not None:
                 raise Refused(f"takes rows of the batch as its {name!r}")
 
+    def each(self, state: ValueState) -> ResultState:
+        """The same state for every result."""
+        return each(state, self.small_out)
+
+    def partial(self, how: str, why: str) -> Partial:
+        """The state of a result that adds rows up, if the sum may be taken in parts; raises Refused(why) if not."""
+        if self.small_out.dtype not in self.sum_dtypes:
+            raise Refused(why)
+        return Partial(how)
+
     @property
     def out_sizes(self) -> list[tuple[int, int]]:
         """Sizes of a single result in the two traces."""
         return list(zip(self.small_out.shape, self.large_out.shape, strict=True))
 
-    def batch_in_result(self, equal_entries: bool = False) -> Batch | None:
+    def batch_in_result(self, equal_entries: bool = False) -> Rows | None:
         """The dimension of a single result whose size is a multiple of the batch; None if no size depends on it."""
-        found = batch_of_sizes(self.out_sizes, self.small_batch, self.large_batch)
-        return replace(found, equal_entries=equal_entries) if found is not None else None
+        rows = self.batch.rows_in(self.out_sizes)
+        return None if rows is None else replace(rows, equal_entries=equal_entries)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two constants are the same, type and all."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        real = not any(isinstance(t, torch._subclasses.FakeTensor) for t in (a, b))
+        return real and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, float) and math.isnan(a):
+        return math.isnan(b)
+    return bool(a == b)
 
 
 def flattened(argument: Any) -> Sequence[Any]:
     """The items of an argument that is a list; the argument alone if it is none."""
     return argument if isinstance(argument, (list, tuple)) else (argument,)
-
-
-def batch_of_sizes(sizes: Sequence[tuple[int, int]], small_batch: int, large_batch: int) -> Batch | None:
-    """Reads the batch dimension off the sizes in the two traces.
-
-    Raises Refused when two dimensions depend on the batch, or one that is no multiple of it.
-    """
-    varying = [dim for dim, (small, large) in enumerate(sizes) if small != large]
-    if not varying:
-        return None
-    if len(varying) > 1:
-        raise Refused("has the batch in two dimensions of its result")
-    small, large = sizes[varying[0]]
-    multiple, rest = divmod(small, small_batch)
-    if rest or multiple < 1 or multiple * large_batch != large:
-        raise Refused("makes a size that is no multiple of the batch")
-    return Batch(varying[0], multiple)
 
 
 def dims(argument: Any, ndim: int) -> list[int]:
@@ -167,17 +218,21 @@ def dims(argument: Any, ndim: int) -> list[int]:
     return [dim % ndim if ndim else 0 for dim in listed]
 
 
-def aligned(value: TracedValue, ndim: int) -> Batch | None:
+def aligned(value: TracedValue, ndim: int) -> Rows | None:
     """Where the rows of `value` stand once it is broadcast, from the right, to `ndim` dimensions."""
-    if value.state is None:
-        return None
-    return value.state.at(value.state.dim + ndim - value.ndim)
+    rows = value.rows
+    return None if rows is None else rows.at(rows.dim + ndim - value.ndim)
 
 
-def agree(places: Sequence[Batch | None]) -> Batch | None:
-    """The one place where the rows of all batched values stand; raises Refused if there are two."""
-    distinct = {place for place in places if place is not None}
-    certain = {place for place in places if place is not None and not place.equal_entries} or distinct
-    if len(certain) > 1 or any((p.dim, p.factor) != (c.dim, c.factor) for p in distinct for c in certain):
-        raise Refused("combines rows that stand in different dimensions")
+def agree(places: Sequence[Rows | None]) -> Rows:
+    """The one place where the rows of all batched values stand, at least one of them; raises Refused if there are two."""
+    return cast("Rows", agree_if_any(places))
+
+
+def agree_if_any(places: Sequence[Rows | None]) -> Rows | None:
+    """The same; None if no value is batched."""
+    batched = [place for place in places if place is not None]
+    certain = {place for place in batched if not place.equal_entries} or set(batched)
+    if len(certain) > 1 or any((p.dim, p.factor) != (c.dim, c.factor) for p in batched for c in certain):
+        raise Refused(DIFFERENT_DIMENSIONS)
     return next(iter(certain), None)
