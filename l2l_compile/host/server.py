@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ class ParameterServer:
 
     def __init__(self, options: Options, device: Device):
         self.options, self.device = options, device
-        self.worker = Worker(threads := _worker_threads(device))
+        self.worker = Worker(threads := device.host_threads())
         weakref.finalize(self, self.worker.close)
         self._in_flight: deque[Ticket] = deque()  # the last work on each segment's gradients
         self._memory = GradientMemory()
@@ -204,9 +203,3 @@ def _returns_gradients(step: Step) -> bool:
 
 def _indices(segment: Segment) -> tuple[int, ...]:
     return tuple(w.index for w in segment.weights if w.kind == "parameter")
-
-
-def _worker_threads(device: Device) -> int:
-    """Intra-op threads of the host lane: half of the cores where the device is the host itself, all but one else."""
-    cores = os.cpu_count() or 1
-    return max(1, cores // 2 if device.torch_device.type == "cpu" else cores - 1)

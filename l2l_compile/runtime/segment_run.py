@@ -6,7 +6,7 @@ import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import ClassVar
 
 import torch
@@ -128,8 +128,8 @@ class _Run(ABC):
             if not code.random:
                 return code.run(*arguments)
             seed = self.seeds[number]
-            draws = [d.make(_generator(self.device.torch_device, derived_seed(seed, d.number))) for d in code.draws]
-            with _seeded(self.device.torch_device, seed) if code.seeded else nullcontext():
+            draws = [d.make(self.device.generator(derived_seed(seed, d.number))) for d in code.draws]
+            with self.device.seeded(seed) if code.seeded else nullcontext():
                 return code.run(*arguments, *draws)
         except Exception as error:
             error.add_note(f"in segment '{self.segment.name}', {self.which} of micro-batch {number + 1}")
@@ -309,20 +309,3 @@ def gradient_of(step: Step, block: Block, tensors: Sequence[torch.Tensor], micro
 def _as_sum(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient to which others are added: those of 16 bits are summed in 32."""
     return gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient
-
-
-@contextmanager
-def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """The default generator of a device begins at a seed, and is as it was before at the end; those of others are left alone."""
-    if device.type == "cuda":
-        with torch.random.fork_rng([device]), torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-            yield
-    else:
-        with torch.random.fork_rng([]):
-            torch.default_generator.manual_seed(seed)
-            yield
-
-
-def _generator(device: torch.device, seed: int) -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)
