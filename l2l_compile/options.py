@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .devices.host import HOST
+from .devices.registry import KINDS, default_device
 from .errors import OptionError
 
 _LEAST_PINNED = 1 << 20  # bytes: the staging ring needs some
@@ -22,7 +24,7 @@ class Options:
 
     micro_batches   number of slices of the batch that go through a layer before the next layer is fetched (u in the
                     L2L paper). A batch with fewer rows uses fewer; one that it does not divide gets two slice sizes.
-    device          where the layers run; None takes the accelerator if there is one, else "cpu".
+    device          where the layers run; without it, or with None, the accelerator if there is one, else the host.
     stash           where forward keeps the inputs of a layer for backward: "host" or "device".
     prefetch        how many layers ahead weights and stashes are fetched; also the number of extra weight slabs.
     outputs         "all", or "loss": a program that makes a loss (an output without the batch dimension that takes a gradient)
@@ -47,7 +49,7 @@ class Options:
     """
 
     micro_batches: int = 1
-    device: torch.device | None = None
+    device: torch.device = HOST
     stash: str = "host"
     prefetch: int = 1
     outputs: str = "all"
@@ -174,17 +176,13 @@ def _bytes(value: Any) -> int | None:
 
 
 def _device(value: Any) -> torch.device:
-    if value is None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        value = found if found is not None and found.type == "cuda" else "cpu"
     try:
-        device = torch.device(value)
+        device = torch.device(value) if value is not None else default_device()
     except (RuntimeError, TypeError) as error:
         raise OptionError(f"option 'device' must name a device such as 'cuda' or 'cpu', got {value!r}") from error
-    if device.type not in ("cuda", "cpu"):
-        raise OptionError(f"option 'device' must be a cuda device or 'cpu', got {value!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise OptionError("option 'device' is 'cuda', but torch.cuda.is_available() is False on this machine")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
+    kind = KINDS.get(device.type)
+    if kind is None:
+        raise OptionError(f"option 'device' must be a device of type {' or '.join(map(repr, KINDS))}, got {value!r}")
+    if (complaint := kind.complaint()) is not None:
+        raise OptionError(f"option 'device' is {device.type!r}, but {complaint}")
+    return kind.resolve(device)

@@ -7,9 +7,9 @@ import weakref
 from typing import Any
 
 from .check import Check
-from .devices.cpu import CpuDevice
-from .devices.cuda import CudaDevice
 from .devices.device import Device
+from .devices.host import is_host
+from .devices.registry import kind_of
 from .errors import OptionError
 from .frontend import dynamo, limits
 from .host.server import ParameterServer
@@ -23,7 +23,7 @@ from .runtime.step import Stats
 
 def open_device(options: Options) -> Device:
     """The device that runs programs under these options."""
-    return CudaDevice(options.device, options.pinned_memory) if options.device.type == "cuda" else CpuDevice()
+    return kind_of(options.device).open(options.device, options.pinned_memory)
 
 
 class Session:
@@ -87,7 +87,7 @@ def frame_begins(backend: Any) -> None:
         options = Options.build(getattr(backend, "kwargs", {}).get("options"))
     except OptionError:  # the backend raises it
         return
-    if options.device.type == "cpu" and options.block_compiler == "inductor":
+    if is_host(options.device) and options.block_compiler == "inductor":
         vector_instructions.ask()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 import warnings
@@ -34,18 +35,19 @@ def fresh_dynamo():
 @pytest.fixture
 def threaded(monkeypatch):
     """Compiled models run on a device of three threads; `threaded.devices` lists the devices opened so far."""
-    import l2l_compile.session
+    from l2l_compile.devices.cpu import CPU
+    from l2l_compile.devices.registry import KINDS
     from l2l_compile.devices.threaded import ThreadedDevice
 
     class Opener:
-        devices: list[ThreadedDevice] = []
-        delay, seed = 0.002, 0
+        def __init__(self):
+            self.devices: list[ThreadedDevice] = []
+            self.delay, self.seed = 0.002, 0
 
-        def __call__(self, options):
-            self.devices.append(ThreadedDevice(self.delay, self.seed, options.pinned_memory))
+        def __call__(self, device, pinned_memory):
+            self.devices.append(ThreadedDevice(self.delay, self.seed, pinned_memory))
             return self.devices[-1]
 
     opener = Opener()
-    opener.devices = []
-    monkeypatch.setattr(l2l_compile.session, "open_device", opener)
+    monkeypatch.setitem(KINDS, CPU.name, dataclasses.replace(CPU, open=opener))
     return opener

@@ -10,7 +10,8 @@ import torch
 
 from ..memory.heap import apart_from_the_heap
 from ..memory.pages import Pool, unlocked
-from .device import LANES, Device, HostWeights, Lane
+from .device import LANES, Device, DeviceKind, HostWeights, Lane
+from .host import HOST, half_of_the_cores
 from .ledger import Ledger
 
 _LARGE = 4 << 20  # bytes: large enough that new pages cost little next to what is computed
@@ -38,7 +39,7 @@ class CpuDevice(Device):
     """
 
     def __init__(self) -> None:
-        self.torch_device = torch.device("cpu")
+        self.torch_device = HOST
         self.lanes = dict.fromkeys(LANES, _Inline())
         self.ledger = Ledger()
         self.pinned = unlocked()  # nothing is copied by itself
@@ -77,6 +78,9 @@ class CpuDevice(Device):
     def use_workspace(self, size: int) -> None:
         self.ledger.touch(size)
 
+    def host_threads(self) -> int:
+        return half_of_the_cores()
+
     def start_peak(self) -> None:
         self.ledger.start_peak()
 
@@ -91,3 +95,13 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     if storage.nbytes() == size:
         return tensor
     return torch.empty(0, dtype=tensor.dtype).set_(storage[start : start + size], 0, tensor.shape)
+
+
+CPU = DeviceKind(
+    name=HOST.type,
+    open=lambda device, pinned_memory: CpuDevice(),
+    complaint=lambda: None,
+    resolve=lambda device: HOST,
+    pins_memory=False,
+    identity=lambda device: (),
+)

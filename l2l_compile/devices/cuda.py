@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ..memory.pages import PinnedMemory, Pool
-from .device import Device, Lane
+from .device import Device, DeviceKind, Lane
 from .staging import Staging
 
 
@@ -73,6 +74,12 @@ class CudaDevice(Device):
         self._pool.reads(host, self.lanes["d2h"].record())
         return host
 
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        with torch.random.fork_rng([self.torch_device]), torch.cuda.device(self.torch_device):
+            torch.cuda.manual_seed(seed)
+            yield
+
     def wait_on_host(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
@@ -113,3 +120,19 @@ def _forget_last_error() -> None:
         torch.ones(1, device="cuda").add_(1)
     except RuntimeError:
         pass
+
+
+def _complaint() -> str | None:
+    return None if torch.cuda.is_available() else "torch.cuda.is_available() is False on this machine"
+
+
+def _resolve(device: torch.device) -> torch.device:
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _identity(device: torch.device) -> tuple:
+    """PyTorch chooses attention kernels by the GPU."""
+    return torch.cuda.get_device_name(device), torch.version.cuda
+
+
+CUDA = DeviceKind(name="cuda", open=CudaDevice, complaint=_complaint, resolve=_resolve, pins_memory=True, identity=_identity)

@@ -7,9 +7,11 @@ in the order of the compute lane alone, so an allocator that knows one stream is
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,26 @@ from ..memory.pages import PinnedMemory
 from .staging import Staging
 
 LANES = ("compute", "h2d", "d2h")
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """What is known of a kind of device while none is open.
+
+    name        its type for `torch.device`
+    open        opens a device, with a budget of page-locked host memory in bytes (None: no bound)
+    complaint   why there is none on this machine; None if there is one
+    resolve     the device with its index, for one that may have none
+    pins_memory whether host memory is page-locked for it
+    identity    what traces for a device depend on, and another machine may not have
+    """
+
+    name: str
+    open: Callable[[torch.device, int | None], Device]
+    complaint: Callable[[], str | None]
+    resolve: Callable[[torch.device], torch.device]
+    pins_memory: bool
+    identity: Callable[[torch.device], tuple]
 
 
 class Lane(ABC):
@@ -129,6 +151,21 @@ class Device(ABC):
     def running(self) -> AbstractContextManager:
         """The caller gives work to the lanes."""
         return nullcontext()
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """The default generator of the device begins at a seed, and is as it was before at the end; those of others are left alone."""
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(seed)
+            yield
+
+    def generator(self, seed: int) -> torch.Generator:
+        """A new generator of the device."""
+        return torch.Generator(self.torch_device).manual_seed(seed)
+
+    def host_threads(self) -> int:
+        """How many threads the host's own work may take beside the device: all cores but one, which gives work to the lanes."""
+        return max(1, (os.cpu_count() or 1) - 1)
 
     def recover(self) -> None:
         """After a failure: wait until no lane works any more, forget what failed, free all slabs."""

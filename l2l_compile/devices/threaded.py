@@ -17,6 +17,7 @@ import torch
 
 from ..memory.pages import PinnedMemory, Pool
 from .device import LANES, Device, Lane
+from .host import HOST, half_of_the_cores
 from .ledger import Ledger
 from .staging import Staging
 
@@ -68,7 +69,7 @@ class ThreadedDevice(Device):
     """`delay` is the longest pause in seconds before each piece of work; `seed` fixes the pauses' lengths."""
 
     def __init__(self, delay: float = 0.001, seed: int = 0, pinned_memory: int | None = None):
-        self.torch_device = torch.device("cpu")
+        self.torch_device = HOST
         self.locked: dict[int, int] = {}
         self.pinned = PinnedMemory(pinned_memory, self.locked.__setitem__, self.locked.__delitem__)
         self._staging = Staging(self.pinned, lambda: None, threading.Event.wait)  # a copy of a lane's thread is done at once
@@ -116,6 +117,9 @@ class ThreadedDevice(Device):
 
     def use_workspace(self, size: int) -> None:
         self.ledger.touch(size)
+
+    def host_threads(self) -> int:
+        return half_of_the_cores()
 
     def start_peak(self) -> None:
         self.ledger.start_peak()

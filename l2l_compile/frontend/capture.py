@@ -13,6 +13,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ..devices.host import HOST, is_host
+from ..devices.registry import KINDS
 from ..errors import DeviceError, L2LError
 from ..ir.captured import Captured, Input
 from ..ir.values import TensorSpec, dim_of
@@ -59,12 +61,13 @@ def capture(gm: fx.GraphModule) -> Captured:
 
 
 def _autocast() -> torch.dtype | None:
-    if torch.is_autocast_enabled("cuda"):
-        raise L2LError(
-            "torch.autocast('cuda') is on, but the model is traced on the host, where it has no effect. Use "
-            "torch.autocast('cpu'), which holds for the device that the layers run on"
-        )
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    for name in KINDS:
+        if name != HOST.type and torch.is_autocast_enabled(name):
+            raise L2LError(
+                f"torch.autocast({name!r}) is on, but the model is traced on the host, where it has no effect. Use "
+                f"torch.autocast({HOST.type!r}), which holds for the device that the layers run on"
+            )
+    return torch.get_autocast_dtype(HOST.type) if torch.is_autocast_enabled(HOST.type) else None
 
 
 def _refuse_data_dependence(graph: fx.Graph) -> None:
@@ -123,7 +126,7 @@ def _readable(source: str) -> str:
 def _check_on_host(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="placeholder"):
         example = node.meta.get("example_value")
-        if isinstance(example, torch.Tensor) and example.device.type != "cpu":
+        if isinstance(example, torch.Tensor) and not is_host(example.device):
             what = "parameter" if isinstance(example, torch.nn.Parameter) else "input"
             if example.device.type == "meta":
                 raise DeviceError(

@@ -10,6 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_any, tree_map_only
 
+from ..devices.host import HOST
+
 
 @contextmanager
 def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
@@ -52,7 +54,7 @@ def _meta_tensors(module: torch.nn.Module) -> Iterator[tuple[dict, str, torch.Te
 
 def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
     """A fake tensor of the host like a meta tensor. Called in a fake mode."""
-    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=HOST)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)

@@ -32,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..devices.registry import KINDS
 from .recurrent_stacks import sizes_of_stack
 
 _PLAIN = (
@@ -147,7 +148,7 @@ def _modes() -> Hashable:
     cuda = torch.backends.cuda
     return (
         torch.is_grad_enabled(), torch.get_default_dtype(),
-        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in KINDS),
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
         torch.are_deterministic_algorithms_enabled(), torch._C._len_torch_function_stack(),
     )  # fmt: skip

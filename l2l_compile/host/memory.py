@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..devices.registry import kind_of
 from ..devices.staging import ring_bytes
 from ..ir.precision import gradient_dtype
 from ..ir.program import Program
+from ..ir.segments import Segment
 from ..ir.values import TensorSpec
 from ..memory.layout import aligned
 from ..options import Options
@@ -57,64 +59,123 @@ class HostMemory:
 
 def host_memory(programs: Sequence[Program], options: Options) -> HostMemory:
     """What these programs of one model need of the host's memory."""
-    parameters: dict[str, TensorSpec] = {}
-    wires: dict[tuple, tuple[int, int]] = {}  # bytes, and those that gradients will need in the same memory
-    pushes = []
-    for program in programs:
-        for segment in program.segments:
-            weights = [  # a weight of a model that is a plain function may have symbolic sizes
-                (w.name, replace(s, shape=s.sizes(program.bindings)))
-                for w, s in zip(segment.weights, segment.block.weights, strict=True)
-                if w.kind == "parameter"
-            ]
-            parameters.update(weights)
-            room = sum(_count(s) * _master_width(s, options) for _, s in weights if s.differentiable and _is_widened(s, options))
-            wires[tuple((name, s.dtype) for name, s in weights)] = (sum(aligned(s.bytes({})) for _, s in weights), room)
-            pushes.append(sum(_on_link(s, options) for _, s in weights if s.differentiable))
-    narrow = options.precision != "fp32"
-    master = sum(_count(s) * _master_width(s, options) for s in parameters.values())
-    trained = [s for s in parameters.values() if s.differentiable]
-    whole = sum(_count(s) * _master_width(s, options) for s in trained)
-    on_link = sum(_on_link(s, options) for s in trained)
-    if options.update == "at_step" or options.accumulate > 1:
-        kept, stays = whole, on_link == whole
-    else:
-        kept, stays = (on_link, True) if options.update == "in_forward" else (0, False)
-    ring = 0 if stays else min(on_link, segments_in_flight(options) * max(pushes, default=0))
-    state = None
-    if options.optimizer is not None:
-        state = state_bytes_of_trial(options.optimizer) * sum(map(_count, trained))
-    crossing = list(wires.values()) if narrow else []
-    pinned = _pinned([size for size, _ in crossing], options) if options.device.type == "cuda" else [False] * len(crossing)
-    shared = sum(min(sizes) for sizes, locked in zip(crossing, pinned, strict=True) if not locked)
-    locked = sum(size for (size, _), locked in zip(crossing, pinned, strict=True) if locked)
+    segments = [_SegmentMemory.of(segment, program, options) for program in programs for segment in program.segments]
+    parameters = {name: spec for segment in segments for name, spec in segment.parameters}
+    trained = [spec for spec in parameters.values() if spec.differentiable]
+    wires = _wires(segments, options)
+    kept, ring = _gradients(trained, max((segment.pushed for segment in segments), default=0), options)
     return HostMemory(
-        sum(map(_count, parameters.values())), master, sum(size for size, _ in crossing), kept, ring, state,
-        pinned=locked + ring_bytes(options.pinned_memory) if options.device.type == "cuda" else 0,
-        shared=shared if options.update == "at_step" else 0,
-    )  # fmt: skip
+        parameters=sum(map(_count, parameters.values())),
+        master=sum(_master_bytes(spec, options) for spec in parameters.values()),
+        wire=sum(wire.size for wire in wires),
+        gradients=kept,
+        ring=ring,
+        optimizer_state=_optimizer_state(trained, options),
+        pinned=_pinned(wires, options),
+        shared=_shared(wires, options),
+    )
 
 
-def _pinned(wires: Sequence[int], options: Options) -> list[bool]:
-    """Which wires fit into the budget beside the ring, in the order of the program."""
-    total, found = ring_bytes(options.pinned_memory), []
-    for size in wires:
-        found.append(options.pinned_memory is None or total + size <= options.pinned_memory)
-        total += size if found[-1] else 0
-    return found
+@dataclass(frozen=True)
+class _SegmentMemory:
+    """Bytes of one segment's parameters, by what they are for.
+
+    parameters  each by its name
+    wire        in the format that crosses the link
+    room        of their gradients, as far as these are given memory as wide as the parameters
+    pushed      of their gradients on the link
+    """
+
+    parameters: tuple[tuple[str, TensorSpec], ...]
+    wire: int
+    room: int
+    pushed: int
+
+    @classmethod
+    def of(cls, segment: Segment, program: Program, options: Options) -> _SegmentMemory:
+        weights = zip(segment.weights, segment.block.weights, strict=True)
+        parameters = tuple(  # a weight of a model that is a plain function may have symbolic sizes
+            (weight.name, replace(spec, shape=spec.sizes(program.bindings)))
+            for weight, spec in weights
+            if weight.kind == "parameter"
+        )
+        trained = [spec for _, spec in parameters if spec.differentiable]
+        return cls(
+            parameters,
+            wire=sum(aligned(spec.bytes({})) for _, spec in parameters),
+            room=sum(_master_bytes(spec, options) for spec in trained if _is_widened(spec, options)),
+            pushed=sum(_on_link(spec, options) for spec in trained),
+        )
+
+
+@dataclass(frozen=True)
+class _WireMemory:
+    """A wire, the bytes that gradients will need where it is, and whether it is page-locked."""
+
+    size: int
+    room: int
+    pinned: bool
+
+
+def _wires(segments: Sequence[_SegmentMemory], options: Options) -> list[_WireMemory]:
+    """The wires of all segments, of which those of equal parameters are one, in the order of the program."""
+    if options.precision == "fp32":
+        return []
+    different = {tuple((name, spec.dtype) for name, spec in segment.parameters): segment for segment in segments}
+    wires, locked = [], ring_bytes(options.pinned_memory)
+    for segment in different.values():
+        pinned = kind_of(options.device).pins_memory and _has_room(locked + segment.wire, options)
+        locked += segment.wire if pinned else 0
+        wires.append(_WireMemory(segment.wire, segment.room, pinned))
+    return wires
+
+
+def _has_room(locked: int, options: Options) -> bool:
+    return options.pinned_memory is None or locked <= options.pinned_memory
+
+
+def _pinned(wires: Sequence[_WireMemory], options: Options) -> int:
+    if not kind_of(options.device).pins_memory:
+        return 0
+    return ring_bytes(options.pinned_memory) + sum(wire.size for wire in wires if wire.pinned)
+
+
+def _shared(wires: Sequence[_WireMemory], options: Options) -> int:
+    if options.update != "at_step":
+        return 0
+    return sum(min(wire.size, wire.room) for wire in wires if not wire.pinned)
+
+
+def _gradients(trained: Sequence[TensorSpec], largest_push: int, options: Options) -> tuple[int, int]:
+    """Bytes of gradients that stay, and of those on their way to there or to their update."""
+    wide, on_link = sum(_master_bytes(spec, options) for spec in trained), sum(_on_link(spec, options) for spec in trained)
+    if options.update == "at_step" or options.accumulate > 1:
+        kept, stay_as_they_come = wide, on_link == wide
+    elif options.update == "in_forward":
+        kept, stay_as_they_come = on_link, True
+    else:
+        kept, stay_as_they_come = 0, False
+    return kept, 0 if stay_as_they_come else min(on_link, segments_in_flight(options) * largest_push)
+
+
+def _optimizer_state(trained: Sequence[TensorSpec], options: Options) -> int | None:
+    if options.optimizer is None:
+        return None
+    return state_bytes_of_trial(options.optimizer) * sum(map(_count, trained))
 
 
 def _is_widened(spec: TensorSpec, options: Options) -> bool:
     """Whether a gradient is given memory as wide as its parameter when it has come over the link."""
-    return _on_link(spec, options) < _count(spec) * _master_width(spec, options)
+    return _on_link(spec, options) < _master_bytes(spec, options)
 
 
 def _count(spec: TensorSpec) -> int:
     return spec.bytes({}) // spec.dtype.itemsize
 
 
-def _master_width(spec: TensorSpec, options: Options) -> int:
-    return 4 if options.precision != "fp32" else spec.dtype.itemsize
+def _master_bytes(spec: TensorSpec, options: Options) -> int:
+    """A parameter on the host: in fp32 where another precision crosses the link."""
+    return _count(spec) * (4 if options.precision != "fp32" else spec.dtype.itemsize)
 
 
 def _on_link(spec: TensorSpec, options: Options) -> int:

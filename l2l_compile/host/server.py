@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -18,14 +17,14 @@ from ..ir.segments import Segment
 from ..options import Options
 from ..runtime.step import RuntimeValue, Stats, Step
 from .gradients import GradientMemory
-from .optimizer.compiled_step import CompiledStep
-from .optimizer.first_step import FirstStepMemory
-from .optimizer.loss_scale import LossScale
-from .optimizer.scaled_step import ScaledStep
-from .optimizer.torch_step import TorchStep
-from .optimizer.updates import Parameter, Pushed, Updates, sum_of_squares
+from .optimizer.at_step import UpdatesAtStep
+from .optimizer.gradient_ledger import Parameter, Pushed
+from .optimizer.in_backward import UpdatesInBackward
+from .optimizer.in_forward import UpdatesInForward
 from .wire import Wire, Wires
 from .worker import Ticket, Worker
+
+_UPDATES = {"at_step": UpdatesAtStep, "in_backward": UpdatesInBackward, "in_forward": UpdatesInForward}
 
 
 class ParameterServer:
@@ -36,48 +35,27 @@ class ParameterServer:
 
     def __init__(self, options: Options, device: Device):
         self.options, self.device = options, device
-        self.worker = Worker(threads := _worker_threads(device))
+        self.worker = Worker(threads := device.host_threads())
         weakref.finalize(self, self.worker.close)
         self._in_flight: deque[Ticket] = deque()  # the last work on each segment's gradients
         self._memory = GradientMemory()
-        self.wires = Wires(device.pinned, self._memory if options.update == "at_step" else None)
+        kind = _UPDATES[options.update]
+        self.wires = Wires(device.pinned, None if kind.keeps_wires else self._memory)
+        self.updates = kind(options, self.worker, self.wires, threads, self._memory)
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self.updates: Updates | None = None
-        self._scaled: ScaledStep | None = None
-        if options.update != "at_step":
-            if options.compile_update:
-                step = CompiledStep(options.optimizer, self.wires, threads, self._memory)
-            else:
-                step = TorchStep(options.optimizer, self._memory)
-            self.updates = Updates(options, self.worker, step, self._memory)
-        elif options.optimizer is not None:
-            self._state = FirstStepMemory(options.optimizer)
-            self._scaled = ScaledStep(options.optimizer) if options.precision == "fp16" else None
 
     def watch(self, modules: Sequence[torch.nn.Module]) -> None:
         """The modules that own the parameters: their `state_dict` waits for updates that were put off."""
         self._modules.update(modules)
-        if self.updates is not None:
-            self.updates.watch(modules)
+        self.updates.watch(modules)
 
     def describe(self, stats: Stats) -> None:
         """Add the figures of the host side to those of the programs."""
-        if self.updates is not None:
-            self.updates.wait_for_norm()
-            stats.gradient_squares, stats.skipped_steps = self.updates.norm**2, self.updates.skipped
-        elif self._scaled is not None:
-            stats.skipped_steps = self._scaled.skipped
-        if self._scale is not None:
-            stats.loss_scale = self._scale.value
-
-    @property
-    def _scale(self) -> LossScale | None:
-        return getattr(self._scaled or self.updates, "scale", None)
+        self.updates.describe(stats)
 
     def synchronize(self) -> None:
         """Block until every update made so far can be seen in the parameters. Raises what an update has raised."""
-        if self.updates is not None:
-            self.updates.synchronize()
+        self.updates.synchronize()
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -85,24 +63,22 @@ class ParameterServer:
         """A forward begins: updates of the step before are over or will be waited for, and the wire is copied anew."""
         step.gradient_wire = self.options.gradients_on_link
         self.wires.begin_forward()
-        if to_train and self.options.precision == "fp16" and self.options.optimizer is None:
-            raise L2LError(
-                "precision='fp16' scales the loss and skips the step when a gradient overflows: it needs the option "
-                "'optimizer', the one of the training loop"
-            )
-        if to_train and self.options.optimizer is not None:
-            self._check_owner(parameters)
-        if self.updates is None:
-            return
-        if self.options.update == "in_backward":
-            self.updates.synchronize()
         if to_train:
-            step.use = self.updates.use(parameters)
+            self._check_optimizer(parameters)
+        step.use = self.updates.begin_forward(parameters, to_train)
 
-    def _check_owner(self, parameters: Sequence[Parameter]) -> None:
-        """Raise `L2LError` if the option `optimizer` has no parameter of the model, of which this is a program."""
+    def _check_optimizer(self, parameters: Sequence[Parameter]) -> None:
+        """Raise `L2LError` if the option `optimizer` is missing, or has no parameter of the model, of which this is a program."""
+        optimizer = self.options.optimizer
+        if optimizer is None:
+            if self.options.precision == "fp16":
+                raise L2LError(
+                    "precision='fp16' scales the loss and skips the step when a gradient overflows: it needs the option "
+                    "'optimizer', the one of the training loop"
+                )
+            return
         trained = [p for p in parameters if p.requires_grad]
-        owned = {p for group in self.options.optimizer.param_groups for p in group["params"]}
+        owned = {p for group in optimizer.param_groups for p in group["params"]}
         if trained and owned.isdisjoint(trained) and owned.isdisjoint(p for m in self._modules for p in m.parameters()):
             raise L2LError(
                 f"the option 'optimizer' holds none of the {len(trained)} parameters that this model trains: build it from "
@@ -114,33 +90,31 @@ class ParameterServer:
 
         With update='at_step', every forward copies the wire anew: backward lets go of it where gradients take its place.
         """
-        mine = [
-            (w, spec) for w, spec, i in zip(weights, segment.block.weights, segment.weights, strict=True) if i.kind == "parameter"
+        self.updates.wait(step.arguments[i.owner] for i in segment.weights if i.kind == "parameter")
+        sent = [
+            (w, spec.dtype)
+            for w, spec, i in zip(weights, segment.block.weights, segment.weights, strict=True)
+            if i.kind == "parameter"
         ]
-        if self.updates is not None:
-            self.updates.wait(step.arguments[i.owner] for i in segment.weights if i.kind == "parameter")
-        if self.options.precision == "fp32" or not mine:
+        if self.options.precision == "fp32" or not sent:
             return None, list(weights)
         key = _indices(segment)
         if key in step.last_fetches:
             step.last_fetches[key] -= 1
-        wire = self.wires.load([p for p, _ in mine], [spec.dtype for _, spec in mine], keep=step.last_fetches.get(key) != 0)
+        wire = self.wires.load([p for p, _ in sent], [dtype for _, dtype in sent], keep=step.last_fetches.get(key) != 0)
         return wire, [w for w, i in zip(weights, segment.weights, strict=True) if i.kind != "parameter"]
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, step: Step, graph: fx.Graph, segments: Sequence[Segment]) -> None:
         """A backward begins; sets `step.scale`, the factor by which the gradients of its outputs are to be multiplied."""
-        step.returned, step.scale = {}, self._scale.value if self._scale is not None else 1.0
-        if self.updates is None:
+        scale = self.updates.scale
+        step.returned, step.scale = {}, scale.value if scale is not None else 1.0
+        if not self.updates.keeps_wires:
             fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
             step.last_fetches = Counter(_indices(segments[nodes.operands(n).segment]) for n in fetches)
-        if step.use is not None:
-            pushes = graph.find_nodes(op="call_function", target=nodes.push_gradients)
-            managed = Counter(p for n in pushes for p in _managed(step, segments[nodes.operands(n).segment]).values())
-            self.updates.begin_backward(step.use, managed)
-        if self._scaled is not None:
-            self._scaled.used = True
+        pushing = [segments[nodes.operands(n).segment] for n in graph.find_nodes(op="call_function", target=nodes.push_gradients)]
+        self.updates.begin_backward(step.use, Counter(p for s in pushing for p in _managed(step, s).values()))
 
     def collect(self, step: Step, segment: Segment, box: RuntimeValue) -> None:
         """Gradients of a segment are on their way to the host until the event of the box, or there are none.
@@ -149,48 +123,51 @@ class ParameterServer:
         """
         if step.use is None and box.absent:
             return
-
-        def work() -> None:
-            if box.event is not None:
-                self.device.wait_on_host(box.event)
-            arrived = {w.index: g for w, g in zip(segment.weights, box.tensors or (), strict=False) if g is not None}
-            box.tensors = None
-            if step.use is not None:
-                mine = [Pushed(p, arrived.pop(w.index, None), w.part) for w, p in _managed(step, segment).items()]
-                self.updates.collect(step.use, mine)
-            weights = [w for w in segment.weights if w.kind == "parameter" or w.index in arrived]
-            gradients = [arrived.pop(w.index, None) for w in weights]
-            self._memory.widen_together(gradients, [step.arguments[w.index] for w in weights])
-            for weight, gradient in zip(weights, gradients, strict=True):
-                if gradient is not None:
-                    gradient = gradient.div_(step.scale) if step.scale != 1.0 else gradient
-                    total, owner = step.returned.get(weight.owner), step.arguments[weight.owner]
-                    step.returned[weight.owner] = self._memory.collected(total, gradient, owner, weight.part)
-
         while len(self._in_flight) >= segments_in_flight(self.options):
             self._in_flight.popleft().wait()
-        self._in_flight.append(self.worker.submit(work))
+        self._in_flight.append(self.worker.submit(lambda: self._collect(step, segment, box)))
+
+    def _collect(self, step: Step, segment: Segment, box: RuntimeValue) -> None:
+        """Wait for the gradients, and put each where it belongs (host lane)."""
+        if box.event is not None:
+            self.device.wait_on_host(box.event)
+        arrived = {w: g for w, g in zip(segment.weights, box.tensors or (), strict=False) if g is not None}
+        box.tensors = None
+        if step.use is not None:
+            managed = _managed(step, segment)
+            self.updates.collect(step.use, [Pushed(p, arrived.pop(w, None), w.part) for w, p in managed.items()])
+        self._return(step, segment, arrived)
+
+    def _return(self, step: Step, segment: Segment, arrived: dict[Input, torch.Tensor]) -> None:
+        """Add gradients to those that go to `p.grad` (host lane)."""
+        weights = [w for w in segment.weights if w.kind == "parameter" or w in arrived]
+        gradients = [arrived.pop(w, None) for w in weights]
+        self._memory.widen_together(gradients, [step.arguments[w.index] for w in weights])
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if gradient is not None:
+                gradient = gradient.div_(step.scale) if step.scale != 1.0 else gradient
+                total, owner = step.returned.get(weight.owner), step.arguments[weight.owner]
+                step.returned[weight.owner] = self._memory.collected(total, gradient, owner, weight.part)
 
     def update(self, step: Step, segment: Segment) -> None:
         """The segment has pushed its gradients: what is complete may be updated."""
-        if step.use is not None and self.options.update == "in_backward":
-            self._in_flight[-1] = self.worker.submit(lambda: self.updates.update(step.use, _managed(step, segment).values()))
+        if step.use is not None:
+            ticket = self.updates.update(step.use, _managed(step, segment).values())
+            if ticket is not None:
+                self._in_flight[-1] = ticket
 
     def end_backward(self, step: Step) -> dict[int, torch.Tensor]:
         """All gradients of a backward are on their way. Those that are for `p.grad`, by index of the argument."""
         if step.use is not None:
-            self.worker.submit(lambda: self.updates.end_backward(step.use))
-        if step.use is None or any(
-            p.requires_grad and p not in step.use.parameters for p in step.arguments if isinstance(p, Parameter)
-        ):
+            self.updates.end_backward(step.use)
+        if _returns_gradients(step):
             try:
                 self.worker.drain()
             except BaseException:
                 self.recover()
                 raise
         found, step.returned = step.returned, {}
-        if self.options.optimizer is not None and self.updates is None:
-            step.stats.gradient_squares += sum_of_squares(found.values())
+        step.stats.gradient_squares += self.updates.squares_of_returned(found.values())
         return found
 
     def recover(self) -> None:
@@ -200,8 +177,7 @@ class ParameterServer:
         except Exception:  # noqa: BLE001 - the first error is on its way to the user already
             pass
         self._in_flight.clear()
-        if self.updates is not None:
-            self.updates.forget()
+        self.updates.forget()
 
 
 def segments_in_flight(options: Options) -> int:
@@ -211,16 +187,19 @@ def segments_in_flight(options: Options) -> int:
 
 def _managed(step: Step, segment: Segment) -> dict[Input, Parameter]:
     """The weights of a segment that are updated here, each with the parameter that it is or is a part of."""
+    if step.use is None:
+        return {}
     weights = zip(segment.weights, segment.block.weights, strict=True)
     found = {w: step.arguments[w.owner] for w, spec in weights if w.index >= 0 and spec.differentiable}
     return {w: p for w, p in found.items() if p in step.use.parameters}
 
 
+def _returns_gradients(step: Step) -> bool:
+    """Whether a backward may have gradients for `p.grad`: they are waited for."""
+    if step.use is None:
+        return True
+    return any(p.requires_grad and p not in step.use.parameters for p in step.arguments if isinstance(p, Parameter))
+
+
 def _indices(segment: Segment) -> tuple[int, ...]:
     return tuple(w.index for w in segment.weights if w.kind == "parameter")
-
-
-def _worker_threads(device: Device) -> int:
-    """Intra-op threads of the host lane: half of the cores where the device is the host itself, all but one else."""
-    cores = os.cpu_count() or 1
-    return max(1, cores // 2 if device.torch_device.type == "cpu" else cores - 1)

@@ -16,18 +16,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import torch
-import torch._inductor.compile_fx  # most of a second, which the first step is spared, as with torch.compile(model)
 from torch import fx
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture
 
+from ..devices.host import HOST
 from . import vector_instructions
 from .inductor import compile_graph
 from .kernel_files import Kernel, compile_file, in_files
 from .priority import give_way
 
-_HOST = torch.device("cpu")
 PATIENCE = 2.0  # seconds until progress is shown
 
 
@@ -69,7 +67,7 @@ def begin(module: fx.GraphModule) -> Begun:
     if (asking := vector_instructions.ask()) is not None:
         asking.join()
     with _without_waiting() as waits:
-        run = compile_graph(module, _HOST)
+        run = compile_graph(module, HOST)
     return Begun(run, waits)
 
 

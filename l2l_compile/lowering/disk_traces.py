@@ -15,6 +15,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._sympy import functions as sympy_functions
 
+from ..devices.host import is_host
 from ..ir.values import Dim, dim_of, evaluate
 from . import disk
 from .codes import Traced
@@ -165,7 +166,7 @@ def _from_graph(nodes: list, sizes: Sizes) -> fx.GraphModule:
 
 def _constant(value: Any) -> list:
     """A small tensor that tracing has made."""
-    if type(value) is not torch.Tensor or value.device.type != "cpu" or value.numel() > _LARGEST or value.requires_grad:
+    if type(value) is not torch.Tensor or not is_host(value.device) or value.numel() > _LARGEST or value.requires_grad:
         raise Untold("a large constant in a graph")
     content = value.detach().contiguous().reshape(-1).view(torch.uint8).tolist() if value.numel() else []
     return [list(value.shape), _plain(value.dtype), bytes(content).hex()]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
+from ..devices.host import is_host
 from ..errors import LoweringError
 
 aten = torch.ops.aten
@@ -39,7 +40,7 @@ def compile_graph(module: fx.GraphModule, device: torch.device) -> Callable:
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    if device.type == "cpu":
+    if is_host(device):
         for node in graph.nodes:
             if node.target in LOOKUPS:
                 node.target = _opaque(node.target)

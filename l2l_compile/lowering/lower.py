@@ -20,6 +20,8 @@ import torch
 import torch._inductor.config
 from torch import fx
 
+from ..devices.host import is_host
+from ..devices.registry import kind_of
 from ..errors import LoweringError
 from ..frontend import collection
 from ..ir.segments import Block
@@ -121,7 +123,7 @@ class Lowering:
 
     def ahead(self, requests: Iterable[Request]) -> None:
         """Begin to compile what is going to be asked for. What fails is left for the one who asks."""
-        if self.block_compiler == "eager" or self.device.type != "cpu":
+        if self.block_compiler == "eager" or not is_host(self.device):
             return
         with _one_at_a_time, collection.rests():
             for request in requests:
@@ -200,7 +202,11 @@ class Lowering:
     ) -> _Waiting | None:
         """The graph, with symbolic sizes, from disk or traced; None as from `_traced`."""
         sizes = Sizes(bindings, key.symbols)
-        name = disk.digest(("trace", key.exact, *_of_machine(self.device))) if self.block_compiler == "inductor" else None
+        name = (
+            disk.digest(("trace", key.exact, *kind_of(self.device).identity(self.device)))
+            if self.block_compiler == "inductor"
+            else None
+        )
         if name is None:
             return self._traced(block, sizes, which, wanted)
         known, traced = disk_traces.load(name, sizes)
@@ -244,12 +250,7 @@ class Lowering:
 
 def _gains(module: fx.GraphModule, device: torch.device) -> bool:
     """Whether a compiler could make a graph faster: it has two operations that may be fused. To try takes seconds."""
-    return _computations(module.graph, besides=LOOKUPS if device.type == "cpu" else ()) > 1
-
-
-def _of_machine(device: torch.device) -> tuple:
-    """What a trace depends on, and another machine with the same disk may not have: PyTorch chooses attention kernels by the GPU."""
-    return (torch.cuda.get_device_name(device), torch.version.cuda) if device.type == "cuda" else ()
+    return _computations(module.graph, besides=LOOKUPS if is_host(device) else ()) > 1
 
 
 def wanted_of(block: Block, again: bool) -> tuple[bool, ...]:

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..devices.host import HOST, is_host
 from ..errors import LoweringError
 from ..frontend.dynamo import unseen_by_saved_tensors_hooks
 from ..ir.segments import Block, symbolic_size
@@ -27,7 +28,6 @@ from ..ir.values import Bindings, TensorSpec, evaluate
 from .sizes import Sizes
 from .widening import cancel_round_trips, keep_results_narrow
 
-_HOST = torch.device("cpu")
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -57,22 +57,22 @@ class _BlockInterpreter(fx.Interpreter):
         if target is torch.amp.autocast_mode._enter_autocast:
             args = (self.device.type, *args[1:])
         if target in (torch.tensor, torch.as_tensor):  # a constant of the graph, which is on the host
-            return super().call_function(target, args, {**kwargs, "device": _HOST}).to(self.device)
+            return super().call_function(target, args, {**kwargs, "device": HOST}).to(self.device)
         return super().call_function(target, self._move(args), self._move(kwargs))
 
     def call_method(self, target, args, kwargs):
-        if target == "cpu":
+        if target == HOST.type:  # x.cpu()
             return args[0].to(self.device)
         if target == "to":
-            args = tuple(self.device if a == "cpu" and isinstance(a, str) else a for a in args)
+            args = tuple(self.device if isinstance(a, str) and a == HOST.type else a for a in args)
         return super().call_method(target, self._move(args), self._move(kwargs))
 
     def _move(self, arguments):
-        if self.device.type == "cpu":
+        if is_host(self.device):
             return arguments
-        swap = lambda a: self.device if isinstance(a, torch.device) and a.type == "cpu" else a  # noqa: E731
+        swap = lambda a: self.device if isinstance(a, torch.device) and is_host(a) else a  # noqa: E731
         moved = torch.utils._pytree.tree_map(swap, arguments)
-        if isinstance(moved, dict) and moved.get("device") == "cpu":
+        if isinstance(moved, dict) and moved.get("device") == HOST.type:
             moved = {**moved, "device": self.device}
         return moved
 
@@ -133,11 +133,11 @@ def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, 
         with torch.no_grad():
             own = [o.clone() for o in _inside(block, operands)]
             with _Writes() as writes:
-                outputs = _interpret(block, own, _BlockInterpreter(block, bindings, _HOST))
+                outputs = _interpret(block, own, _BlockInterpreter(block, bindings, HOST))
             mutated[:] = [i for i, o in enumerate(own) if o.untyped_storage()._cdata in writes.storages]
             return tuple(outputs + [own[i] for i in mutated])
 
-    module = _trace(block, forward, block.operands, Sizes(bindings), _HOST, "forward")
+    module = _trace(block, forward, block.operands, Sizes(bindings), HOST, "forward")
     return module, tuple(mutated)
 
 
@@ -156,7 +156,7 @@ class Values:
 def probe_values(block: Block, bindings: Bindings) -> Values:
     """The forward graph at these sizes, for analysis only, with every intermediate tensor as an output."""
     made_by: list[fx.Node] = []
-    interpreter = _Recorder(block, bindings, _HOST)
+    interpreter = _Recorder(block, bindings, HOST)
 
     def forward(_, operands):
         with torch.no_grad():
@@ -171,7 +171,7 @@ def probe_values(block: Block, bindings: Bindings) -> Values:
             made_by[:] = [node for node, _ in tensors]
             return tuple(tensor for _, tensor in tensors)
 
-    module = _trace(block, forward, block.operands, Sizes(bindings), _HOST, "forward")
+    module = _trace(block, forward, block.operands, Sizes(bindings), HOST, "forward")
     return Values(module.graph, made_by, interpreter.writers)
 
 
@@ -235,7 +235,7 @@ def trace_backward(
 
 def _interpret(block: Block, operands: Sequence[torch.Tensor], interpreter: _BlockInterpreter) -> list:
     device, enabled = interpreter.device, block.autocast is not None
-    made_there = device if device.type != "cpu" else nullcontext()  # torch.arange(n) without a device means the host
+    made_there = nullcontext() if is_host(device) else device  # torch.arange(n) without a device means the host
     with torch.autocast(device.type, dtype=block.autocast, enabled=enabled, cache_enabled=False), made_there:
         return list(interpreter.run(*operands))
 

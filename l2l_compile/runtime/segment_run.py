@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
+from typing import ClassVar
 
 import torch
 
@@ -13,29 +16,37 @@ from ..ir import nodes
 from ..ir.precision import gradient_dtype
 from ..ir.program import Program
 from ..ir.segments import Block, Segment
-from ..ir.values import TensorSpec
+from ..ir.values import Bindings, TensorSpec
 from ..lowering.lower import Lowered, Request, wanted_of
 from ..lowering.randomness import derived_seed
 from .step import RuntimeValue, Step
 
 
 def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]:
-    """What a step through a program is going to lower, forward first, in the order in which it runs."""
-    seen = set()
-    for block in dict.fromkeys(segment.block for segment in program.segments):
-        for micro_batch, bindings in enumerate(step.bindings_of(block)):
-            if (told := (block, micro_batch > 0, bindings.get(step.batch))) not in seen:
-                seen.add(told)
-                yield block, bindings, "forward", wanted_of(block, again=micro_batch > 0)
-    if not to_train or program.backward is None:
+    """What a step through a program is going to lower, each once, forward first, in the order in which it runs."""
+    seen: set[tuple] = set()
+    backward = _backward_requests(step, program) if to_train else ()
+    for block, bindings, which, wanted in itertools.chain(_forward_requests(step, program), backward):
+        key = block, which, wanted, bindings.get(step.batch)
+        if key not in seen:
+            seen.add(key)
+            yield block, bindings, which, wanted
+
+
+def _forward_requests(step: Step, program: Program) -> Iterator[Request]:
+    for segment in program.segments:
+        for number, bindings in enumerate(step.bindings_of(segment.block)):
+            yield segment.block, bindings, "forward", wanted_of(segment.block, again=number > 0)
+
+
+def _backward_requests(step: Step, program: Program) -> Iterator[Request]:
+    if program.backward is None:
         return
     for node in program.backward.graph.find_nodes(op="call_function", target=nodes.backward):
         block = program.segments[nodes.operands(node).segment].block
-        given = tuple(gradient is not None for gradient in nodes.arriving_gradients(node))
+        gradient_mask = tuple(gradient is not None for gradient in nodes.arriving_gradients(node))
         for bindings in step.bindings_of(block):
-            if (told := (block, given, bindings.get(step.batch))) not in seen:
-                seen.add(told)
-                yield block, bindings, "backward", given
+            yield block, bindings, "backward", gradient_mask
 
 
 def run_forward(
@@ -50,33 +61,7 @@ def run_forward(
 
     Lowers now, on the caller's thread.
     """
-    block = segment.block
-    lowered = [
-        _lower(segment, "forward", step.lowering.forward, block, b, micro_batch > 0)
-        for micro_batch, b in enumerate(step.bindings_of(block))
-    ]
-    seeds = _seeds(step, segment, lowered)
-    compare = step.check and step.check.forward(step, segment, weights, operands)
-    for result in results:
-        result.tensors = []
-
-    def work(micro_batch: int) -> None:
-        if compare and micro_batch == 0:
-            compare()
-        arguments = [*weights.tensors, *(micro_batch_of(o.tensors, micro_batch) for o in operands)]
-        made = iter(_call(segment, "forward", micro_batch, lowered[micro_batch], arguments, seeds, device))
-        there = [
-            (result, spec)
-            for result, spec, present in zip(results, block.outputs, lowered[micro_batch].present, strict=True)
-            if present
-        ]
-        for (result, spec), tensor in zip(there, made, strict=True):
-            if micro_batch == 0 or not spec.computed_once:
-                parts = step.replicate(tensor, spec) if spec.equal_rows else [tensor]
-                result.tensors += parts
-                device.hold(parts)
-
-    return [functools.partial(work, micro_batch) for micro_batch in range(len(lowered))]
+    return _Forward(step, device, segment, weights, operands, results).inner_loop()
 
 
 def run_backward(
@@ -92,64 +77,214 @@ def run_backward(
 
     Marks at once which results exist; the last micro-batch fills them. That of the first two may be read by the first.
     """
-    block = segment.block
-    given = tuple(not g.absent for g in gradients)
-    lowered = [_lower(segment, "backward", step.lowering.backward, block, b, given) for b in step.bindings_of(block)]
-    seeds = _seeds(step, segment, lowered)
-    present, count = lowered[0].present, len(block.weights)
-    for result, exists in zip(results, present[count:], strict=False):
-        result.absent = not exists
-    results[-1].absent = not any(present[:count])
-    arriving = [(g, spec) for g, spec in zip(gradients, block.outputs, strict=True) if not g.absent]
-    whole = None
-    if block.summed_whole and len(lowered) > 1 and not lowered[0].random:
-        whole = _lower(segment, "backward", step.lowering.backward, block, step.bindings, given)
+    return _Backward(step, device, segment, weights, operands, gradients, results).inner_loop()
 
-    compare = step.check and step.check.backward(step, segment, weights, operands, gradients)
-    totals: list = [None] * len(block.operands)
-    gathered: list[torch.Tensor] = []  # what of them is on the device until the results are
 
-    def work(micro_batch: int) -> None:
-        if compare and micro_batch == 0:
-            compare()
-        arguments = [*weights.tensors, *(micro_batch_of(o.tensors, micro_batch) for o in operands)]
-        arguments += [gradient_of(step, block, g.tensors, micro_batch, spec) for g, spec in arriving]
-        made = iter(_call(segment, "backward", micro_batch, lowered[micro_batch], arguments, seeds, device))
-        before = len(gathered)
-        for index, spec in enumerate(block.operands):
-            if present[index]:
-                split, total = _split(block, spec), totals[index]
-                totals[index] = _collect(total, next(made), split, len(lowered) > 1)
-                if split or total is None:
-                    gathered.append(totals[index][-1] if split else totals[index])
-        device.hold(gathered[before:])
-        if micro_batch == len(lowered) - 1:
-            finish()
+class _Run(ABC):
+    """One segment of a step, forward or backward: its code for each micro-batch, its operands, its seeds."""
 
-    def finish() -> None:
-        if whole is not None:
-            read = [(b, s) for b, s in zip(operands, block.values, strict=True)] + arriving
-            arguments = [*weights.tensors, *(joined(b.tensors, s) for b, s in read)]
-            made = iter(_call(segment, "backward", 0, whole, arguments, seeds, device))
-            for index, gradient in ((i, next(made)) for i, exists in enumerate(present) if exists):
-                if index in block.summed_whole:
-                    totals[index] = gradient
-        for result, total, spec in zip(results, totals[count:], block.values, strict=False):
+    which: ClassVar[str]
+
+    def __init__(self, step: Step, device: Device, segment: Segment, weights: RuntimeValue, operands: Sequence[RuntimeValue]):
+        self.step, self.device, self.segment, self.block = step, device, segment, segment.block
+        self.weights, self.operands = weights, operands
+        self.lowered = [self.lower(number, bindings) for number, bindings in enumerate(step.bindings_of(self.block))]
+        self.seeds = self._seeds()
+
+    def inner_loop(self) -> list[Callable[[], None]]:
+        """Work for each micro-batch, in order."""
+        return [functools.partial(self.micro_batch, number) for number in range(len(self.lowered))]
+
+    @abstractmethod
+    def micro_batch(self, number: int) -> None:
+        """Run a micro-batch (compute lane)."""
+
+    def lower(self, number: int, bindings: Bindings) -> Lowered:
+        """The code of a micro-batch at these sizes."""
+        try:
+            return self._lower(number, bindings)
+        except Exception as error:
+            error.add_note(f"while lowering {self.which} of segment '{self.segment.name}'")
+            raise
+
+    @abstractmethod
+    def _lower(self, number: int, bindings: Bindings) -> Lowered: ...
+
+    def _seeds(self) -> list[int]:
+        """A seed for each micro-batch; none where nothing is random."""
+        if not any(code.random for code in self.lowered):
+            return []
+        base = self.step.base_seed()
+        return [derived_seed(base, self.segment.index, number) for number in range(len(self.lowered))]
+
+    def arguments(self, number: int) -> list[torch.Tensor]:
+        """Weights, and the operands of a micro-batch."""
+        return [*self.weights.tensors, *(micro_batch_of(o.tensors, number) for o in self.operands)]
+
+    def call(self, code: Lowered, number: int, arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run code with the random draws of a micro-batch."""
+        self.device.use_workspace(code.workspace_bytes)
+        try:
+            if not code.random:
+                return code.run(*arguments)
+            seed = self.seeds[number]
+            draws = [d.make(self.device.generator(derived_seed(seed, d.number))) for d in code.draws]
+            with self.device.seeded(seed) if code.seeded else nullcontext():
+                return code.run(*arguments, *draws)
+        except Exception as error:
+            error.add_note(f"in segment '{self.segment.name}', {self.which} of micro-batch {number + 1}")
+            raise
+
+
+class _Forward(_Run):
+    """Outputs of a segment, micro-batch by micro-batch."""
+
+    which = "forward"
+
+    def __init__(
+        self,
+        step: Step,
+        device: Device,
+        segment: Segment,
+        weights: RuntimeValue,
+        operands: Sequence[RuntimeValue],
+        results: Sequence[RuntimeValue],
+    ):
+        super().__init__(step, device, segment, weights, operands)
+        self.results = results
+        self.compare = step.check.forward(step, segment, weights, operands) if step.check else None
+        for result in results:
+            result.tensors = []
+
+    def _lower(self, number: int, bindings: Bindings) -> Lowered:
+        return self.step.lowering.forward(self.block, bindings, number > 0)
+
+    def micro_batch(self, number: int) -> None:
+        if self.compare and number == 0:
+            self.compare()
+        code = self.lowered[number]
+        made = self.call(code, number, self.arguments(number))
+        outputs = zip(self.results, self.block.outputs, code.present, strict=True)
+        filled = [(result, spec) for result, spec, present in outputs if present]
+        for (result, spec), tensor in zip(filled, made, strict=True):
+            self._add(result, spec, tensor, number)
+
+    def _add(self, result: RuntimeValue, spec: TensorSpec, tensor: torch.Tensor, number: int) -> None:
+        """What a micro-batch has made of an output; the first one's counts for all where it is computed once."""
+        if number == 0 or not spec.computed_once:
+            parts = self.step.replicate(tensor, spec) if spec.equal_rows else [tensor]
+            result.tensors += parts
+            self.device.hold(parts)
+
+
+class _Backward(_Run):
+    """Gradients of a segment's operands: those of split values micro-batch by micro-batch, those of others as sums.
+
+    gradient_mask  for each output, whether its gradient arrives
+    present        for each operand, whether it has a gradient
+    parts          gradients of a split operand, one a micro-batch, by the operand's index
+    sums           the sum of the gradients of any other operand, by its index
+    gathered       parts and sums, which are on the device until the results are
+    """
+
+    which = "backward"
+
+    def __init__(
+        self,
+        step: Step,
+        device: Device,
+        segment: Segment,
+        weights: RuntimeValue,
+        operands: Sequence[RuntimeValue],
+        gradients: Sequence[RuntimeValue],
+        results: Sequence[RuntimeValue],
+    ):
+        self.gradient_mask = tuple(not g.absent for g in gradients)
+        super().__init__(step, device, segment, weights, operands)
+        block = self.block
+        self.arriving = [(g, spec) for g, spec in zip(gradients, block.outputs, strict=True) if not g.absent]
+        self.present = self.lowered[0].present
+        *self.of_values, self.bundle = results
+        self._mark_absent()
+        self.whole = self._lower_whole()
+        self.compare = step.check.backward(step, segment, weights, operands, gradients) if step.check else None
+        self.parts: dict[int, list[torch.Tensor]] = {}
+        self.sums: dict[int, torch.Tensor] = {}
+        self.gathered: list[torch.Tensor] = []
+
+    def _lower(self, number: int, bindings: Bindings) -> Lowered:
+        return self.step.lowering.backward(self.block, bindings, self.gradient_mask)
+
+    def _mark_absent(self) -> None:
+        """Say which results there will be: a program does without the others."""
+        of_weights, of_values = self.present[: len(self.block.weights)], self.present[len(self.block.weights) :]
+        for result, exists in zip(self.of_values, of_values, strict=True):
+            result.absent = not exists
+        self.bundle.absent = not any(of_weights)
+
+    def _lower_whole(self) -> Lowered | None:
+        """Code for all micro-batches at once, where the order of a sum over the batch must be that of eager."""
+        if not self.block.summed_whole or len(self.lowered) == 1 or self.lowered[0].random:
+            return None
+        return self.lower(0, self.step.bindings)
+
+    def micro_batch(self, number: int) -> None:
+        if self.compare and number == 0:
+            self.compare()
+        arriving = [gradient_of(self.step, self.block, g.tensors, number, spec) for g, spec in self.arriving]
+        made = self.call(self.lowered[number], number, [*self.arguments(number), *arriving])
+        self._gather(made)
+        if number == len(self.lowered) - 1:
+            self._finish()
+
+    def _indices_and_specs(self) -> Iterator[tuple[int, TensorSpec]]:
+        """The operands that have a gradient, in the order in which code gives them."""
+        return ((i, spec) for i, (spec, exists) in enumerate(zip(self.block.operands, self.present, strict=True)) if exists)
+
+    def _gather(self, made: Sequence[torch.Tensor]) -> None:
+        """Keep the gradients of a micro-batch, or add them to those of the others."""
+        before = len(self.gathered)
+        for (index, spec), gradient in zip(self._indices_and_specs(), made, strict=True):
+            if _split(self.block, spec):
+                self.parts.setdefault(index, []).append(gradient)
+                self.gathered.append(gradient)
+            elif index in self.sums:
+                self.sums[index].add_(gradient)
+            else:
+                self.sums[index] = gradient if len(self.lowered) == 1 else _as_sum(gradient)
+                self.gathered.append(self.sums[index])
+        self.device.hold(self.gathered[before:])
+
+    def _finish(self) -> None:
+        """After the last micro-batch: fill the results, and let go of what they were made from."""
+        self._sum_whole()
+        first = len(self.block.weights)
+        for index, (result, spec) in enumerate(zip(self.of_values, self.block.values, strict=True), first):
             if not result.absent:
-                total = total.to(spec.gradient_dtype) if isinstance(total, torch.Tensor) else total
-                result.tensors = total if isinstance(total, list) else [total]
-                device.hold(result.tensors)
-        if not results[-1].absent:
-            bundle = [_for_the_link(step, spec, t) for spec, t in zip(block.weights, totals, strict=False)]
-            results[-1].tensors = bundle
-            device.hold([t for t in bundle if t is not None])
-        device.free(gathered)
+                result.tensors = self.parts[index] if index in self.parts else [self.sums[index].to(spec.gradient_dtype)]
+                self.device.hold(result.tensors)
+        if not self.bundle.absent:
+            self.bundle.tensors = [self._for_the_link(spec, self.sums.get(i)) for i, spec in enumerate(self.block.weights)]
+            self.device.hold([gradient for gradient in self.bundle.tensors if gradient is not None])
+        self.device.free(self.gathered)
 
-    return [functools.partial(work, micro_batch) for micro_batch in range(len(lowered))]
+    def _sum_whole(self) -> None:
+        """Put sums over the whole batch at once in the place of those whose rounding depends on the order."""
+        if self.whole is None:
+            return
+        read = [*zip(self.operands, self.block.values, strict=True), *self.arriving]
+        arguments = [*self.weights.tensors, *(joined(value.tensors, spec) for value, spec in read)]
+        made = self.call(self.whole, 0, arguments)
+        for (index, _), gradient in zip(self._indices_and_specs(), made, strict=True):
+            if index in self.block.summed_whole:
+                self.sums[index] = gradient
+
+    def _for_the_link(self, spec: TensorSpec, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return gradient if gradient is None else gradient.to(gradient_dtype(spec, self.step.gradient_wire))
 
 
 def _split(block: Block, spec: TensorSpec) -> bool:
-    return block.inner_looped and spec.splits
+    return block.inner_looped is True and spec.splits
 
 
 def micro_batch_of(tensors: Sequence[torch.Tensor], micro_batch: int) -> torch.Tensor:
@@ -171,62 +306,6 @@ def gradient_of(step: Step, block: Block, tensors: Sequence[torch.Tensor], micro
     return torch.zeros_like(tensors[0])
 
 
-def _collect(total, gradient: torch.Tensor, split: bool, several: bool):
-    if split:
-        return [*(total or ()), gradient]
-    if total is None:  # gradients of 16 bits are summed in 32
-        return gradient.float() if several and gradient.dtype in (torch.bfloat16, torch.float16) else gradient
-    return total.add_(gradient)
-
-
-def _for_the_link(step: Step, spec: TensorSpec, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return gradient if gradient is None else gradient.to(gradient_dtype(spec, step.gradient_wire))
-
-
-def _lower(segment: Segment, which: str, lower, *arguments) -> Lowered:
-    try:
-        return lower(*arguments)
-    except Exception as error:
-        error.add_note(f"while lowering {which} of segment '{segment.name}'")
-        raise
-
-
-def _seeds(step: Step, segment: Segment, lowered: Sequence[Lowered]) -> list[int]:
-    if not any(run.random for run in lowered):
-        return []
-    base = step.base_seed()
-    return [derived_seed(base, segment.index, micro_batch) for micro_batch in range(len(lowered))]
-
-
-def _call(
-    segment: Segment, which: str, micro_batch: int, run: Lowered, arguments: list, seeds: Sequence[int], device: Device
-) -> Sequence[torch.Tensor]:
-    device.use_workspace(run.workspace_bytes)
-    try:
-        if not run.random:
-            return run.run(*arguments)
-        arguments += [d.make(_generator(device.torch_device, derived_seed(seeds[micro_batch], d.number))) for d in run.draws]
-        if not run.seeded:
-            return run.run(*arguments)
-        with _seeded(device.torch_device, seeds[micro_batch]):
-            return run.run(*arguments)
-    except Exception as error:
-        error.add_note(f"in segment '{segment.name}', {which} of micro-batch {micro_batch + 1}")
-        raise
-
-
-@contextmanager
-def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """The default generator of a device begins at a seed, and is as it was before at the end; those of others are left alone."""
-    if device.type == "cuda":
-        with torch.random.fork_rng([device]), torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-            yield
-    else:
-        with torch.random.fork_rng([]):
-            torch.default_generator.manual_seed(seed)
-            yield
-
-
-def _generator(device: torch.device, seed: int) -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)
+def _as_sum(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient to which others are added: those of 16 bits are summed in 32."""
+    return gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient

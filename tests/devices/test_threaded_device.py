@@ -10,6 +10,8 @@ import torch
 
 import l2l_compile
 from l2l_compile.devices import threaded as module
+from l2l_compile.devices.cpu import CPU
+from l2l_compile.devices.registry import KINDS
 from l2l_compile.devices.threaded import ThreadedDevice
 from l2l_compile.ir import nodes
 from l2l_compile.runtime import executor, streaming
@@ -210,8 +212,8 @@ def test_release_moved_early_gives_nan(threaded, what):
 def test_dropout_is_the_same_on_both_devices(threaded, monkeypatch):
     model, x = Stack([Layer(dropout=0.5) for _ in range(3)]).double(), rows(6)
     found = []
-    for opener in (threaded, lambda device: l2l_compile.session.CpuDevice()):
-        monkeypatch.setattr(l2l_compile.session, "open_device", opener)
+    for kind in (KINDS["cpu"], CPU):  # the first is that of `threaded`
+        monkeypatch.setitem(KINDS, "cpu", kind)
         torch.manual_seed(3)
         model.zero_grad()
         output = compiled(model)(x)

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import l2l_compile
-from l2l_compile.devices.threaded import ThreadedDevice
 from l2l_compile.passes.pipeline import SEGMENTATION
 from models import assert_parity, assert_same_gradients, compilation, compiled, rows
 from structures import WIDTH, Stacked, StackedPairs
@@ -114,8 +113,7 @@ def test_slices_under_no_grad_take_no_gradient():
 
 
 @pytest.mark.parametrize("stash", ["host", "device"])
-def test_parity_on_a_device_apart_from_the_host(stash, monkeypatch):
-    monkeypatch.setattr("l2l_compile.session.open_device", lambda _: ThreadedDevice(0.001, 0))
+def test_parity_on_a_device_apart_from_the_host(stash, threaded):
     assert_parity(StackedPairs(4).double(), both(), both(7), stash=stash)
 
 

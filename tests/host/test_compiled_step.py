@@ -224,7 +224,7 @@ def test_a_write_while_an_update_is_pending_is_an_error(monkeypatch):
     model, step, once = trained("in_forward")
     gate, updates = threading.Event(), session_of(step).server.updates
     look = updates._look_at
-    monkeypatch.setattr(updates, "_look_at", lambda gradients: gate.wait(10) and look(gradients))
+    monkeypatch.setattr(updates, "_look_at", lambda *step: gate.wait(10) and look(*step))
     once()
     with torch.no_grad():
         model.head.weight.mul_(2)

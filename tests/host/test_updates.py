@@ -207,6 +207,9 @@ def test_a_gradient_from_outside_is_added_in_forward_and_refused_in_backward():
     (step(data(1)).pow(2).mean() + step.head.weight.pow(2).sum()).backward()
     with pytest.raises(L2LError, match="outside of the compiled model.*in_forward"):
         optimizer.step()
+    optimizer.zero_grad()
+    step(data(2)).pow(2).mean().backward()
+    optimizer.step()
 
 
 def test_writes_into_parameters_are_seen_by_the_next_forward():

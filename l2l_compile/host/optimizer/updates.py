@@ -1,100 +1,109 @@
-"""When a parameter is updated: the life of gradients on the host between a backward and the optimizer.
+"""When parameters are updated: the interface between the param-server and the three values of the option `update`.
 
-A *use* is one forward that a backward may follow. A *round* is over when no use is left open: one backward call, or
-several that were joined. After `accumulate` rounds,
-
-    in_backward   a parameter is updated as soon as its last gradient of the last round is on the host
-    in_forward    `optimizer.step()` looks at all gradients (their norm, whether they are finite), and the parameters
-                  are updated in the order in which the next forward fetches them
-
-Everything here runs on the host lane, one piece of work after another, except what says otherwise.
+at_step       `optimizer.step()` updates; gradients go to `p.grad` (at_step.py)
+in_backward   a parameter is updated as soon as its last gradient of the last round is on the host (in_backward.py)
+in_forward    `optimizer.step()` looks at all gradients (their norm, whether they are finite), and the parameters are
+              updated in the order in which the next forward fetches them (in_forward.py)
 """
 
 from __future__ import annotations
 
-import math
-import threading
-import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ...errors import L2LError
 from ...frontend.dynamo import apart_from_compilation, in_data_parallel
-from ...ir.captured import Part
 from ...options import Options
+from ...runtime.step import Stats
 from ..gradients import GradientMemory
 from ..hooks import weakly
+from ..wire import Wires
 from ..worker import Ticket, Worker
 from .compiled_step import CompiledStep
+from .gradient_ledger import GradientLedger, Parameter, PendingBackward, Pushed
+from .groups import Groups
 from .loss_scale import LossScale
-from .torch_step import Hyperparameters, TorchStep, check_layers_are_independent, hyperparameters
-
-Parameter = torch.nn.Parameter
-
-
-@dataclass(frozen=True, eq=False)
-class Pushed:
-    """What a segment hands over of a parameter, or of a part of it: a gradient, or None where there is none."""
-
-    parameter: Parameter
-    gradient: torch.Tensor | None
-    part: Part | None
-
-
-class PendingBackward:
-    """A forward that took part in a step.
-
-    parameters  those that the optimizer trains and this forward reads
-    pushes      how often backward will still hand over a gradient of each
-    settled     those that no other forward waits for
-    last        whether its backward belongs to the last round of the step
-    groups      the hyperparameters when its backward began
-    """
-
-    def __init__(self, updates: Updates, parameters: Iterable[Parameter]):
-        self.updates, self.parameters = updates, frozenset(parameters)
-        self.open = True
-        self.pushes: Counter[Parameter] = Counter()
-        self.settled: set[Parameter] = set()
-        self.last = self.ends_round = False
-        self.groups: Hyperparameters = []
-        self.sums: dict[Parameter, torch.Tensor] = {}
-
-    def __del__(self) -> None:
-        self.updates.close(self)
+from .torch_step import Hyperparameters, TorchStep, check_layers_are_independent
 
 
 class Updates:
-    """Gradients in, updates out, for the parameters of one optimizer."""
+    """What the param-server tells and asks. By itself, it updates nothing: all gradients go to `p.grad`.
 
-    def __init__(self, options: Options, worker: Worker, step: TorchStep | CompiledStep, memory: GradientMemory):
-        self.options, self.worker, self._step, self._memory = options, worker, step, memory
-        self.optimizer: torch.optim.Optimizer = options.optimizer
-        self.scale = LossScale() if options.precision == "fp16" else None
-        self.norm = 0.0
-        self.skipped = 0
-        self._lock = threading.Lock()
-        self._uses: Counter[Parameter] = Counter()
-        self._gradients: dict[Parameter, torch.Tensor] = {}
-        self._pushed: dict[tuple[Parameter, ...], None] = {}  # the segments of this step, in the order of backward
-        self._rounds = 0
-        self._squares = 0.0
-        self._before: Hyperparameters = []
-        self._after: Hyperparameters = []
-        self._snapshots: list[Hyperparameters] = []
-        self._order: dict[Parameter, int] = {}  # of the model's parameters: norms are summed in it
+    keeps_wires   whether a wire is of use after backward has read it: an update writes it together with the parameters
+    scale         the factor on the loss (fp16), None for none
+    """
+
+    keeps_wires: ClassVar[bool] = False
+    scale: LossScale | None = None
+
+    def watch(self, modules: Iterable[torch.nn.Module]) -> None:
+        """The modules that own the parameters."""
+
+    def describe(self, stats: Stats) -> None:
+        """Add the figures of the updates."""
+        if self.scale is not None:
+            stats.loss_scale = self.scale.value
+
+    def synchronize(self) -> None:
+        """Block until every update made so far can be seen. Raises what an update has raised."""
+
+    def forget(self) -> None:
+        """After a failure: drop the gradients of the step that failed."""
+
+    def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
+        """A forward through these parameters begins; what to call the others with, None if all gradients go to `p.grad`."""
+        return None
+
+    def wait(self, parameters: Iterable[Parameter]) -> None:
+        """Block until the updates of these parameters that were put off are done."""
+
+    def begin_backward(self, pending: PendingBackward | None, pushes: Counter[Parameter]) -> None:
+        """A backward begins, which will hand over gradients `pushes[p]` times for each parameter."""
+
+    def collect(self, pending: PendingBackward, segment: Sequence[Pushed]) -> None:
+        """The gradients of a segment are on the host (host lane)."""
+
+    def update(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> Ticket | None:
+        """These parameters have had a gradient collected: update those that are complete, on the host lane.
+
+        The ticket of this work; None if there is none.
+        """
+        return None
+
+    def end_backward(self, pending: PendingBackward) -> None:
+        """All gradients of a backward are on their way."""
+
+    def squares_of_returned(self, gradients: Iterable[torch.Tensor]) -> float:
+        """The sum of the squares of gradients that go to `p.grad`, where they count for the norm of the step."""
+        return 0.0
+
+
+class UpdatesBehindTheDevice(Updates, ABC):
+    """Gradients in, updates out, for the parameters of one optimizer: the part that both modes share.
+
+    The host lane runs one piece of work after another. What is called on it says so.
+    """
+
+    keeps_wires = True
+
+    def __init__(self, options: Options, worker: Worker, wires: Wires, threads: int, memory: GradientMemory):
+        assert options.optimizer is not None  # `Options.build` asks for it
+        self.optimizer, self.worker = options.optimizer, worker
+        self._step: TorchStep | CompiledStep = (
+            CompiledStep(self.optimizer, wires, threads, memory) if options.compile_update else TorchStep(self.optimizer, memory)
+        )
+        self._ledger = GradientLedger(options.update, options.accumulate, memory)
+        self._groups = Groups(self.optimizer)
         self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._tickets: dict[Parameter, Ticket] = {}
-        self._decision: Ticket | None = None  # what is known of the last step's gradients (in_forward)
         check_layers_are_independent(self.optimizer)
         handles = [
-            self.optimizer.register_step_pre_hook(weakly(self._before_step)),
-            self.optimizer.register_step_post_hook(weakly(self._after_step)),
+            self.optimizer.register_step_pre_hook(weakly(self._before_own_step)),
+            self.optimizer.register_step_post_hook(weakly(self._after_own_step)),
             self.optimizer.register_state_dict_pre_hook(weakly(self._before_reading)),
             self.optimizer.register_load_state_dict_pre_hook(weakly(self._before_reading)),
         ]
@@ -104,86 +113,53 @@ class Updates:
     # ---- called on the user's thread ---------------------------------------------------------------------------------
 
     def watch(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Make `state_dict` of these modules, and of those in them, wait for updates that were put off."""
-        for root in modules:
-            for parameter in root.parameters():
-                self._order.setdefault(parameter, len(self._order))
-            for module in root.modules():
-                if module not in self._watched:
-                    self._watched.add(module)
-                    module.register_state_dict_pre_hook(weakly(self._before_reading))
-                    module.register_load_state_dict_pre_hook(weakly(self._before_reading))
+        """Make `state_dict` of these modules, and of those in them, wait for updates that are under way."""
+        for module in (inner for root in modules for inner in root.modules()):
+            if module not in self._watched:
+                self._watched.add(module)
+                module.register_state_dict_pre_hook(weakly(self._before_reading))
+                module.register_load_state_dict_pre_hook(weakly(self._before_reading))
 
     @property
     def managed(self) -> set[Parameter]:
         """The parameters of the optimizer, which are updated here."""
         return {p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
 
-    def use(self, parameters: Iterable[Parameter]) -> PendingBackward | None:
-        """A forward through these parameters begins, which a backward may follow; None if the optimizer has none of them."""
+    def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
+        """None as well if no backward may follow, or the optimizer has none of the parameters. Raises `L2LError`."""
+        if not to_train:
+            return None
         trained = {p for p in parameters if p.requires_grad}
-        hooked = [p for p in trained if p._backward_hooks or p._post_accumulate_grad_hooks]
-        if hooked:
-            raise L2LError(
-                f"{len(hooked)} parameters have gradient hooks, which cannot run with update={self.options.update!r}: the "
-                "gradients never come to p.grad. Remove the hooks, or use update='at_step'"
-            )
+        self._refuse_hooks(trained)
         mine = trained & self.managed
         if not mine:
             return None
         if in_data_parallel():
             raise L2LError(
-                f"update={self.options.update!r} under DistributedDataParallel would update each process by itself: the gradients "
+                f"update={self._ledger.update!r} under DistributedDataParallel would update each process by itself: the gradients "
                 "never come to p.grad, where they are averaged. Use update='at_step'"
             )
-        use = PendingBackward(self, mine)
-        with self._lock:
-            self._uses.update(use.parameters)
-        return use
+        return self._ledger.open(mine)
 
-    def close(self, use: PendingBackward) -> None:
-        """No backward will follow a forward any more: it runs now, or the forward is forgotten."""
-        with self._lock:
-            if use.open:
-                use.open = False
-                self._uses.subtract(use.parameters)
-                self._uses = +self._uses
-
-    def begin_backward(self, use: PendingBackward, pushes: Counter[Parameter]) -> None:
-        """A backward begins, which will hand over gradients `pushes[p]` times for each parameter."""
-        if not use.open:
+    def _refuse_hooks(self, parameters: Iterable[Parameter]) -> None:
+        hooked = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+        if hooked:
             raise L2LError(
-                f"backward ran twice through one forward, but update={self.options.update!r} may have changed its weights "
-                "in between: use update='at_step' for retain_graph=True"
+                f"{len(hooked)} parameters have gradient hooks, which cannot run with update={self._ledger.update!r}: the "
+                "gradients never come to p.grad. Remove the hooks, or use update='at_step'"
             )
-        if self._rounds >= self.options.accumulate:
-            raise L2LError(
-                f"{self._rounds + 1} backward calls without optimizer.step() between them, but the option accumulate is "
-                f"{self.options.accumulate}: set it to the number of backward calls in a step"
-            )
-        self.close(use)
-        use.pushes, use.groups = pushes, hyperparameters(self.optimizer)
-        use.settled = {p for p in use.parameters if p not in self._uses}
-        use.last = self._rounds == self.options.accumulate - 1
-        use.ends_round = not self._uses
-        self._rounds += use.ends_round
-
-    def wait_for_norm(self) -> None:
-        """Block until the gradients of the last step have been looked at: `norm`, `skipped` and `scale` are its own."""
-        if self._decision is not None:
-            self._decision.wait()
 
     def wait(self, parameters: Iterable[Parameter]) -> None:
-        """Block until the updates of these parameters that were put off are done."""
-        for parameter in parameters:
-            if (ticket := self._tickets.get(parameter)) is not None:
-                ticket.wait()
         self.worker.raise_failure()
 
+    def begin_backward(self, pending: PendingBackward | None, pushes: Counter[Parameter]) -> None:
+        """Raises `L2LError` if the step has too many backward calls, or one ran twice."""
+        if pending is not None:
+            self._ledger.begin_backward(pending, pushes)
+
     def synchronize(self) -> None:
-        """Block until every update made so far can be seen. Raises what an update has raised."""
         self._drain()
-        self._commit_groups()
+        self._groups.commit()
 
     def _drain(self) -> None:
         try:
@@ -191,162 +167,46 @@ class Updates:
         except BaseException:
             self.forget()
             raise
-        self._tickets.clear()
+
+    def forget(self) -> None:
+        self._ledger.forget()
 
     def _before_reading(self, *_: Any) -> None:
         self.synchronize()
 
-    def forget(self) -> None:
-        """After a failure: drop the gradients of the step that failed."""
-        self._gradients.clear()
-        self._pushed.clear()
-        self._tickets.clear()
-        self._rounds, self._squares = 0, 0.0
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
+    def _before_own_step(self, optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
         """`optimizer.step()` is called: the end of a step. What it does itself then finds no gradients of ours."""
         if any(a is not None for a in (*arguments[1:], *named.values())):
             raise L2LError(
-                f"optimizer.step(closure) runs the model again within the step, which update={self.options.update!r} cannot "
+                f"optimizer.step(closure) runs the model again within the step, which update={self._ledger.update!r} cannot "
                 "follow: leave out the options optimizer and update"
             )
-        if self._rounds:
-            self._snapshots.clear()  # a step that failed may have left some
-            self._drain()
-            if self.options.update == "in_forward":
-                self._commit_groups()
-        self._snapshots.append(hyperparameters(optimizer))
-        if not self._rounds:
-            return
-        if self._rounds != self.options.accumulate:
-            rounds = self._rounds
-            self.forget()
-            raise L2LError(
-                f"optimizer.step() after {rounds} backward calls, but the option accumulate is {self.options.accumulate}: "
-                "set it to the number of backward calls in a step. The gradients so far were dropped"
-            )
-        if self.options.update == "in_backward":
-            self._end_of_step_in_backward()
-        else:
-            self._put_off_updates()
-        self._rounds = 0
+        ends_a_step = self._ledger.rounds > 0
+        if ends_a_step:
+            self._groups.forget_own_steps()
+            self.synchronize()
+        groups = self._groups.begin_own_step()
+        if ends_a_step:
+            self._ledger.end_step()
+            self._end_step(groups)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
-        """The optimizer's own step had no gradients: what it counts in its groups is counted by the layers' steps."""
-        if not self._snapshots:
-            return
-        for group, before in zip(optimizer.param_groups, self._snapshots.pop(), strict=True):
-            for name in set(group) - set(before) - {"params"}:
-                del group[name]
-            group.update({k: v for k, v in before.items() if not isinstance(v, torch.Tensor)})
-        if not self._snapshots and self.options.update == "in_backward":  # a step may call that of its base class
-            self._commit_groups()
+    def _after_own_step(self, optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
+        self._groups.end_own_step()
 
-    def _commit_groups(self) -> None:
-        for group, before, after in zip(self.optimizer.param_groups, self._before, self._after, strict=False):
-            for name, value in after.items():
-                if not isinstance(value, torch.Tensor) and value != before.get(name):
-                    group[name] = value
-        self._after = []
-
-    def _end_of_step_in_backward(self) -> None:
-        self.norm, self._squares = math.sqrt(self._squares), 0.0
-        outside = [p for p in self.managed if p.grad is not None]
-        if outside:
-            raise L2LError(
-                f"{len(outside)} parameters also have a gradient from outside of the compiled model, after update='in_backward' "
-                "has updated them: use update='in_forward' or 'at_step'"
-            )
-
-    def _put_off_updates(self) -> None:
-        for parameter in self._gradients:
-            if parameter.grad is not None:  # from outside of the compiled model
-                self._gradients[parameter] = self._gradients[parameter].float() + parameter.grad
-                parameter.grad = None
-        gradients, self._gradients = self._gradients, {}
-        versions = {p: p._version for p in gradients}
-        groups = self._snapshots[-1]
-        decision: dict[str, float] = {}
-        self._decision = self.worker.submit(lambda: decision.update(factor=self._look_at(gradients)))
-        for segment in [*reversed(self._pushed), tuple(gradients)]:  # a shared parameter goes with its first reader
-            mine = {p: gradients[p] for p in segment if p in gradients and p not in self._tickets}
-            ticket = self.worker.submit(lambda mine=mine: self._apply(mine, decision["factor"], groups, versions))
-            self._tickets.update(dict.fromkeys(mine, ticket))
-        self._pushed.clear()
+    @abstractmethod
+    def _end_step(self, groups: Hyperparameters) -> None:
+        """All backward calls of a step have been made; `groups` are the hyperparameters of `optimizer.step()`."""
 
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
-    def collect(self, use: PendingBackward, segment: Sequence[Pushed]) -> None:
-        """The gradients of a segment are on the host; those of a shared parameter add up."""
-        self._pushed.setdefault(tuple(pushed.parameter for pushed in segment))
-        for pushed in segment:
-            parameter = pushed.parameter
-            use.pushes[parameter] -= 1
-            if pushed.gradient is not None:
-                use.sums[parameter] = self._memory.collected(use.sums.get(parameter), pushed.gradient, parameter, pushed.part)
-            if use.pushes[parameter] == 0 and parameter in use.sums:
-                before, whole = self._gradients.get(parameter), use.sums.pop(parameter)
-                self._gradients[parameter] = self._memory.added(before, whole, parameter.dtype)
+    def collect(self, pending: PendingBackward, segment: Sequence[Pushed]) -> None:
+        self._ledger.collect(pending, segment)
 
-    def update(self, use: PendingBackward, parameters: Iterable[Parameter]) -> None:
-        """Update those of these parameters whose gradients are complete (in_backward)."""
-        if not use.last:
-            return
-        due = [p for p in dict.fromkeys(parameters) if p in self._gradients and p in use.settled and use.pushes[p] == 0]
-        gradients = {p: self._gradients.pop(p) for p in due}
-        squares = sum_of_squares(self._memory.widened(g, p.dtype) for p, g in gradients.items())
-        if not math.isfinite(squares):
-            raise L2LError(
-                "a gradient is not finite, and update='in_backward' has already updated the layers above: "
-                "update='in_forward' looks at all gradients first and skips such a step"
-            )
-        self._squares += squares
-        self._apply(gradients, 1.0, use.groups)
-
-    def end_backward(self, use: PendingBackward) -> None:
-        """A backward is over; in_backward, what only earlier rounds gave a gradient is updated as well."""
-        if use.ends_round and self.options.update == "in_backward":
-            self.update(use, list(self._gradients))
-
-    def _look_at(self, gradients: dict[Parameter, torch.Tensor]) -> float:
-        """The factor for all gradients of a step: 1 / loss scale, and clipping; 0 where the step is skipped."""
-        scale = self.scale.value if self.scale is not None else 1.0
-        ordered = sorted(gradients, key=lambda p: self._order.get(p, len(self._order)))
-        norms = [torch.linalg.vector_norm(self._memory.widened(gradients[p], p.dtype)) for p in ordered]  # one copy at a time
-        norm = torch.nn.utils.get_total_norm(norms) / scale
-        finite = bool(torch.isfinite(norm))
-        if self.scale is not None:
-            self.scale.update(overflow=not finite)
-        self.norm = float(norm)
-        if not finite:
-            self.skipped += 1
-            if self.scale is None:  # a loss scale that was too large is no news
-                warnings.warn(
-                    f"the gradients' norm is {self.norm}, so this step updates nothing (stats().skipped_steps counts such steps)",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            return 0.0
-        most = self.options.max_grad_norm
-        clip = torch.clamp(most / (norm + 1e-6), max=1.0) if most is not None else 1.0  # as clip_grad_norm_ does
-        return float(clip / scale)
-
-    def _apply(
-        self,
-        gradients: dict[Parameter, torch.Tensor],
-        factor: float,
-        groups: Hyperparameters,
-        versions: Mapping[Parameter, int] | None = None,
-    ) -> None:
-        if factor == 0.0 or not gradients:
-            return
-        if versions is not None and any(p._version != versions[p] for p in gradients):
-            raise L2LError(
-                "a parameter was written while its update was still to come: with update='in_forward', call "
-                "l2l_compile.synchronize(model) before you write into parameters"
-            )
-        with apart_from_compilation():  # optimizers compute otherwise while something is compiled
-            self._before, self._after = groups, self._step.on(groups, gradients, factor)
+    def _step_layer(self, gradients: Mapping[Parameter, torch.Tensor], factor: float, groups: Hyperparameters) -> None:
+        """The optimizer's step on these parameters alone, with these gradients times a factor."""
+        if gradients:
+            with apart_from_compilation():  # optimizers compute otherwise while something is compiled
+                self._groups.counted(groups, self._step.on(groups, gradients, factor))
 
 
 def sum_of_squares(gradients: Iterable[torch.Tensor]) -> float:

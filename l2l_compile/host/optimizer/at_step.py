@@ -1,0 +1,43 @@
+"""`update="at_step"`: gradients go to `p.grad`, and `optimizer.step()` updates, as in PyTorch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from ...options import Options
+from ...runtime.step import Stats
+from ..gradients import GradientMemory
+from ..wire import Wires
+from ..worker import Worker
+from .first_step import FirstStepMemory
+from .gradient_ledger import Parameter, PendingBackward
+from .scaled_step import ScaledStep
+from .updates import Updates, sum_of_squares
+
+
+class UpdatesAtStep(Updates):
+    """With the option `optimizer`, watches its steps: memory of the first one, the loss scale of fp16, norms for `stats`."""
+
+    def __init__(self, options: Options, worker: Worker, wires: Wires, threads: int, memory: GradientMemory):
+        self._optimizer = options.optimizer
+        self._scaled: ScaledStep | None = None
+        if options.optimizer is not None:
+            self._first_step = FirstStepMemory(options.optimizer)
+            if options.precision == "fp16":
+                self._scaled = ScaledStep(options.optimizer)
+                self.scale = self._scaled.scale
+
+    def describe(self, stats: Stats) -> None:
+        super().describe(stats)
+        if self._scaled is not None:
+            stats.skipped_steps = self._scaled.skipped
+
+    def begin_backward(self, pending: PendingBackward | None, pushes: Counter[Parameter]) -> None:
+        if self._scaled is not None:
+            self._scaled.used = True
+
+    def squares_of_returned(self, gradients: Iterable[torch.Tensor]) -> float:
+        return sum_of_squares(gradients) if self._optimizer is not None else 0.0

@@ -1,0 +1,80 @@
+"""`update="in_backward"`: a parameter is updated as soon as its last gradient of the step is on the host."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from ...errors import L2LError
+from ...options import Options
+from ...runtime.step import Stats
+from ..gradients import GradientMemory
+from ..wire import Wires
+from ..worker import Ticket, Worker
+from .gradient_ledger import Parameter, PendingBackward
+from .torch_step import Hyperparameters, hyperparameters
+from .updates import UpdatesBehindTheDevice, sum_of_squares
+
+
+class UpdatesInBackward(UpdatesBehindTheDevice):
+    """Updates in the backward that closes the last pending use of a parameter, in the last round of a step."""
+
+    def __init__(self, options: Options, worker: Worker, wires: Wires, threads: int, memory: GradientMemory):
+        super().__init__(options, worker, wires, threads, memory)
+        self._memory = memory
+        self._norm = 0.0
+        self._squares = 0.0  # of the gradients of this step that were applied
+
+    # ---- called on the user's thread ---------------------------------------------------------------------------------
+
+    def describe(self, stats: Stats) -> None:
+        super().describe(stats)
+        stats.gradient_squares = self._norm**2
+
+    def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
+        self.synchronize()
+        return super().begin_forward(parameters, to_train)
+
+    def begin_backward(self, pending: PendingBackward | None, pushes: Counter[Parameter]) -> None:
+        super().begin_backward(pending, pushes)
+        if pending is not None:
+            pending.groups = hyperparameters(self.optimizer)
+
+    def update(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> Ticket | None:
+        return self.worker.submit(lambda: self._update(pending, parameters))
+
+    def end_backward(self, pending: PendingBackward) -> None:
+        """What only earlier rounds gave a gradient is updated as well."""
+        if pending.ends_round:
+            self.worker.submit(lambda: self._update(pending, list(self._ledger.gradients)))
+
+    def forget(self) -> None:
+        super().forget()
+        self._squares = 0.0
+
+    def _end_step(self, groups: Hyperparameters) -> None:
+        """The updates are made: note the norm. Raises `L2LError` if a gradient came from elsewhere."""
+        self._norm, self._squares = math.sqrt(self._squares), 0.0
+        outside = [p for p in self.managed if p.grad is not None]
+        if outside:
+            raise L2LError(
+                f"{len(outside)} parameters also have a gradient from outside of the compiled model, after update='in_backward' "
+                "has updated them: use update='in_forward' or 'at_step'"
+            )
+
+    # ---- called on the host lane -------------------------------------------------------------------------------------
+
+    def _update(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> None:
+        """Update those of these parameters whose gradients are complete. Raises `L2LError` if one is not finite."""
+        if not pending.last:
+            return
+        gradients = self._ledger.take_settled(pending, parameters)
+        squares = sum_of_squares(self._memory.widened(g, p.dtype) for p, g in gradients.items())
+        if not math.isfinite(squares):
+            raise L2LError(
+                "a gradient is not finite, and update='in_backward' has already updated the layers above: "
+                "update='in_forward' looks at all gradients first and skips such a step"
+            )
+        self._squares += squares
+        self._step_layer(gradients, 1.0, pending.groups)

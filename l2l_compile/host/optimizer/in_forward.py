@@ -1,0 +1,152 @@
+"""`update="in_forward"`: `optimizer.step()` looks at all gradients, and parameters are updated while the next forward runs."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import L2LError
+from ...options import Options
+from ...runtime.step import Stats
+from ..gradients import GradientMemory
+from ..wire import Wires
+from ..worker import Ticket, Worker
+from .gradient_ledger import Parameter, PendingBackward, Pushed
+from .loss_scale import LossScale
+from .torch_step import Hyperparameters
+from .updates import UpdatesBehindTheDevice
+
+
+@dataclass(eq=False)
+class _Step:
+    """A step whose updates are put off. Gradients are not here: those of a segment are free after its update.
+
+    groups    the hyperparameters of `optimizer.step()`
+    versions  of the parameters then: nobody may write into one before its update
+    factor    on all gradients, once they have been looked at: clipping, 1 / loss scale; 0 if the step is skipped
+    """
+
+    groups: Hyperparameters
+    versions: Mapping[Parameter, int]
+    factor: float = 0.0
+
+
+class UpdatesInForward(UpdatesBehindTheDevice):
+    """Puts the updates of a step off to the next forward, which waits for those of a segment before it fetches it."""
+
+    def __init__(self, options: Options, worker: Worker, wires: Wires, threads: int, memory: GradientMemory):
+        super().__init__(options, worker, wires, threads, memory)
+        self._memory, self._max_norm = memory, options.max_grad_norm
+        self.scale = LossScale() if options.precision == "fp16" else None
+        self._norm = 0.0
+        self._skipped = 0
+        self._order: dict[Parameter, int] = {}  # of the model's parameters: norms are summed in it
+        self._segments: dict[tuple[Parameter, ...], None] = {}  # of this step, in the order of backward
+        self._tickets: dict[Parameter, Ticket] = {}
+        self._looked: Ticket | None = None  # the last step's gradients were looked at
+
+    # ---- called on the user's thread ---------------------------------------------------------------------------------
+
+    def watch(self, modules: Iterable[torch.nn.Module]) -> None:
+        roots = list(modules)
+        super().watch(roots)
+        for parameter in (p for root in roots for p in root.parameters()):
+            self._order.setdefault(parameter, len(self._order))
+
+    def describe(self, stats: Stats) -> None:
+        """Figures of the last step, whose gradients have been looked at then."""
+        if self._looked is not None:
+            self._looked.wait()
+        super().describe(stats)
+        stats.gradient_squares, stats.skipped_steps = self._norm**2, self._skipped
+
+    def wait(self, parameters: Iterable[Parameter]) -> None:
+        for parameter in parameters:
+            if (ticket := self._tickets.get(parameter)) is not None:
+                ticket.wait()
+        super().wait(parameters)
+
+    def _drain(self) -> None:
+        super()._drain()
+        self._tickets.clear()
+
+    def forget(self) -> None:
+        super().forget()
+        self._segments.clear()
+        self._tickets.clear()
+
+    def _end_step(self, groups: Hyperparameters) -> None:
+        """Queue a look at all gradients, and then an update for each segment, in the order of the next forward."""
+        gradients = self._with_gradients_from_outside(self._ledger.take_all())
+        step = _Step(groups, {p: p._version for p in gradients})
+        self._looked = self.worker.submit(functools.partial(self._look_at, step, gradients))
+        for mine in self._in_order_of_forward(gradients):
+            ticket = self.worker.submit(functools.partial(self._update, step, {p: gradients[p] for p in mine}))
+            self._tickets.update(dict.fromkeys(mine, ticket))
+        self._segments.clear()
+
+    def _with_gradients_from_outside(self, gradients: dict[Parameter, torch.Tensor]) -> dict[Parameter, torch.Tensor]:
+        """Move gradients that are in `p.grad`, from outside of the compiled model, to ours."""
+        for parameter in gradients:
+            if parameter.grad is not None:
+                gradients[parameter] = gradients[parameter].float() + parameter.grad
+                parameter.grad = None
+        return gradients
+
+    def _in_order_of_forward(self, gradients: Mapping[Parameter, torch.Tensor]) -> Iterator[list[Parameter]]:
+        """The parameters of each segment; a shared one goes with its first reader."""
+        taken: set[Parameter] = set()
+        for segment in [*reversed(self._segments), tuple(gradients)]:
+            mine = [p for p in dict.fromkeys(segment) if p in gradients and p not in taken]
+            taken.update(mine)
+            yield mine
+
+    # ---- called on the host lane -------------------------------------------------------------------------------------
+
+    def collect(self, pending: PendingBackward, segment: Sequence[Pushed]) -> None:
+        self._segments.setdefault(tuple(pushed.parameter for pushed in segment))
+        super().collect(pending, segment)
+
+    def _look_at(self, step: _Step, gradients: Mapping[Parameter, torch.Tensor]) -> None:
+        """Decide on the factor for all gradients of a step."""
+        scale = self.scale.value if self.scale is not None else 1.0
+        norm = self._norm_of(gradients) / scale
+        finite = bool(torch.isfinite(norm))
+        if self.scale is not None:
+            self.scale.update(overflow=not finite)
+        self._norm = float(norm)
+        if not finite:
+            self._skip_step()
+            return
+        clip = torch.clamp(self._max_norm / (norm + 1e-6), max=1.0) if self._max_norm is not None else 1.0  # as clip_grad_norm_
+        step.factor = float(clip / scale)
+
+    def _norm_of(self, gradients: Mapping[Parameter, torch.Tensor]) -> torch.Tensor:
+        """The global norm, summed in the order of the model's parameters; one wide copy of a gradient at a time."""
+        ordered = sorted(gradients, key=lambda p: self._order.get(p, len(self._order)))
+        norms = [torch.linalg.vector_norm(self._memory.widened(gradients[p], p.dtype)) for p in ordered]
+        return torch.nn.utils.get_total_norm(norms)
+
+    def _skip_step(self) -> None:
+        self._skipped += 1
+        if self.scale is None:  # a loss scale that was too large is no news
+            warnings.warn(
+                f"the gradients' norm is {self._norm}, so this step updates nothing (stats().skipped_steps counts such steps)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _update(self, step: _Step, gradients: Mapping[Parameter, torch.Tensor]) -> None:
+        """Update the parameters of a segment. Raises `L2LError` if somebody has written into one since."""
+        if step.factor == 0.0:
+            return
+        if any(p._version != step.versions[p] for p in gradients):
+            raise L2LError(
+                "a parameter was written while its update was still to come: with update='in_forward', call "
+                "l2l_compile.synchronize(model) before you write into parameters"
+            )
+        self._step_layer(gradients, step.factor, step.groups)
