@@ -16,7 +16,7 @@ import l2l_compile
 from l2l_compile import L2LError
 from l2l_compile.testing import Pair, assert_equivalent, compare, training_equivalent
 from l2l_compile.testing.rules import Promise, promise
-from models import WIDTH, Attention, Broken, Layer, Stack, assert_parity, compiled, functional, rows
+from models import WIDTH, Attention, Layer, Stack, assert_parity, compiled, functional, rows
 
 OPTIONS = {"micro_batches": 3, "block_compiler": "eager", "device": "cpu"}
 
@@ -187,9 +187,18 @@ def test_eager_that_gives_no_number_is_no_parity():
     assert "1 of" in text and "eager's has entries that are not a number" in text
 
 
+@pytest.mark.filterwarnings("ignore:backend 'l2l' does not run Stack.forward")
 def test_programs_behind_graph_breaks_name_segments():
-    comparison = compare(Broken(), OPTIONS)(rows(6))
-    assert comparison.passes and all(d.segments for d in comparison.differences if d.key.kind == "gradient")
+    class Breaking(Layer):
+        def forward(self, x):
+            y = super().forward(x)
+            torch._dynamo.graph_break()
+            return y
+
+    comparison = compare(Stack([Breaking() for _ in range(2)]), OPTIONS)(rows(6))
+    (program,) = comparison.programs  # of a layer, which does not know its place in the stack
+    assert [s.name for s in program.segments] == ["norm", "up", "down"]
+    assert comparison.passes and all(d.segments for d in comparison.differences if "layers." in d.key.name)
 
 
 # ---- tolerances ------------------------------------------------------------------------------------------------------
@@ -249,18 +258,22 @@ def test_an_error_of_eager_that_cannot_be_measured_is_said():
     assert all(comparison.verdict(d).own is None for d in comparison.differences)
 
 
-class TimeFirst(nn.Module):
-    def __init__(self):
+class WithStates(nn.Module):
+    """The states of a recurrent layer have the batch in the second dimension, wherever its inputs have it."""
+
+    def __init__(self, batch_first):
         super().__init__()
-        self.rnn, self.head = nn.GRU(5, WIDTH, num_layers=2), nn.Linear(WIDTH, 3)
+        self.rnn, self.head = nn.GRU(5, WIDTH, num_layers=2, batch_first=batch_first), nn.Linear(WIDTH, 3)
 
     def forward(self, x, state):
         y, state = self.rnn(x, state)
         return self.head(y), state
 
 
-def test_rows_in_the_second_dimension_are_reversed_there():
-    comparison = assert_equivalent(TimeFirst(), rows(4, 6, 5), torch.randn(2, 6, WIDTH), options=OPTIONS)
+@pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "time first"])
+def test_rows_in_the_second_dimension_are_reversed_there(batch_first):
+    x = rows(6, 4, 5) if batch_first else rows(4, 6, 5)
+    comparison = assert_equivalent(WithStates(batch_first), x, torch.randn(2, 6, WIDTH), options=OPTIONS)
     assert comparison.own.why is None and 0 < max(comparison.own.errors.values()) < 1e-13
 
 
@@ -274,6 +287,20 @@ def test_a_step_of_the_callers_own():
     first = pair.run(two_forwards, rows(6), rows(5)).check()
     second = pair.run(two_forwards, rows(7), rows(4)).check()
     assert second.own.why is None and "next step" in first.own.why
+
+
+def test_a_step_that_draws_its_own_batch_has_the_same_one_each_time():
+    def step(call):
+        drawn.append(rows(6))
+        call(drawn[-1]).pow(2).mean().backward()
+
+    drawn = []
+    pair = Pair.of(Stack(2), OPTIONS)
+    for _ in range(2):
+        assert pair.run(step).check().own.why is None
+    assert len(drawn) == 6
+    assert all(torch.equal(drawn[i], drawn[0]) for i in (1, 2)) and all(torch.equal(drawn[i], drawn[3]) for i in (4, 5))
+    assert not torch.equal(drawn[0], drawn[3])
 
 
 def test_measuring_eager_twice_gives_the_same():

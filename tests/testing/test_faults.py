@@ -274,6 +274,14 @@ def test_a_gradient_that_is_wrong_in_one_step(inject, optimizer):
     assert "parameter stack.layers.1.up.weight (segment 'stack.layers.1') is off by" in text
 
 
+def test_an_update_that_is_small_beside_its_parameter(inject):
+    """Twice the step is less than 1e-5 of the parameter, which is the tolerance in float32."""
+    inject("stack.layers.1", "backward", scaled("up.weight", 2.0))
+    batches = [rows(6, dtype=torch.float32) for _ in range(2)]
+    with pytest.raises(AssertionError, match=r"parameter stack.layers.1.up.weight \(segment 'stack.layers.1'\) is off by"):
+        training_equivalent(Regression(), batches, lambda p: torch.optim.SGD(p, lr=3e-5), updates=(), options=OPTIONS, dtype=None)
+
+
 @pytest.mark.parametrize("compile_update", [False, True])
 @pytest.mark.parametrize("update", ["in_backward", "in_forward"])
 def test_an_update_that_is_made_twice(monkeypatch, update, compile_update):
