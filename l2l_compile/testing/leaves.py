@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -35,13 +36,24 @@ def inputs_of(args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mapped(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """The tree with `function` of each tensor in its place."""
-    return pytree.tree_map_only(torch.Tensor, function, tree)
+    """The tree with `function` of each tensor in its place; a tensor that stands in several places is still one."""
+    made: dict[int, torch.Tensor] = {}
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = function(tensor)
+        return made[id(tensor)]
+
+    return pytree.tree_map_only(torch.Tensor, once, tree)
 
 
 def own_copy(tree: Any) -> Any:
-    """The tree with copies of its tensors, leaves as leaves: one step may write into them, and collects gradients there."""
-    return mapped(lambda t: t.detach().clone().requires_grad_(t.requires_grad), tree)
+    """The tree with copies of its tensors as leaves of autograd: a step may write into them, and its gradients come to them.
+
+    Views stay views: of one copy of the memory that they share.
+    """
+    memory: dict[int, Any] = {}
+    return mapped(lambda t: _like(t, copy.deepcopy(t.detach(), memory)), tree)
 
 
 def converted(tree: Any, dtype: torch.dtype | None) -> Any:
@@ -50,6 +62,12 @@ def converted(tree: Any, dtype: torch.dtype | None) -> Any:
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if dtype is None or not tensor.is_floating_point() or tensor.dtype is dtype:
             return tensor
-        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+        return _like(tensor, tensor.detach().to(dtype))
 
     return mapped(convert, tree)
+
+
+def _like(given: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    if isinstance(given, torch.nn.Parameter):
+        return torch.nn.Parameter(made, given.requires_grad)
+    return made.requires_grad_(given.requires_grad)

@@ -12,6 +12,7 @@ from ..errors import L2LError
 PROMISED = {torch.float64: 1e-10, torch.float32: 1e-5}  # relative to the norm of each tensor
 REORDERINGS = 10  # errors up to so many times that of eager with its rows reversed are rounding
 ROUNDINGS = 32  # errors up to so many units in the last place of the largest tensor of a kind are rounding
+SMALL = 1e-4  # a fixed tolerance takes a tensor to be at least that part of the largest one, if eager's own error is as large
 NO_DIGITS = 1e-2  # eager itself is off by more with its rows reversed: hardly a digit of the tensor is known
 
 
@@ -50,13 +51,13 @@ class Promise:
     beside: str = "eager, rows reversed"
 
     def allowed(self, norm: float, scale: float, own: float | None) -> float:
-        promised, rounding = self.tolerance * norm, ROUNDINGS * self.eps * scale
-        if own is None:
-            return max(promised, rounding)
-        reordering = REORDERINGS * own
+        promised, rounding, small = self.tolerance * norm, ROUNDINGS * self.eps * scale, self.tolerance * SMALL * scale
+        reordering = REORDERINGS * own if own is not None else 0.0
         if self.is_zero(norm, scale, own):
             return max(promised, rounding, 0.0 if self.fixed else reordering)
-        return max(promised, min(reordering, rounding) if self.fixed else reordering)
+        if own is None:
+            return max(promised, min(rounding, small))
+        return max(promised, min(reordering, small) if self.fixed else reordering)
 
     def is_zero(self, norm: float, scale: float, own: float | None) -> bool:
         if own is None:
