@@ -230,6 +230,13 @@ def pair_of(model: nn.Module, *, tolerance: float = 1e-10, dynamic=None, **optio
     return Pair(model, copy.deepcopy(model), compiled(model, dynamic=dynamic, **options), tolerance=tolerance, loss=loss_of)
 
 
+def backward_twice(call, x):
+    """A step for `Pair.run`."""
+    loss = call(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
 def assert_parity(model: nn.Module, *batches, tolerance=1e-10, dynamic=None, **options):
     """One step a batch (a tuple or dict of inputs, or a tensor): outputs, gradients and buffers equal eager's.
 
