@@ -13,6 +13,10 @@ from l2l_compile.frontend.capture import capture
 from l2l_compile.options import Options
 from l2l_compile.passes.compilation import Compilation
 from l2l_compile.passes.pipeline import PREPARATION, SEGMENTATION, STREAMING, run
+from l2l_compile.testing import Comparison, Pair
+from l2l_compile.testing.comparison import Own
+from l2l_compile.testing.difference import GRADIENT, Key, differences
+from l2l_compile.testing.rules import promise
 
 WIDTH = 8
 
@@ -221,16 +225,16 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float,
     assert error <= tolerance * max(expected.double().norm().item(), least), f"{what} is off by {error:.1e}"
 
 
-def assert_same_gradients(model: nn.Module, reference: nn.Module, tolerance: float = 1e-10) -> None:
-    largest = max((q.grad.double().norm().item() for q in reference.parameters() if q.grad is not None), default=0.0)
-    for (name, p), (_, q) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), f"gradient of {name} is {'missing' if p.grad is None else 'extra'}"
-        if q.grad is not None:
-            assert_close(p.grad, q.grad, tolerance, f"gradient of {name}", least=1e-4 * max(largest, 1))
+def pair_of(model: nn.Module, *, tolerance: float = 1e-10, dynamic=None, **options) -> Pair:
+    """The model itself, compiled, beside an eager copy of it."""
+    return Pair(model, copy.deepcopy(model), compiled(model, dynamic=dynamic, **options), tolerance=tolerance, loss=loss_of)
 
 
-def call(model, inputs):
-    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+def backward_twice(call, x):
+    """A step for `Pair.run`."""
+    loss = call(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
 
 
 def assert_parity(model: nn.Module, *batches, tolerance=1e-10, dynamic=None, **options):
@@ -238,26 +242,21 @@ def assert_parity(model: nn.Module, *batches, tolerance=1e-10, dynamic=None, **o
 
     Returns the compiled model.
     """
-    reference = copy.deepcopy(model)
-    step = compiled(model, dynamic=dynamic, **options)
+    pair = pair_of(model, tolerance=tolerance, dynamic=dynamic, **options)
     for inputs in batches:
-        inputs = inputs if isinstance(inputs, (tuple, dict)) else (inputs,)
-        model.zero_grad()
-        reference.zero_grad()
-        actual, expected = call(step, inputs), call(reference, inputs)
-        leaves = torch.utils._pytree.tree_leaves
-        for i, (a, e) in enumerate(zip(leaves(actual), leaves(expected), strict=True)):
-            if isinstance(e, torch.Tensor):
-                assert a.requires_grad == e.requires_grad, f"output {i}"
-                assert_close(a.detach(), e.detach(), tolerance, f"output {i}")
-            else:
-                assert a == e
-        loss_of(actual).backward()
-        loss_of(expected).backward()
-        assert_same_gradients(model, reference, tolerance)
-        for (name, a), (_, e) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
-            assert_close(a, e, tolerance, f"buffer {name}")
-    return step
+        if isinstance(inputs, dict):
+            pair.step(**inputs).check()
+        else:
+            pair.step(*(inputs if isinstance(inputs, tuple) else (inputs,))).check()
+    return pair.compiled
+
+
+def assert_same_gradients(model: nn.Module, reference: nn.Module, tolerance: float = 1e-10) -> None:
+    """After steps that are not a `Pair`'s."""
+    ours, theirs = ({Key(GRADIENT, name): p.grad for name, p in m.named_parameters()} for m in (model, reference))
+    rule = promise(next(model.parameters()).dtype, torch.float64, tolerance)
+    found = differences(ours, theirs, lambda key: ())
+    Comparison("gradients", tuple(found), rule, (), lambda: Own(why="not measured")).check()
 
 
 # ---- look at a compilation -------------------------------------------------------------------------------------------

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 import l2l_compile
+from l2l_compile.testing import training_equivalent
 from models import (
     WIDTH,
     Attention,
@@ -23,9 +22,9 @@ from models import (
     UNet,
     assert_close,
     assert_parity,
-    assert_same_gradients,
     compiled,
     functional,
+    pair_of,
     rows,
 )
 
@@ -115,11 +114,8 @@ def test_float32_is_within_rounding():
 
 def test_functional_stack_gives_gradients_to_its_weights():
     weights = [torch.randn(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(4)]
-    x = rows(6, WIDTH)
-    actual = torch.autograd.grad(compiled(functional)(x, weights).pow(2).sum(), weights)
-    expected = torch.autograd.grad(functional(x, weights).pow(2).sum(), weights)
-    for a, e in zip(actual, expected, strict=True):
-        assert_close(a, e, 1e-10, "gradient")
+    found = pair_of(functional).step(rows(6, WIDTH), weights).check()
+    assert sum(d.key.kind == "gradient of input" for d in found.differences) == 4
 
 
 # ---- several programs, several calls ---------------------------------------------------------------------------------
@@ -133,43 +129,42 @@ def test_programs_on_both_sides_of_a_graph_break_are_joined_by_autograd():
 
 
 def test_backward_calls_accumulate():
-    model = Stack().double()
-    reference, step = copy.deepcopy(model), None
-    step = compiled(model)
-    for x in (rows(6), rows(4)):
-        step(x).pow(2).mean().backward()
-        reference(x).pow(2).mean().backward()
-    assert_same_gradients(model, reference)
+    def two_steps(call, *batches):
+        for x in batches:
+            call(x).pow(2).mean().backward()
+
+    pair_of(Stack().double()).run(two_steps, rows(6), rows(4)).check()
 
 
 def test_two_forwards_before_their_backwards():
-    model = Stack().double()
-    reference, step = copy.deepcopy(model), compiled(model)
-    one, two = rows(6), rows(5)
-    a, b = step(one), step(two)
-    (a.pow(2).mean() + b.pow(3).mean()).backward()
-    (reference(one).pow(2).mean() + reference(two).pow(3).mean()).backward()
-    assert_same_gradients(model, reference)
+    def step(call, one, two):
+        a, b = call(one), call(two)
+        (a.pow(2).mean() + b.pow(3).mean()).backward()
+        return a, b
+
+    pair_of(Stack().double()).run(step, rows(6), rows(5)).check()
 
 
 @pytest.mark.parametrize("stash", ["host", "device"])
 def test_retained_graph_can_be_differentiated_again_and_a_freed_one_not(stash):
-    model = Stack().double()
-    reference, x = copy.deepcopy(model), rows(6)
-    loss, expected = compiled(model, stash=stash)(x).pow(2).sum(), reference(x).pow(2).sum()
-    for graph in (loss, expected):
-        graph.backward(retain_graph=True)
-        graph.backward()
-    assert_same_gradients(model, reference)
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
+    def twice(call, x):
+        losses.append(call(x).pow(2).sum())
+        losses[-1].backward(retain_graph=True)
+        losses[-1].backward()
+
+    losses = []
+    pair_of(Stack().double(), stash=stash).run(twice, rows(6)).check()
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
 
 
 def test_gradient_of_an_input():
-    model, x = Stack().double(), rows(6).requires_grad_()
-    (expected,) = torch.autograd.grad(model(x).pow(2).sum(), x)
-    (actual,) = torch.autograd.grad(compiled(model)(x).pow(2).sum(), x)
-    assert_close(actual, expected, 1e-10, "gradient")
+    pair = pair_of(Stack().double())
+    found = pair.run(lambda call, x: torch.autograd.grad(call(x).pow(2).sum(), x), rows(6).requires_grad_()).check()
+    assert [str(d) for d in found.differences] == ["output [0]"]  # and none of a parameter
+    found = pair.step(rows(6).requires_grad_()).check()
+    assert sum(d.key.kind == "gradient of input" for d in found.differences) == 1
 
 
 def test_double_backward_is_refused():
@@ -190,18 +185,15 @@ def test_write_between_forward_and_backward_is_refused(which):
 
 
 def test_training_goes_on_like_eager():
-    model = Stack().double()
-    reference = copy.deepcopy(model)
-    step, x = compiled(model), rows(6)
-    for module, run in ((model, step), (reference, reference)):
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-        for _ in range(5):
-            optimizer.zero_grad()
-            run(x).pow(2).mean().backward()
-            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-            optimizer.step()
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert_close(p.detach(), q.detach(), 1e-9, name)
+    training_equivalent(
+        Stack(),
+        [rows(6)] * 5,
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        updates=("at_step",),
+        options={"micro_batches": 3, "block_compiler": "eager"},
+        loss=lambda output: output.pow(2).mean(),
+        max_grad_norm=0.1,
+    )
 
 
 # ---- no gradient -----------------------------------------------------------------------------------------------------
@@ -252,13 +244,9 @@ def test_frozen_segments_are_fetched_never_pushed_and_run_no_backward_below_the_
 
 
 def test_loss_beside_unused_logits_costs_no_gradient_of_the_logits():
-    model = TwoHeads().double()
-    reference, x = copy.deepcopy(model), rows(6)
-    step = compiled(model)
-    step(x)["loss"].backward()
-    reference(x)["loss"].backward()
-    assert_same_gradients(model, reference)
-    gradients = [n for n in programs_of(step)[0].backward.graph.find_nodes(op="placeholder") if n.meta["kind"] == "gradient"]
+    pair = pair_of(TwoHeads().double())
+    pair.run(lambda call, x: call(x)["loss"].backward(), rows(6)).check()
+    gradients = [n for n in pair.programs[0].backward.graph.find_nodes(op="placeholder") if n.meta["kind"] == "gradient"]
     assert [tuple(n.meta["spec"].shape) for n in gradients] == [()]
 
 
@@ -271,13 +259,13 @@ def test_only_outputs_that_got_a_gradient_are_differentiated():
         def forward(self, x):
             return self.one(x), self.two(x)
 
-    model = Two().double()
-    reference, x = copy.deepcopy(model), rows(6)
-    step = compiled(model)
-    for used in (0, 1, 0):
-        step(x)[used].pow(2).sum().backward()
-        reference(x)[used].pow(2).sum().backward()
-        assert_same_gradients(model, reference)  # None where eager has None
+    def one_after_the_other(call, x, order):
+        for used in order:
+            call(x)[used].pow(2).sum().backward()
+
+    pair = pair_of(Two().double())
+    for order in ([0], [1], [0, 1], [0, 1, 0]):
+        pair.run(one_after_the_other, rows(6), order).check()  # None where eager has None
 
 
 # ---- state that forward changes --------------------------------------------------------------------------------------
@@ -414,12 +402,8 @@ def test_write_into_an_input_reaches_the_caller():
             x.mul_(0.5)
             return super().forward(x)
 
-    model, x = Writing(3).double(), rows(6)
-    reference, y = copy.deepcopy(model), x.clone()
-    compiled(model)(x).pow(2).sum().backward()
-    reference(y).pow(2).sum().backward()
-    assert torch.equal(x, y)
-    assert_same_gradients(model, reference)
+    found = pair_of(Writing(3).double()).step(rows(6)).check()
+    assert [d.error for d in found.differences if d.key.kind == "input"] == [0.0]
 
 
 # ---- autocast --------------------------------------------------------------------------------------------------------
@@ -432,15 +416,15 @@ def test_autocast_keeps_the_casts_of_eager(where):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 return super().forward(x).float()
 
-    model = (Inside if where == "inside" else Stack)(3)
-    reference, x = copy.deepcopy(model), rows(6, dtype=torch.float32)
-    outputs = []
-    for run in (compiled(model), reference):
+    def step(call, x):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=where == "around"):
-            outputs.append(run(x))
-        outputs[-1].float().pow(2).sum().backward()
-    assert_close(outputs[0].detach(), outputs[1].detach(), 1e-6, "output")
-    assert_same_gradients(model, reference, 2e-2)  # bfloat16 has 8 bits; the sum over micro-batches is in float32
+            output = call(x)
+        output.float().pow(2).sum().backward()
+        return output
+
+    pair = pair_of((Inside if where == "inside" else Stack)(3), tolerance=2e-2)
+    found = pair.run(step, rows(6, dtype=torch.float32)).check()  # bfloat16 has 8 bits; micro-batches are summed in float32
+    assert [d.relative <= 1e-6 for d in found.differences if d.key.kind == "output"] == [True]
 
 
 def test_no_grad_region_inside_of_a_layer():

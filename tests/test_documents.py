@@ -89,6 +89,32 @@ def checks(*places: str):
     return pytest.mark.parametrize("shown", found, ids=places)
 
 
+TESTING = [block for block in BLOCKS if block.document == "docs/testing.md"]
+CHECKED.update(TESTING)
+
+
+def without_figures(text: str) -> list[str]:
+    """Lines whatever their order, which rounding decides; figures of rounding do not count."""
+    return sorted(re.sub(r"\d\.\de[+-]\d\d", "#", line) for line in text.strip().splitlines())
+
+
+def test_the_code_on_testing_runs_and_prints_the_table(capsys):
+    torch.manual_seed(0)
+    scope: dict = {}
+    (table,) = [block.text for block in TESTING if block.language == "text"]
+    assert all(block.language in ("python", "text") for block in TESTING)
+    for block in TESTING:
+        if block.language == "python":
+            exec(
+                block.text.replace('"micro_batches": 3', '"micro_batches": 3, "block_compiler": "eager", "device": "cpu"'), scope
+            )
+            printed = capsys.readouterr().out
+            if "print(compare" in block.text:
+                assert without_figures(printed) == without_figures(table)
+    scope["test_random_models"]()
+    scope["test_my_model"]()
+
+
 def test_every_code_block_is_checked():
     assert not [(b.document, b.heading, b.text) for b in BLOCKS if b not in CHECKED]
 
@@ -276,7 +302,7 @@ def test_files_and_folders_that_are_named_exist(document):
     for name in re.findall(r"`([\w./-]+\.(?:py|md|svg|toml))`", written):
         assert any(path == name or path.endswith(f"/{name}") for path in FILES), name
     for name in re.findall(r"`([\w./-]+)/`", written):
-        assert (ROOT / name).is_dir(), name
+        assert any((folder / name).is_dir() for folder in (ROOT, ROOT / "l2l_compile")), name
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -324,7 +350,7 @@ def test_every_option_has_a_row():
     assert {name: default.strip("`").replace('"', "'") for name, default in shown.items()} == {
         n: repr(defaults[n]) for n in shown
     }
-    assert {defaults[name] or None for name in rows.keys() - shown.keys()} == {None}
+    assert {name for name in rows.keys() - shown.keys() if defaults[name]} == {"device"}  # the accelerator, if there is one
 
 
 def test_every_node_has_a_row():

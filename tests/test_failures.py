@@ -10,7 +10,7 @@ from torch import nn
 
 import l2l_compile.session
 from l2l_compile import L2LError, programs
-from models import WIDTH, Layer, Stack, assert_close, assert_same_gradients, compiled, rows
+from models import WIDTH, Layer, Stack, assert_close, assert_parity, compiled, pair_of, rows
 
 POINTWISE = (torch.Tag.pointwise,)  # so that the layers are known to be row-wise, and run micro-batch by micro-batch
 fail: dict = {"error": None, "at": 0, "calls": 0, "in": "forward"}
@@ -92,8 +92,8 @@ def test_failure_in_a_middle_micro_batch(device, error, where, stash, request):
     if device == "threaded":
         request.getfixturevalue("threaded")
     model = WithStatistics().double()
-    reference, x = copy.deepcopy(model), rows(6)
-    step = compiled(model, stash=stash)
+    pair, x = pair_of(model, stash=stash), rows(6)
+    step = pair.compiled
     state = copy.deepcopy(model.state_dict())
     arm(where, 5, type(error)(*error.args))  # three micro-batches a layer: the second of the second layer
     with pytest.raises(type(error)) as caught:
@@ -108,14 +108,9 @@ def test_failure_in_a_middle_micro_batch(device, error, where, stash, request):
     del caught
     ledger = l2l_compile.session.session_of(step).device.ledger
     assert ledger.held == 0
-    for buffer, (_, other) in zip(model.buffers(), reference.named_buffers(), strict=True):
+    for buffer, other in zip(model.buffers(), pair.eager.buffers(), strict=True):
         other.copy_(buffer)
-    output, expected = step(x), reference(x)
-    output.pow(2).sum().backward()
-    expected.pow(2).sum().backward()
-    assert_close(output.detach(), expected.detach(), 1e-10, "output")
-    assert_same_gradients(model, reference)
-    del output
+    pair.step(x).check()
     assert ledger.held == 0
 
 
@@ -182,9 +177,6 @@ class Mapped(nn.Module):
 
 def test_a_trace_that_fails_inside_of_a_vmap_leaves_none_open():
     model = nn.Sequential(Mapped(), Mapped()).double()
-    reference, run, x = copy.deepcopy(model), compiled(model), rows(6, WIDTH)
-    run(x).sum().backward()
-    reference(x).sum().backward()
-    assert_same_gradients(model, reference)
-    (program,) = programs(run)  # Dynamo leaves a function uncompiled where a vmap is open
+    step = assert_parity(model, rows(6, WIDTH), rows(6, WIDTH))
+    (program,) = programs(step)  # Dynamo leaves a function uncompiled where a vmap is open
     assert all("a batch of 7" in block.reason for block in program.blocks)

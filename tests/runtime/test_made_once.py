@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 
 import pytest
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import l2l_compile
-from models import assert_close, assert_parity, assert_same_gradients, compiled, rows
+from models import assert_parity, backward_twice, compiled, pair_of, rows
 
 WIDTH = 8
 
@@ -56,6 +55,13 @@ class Masked(nn.Module):
         return {"scores": self.head(x), "mask": mask}
 
 
+def scores_and_mask(call, x):
+    """A step with a loss of the scores."""
+    outputs = call(x)
+    outputs["scores"].pow(2).mean().backward()
+    return outputs
+
+
 def calls(model: nn.Module, *inputs) -> dict[str, int]:
     """How often the operations of a second step are called."""
     step = compiled(model, micro_batches=3)
@@ -96,26 +102,16 @@ def test_what_rows_have_of_their_own_is_computed_for_each():
 )
 def test_parity(threaded, model, options):
     made = model().double()
-    reference, dim = copy.deepcopy(made), 0 if made.batch_first else 1
-    step = compiled(made, **{"micro_batches": 3, **options})
+    pair = pair_of(made, **options)
     for count in (7, 6, 2):
         x = rows(count, 6, 5) if made.batch_first else rows(6, count, 5)
-        found, expected = step(x), reference(x)
-        for name, value in expected.items():
-            assert_close(found[name].detach(), value.detach(), 1e-10, name)
-        for outputs in (found, expected):
-            outputs["scores"].pow(2).mean().backward()
-        assert_same_gradients(made, reference)
-    assert found["scores"].shape[dim] == 2
+        found = pair.run(scores_and_mask, x).check()
+        assert {d.key.name for d in found.differences if d.key.kind == "output"} == {"['scores']", "['mask']"}
     assert threaded.devices[-1].ledger.held == 0
 
 
 def test_parity_of_compiled_blocks():
-    model = Masked(2).double()
-    reference, x = copy.deepcopy(model), rows(7, 6, 5)
-    for made in (compiled(model, block_compiler="inductor"), reference):
-        made(x)["scores"].pow(2).mean().backward()
-    assert_same_gradients(model, reference)
+    pair_of(Masked(2).double(), block_compiler="inductor").run(scores_and_mask, rows(7, 6, 5)).check()
 
 
 def test_the_mask_of_one_micro_batch_is_held_and_copied():
@@ -152,13 +148,7 @@ def test_a_draw_that_every_row_reads_is_not_shared():
 
 def test_shared_inputs_and_results_stay_apart():
     """A step that is differentiated twice, with what was made once in between."""
-    model, x = Masked(2).double(), rows(7, 6, 5)
-    reference = copy.deepcopy(model)
-    for made in (compiled(model, micro_batches=3), reference):
-        loss = made(x)["scores"].pow(2).mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert_same_gradients(model, reference)
+    pair_of(nn.Sequential(Masked(2), Scores()).double()).run(backward_twice, rows(7, 6, 5)).check()
 
 
 def test_uneven_batches_of_every_size(threaded):

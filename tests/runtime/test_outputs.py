@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import l2l_compile
-from models import Broken, Stack, TwoHeads, assert_close, assert_parity, assert_same_gradients, compiled, rows
+from models import Broken, Stack, TwoHeads, assert_close, assert_parity, compiled, pair_of, rows
 
 
 class Language(nn.Module):
@@ -37,18 +35,19 @@ def ids(batch: int, tokens: int = 7, vocabulary: int = 50) -> torch.Tensor:
     return torch.randint(vocabulary, (batch, tokens))
 
 
+def loss_alone(call, *inputs):
+    loss = call(*inputs)["loss"]
+    loss.backward()
+    return loss
+
+
 def test_only_the_loss_is_made():
-    model, x = Language().double(), ids(6)
-    reference = copy.deepcopy(model)
-    step = compiled(model, outputs="loss")
-    found, expected = step(x, x), reference(x, x)
-    assert_close(found["loss"].detach(), expected["loss"].detach(), 1e-12, "loss")
+    pair, x = pair_of(Language().double(), outputs="loss", tolerance=1e-12), ids(6)
+    pair.run(loss_alone, x, x).check()
+    found = pair.compiled(x, x)
     assert found["scores"].is_meta and found["scores"].shape == (6, 7, 50) and found["scores"].dtype is torch.float64
     assert all(s.is_meta and s.shape == (6, 7, 8) for s in found["states"])
-    found["loss"].backward()
-    expected["loss"].backward()
-    assert_same_gradients(model, reference)
-    assert step(ids(4), ids(4))["scores"].shape == (4, 7, 50)  # the shape follows the batch
+    assert pair.compiled(ids(4), ids(4))["scores"].shape == (4, 7, 50)  # the shape follows the batch
 
 
 def test_without_a_loss_everything_is_made():
@@ -70,13 +69,9 @@ class BrokenAfterALoss(Broken):
 
 
 def test_what_the_next_graph_reads_is_made():
-    model, x = BrokenAfterALoss().double(), rows(6)
-    reference = copy.deepcopy(model)
-    found = compiled(model, outputs="loss")(x)
-    assert found["states"].is_meta
-    found["loss"].backward()
-    reference(x)["loss"].backward()
-    assert_same_gradients(model, reference)
+    pair, x = pair_of(BrokenAfterALoss().double(), outputs="loss"), rows(6)
+    pair.run(loss_alone, x).check()
+    assert pair.compiled(x)["states"].is_meta
 
 
 def test_explain_knows_that_outputs_are_not_made():
@@ -138,14 +133,14 @@ def test_every_device_brings_gradients_in_order(threaded):
             states = self.body.layers[0](x)
             return {"scores": self.head(states).transpose(0, 1), "states": states, "ends": self.body.layers[1](states)}
 
+    def step(call, x):
+        made = call(x)
+        sum((value * torch.arange(value.numel()).view(value.shape)).sum() for value in made.values()).backward()
+        return made
+
     model = Several().double()
     for count in (7, 2, 1):
-        x, reference = rows(count, 4, 8), copy.deepcopy(model)
-        step = compiled(model, micro_batches=3)
-        for made in (step(x), reference(x)):
-            sum((value * torch.arange(value.numel()).view(value.shape)).sum() for value in made.values()).backward()
-        assert_same_gradients(model, reference)
-        model.zero_grad()
+        pair_of(model).run(step, rows(count, 4, 8)).check()
 
 
 def test_the_head_does_not_grow_with_the_batch():
@@ -169,13 +164,13 @@ class Picture(nn.Module):
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_memory_in_another_order_reaches_blocks_in_that_of_the_sizes(block_compiler, micro_batches):
     """Rows of a larger batch in channels_last, and a loss whose gradient has its channels last."""
-    model = Picture()
-    reference = copy.deepcopy(model)
+
+    def step(call, x, labels):
+        F.cross_entropy(call(x).permute(0, 2, 3, 1).reshape(-1, 5), labels).backward()
+
+    pair = pair_of(Picture(), micro_batches=micro_batches, block_compiler=block_compiler, tolerance=1e-5)
     x, labels = torch.randn(9, 3, 6, 6).contiguous(memory_format=torch.channels_last)[:7], torch.randint(5, (7 * 36,))
-    step = compiled(model, micro_batches=micro_batches, block_compiler=block_compiler)
-    for made in (step(x), reference(x)):
-        F.cross_entropy(made.permute(0, 2, 3, 1).reshape(-1, 5), labels).backward()
-    assert_same_gradients(model, reference, 1e-5)
+    pair.run(step, x, labels).check()
 
 
 def test_views_by_strides_of_a_transposed_part_of_a_value():

@@ -12,7 +12,7 @@ import l2l_compile
 from l2l_compile.devices.cpu import CpuDevice
 from l2l_compile.runtime.stashes import Stashes
 from l2l_compile.runtime.step import RuntimeValue
-from models import WIDTH, Layer, assert_same_gradients, compiled, rows
+from models import WIDTH, Layer, backward_twice, compiled, pair_of, rows
 
 
 class Broken(nn.Module):
@@ -31,16 +31,11 @@ class Broken(nn.Module):
 
 def train(model, calls=1, **options):
     """Two steps, each with so many forwards before its backward; gradients are eager's. The peak of the last step."""
-    reference = copy.deepcopy(model)
-    step = compiled(model, **options)
+    pair = pair_of(model, **options)
     for _ in range(2):
-        model.zero_grad()
-        reference.zero_grad()
         inputs = [rows(6, 4, WIDTH) for _ in range(calls)]
-        sum(step(x).square().mean() for x in inputs).backward()
-        sum(reference(x).square().mean() for x in inputs).backward()
-        assert_same_gradients(model, reference)
-    return l2l_compile.stats(step).peak_device_bytes
+        pair.run(lambda call, *inputs: sum(call(x).square().mean() for x in inputs).backward(), *inputs).check()
+    return l2l_compile.stats(pair.compiled).peak_device_bytes
 
 
 @pytest.mark.parametrize("on_threads", [False, True])
@@ -63,14 +58,7 @@ def test_stashes_that_shall_stay_on_the_device_do():
 
 
 def test_backward_twice_through_stashes_that_went_to_the_host():
-    model = Broken(4).double()
-    reference = copy.deepcopy(model)
-    x = rows(6, 4, WIDTH)
-    for run in (compiled(model), reference):
-        loss = run(x).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert_same_gradients(model, reference)
+    pair_of(Broken(4).double()).run(backward_twice, rows(6, 4, WIDTH)).check()
 
 
 def test_a_forward_without_a_backward_leaves_nothing():

@@ -1,0 +1,26 @@
+"""Does a streamed model compute what eager computes? One training step, several steps, and models to try it on.
+
+`assert_equivalent` and `training_equivalent` assert it, `compare` shows it as a table. `options`, `batches` and `stacks` are
+strategies of Hypothesis. docs/testing.md shows them all.
+"""
+
+from .comparison import Comparison, Verdict
+from .difference import Difference
+from .equivalence import assert_equivalent, compare
+from .pair import Pair
+from .strategies import batches, options, stacks
+from .training import TrainingComparison, training_equivalent
+
+__all__ = [
+    "Comparison",
+    "Difference",
+    "Pair",
+    "TrainingComparison",
+    "Verdict",
+    "assert_equivalent",
+    "batches",
+    "compare",
+    "options",
+    "stacks",
+    "training_equivalent",
+]

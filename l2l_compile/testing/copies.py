@@ -1,0 +1,57 @@
+"""Copies of a model: the one that was given stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..errors import L2LError
+from ..frontend import dynamo
+
+Model = TypeVar("Model", bound=Callable)
+
+
+def plain(model: Callable) -> Callable:
+    """The module or function behind one that was compiled; others as they are."""
+    model = getattr(model, "_orig_mod", model)
+    return getattr(model, "_torchdynamo_orig_callable", model)
+
+
+def options_of(model: Callable) -> dict[str, Any]:
+    """The options that a model was compiled with; none where it was not, or without any."""
+    return dict(dynamo.options_of(model) or {})
+
+
+def copied(model: Model, dtype: torch.dtype | None) -> Model:
+    """A deep copy of a module, in a dtype. A function is itself.
+
+    Raises `L2LError` where the module cannot be copied; it names the part that cannot.
+    """
+    if not isinstance(model, nn.Module):
+        return model
+    try:
+        made = copy.deepcopy(model)
+    except Exception as error:
+        name, part = _first_that_fails(model)
+        raise L2LError(
+            f"{type(model).__name__} is compared on deep copies, so that it stays as it is, but {name or 'it'} "
+            f"({type(part).__name__}) cannot be copied: {type(error).__name__}: {error}. Give the module a `__deepcopy__`, or take "
+            "what cannot be copied out of its attributes"
+        ) from error
+    return made if dtype is None else made.to(dtype)
+
+
+def _first_that_fails(model: nn.Module) -> tuple[str, nn.Module]:
+    """The innermost module that cannot be copied."""
+    name, found = "", model
+    for candidate, module in model.named_modules():
+        if candidate.startswith(name):
+            try:
+                copy.deepcopy(module)
+            except Exception:  # noqa: BLE001 - a module may fail with anything
+                name, found = candidate, module
+    return name, found

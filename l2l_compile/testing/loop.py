@@ -1,0 +1,81 @@
+"""A training loop, the same for eager and for every way to update, and what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..inspection import synchronize
+from .difference import GRADIENT, LOSS, STATE, Key
+from .leaves import own_copy
+from .observation import Call, state_of
+from .reversal import Recorded
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+CallWith = Callable[[nn.Module, torch.optim.Optimizer], Call]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A training loop, the same for eager and for every way to update."""
+
+    batches: Sequence[tuple[tuple, Mapping[str, Any]]]
+    optimizer: MakeOptimizer
+    scheduler: MakeScheduler | None
+    loss: Callable[[Any], torch.Tensor]
+    accumulate: int
+    max_grad_norm: float | None
+
+    def run(self, module: nn.Module, call_with: CallWith, update: str, wrap: Callable[[Call], Any]) -> Run:
+        """Trains a module. `wrap` gives what the loop calls in the place of that which `call_with` gives."""
+        optimizer = self.optimizer(module.parameters())
+        scheduler = self.scheduler(optimizer) if self.scheduler is not None else None
+        call = call_with(module, optimizer)
+        wrapped, found = wrap(call), dict[Key, Any]()
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, (args, kwargs) in enumerate(self.batches):
+            args, kwargs = own_copy((args, kwargs))
+            loss = self.loss(wrapped(*args, **kwargs))
+            loss.backward()
+            found[Key(LOSS, f"of batch {number}")] = loss.detach()
+            if update != "at_step":
+                found |= {Key(GRADIENT, names[p]): p.grad for p in held if p.grad is not None}  # it should be at the host
+            if (number + 1) % self.accumulate == 0:
+                if self.max_grad_norm is not None and update == "at_step":
+                    nn.utils.clip_grad_norm_(held, self.max_grad_norm)
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
+                optimizer.zero_grad()
+        if update != "at_step":
+            synchronize(call)
+        results = wrapped.results if isinstance(wrapped, Recorded) else []
+        return Run({**found, **state_of(module), **_state_of(optimizer, names)}, call, results)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training leaves behind: a loss for each batch, parameters and buffers, the state of the optimizer; what its calls gave."""
+
+    values: Mapping[Key, Any]
+    call: Call = field(repr=False)
+    results: Sequence[Any] = field(repr=False)
+
+
+def _state_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[Key, Any]:
+    found: dict[Key, Any] = {}
+    for parameter, state in optimizer.state.items():
+        found |= {Key(STATE, f"{names[parameter]}: {name}"): _own(value) for name, value in state.items()}
+    for number, group in enumerate(optimizer.param_groups):
+        found |= {Key(STATE, f"group {number}: {name}"): _own(v) for name, v in group.items() if name != "params"}
+    return found
+
+
+def _own(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

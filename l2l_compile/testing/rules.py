@@ -1,0 +1,105 @@
+"""How far a streamed tensor may be from eager's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from ..errors import L2LError
+
+PROMISED = {torch.float64: 1e-10, torch.float32: 1e-5}  # relative to the norm of each tensor
+REORDERINGS = 10  # errors up to so many times that of eager with its rows reversed are rounding
+ROUNDINGS = 32  # errors up to so many units in the last place of the largest tensor of a kind are rounding
+SMALL = 1e-4  # a fixed tolerance takes a tensor to be at least that part of the largest one, if eager's own error is as large
+NO_DIGITS = 1e-2  # eager itself is off by more with its rows reversed: hardly a digit of the tensor is known
+
+
+class Rule(Protocol):
+    """`norm` is that of eager's tensor, `scale` that of the largest one of its kind, `own` the error of eager itself, if measured.
+
+    `beside` says which error `own` is, as the title of a column.
+    """
+
+    @property
+    def beside(self) -> str: ...
+
+    def allowed(self, norm: float, scale: float, own: float | None) -> float:
+        """The largest error, as a norm."""
+        ...
+
+    def is_zero(self, norm: float, scale: float, own: float | None) -> bool:
+        """Whether eager's tensor is zero but for rounding: an error relative to it means nothing."""
+        ...
+
+
+@dataclass(frozen=True)
+class Promise:
+    """The promise of the backend for a dtype, or a tolerance of the caller's.
+
+    tolerance   relative to the norm of a tensor
+    eps         of the dtype
+    fixed       whether an error above `tolerance` is an error although eager's own is as large. It is not fixed in the promise for a
+                dtype, except in float64 for a model that computes in a narrower dtype somewhere: such parts are summed in
+                eager's order.
+    """
+
+    tolerance: float
+    eps: float
+    fixed: bool
+    beside: str = "eager, rows reversed"
+
+    def allowed(self, norm: float, scale: float, own: float | None) -> float:
+        promised, rounding, small = self.tolerance * norm, ROUNDINGS * self.eps * scale, self.tolerance * SMALL * scale
+        reordering = REORDERINGS * own if own is not None else 0.0
+        if self.is_zero(norm, scale, own):
+            return max(promised, rounding, 0.0 if self.fixed else reordering)
+        if own is None:
+            return max(promised, min(rounding, small))
+        return max(promised, min(reordering, small) if self.fixed else reordering)
+
+    def is_zero(self, norm: float, scale: float, own: float | None) -> bool:
+        if own is None:
+            return norm <= ROUNDINGS * self.eps * scale
+        return own >= NO_DIGITS * norm
+
+
+@dataclass(frozen=True)
+class AsAutocast:
+    """In 16 bits: no worse than 1.5 times the error of autocast. A relative error up to `least` passes: a rounding to the 16 bits."""
+
+    least: float
+
+    beside: ClassVar[str] = "autocast"
+
+    def allowed(self, norm: float, scale: float, own: float | None) -> float:
+        return max(1.5 * (own or 0.0), self.least * norm)
+
+    def is_zero(self, norm: float, scale: float, own: float | None) -> bool:
+        return own is not None and own >= norm
+
+
+@dataclass(frozen=True)
+class SameBits:
+    beside: ClassVar[str] = ""
+
+    def allowed(self, norm: float, scale: float, own: float | None) -> float:
+        return 0.0
+
+    def is_zero(self, norm: float, scale: float, own: float | None) -> bool:
+        return False
+
+
+def promise(dtype: torch.dtype, computed_in: torch.dtype, tolerance: float | None) -> Promise:
+    """The rule for a model in a dtype, parts of which may compute in a narrower one.
+
+    Raises `L2LError` for a dtype without a promise if there is no tolerance either.
+    """
+    if tolerance is None and dtype not in PROMISED:
+        name = str(dtype).removeprefix("torch.")
+        raise L2LError(
+            f"there is no promise for a model in {name}: compare it in another dtype (dtype=torch.float32), or give a tolerance"
+        )
+    fixed = tolerance is not None or (dtype is torch.float64 and computed_in is not dtype)
+    return Promise(PROMISED[dtype] if tolerance is None else tolerance, torch.finfo(dtype).eps, fixed)

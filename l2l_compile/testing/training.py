@@ -1,0 +1,211 @@
+"""Is streamed training the training of eager? Several steps, in each way to update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import L2LError
+from ..host.optimizer.compiled_step import why_not_compiled
+from ..inspection import programs
+from ..options import Options
+from .comparison import Comparison, Own
+from .copies import copied, options_of, plain
+from .difference import LOSS, PARAMETER, STATE, Difference, Key, difference, differences, error_of, norm_of
+from .draws import Watched
+from .leaves import converted
+from .loop import CallWith, Loop, MakeOptimizer, MakeScheduler, Run
+from .losses import loss_of
+from .observation import Call, random_state, state_of
+from .own_error import UNKNOWN, computed_in
+from .reversal import Recorded, Reversed
+from .rules import Promise, Rule, SameBits, promise
+from .segments import Places
+
+UPDATES = ("at_step", "in_backward", "in_forward")
+COMPILED_UPDATE = 1e-6  # relative error of an update that is compiled into one pass over memory; others have the same bits
+
+
+@dataclass(frozen=True)
+class TrainingComparison:
+    """Trainings side by side, one `Comparison` a pair. `print` shows them all."""
+
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def passes(self) -> bool:
+        return all(comparison.passes for comparison in self.comparisons)
+
+    def check(self) -> TrainingComparison:
+        """Itself. Raises `AssertionError` with the first pair that differs."""
+        for comparison in self.comparisons:
+            comparison.check()
+        return self
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.comparisons))
+
+
+def training_equivalent(
+    model: nn.Module,
+    batches: Iterable[Any],
+    optimizer: MakeOptimizer,
+    *,
+    updates: Sequence[str] = UPDATES,
+    options: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = torch.float64,
+    tolerance: float | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    scheduler: MakeScheduler | None = None,
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+) -> TrainingComparison:
+    """Train deep copies of a model on the batches, in eager and streamed with each way to update; the comparisons if they agree.
+
+    Streamed with update="at_step" it must be the training of eager: the loss of each batch, and after the last step all parameters,
+    buffers and the state of the optimizer. Errors of parameters are relative to what the steps have added to them. Like those of
+    `assert_equivalent`, they may be ten times those of eager with the rows of every batch reversed. The other ways to update must give
+    the same bits as "at_step", or 1e-6 relative where the update is compiled into one pass over memory. With
+    precision="bf16" or "fp16", streamed training is not compared with eager.
+
+    batches        each a tensor, a tuple of arguments or a dict of keyword arguments
+    optimizer      makes one from parameters: `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`
+    updates        values of the option `update`; "at_step" always runs
+    scheduler      makes a scheduler of the learning rate from an optimizer; it steps with the optimizer
+    accumulate     batches in a step
+    max_grad_norm  clips the norm of all gradients (not with "in_backward")
+
+    The other arguments are those of `assert_equivalent`. Raises `AssertionError` with the tensors that differ.
+    """
+    chosen = options_of(model) if options is None else dict(options)
+    built = Options.build(chosen)
+    if built.optimizer is not None:
+        raise L2LError("the option 'optimizer' is set for each way to update: leave it out, and give the argument `optimizer`")
+    if built.precision != "fp32" and dtype is torch.float64:
+        dtype = torch.float32  # float64 has no 16-bit copy
+    given = [_arguments(batch, dtype) for batch in batches]
+    if not given or len(given) % accumulate:
+        raise L2LError(f"{len(given)} batches are no whole number of steps of {accumulate}")
+    loop = Loop(given, optimizer, scheduler, loss_of if loss is None else loss, accumulate, max_grad_norm)
+    trainings = _Trainings(plain(model), dtype, chosen, loop, torch.get_rng_state())
+
+    found: list[Comparison] = []
+    if built.precision == "fp32":
+        eager = trainings.run(_eagerly)
+        at_step = trainings.streamed("at_step")
+        found.append(trainings.against_eager(at_step, eager, tolerance))
+    else:
+        at_step = trainings.streamed("at_step")
+    found += [trainings.against_at_step(update, at_step) for update in updates if update != "at_step"]
+    return TrainingComparison(tuple(found)).check()
+
+
+def _eagerly(module: nn.Module, _: torch.optim.Optimizer) -> Call:
+    return Watched(module)
+
+
+def _arguments(batch: Any, dtype: torch.dtype | None) -> tuple[tuple, dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), converted(dict(batch), dtype)
+    return converted(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), dtype), {}
+
+
+@dataclass(frozen=True)
+class _Trainings:
+    """Trainings of copies of one model, each with the same batches and random numbers."""
+
+    model: nn.Module
+    dtype: torch.dtype | None
+    options: Mapping[str, Any]
+    loop: Loop
+    random: torch.Tensor
+
+    def run(self, call_with: CallWith, update: str = "at_step", wrap: Callable[[Call], Any] = Recorded) -> Run:
+        with random_state(self.random):
+            return self.loop.run(copied(self.model, self.dtype), call_with, update, wrap)
+
+    def compiled(self, update: str) -> CallWith:
+        def call_with(module: nn.Module, optimizer: torch.optim.Optimizer) -> Call:
+            chosen = dict(self.options)
+            if update != "at_step" or chosen.get("precision") == "fp16":
+                chosen |= {"optimizer": optimizer, "update": update}
+            if update != "at_step":
+                chosen |= {"accumulate": self.loop.accumulate, "max_grad_norm": self.loop.max_grad_norm}
+            return torch.compile(module, backend="l2l", options=chosen)
+
+        return call_with
+
+    def streamed(self, update: str) -> Run:
+        return self.run(self.compiled(update), update)
+
+    def against_eager(self, streamed: Run, eager: Run, tolerance: float | None) -> Comparison:
+        before = state_of(copied(self.model, self.dtype))
+        dtype, places = _narrowest(before), Places(programs(streamed.call))
+        eps = torch.finfo(dtype).eps * len(self.loop.batches)
+        found = [
+            _of_training(key, streamed.values.get(key), eager.values.get(key), places(_owner(key)), before, eps)
+            for key in dict.fromkeys((*eager.values, *streamed.values))
+        ]
+        rule = replace(promise(dtype, dtype, tolerance), fixed=False)
+        title = f"update at_step against eager in {str(dtype).removeprefix('torch.')}"
+        narrowest = computed_in(programs(streamed.call), self.options.get("precision"), dtype)
+
+        def own() -> Own:
+            return self._reversed(eager, _eagerly, narrowest)
+
+        return Comparison(title, tuple(found), rule, programs(streamed.call), own)
+
+    def against_at_step(self, update: str, at_step: Run) -> Comparison:
+        fresh = copied(self.model, self.dtype)
+        dtype = _narrowest(state_of(fresh))
+        is_compiled = self.options.get("compile_update", True) and not why_not_compiled(self.loop.optimizer(fresh.parameters()))
+        streamed = self.streamed(update)
+        places = Places(programs(streamed.call))
+        found = differences(streamed.values, at_step.values, lambda key: places(_owner(key)))
+        one_pass = Promise(COMPILED_UPDATE, torch.finfo(dtype).eps, fixed=False, beside="at_step, rows reversed")
+        rule: Rule = one_pass if is_compiled else SameBits()
+        narrowest = computed_in(programs(at_step.call), self.options.get("precision"), dtype)
+
+        def own() -> Own:
+            return self._reversed(at_step, self.compiled("at_step"), narrowest) if is_compiled else Own()
+
+        return Comparison(f"update {update} against at_step", tuple(found), rule, programs(streamed.call), own)
+
+    def _reversed(self, run: Run, call_with: CallWith, narrowest: torch.dtype) -> Own:
+        """The errors of a run with the rows of every batch reversed; none if half of the digits of the first loss depend on their order."""
+        first = Key(LOSS, "of batch 0")
+        limit = torch.finfo(narrowest).eps ** 0.5 * norm_of(run.values[first])
+        for dim in (0, 1):
+            try:
+                found = self.run(call_with, wrap=lambda call, dim=dim: Reversed(call, run.results, dim)).values
+            except Exception:  # noqa: BLE001 - a model may fail with anything where what was reversed are no rows
+                continue
+            pairs = {key: (found.get(key), value) for key, value in run.values.items() if isinstance(value, torch.Tensor)}
+            errors = {key: error_of(a, e) for key, (a, e) in pairs.items() if isinstance(a, torch.Tensor)}
+            if errors[first] <= limit:
+                return Own(errors)
+        return Own(why=UNKNOWN)
+
+
+def _narrowest(state: Mapping[Key, torch.Tensor]) -> torch.dtype:
+    """The narrowest floating-point dtype of the parameters."""
+    found = [t.dtype for key, t in state.items() if key.kind == PARAMETER and t.is_floating_point()]
+    return min(found, key=lambda dtype: dtype.itemsize)
+
+
+def _owner(key: Key) -> Key:
+    """The parameter that a state of the optimizer belongs to."""
+    return Key(key.kind, key.name.partition(": ")[0]) if key.kind == STATE else key
+
+
+def _of_training(
+    key: Key, actual: Any, expected: Any, segments: tuple[str, ...], before: Mapping[Key, torch.Tensor], eps: float
+) -> Difference:
+    """A parameter is measured by what was added to it, up to the rounding of the sum."""
+    if key.kind != PARAMETER:
+        return difference(key, actual, expected, segments)
+    return difference(key, actual, expected, segments, error_of(expected, before[key]), eps * norm_of(expected))
