@@ -22,10 +22,7 @@ warnings.filterwarnings("ignore", message=".*lowering to.*")
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
-    from l2l_compile.passes.batching import proof
-
     torch._dynamo.reset()
-    proof.forget()
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
