@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import warnings
@@ -18,6 +19,13 @@ import torch
 os.environ["L2L_CACHE"] = "0"  # a test sees what this code does, not what an earlier run has kept
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", message=".*lowering to.*")
+
+
+def pytest_collection_finish():
+    """Collections of cycles leave modules alone, which live to the end, and are rarer: they were a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)
