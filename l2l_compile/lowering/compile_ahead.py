@@ -23,7 +23,7 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture
 from ..devices.host import HOST
 from . import vector_instructions
 from .inductor import compile_graph
-from .kernel_files import Kernel, compile_file, in_files
+from .kernel_files import Kernel, compile_file, in_files, number_of_files
 from .priority import give_way
 
 PATIENCE = 2.0  # seconds until progress is shown
@@ -111,7 +111,7 @@ def _wait_later() -> None:
         if waits is None:
             wait(self, scope)
             return
-        for kernels in in_files(_put_off.kernels, get_compile_threads()):
+        for kernels in in_files(_put_off.kernels, number_of_files(_put_off.kernels, get_compile_threads())):
             compile_file(
                 kernels, functools.partial(CppPythonBindingsCodeCache.load_pybinding_async, submit_fn=_compilers().submit)
             )

@@ -1,7 +1,7 @@
 """Several kernels of one graph in one C++ file: to read the header and Python's takes longer than to compile a kernel.
 
-Inductor gives each kernel for the host a file of its own. Here those of a graph are dealt out to as many files as compilers
-run at once. A file has one function that Python calls, with the number of the kernel and the kernel's operands:
+Inductor gives each kernel for the host a file of its own. Here the kernels of a graph share a file. Long ones are dealt out to
+as many files as compilers run at once. A file has one function that Python calls, with the number of the kernel and the kernel's operands:
 
     namespace kernel_0 { void kernel(const float* in_ptr0, float* out_ptr0, const int64_t ks0) {...} }
     namespace kernel_1 { ... }
@@ -15,6 +15,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+# bytes of kernels whose compilation takes as long as the two headers and the linker, which every file pays for (0.7 s with g++ 12)
+WORTH_A_FILE = 32_000
 _HEAD = re.compile(r'\s*((?:#include [^\n]*\n\s*)+)extern "C"\s+(void\s+kernel\()')
 
 
@@ -49,6 +51,11 @@ class Kernel:
         """Its source, without what it includes."""
         head = _HEAD.match(self.source)
         return f"namespace {name} {{\n{head[2]}{self.source[head.end() :]}\n}}\n"
+
+
+def number_of_files(kernels: Sequence[Kernel], compilers: int) -> int:
+    """Into how many files to deal kernels out: one for a few short ones, at most one a compiler."""
+    return min(compilers, 1 + sum(len(kernel.source) for kernel in kernels) // WORTH_A_FILE)
 
 
 def in_files(kernels: Sequence[Kernel], files: int) -> list[list[Kernel]]:

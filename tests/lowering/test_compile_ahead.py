@@ -25,6 +25,11 @@ several_compilers = pytest.mark.skipif(torch._inductor.config.compile_threads < 
 def nothing_compiled():
     torch._dynamo.reset()
     l2l_compile.lowering.codes.store.clear()
+
+
+@pytest.fixture
+def no_kernels():
+    """Inductor has to compile each kernel anew."""
     with fresh_cache():
         yield
 
@@ -35,7 +40,7 @@ def step() -> None:
 
 
 @several_compilers
-def test_no_graph_waits_for_the_kernels_of_another(monkeypatch):
+def test_no_graph_waits_for_the_kernels_of_another(monkeypatch, no_kernels):
     begun, done, asked = [], [], threading.Event()
     begin, result, submit = compile_ahead.begin, compile_ahead.Begun.result, compile_ahead._compilers().submit
 
@@ -61,7 +66,7 @@ def test_no_graph_waits_for_the_kernels_of_another(monkeypatch):
 
 
 @several_compilers
-def test_a_kernel_that_cannot_be_compiled_is_an_error_of_its_block(monkeypatch):
+def test_a_kernel_that_cannot_be_compiled_is_an_error_of_its_block(monkeypatch, no_kernels):
     def no_compiler(task):
         def fail():
             raise OSError("g++: out of memory")

@@ -11,7 +11,7 @@ from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from l2l_compile.lowering import compile_ahead
-from l2l_compile.lowering.kernel_files import Kernel, compile_file, in_files
+from l2l_compile.lowering.kernel_files import WORTH_A_FILE, Kernel, compile_file, in_files, number_of_files
 
 INCLUDE = "\n#include <torch/csrc/inductor/cpp_prefix.h>\n"
 
@@ -48,6 +48,12 @@ def test_kernels_are_dealt_out_by_what_they_include_and_by_their_length():
     files = in_files([*short, long, other], 2)
     assert sorted(files, key=len) == [[long], [other], short] or sorted(files, key=len) == [[other], [long], short]
     assert in_files(short, 16) == [[k] for k in short]
+
+
+def test_short_kernels_share_one_file_and_long_ones_occupy_all_compilers():
+    short, long = kernel(USUAL), kernel(USUAL, "/" * WORTH_A_FILE)
+    assert number_of_files([], 4) == number_of_files([short] * 20, 4) == 1
+    assert number_of_files([short, long], 4) == 2 and number_of_files([long] * 20, 4) == 4
 
 
 def test_a_kernel_that_is_alone_is_compiled_as_inductor_has_it():

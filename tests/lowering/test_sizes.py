@@ -56,7 +56,7 @@ class Deep(nn.Module):
         return x
 
 
-def model_of(layers: int = 3, *, layer=Attention) -> nn.Module:
+def model_of(layers: int = 2, *, layer=Attention) -> nn.Module:
     torch.manual_seed(0)
     return Deep(layers, layer).double()
 
