@@ -22,8 +22,7 @@ class Rule(Protocol):
     `beside` says which error `own` is, as the title of a column.
     """
 
-    @property
-    def beside(self) -> str: ...
+    beside: ClassVar[str]
 
     def allowed(self, norm: float, scale: float, own: float | None) -> float:
         """The largest error, as a norm."""
@@ -48,7 +47,8 @@ class Promise:
     tolerance: float
     eps: float
     fixed: bool
-    beside: str = "eager, rows reversed"
+
+    beside: ClassVar[str] = "eager, rows reversed"
 
     def allowed(self, norm: float, scale: float, own: float | None) -> float:
         promised, rounding, small = self.tolerance * norm, ROUNDINGS * self.eps * scale, self.tolerance * SMALL * scale
@@ -81,14 +81,22 @@ class AsAutocast:
 
 
 @dataclass(frozen=True)
-class SameBits:
-    beside: ClassVar[str] = ""
+class SameUpdates:
+    """Trainings with the same gradients: a relative tolerance, 0.0 for the same bits.
+
+    Where eager's own error is `noise` of a tensor or more, the steps have followed rounding: ten times that error passes.
+    """
+
+    tolerance: float
+    noise: float
+
+    beside: ClassVar[str] = "at_step, rows reversed"
 
     def allowed(self, norm: float, scale: float, own: float | None) -> float:
-        return 0.0
+        return REORDERINGS * (own or 0.0) if self.is_zero(norm, scale, own) else self.tolerance * norm
 
     def is_zero(self, norm: float, scale: float, own: float | None) -> bool:
-        return False
+        return self.tolerance > 0 and own is not None and own >= self.noise * norm
 
 
 def promise(dtype: torch.dtype, computed_in: torch.dtype, tolerance: float | None) -> Promise:

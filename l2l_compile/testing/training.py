@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,15 +16,15 @@ from ..inspection import programs
 from ..options import Options
 from .comparison import Comparison, Own
 from .copies import copied, options_of, plain
-from .difference import LOSS, PARAMETER, STATE, Difference, Key, difference, differences, error_of, norm_of
+from .difference import LOSS, PARAMETER, STATE, Key, difference, error_of, norm_of
 from .draws import Watched
 from .leaves import converted
 from .loop import CallWith, Loop, MakeOptimizer, MakeScheduler, Run
 from .losses import loss_of
-from .observation import Call, random_state, state_of
+from .observation import Call, State, random_state, state_of
 from .own_error import UNKNOWN, computed_in
 from .reversal import Recorded, Reversed
-from .rules import Promise, Rule, SameBits, promise
+from .rules import NO_DIGITS, Rule, SameUpdates, promise
 from .segments import Places
 
 UPDATES = ("at_step", "in_backward", "in_forward")
@@ -93,6 +94,11 @@ def training_equivalent(
     loop = Loop(given, optimizer, scheduler, loss_of if loss is None else loss, accumulate, max_grad_norm)
     trainings = _Trainings(plain(model), dtype, chosen, loop, torch.get_rng_state())
 
+    ways = [update for update in updates if update != "at_step"]
+    if built.precision != "fp32" and not ways:
+        raise L2LError(
+            f"nothing to compare: with precision={built.precision!r}, 'at_step' is what other ways to update are compared with"
+        )
     found: list[Comparison] = []
     if built.precision == "fp32":
         eager = trainings.run(_eagerly)
@@ -100,7 +106,7 @@ def training_equivalent(
         found.append(trainings.against_eager(at_step, eager, tolerance))
     else:
         at_step = trainings.streamed("at_step")
-    found += [trainings.against_at_step(update, at_step) for update in updates if update != "at_step"]
+    found += [trainings.against_at_step(update, at_step) for update in ways]
     return TrainingComparison(tuple(found)).check()
 
 
@@ -143,37 +149,43 @@ class _Trainings:
         return self.run(self.compiled(update), update)
 
     def against_eager(self, streamed: Run, eager: Run, tolerance: float | None) -> Comparison:
-        before = state_of(copied(self.model, self.dtype))
-        dtype, places = _narrowest(before), Places(programs(streamed.call))
-        eps = torch.finfo(dtype).eps * len(self.loop.batches)
-        found = [
-            _of_training(key, streamed.values.get(key), eager.values.get(key), places(_owner(key)), before, eps)
-            for key in dict.fromkeys((*eager.values, *streamed.values))
-        ]
+        dtype = _narrowest(self.before)
         rule = replace(promise(dtype, dtype, tolerance), fixed=False)
         title = f"update at_step against eager in {str(dtype).removeprefix('torch.')}"
-        narrowest = computed_in(programs(streamed.call), self.options.get("precision"), dtype)
+        rounding = torch.finfo(dtype).eps * len(self.loop.batches)
+        return self._compared(title, streamed, eager, rule, rounding, _eagerly)
+
+    def against_at_step(self, update: str, at_step: Run) -> Comparison:
+        fresh = self.loop.optimizer(copied(self.model, self.dtype).parameters())
+        is_compiled = self.options.get("compile_update", True) and not why_not_compiled(fresh)
+        tolerance = COMPILED_UPDATE if is_compiled else 0.0
+        rule = SameUpdates(tolerance, max(NO_DIGITS, torch.finfo(self._computed_in(at_step)).eps ** 0.5))
+        title = f"update {update} against at_step"
+        return self._compared(title, self.streamed(update), at_step, rule, tolerance, self.compiled("at_step"))
+
+    def _compared(self, title: str, streamed: Run, expected: Run, rule: Rule, rounding: float, call_with: CallWith) -> Comparison:
+        """With what was expected. A parameter is measured by what was added to it; an error up to `rounding` of the sum passes."""
+        places = Places(programs(streamed.call))
+        found = []
+        for key in dict.fromkeys((*expected.values, *streamed.values)):
+            pair, segments = (streamed.values.get(key), expected.values.get(key)), places(_owner(key))
+            norm, least = None, 0.0
+            if key.kind == PARAMETER:
+                norm, least = error_of(pair[1], self.before[key]), rounding * norm_of(pair[1])
+            found.append(difference(key, *pair, segments, norm, least))
 
         def own() -> Own:
-            return self._reversed(eager, _eagerly, narrowest)
+            return self._reversed(expected, call_with, self._computed_in(streamed))
 
         return Comparison(title, tuple(found), rule, programs(streamed.call), own)
 
-    def against_at_step(self, update: str, at_step: Run) -> Comparison:
-        fresh = copied(self.model, self.dtype)
-        dtype = _narrowest(state_of(fresh))
-        is_compiled = self.options.get("compile_update", True) and not why_not_compiled(self.loop.optimizer(fresh.parameters()))
-        streamed = self.streamed(update)
-        places = Places(programs(streamed.call))
-        found = differences(streamed.values, at_step.values, lambda key: places(_owner(key)))
-        one_pass = Promise(COMPILED_UPDATE, torch.finfo(dtype).eps, fixed=False, beside="at_step, rows reversed")
-        rule: Rule = one_pass if is_compiled else SameBits()
-        narrowest = computed_in(programs(at_step.call), self.options.get("precision"), dtype)
+    def _computed_in(self, streamed: Run) -> torch.dtype:
+        return computed_in(programs(streamed.call), self.options.get("precision"), _narrowest(self.before))
 
-        def own() -> Own:
-            return self._reversed(at_step, self.compiled("at_step"), narrowest) if is_compiled else Own()
-
-        return Comparison(f"update {update} against at_step", tuple(found), rule, programs(streamed.call), own)
+    @functools.cached_property
+    def before(self) -> State:
+        """Parameters and buffers before training."""
+        return state_of(copied(self.model, self.dtype))
 
     def _reversed(self, run: Run, call_with: CallWith, narrowest: torch.dtype) -> Own:
         """The errors of a run with the rows of every batch reversed; none if half of the digits of the first loss depend on their order."""
@@ -181,7 +193,7 @@ class _Trainings:
         limit = torch.finfo(narrowest).eps ** 0.5 * norm_of(run.values[first])
         for dim in (0, 1):
             try:
-                found = self.run(call_with, wrap=lambda call, dim=dim: Reversed(call, run.results, dim)).values
+                found = self.run(call_with, wrap=functools.partial(Reversed, results=run.results, dim=dim)).values
             except Exception:  # noqa: BLE001 - a model may fail with anything where what was reversed are no rows
                 continue
             pairs = {key: (found.get(key), value) for key, value in run.values.items() if isinstance(value, torch.Tensor)}
@@ -200,12 +212,3 @@ def _narrowest(state: Mapping[Key, torch.Tensor]) -> torch.dtype:
 def _owner(key: Key) -> Key:
     """The parameter that a state of the optimizer belongs to."""
     return Key(key.kind, key.name.partition(": ")[0]) if key.kind == STATE else key
-
-
-def _of_training(
-    key: Key, actual: Any, expected: Any, segments: tuple[str, ...], before: Mapping[Key, torch.Tensor], eps: float
-) -> Difference:
-    """A parameter is measured by what was added to it, up to the rounding of the sum."""
-    if key.kind != PARAMETER:
-        return difference(key, actual, expected, segments)
-    return difference(key, actual, expected, segments, error_of(expected, before[key]), eps * norm_of(expected))

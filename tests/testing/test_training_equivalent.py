@@ -39,7 +39,7 @@ def test_updates_that_are_not_compiled_have_the_same_bits():
     options = {**OPTIONS, "compile_update": False}
     found = training_equivalent(Shared(3), [rows(6, dtype=torch.float32)] * 3, adamw, options=options, dtype=None)
     assert all(d.error == 0.0 for c in found.comparisons[1:] for d in c.differences)
-    assert {c.rule.beside for c in found.comparisons[1:]} == {""}
+    assert {c.rule.tolerance for c in found.comparisons[1:]} == {0.0}
 
 
 def test_accumulation_clipping_and_a_scheduler():
@@ -75,6 +75,8 @@ def test_sixteen_bits_are_compared_among_ways_to_update():
     assert titles(found) == ["update in_backward against at_step", "update in_forward against at_step"]
     found = training_equivalent(Stack(2), [rows(6)] * 2, adamw, options={**OPTIONS, "precision": "fp16"}, updates=("in_forward",))
     assert found.passes
+    with pytest.raises(L2LError, match="nothing to compare"):
+        training_equivalent(Stack(2), [rows(6)], adamw, options={**OPTIONS, "precision": "bf16"}, updates=("at_step",))
 
 
 def test_what_is_refused():
