@@ -4,10 +4,10 @@ The sequence of parameter uses, labelled by operation and parameter shape, repea
 
     embed | norm q k v o norm up down | norm q k v o norm up down | norm head
 
-`FindBlocks` looks at the repeats that cover most of the sequence (`repeats`), keeps those whose copies feed one another
-(`chains`), takes the one with the narrowest boundaries, and goes on to the left, to the right and inside of one copy.
-Labels only nominate where layers may be; whether two layers are instances of one block is decided by `CutSegments`, which
-compares them operation by operation.
+`FindBlocks` looks at the repeats that cover most of the sequence (`repeats`), keeps those whose copies are chains (`chains`),
+takes the one with the fewest values across its cuts (`crossing`), and goes on to the left, to the right and inside of one
+copy. Labels only nominate layers; whether two layers are instances of one block is decided by `CutSegments`, which compares
+them operation by operation.
 """
 
 from __future__ import annotations
@@ -18,21 +18,33 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..compilation import Compilation, Fact
-from .chains import carried, chains, feeds, handed_on, may_be_cut, narrow_between, parts, up_to_the_next, uses_in
-from .names import Path, containers, has_alike_items, has_names, inside_an_item, item_cuts, items, stacks
+from .chains import chains, components, extended_to_next, find_predecessors, uses_in
+from .crossing import CrossingCounts, bytes_without_skips, is_bottleneck, may_be_cut
+from .names import (
+    Path,
+    Traversal,
+    containers,
+    has_items_of_one_class,
+    has_names,
+    inside_an_item,
+    item_cuts,
+    items,
+    list_traversals,
+)
 from .operation_sequence import OperationSequence
-from .repeats import Copies, place, ranges_between, repeats, rotate
+from .repeats import Copies, Repeat, best_rotation, choose_cuts, ranges_between, repeats
 
 _TRIES = 12  # repeats to look at before a stretch counts as one without layers
 _JOINTS = 3  # boundaries between copies to look at: neighbours that read different masks make one of them wider than the others
 _AS_LARGE = 0.75  # of the largest cover: repeats that cover as much compete by how narrow their boundaries are
+_ROUNDING = 1.01  # a cut inside of a layer is as narrow as its boundary up to this factor
 
 Group = list[range]  # layers of one chain, in order
 
 
 @dataclass(frozen=True)
 class FindBlocks:
-    """Provides `layers`: ranges of the line that are one layer each, and cuts that module names ask for."""
+    """Provides `layers`: ranges of the sequence that are one layer each, and cuts that module names ask for."""
 
     name: ClassVar = "find_blocks"
     requires: ClassVar = frozenset({Fact.SEQUENCE})
@@ -40,42 +52,274 @@ class FindBlocks:
 
     def apply(self, compilation: Compilation) -> None:
         sequence = compilation.sequence
-        found = _search(sequence, 0, len(sequence), 0, len(sequence.uses))
-        groups = [inner for group in found for inner in _refine(sequence, group)]
-        lists = {path: passes for path, passes in stacks(sequence).items() if all(_is_chain(sequence, spans) for spans in passes)}
-        groups = _aligned(sequence, groups, lists)
-        named = [containers(sequence, group) if len(group) > 1 else set() for group in groups]
-        atomic = [any(inside_an_item(sequence, group, other) for other in named) for group in groups]
-        kept = [(g, c) for g, c, inside in zip(groups, named, atomic, strict=True) if not inside]
-        compilation.forced_cuts = item_cuts(sequence, set(lists).union(*(c for _, c in kept)), range(len(sequence)))
-        compilation.layers = [r for group, c in kept for layer in group for r in _split(sequence, layer, group, c)]
+        whole = _Stretch(0, len(sequence), 0, len(sequence.uses))
+        refined = [inner for group in _search(sequence, whole) for inner in _refine(sequence, group)]
+        lists = _layer_lists(sequence)
+        groups = _without_inner(sequence, _aligned(sequence, refined, lists))
+        named = set(lists).union(*(group.containers for group in groups))
+        compilation.forced_cuts = item_cuts(sequence, named, range(len(sequence)))
+        compilation.layers = [part for group in groups for layer in group.layers for part in _split(sequence, layer, group)]
 
 
-def _aligned(sequence: OperationSequence, groups: list[Group], lists: dict[Path, list[list[range]]]) -> list[Group]:
-    """The groups, with items of a list in the place of copies that hold parameters of several items of it."""
-    innermost = [path for path in lists if not any(other != path and other[: len(path)] == path for other in lists)]
-    crossed = {path for path in innermost for group in groups for copy in group if len(_items_used(sequence, copy, path)) > 1}
-    aligned = [_between_items(sequence, spans) for spans in _together([spans for path in crossed for spans in lists[path]])]
-    aligned = [group for group in aligned if group]
-    taken = [range(group[0].start, group[-1].stop) for group in aligned]
-    apart = [[c for c in group if all(c.stop <= t.start or c.start >= t.stop for t in taken)] for group in groups]
-    return [*aligned, *filter(None, apart)]
+@dataclass(frozen=True)
+class _Stretch:
+    """Operations [start, end) and the uses of parameters in them: those with the indices [first_use, last_use)."""
+
+    start: int
+    end: int
+    first_use: int
+    last_use: int
 
 
-def _together(passes: list[list[range]]) -> list[list[range]]:
-    """Passes over lists, those that take turns as one."""
-    joined: list[list[range]] = []
-    end = 0
-    for spans in sorted(passes, key=lambda spans: spans[0].start):
-        if joined and spans[0].start < end:
-            joined[-1] = sorted([*joined[-1], *spans], key=lambda span: span.start)
+# ---- search for repeats ----------------------------------------------------------------------------------------------
+
+
+def _search(sequence: OperationSequence, stretch: _Stretch) -> list[Group]:
+    """Groups of layers within a stretch, from left to right."""
+    best = _best_repeat(sequence, stretch)
+    if best is None:
+        return []
+    cuts, bounds = best.copies.cuts, best.copies.bounds
+    left = _Stretch(stretch.start, cuts[0], stretch.first_use, bounds[0])
+    right = _Stretch(cuts[-1], stretch.end, bounds[-1], stretch.last_use)
+    return [*_search(sequence, left), *_cut_chains(sequence, best, stretch), *_search(sequence, right)]
+
+
+@dataclass(frozen=True)
+class _LayerRepeat:
+    """A repeat whose copies are layers.
+
+    chains    the copies that read one another, by index
+    crossing  by the cut between two copies, how many values cross it and are read within `reach` operations behind it; more
+              values may cross the first of several cuts than the others, and it is left out
+    """
+
+    copies: Copies
+    chains: list[list[int]]
+    crossing: dict[int, int]
+    reach: int
+
+    @property
+    def width(self) -> int:
+        return max(self.crossing.values())
+
+    def no_wider_than(self, copies: Copies) -> bool:
+        """Whether these copies are surely no narrower: as many values cross their cuts, and they are as long or longer."""
+        at_same_cuts = all(self.crossing.get(cut, 0) >= self.width for cut in copies.cuts[1:-1])
+        return at_same_cuts and min(map(len, copies.ranges)) >= self.reach
+
+
+def _best_repeat(sequence: OperationSequence, stretch: _Stretch) -> _LayerRepeat | None:
+    """The repeat with the narrowest boundaries; of these, the largest cover; of these, the shortest period."""
+    candidates = repeats(sequence.uses[stretch.first_use : stretch.last_use])[:_TRIES]
+    while candidates:
+        large = [repeat for repeat in candidates if repeat.cover >= _AS_LARGE * candidates[0].cover]
+        found = _layer_repeats(sequence, large, stretch)
+        if found:
+            return min(found, key=lambda f: (f.width, -len(f.copies.ranges) * f.copies.period, f.copies.period))
+        candidates = candidates[len(large) :]
+    return None
+
+
+def _layer_repeats(sequence: OperationSequence, candidates: list[Repeat], stretch: _Stretch) -> list[_LayerRepeat]:
+    """The candidates whose copies are layers, but for those that are surely no narrower than one before them."""
+    found: list[_LayerRepeat] = []
+    for candidate in candidates:
+        copies = best_rotation(sequence, candidate, stretch.start, stretch.end, stretch.first_use)
+        if any(larger.no_wider_than(copies) for larger in found):
+            continue
+        layers = _as_layers(sequence, copies)
+        if layers is not None:
+            found.append(layers)
+    return found
+
+
+@dataclass(frozen=True)
+class _Joint:
+    """Two copies of which the second reads the first."""
+
+    before: range
+    after: range
+
+    def is_narrow(self, sequence: OperationSequence) -> bool:
+        return is_bottleneck(sequence, self.before, self.after)
+
+
+def _as_layers(sequence: OperationSequence, copies: Copies) -> _LayerRepeat | None:
+    """The copies of a repeat as layers; None if they are none. Labels only nominated them."""
+    ranges = copies.ranges
+    if not may_be_cut(sequence, copies.cuts):
+        return None
+    found = chains(sequence, ranges)
+    joints = [_Joint(ranges[a], ranges[b]) for chain in found for a, b in itertools.pairwise(chain)]
+    if not _are_mostly_chained(found) or not any(joint.is_narrow(sequence) for joint in joints[:_JOINTS]):
+        return None
+    if len({len(components(sequence, copy)) for copy in ranges}) > 1:
+        return None
+    return _measured(sequence, copies, found, joints[1:] or joints)
+
+
+def _are_mostly_chained(chains: list[list[int]]) -> bool:
+    """Whether more than half of the copies are in chains of several."""
+    chained = sum(len(chain) for chain in chains if len(chain) > 1)
+    return 2 * chained > sum(map(len, chains))
+
+
+def _measured(sequence: OperationSequence, copies: Copies, found: list[list[int]], joints: list[_Joint]) -> _LayerRepeat:
+    """A repeat of layers, with the number of values that cross these joints."""
+    cuts = [joint.after.start for joint in joints]
+    reach = min(len(joint.after) for joint in joints)
+    counts = CrossingCounts.of(sequence, reach, range(min(cuts), max(cuts) + 1))
+    return _LayerRepeat(copies, found, {cut: counts.at(cut) for cut in cuts}, reach)
+
+
+def _cut_chains(sequence: OperationSequence, layers: _LayerRepeat, stretch: _Stretch) -> list[Group]:
+    """The layers of each chain.
+
+    A chain of neighbours has ends of its own, so that operations between two towers are in neither.
+    """
+    bounds, ranges = layers.copies.bounds, layers.copies.ranges
+    groups, low = [], stretch.start
+    for chain in layers.chains:
+        first, last = chain[0], chain[-1]
+        if _are_neighbours(chain, layers.chains):
+            high = ranges[last + 1].start if last + 1 < len(ranges) else stretch.end
+            cuts = choose_cuts(sequence, bounds[first : last + 2], low, high)
+            groups.append(ranges_between(cuts))
+            low = cuts[-1]
         else:
-            joined.append(spans)
+            groups.append([ranges[i] for i in chain])
+            low = max(low, ranges[last].stop)
+    return groups
+
+
+def _are_neighbours(chain: list[int], chains: list[list[int]]) -> bool:
+    """Whether the copies of a chain follow one another, and no other chain overlaps them."""
+    first, last = chain[0], chain[-1]
+    without_gaps = len(chain) > 1 and last - first + 1 == len(chain)
+    return without_gaps and all(max(first, other[0]) > min(last, other[-1]) for other in chains if other is not chain)
+
+
+# ---- layers inside of copies -----------------------------------------------------------------------------------------
+
+
+def _refine(sequence: OperationSequence, group: Group) -> list[Group]:
+    """The layers inside of copies that are stages: groups of items of one container, as narrow between as the copies are."""
+    if not has_names(sequence, group[0]):  # `_split` takes these apart
+        return [group]
+    width = _boundary_width(sequence, group)
+    inner = [found for copy in group for found in _layers_of_stage(sequence, copy, width)]
+    if not inner:
+        return [group]
+    return [finer for found in inner for finer in _refine(sequence, found)]
+
+
+def _layers_of_stage(sequence: OperationSequence, copy: range, width: float) -> list[Group]:
+    """Groups of layers with cuts of at most `width` bytes inside of a copy; none if the copy is no stage, but a layer with a list."""
+    groups = _groups_inside(sequence, copy)
+    layers = sorted((layer for group in groups for layer in group), key=lambda layer: layer.start)
+    of_items = [group for group in groups if _are_items(sequence, group)]
+    narrow = [group for group in of_items if _is_narrow(sequence, group, copy, layers, width)]
+    return narrow if _cover_most_uses(sequence, narrow, copy) else []
+
+
+def _boundary_width(sequence: OperationSequence, group: Group) -> float:
+    """The bytes that cross the narrowest boundary between layers."""
+    return min((sequence.crossing[layer.start] for layer in group[1:]), default=0) * _ROUNDING
+
+
+def _cover_most_uses(sequence: OperationSequence, groups: list[Group], copy: range) -> bool:
+    """Whether these layers have at least half of a copy's uses of parameters."""
+    uses = sum(len(uses_in(sequence, layer)) for group in groups for layer in group)
+    return 2 * uses >= len(uses_in(sequence, copy))
+
+
+def _groups_inside(sequence: OperationSequence, copy: range) -> list[Group]:
+    uses = uses_in(sequence, copy)
+    if not uses:
+        return []
+    first = sequence.uses.index(uses[0])
+    return _search(sequence, _Stretch(copy.start, copy.stop, first, first + len(uses)))
+
+
+def _are_items(sequence: OperationSequence, group: Group) -> bool:
+    """Whether ranges are layers of a container, or in none."""
+    if len(group) < 2:
+        return False
+    of = containers(sequence, group)
+    if not of:
+        return not _in_items(sequence, group)
+    return any(has_items_of_one_class(sequence, group, path) for path in of)
+
+
+def _in_items(sequence: OperationSequence, group: Group) -> bool:
+    """Whether any operation of these ranges lies in an item of a container."""
+    return any(items(sequence.paths[position]) for layer in group for position in layer)
+
+
+def _is_narrow(sequence: OperationSequence, group: Group, copy: range, layers: Group, width: float) -> bool:
+    """Whether at most `width` bytes, without skips, cross the cuts between layers inside of a copy that holds these layers."""
+    cuts = [layer.start for layer in group[1:]]
+    return all(sequence.crossing[cut] <= width or bytes_without_skips(sequence, cut, copy, layers) <= width for cut in cuts)
+
+
+# ---- layers by module names ------------------------------------------------------------------------------------------
+
+
+def _layer_lists(sequence: OperationSequence) -> dict[Path, list[Traversal]]:
+    """The containers whose items read one another in every traversal."""
+    return {
+        path: traversals
+        for path, traversals in list_traversals(sequence).items()
+        if all(_is_chain(sequence, traversal) for traversal in traversals)
+    }
+
+
+def _is_chain(sequence: OperationSequence, spans: list[range]) -> bool:
+    """Whether at least half of these ranges have a predecessor among them."""
+    return 2 * len(find_predecessors(sequence, extended_to_next(spans))) >= len(spans)
+
+
+def _aligned(sequence: OperationSequence, groups: list[Group], lists: dict[Path, list[Traversal]]) -> list[Group]:
+    """The groups, with items of a list in the place of copies that hold parameters of several items of it."""
+    copies = [copy for group in groups for copy in group]
+    crossed = [path for path in _innermost(lists) if _holds_several_items(sequence, copies, path)]
+    traversals = _merge_interleaved([traversal for path in crossed for traversal in lists[path]])
+    of_items = list(filter(None, (_between_items(sequence, traversal) for traversal in traversals)))
+    taken = [range(group[0].start, group[-1].stop) for group in of_items]
+    apart = ([copy for copy in group if not _overlaps_any(copy, taken)] for group in groups)
+    return [*of_items, *filter(None, apart)]
+
+
+def _holds_several_items(sequence: OperationSequence, copies: list[range], path: Path) -> bool:
+    """Whether one of these copies uses parameters of several items of a container."""
+    return any(len(_items_used(sequence, copy, path)) > 1 for copy in copies)
+
+
+def _innermost(lists: dict[Path, list[Traversal]]) -> list[Path]:
+    """The lists with no other one inside."""
+    return [path for path in lists if not any(other != path and other[: len(path)] == path for other in lists)]
+
+
+def _overlaps_any(span: range, others: list[range]) -> bool:
+    return any(span.start < other.stop and other.start < span.stop for other in others)
+
+
+def _merge_interleaved(traversals: list[Traversal]) -> list[Traversal]:
+    """Traversals of lists, with those whose items take turns as one."""
+    merged: list[Traversal] = []
+    end = 0
+    for spans in sorted(traversals, key=lambda spans: spans[0].start):
+        if merged and spans[0].start < end:
+            merged[-1] = sorted([*merged[-1], *spans], key=lambda span: span.start)
+        else:
+            merged.append(spans)
         end = max(end, spans[-1].stop)
-    return joined
+    return merged
 
 
-def _between_items(sequence: OperationSequence, spans: list[range]) -> Group:
+def _between_items(sequence: OperationSequence, spans: Traversal) -> Group:
+    """Items, each up to the beginning of the next one, where cuts are allowed."""
     cuts = sorted({*(span.start for span in spans), max(span.stop for span in spans)})
     return ranges_between([cut for cut in cuts if math.isfinite(sequence.crossing[cut])])
 
@@ -85,166 +329,33 @@ def _items_used(sequence: OperationSequence, span: range, path: Path) -> set[Pat
     return {item for use in uses_in(sequence, span) for item in items(sequence.paths[use.position]) if item[:-1] == path}
 
 
-def _is_chain(sequence: OperationSequence, spans: list[range]) -> bool:
-    """Whether most of these ranges are fed by one before them, whichever way."""
-    return 2 * len(feeds(sequence, up_to_the_next(spans))) >= len(spans)
-
-
 @dataclass(frozen=True)
-class _Layers:
-    """A repeat whose copies are layers.
+class _NamedGroup:
+    """A group of layers, and the containers whose items they are made of."""
 
-    chains     the copies that feed one another, by index
-    handed_on  by the cut between two copies, how many values cross it and are read within `reach` operations behind it; the
-               first of several cuts may be crossed by more than the others, and is left out
-    """
-
-    copies: Copies
-    chains: list[list[int]]
-    handed_on: dict[int, int]
-    reach: int
-
-    @property
-    def width(self) -> int:
-        return max(self.handed_on.values())
-
-    def no_wider_than(self, copies: Copies) -> bool:
-        """Whether these copies are surely no narrower: at some of the same cuts, they hand on as much or more, since they are as long or longer."""
-        return (
-            all(self.handed_on.get(cut, 0) >= self.width for cut in copies.cuts[1:-1])
-            and min(map(len, copies.ranges)) >= self.reach
-        )
+    layers: Group
+    containers: set[Path]
 
 
-def _search(sequence: OperationSequence, start: int, end: int, first: int, last: int) -> list[Group]:
-    """Groups of layers within operations [start, end) that hold the uses [first, last)."""
-    candidates = repeats(sequence.uses[first:last])[:_TRIES]
-    while candidates:
-        least = _AS_LARGE * candidates[0].cover
-        found: list[_Layers] = []
-        for candidate in candidates:
-            if candidate.cover < least:
-                break
-            copies = rotate(sequence, candidate, start, end, first)
-            if any(larger.no_wider_than(copies) for larger in found):
-                continue
-            layers = _as_layers(sequence, copies)
-            if layers is not None:
-                found.append(layers)
-        if found:  # the narrowest boundaries; of these, the largest cover; of these, the shortest period
-            best = min(found, key=lambda f: (f.width, -len(f.copies.ranges) * f.copies.period, f.copies.period))
-            groups = _place_chains(sequence, best, start, end)
-            cuts, bounds = best.copies.cuts, best.copies.bounds
-            left = _search(sequence, start, cuts[0], first, bounds[0])
-            return [*left, *groups, *_search(sequence, cuts[-1], end, bounds[-1], last)]
-        candidates = [r for r in candidates if r.cover < least]
-    return []
+def _without_inner(sequence: OperationSequence, groups: list[Group]) -> list[_NamedGroup]:
+    """The groups, without those that lie inside of one item that is a layer of another group."""
+    named = [_NamedGroup(group, containers(sequence, group) if len(group) > 1 else set()) for group in groups]
+    return [group for group in named if not any(inside_an_item(sequence, group.layers, other.containers) for other in named)]
 
 
-def _as_layers(sequence: OperationSequence, copies: Copies) -> _Layers | None:
-    """The copies of a repeat as layers; None if they are none. Labels only nominated them."""
-    ranges = copies.ranges
-    if not may_be_cut(sequence, copies.cuts):
-        return None
-    found = chains(sequence, ranges)
-    chained = [chain for chain in found if len(chain) > 1]
-    if 2 * sum(map(len, chained)) <= len(ranges):
-        return None
-    joints = [(ranges[a], ranges[b]) for chain in chained for a, b in itertools.pairwise(chain)]
-    if (
-        not any(narrow_between(sequence, *joint) for joint in joints[:_JOINTS])
-        or len({len(parts(sequence, r)) for r in ranges}) > 1
-    ):
-        return None
-    counted = joints[1:] or joints
-    cuts = [after.start for _, after in counted]
-    reach = min(len(after) for _, after in counted)
-    count = handed_on(sequence, reach, range(min(cuts), max(cuts) + 1))
-    return _Layers(copies, found, {cut: count(cut) for cut in cuts}, reach)
-
-
-def _place_chains(sequence: OperationSequence, layers: _Layers, start: int, end: int) -> list[Group]:
-    """The layers of each chain. A chain whose copies stand side by side gets ends of its own: what lies between towers is in none."""
-    bounds, ranges = layers.copies.bounds, layers.copies.ranges
-    groups, low = [], start
-    for chain in layers.chains:
-        first, last = chain[0], chain[-1]
-        together = len(chain) > 1 and last - first + 1 == len(chain)
-        alone = all(max(first, other[0]) > min(last, other[-1]) for other in layers.chains if other is not chain)
-        if together and alone:
-            high = ranges[last + 1].start if last + 1 < len(ranges) else end
-            placed = place(sequence, bounds[first : last + 2], low, high)
-            groups.append(ranges_between(placed))
-            low = placed[-1]
-        else:
-            groups.append([ranges[i] for i in chain])
-            low = max(low, ranges[last].stop)
-    return groups
-
-
-def _refine(sequence: OperationSequence, group: Group) -> list[Group]:
-    """The layers inside of copies that are stages: groups of items of one container, as narrow between as the copies are."""
-    if not has_names(sequence, group[0]):  # `_split` takes these apart
-        return [group]
-    width = min((sequence.crossing[r.start] for r in group[1:]), default=0) * 1.01
-    inner = []
-    for copy in group:
-        within = _inside(sequence, copy)
-        layers = sorted((layer for found in within for layer in found), key=lambda layer: layer.start)
-        found_items = [
-            found for found in within if _are_items(sequence, found) and _is_narrow(sequence, found, copy, layers, width)
-        ]
-        inner += found_items if _make_up(sequence, found_items, copy) else []
-    if not inner:
-        return [group]
-    return [finer for found in inner for finer in _refine(sequence, found)]
-
-
-def _make_up(sequence: OperationSequence, groups: list[Group], copy: range) -> bool:
-    """Whether these layers have most of a copy's uses of parameters: otherwise it is no stage, but a layer with a list in it."""
-    return 2 * sum(len(uses_in(sequence, layer)) for group in groups for layer in group) >= len(uses_in(sequence, copy))
-
-
-def _inside(sequence: OperationSequence, copy: range) -> list[Group]:
-    uses = uses_in(sequence, copy)
-    if not uses:
-        return []
-    first = sequence.uses.index(uses[0])
-    return _search(sequence, copy.start, copy.stop, first, first + len(uses))
-
-
-def _are_items(sequence: OperationSequence, group: Group) -> bool:
-    """Whether ranges are layers of a container, or in none."""
-    of = containers(sequence, group)
-    return len(group) > 1 and (
-        any(has_alike_items(sequence, group, path) for path in of) or not of and not _in_items(sequence, group)
-    )
-
-
-def _is_narrow(sequence: OperationSequence, group: Group, copy: range, layers: Group, width: float) -> bool:
-    """Whether at most `width` bytes, without skips, are handed on between layers inside of a copy that holds these layers."""
-    cuts = [layer.start for layer in group[1:]]
-    return all(sequence.crossing[cut] <= width or carried(sequence, cut, copy, layers) <= width for cut in cuts)
-
-
-def _in_items(sequence: OperationSequence, group: Group) -> bool:
-    """Whether any operation of these ranges lies in an item of a container."""
-    return any(items(sequence.paths[position]) for layer in group for position in layer)
-
-
-def _split(sequence: OperationSequence, layer: range, group: Group, of: set[Path]) -> list[range]:
-    """Cut a copy that holds several layers: where its parts do not hang together, and at cuts as narrow as its own boundary.
+def _split(sequence: OperationSequence, layer: range, group: _NamedGroup) -> list[range]:
+    """Cut a copy that holds several layers: between its connected components, and at cuts as narrow as its own boundary.
 
     With module names, these are at items of the containers that the group is made of; without, at repeats within the copy.
     """
-    apart = parts(sequence, layer)
+    apart = components(sequence, layer)
     if len(apart) > 1:
         return apart
-    width = min((sequence.crossing[r.start] for r in group[1:]), default=0) * 1.01
     if has_names(sequence, layer):
-        cuts = item_cuts(sequence, of, layer)
+        cuts = item_cuts(sequence, group.containers, layer)
     else:
-        cuts = {c for inner in _inside(sequence, layer) for r in inner for c in (r.start, r.stop)}
-    inside = ranges_between(sorted({layer.start, *(c for c in cuts if layer.start < c < layer.stop), layer.stop}))
+        cuts = {cut for inner in _groups_inside(sequence, layer) for r in inner for cut in (r.start, r.stop)}
+    inside = ranges_between(sorted({layer.start, *(cut for cut in cuts if layer.start < cut < layer.stop), layer.stop}))
+    width = _boundary_width(sequence, group.layers)
     narrow = [r.start for r in inside[1:] if _is_narrow(sequence, [layer, r], layer, inside, width)]
     return ranges_between([layer.start, *narrow, layer.stop])

@@ -13,11 +13,11 @@ from typing import ClassVar
 
 from ...ir.segments import Segment, Uncut
 from ..compilation import Compilation, Fact
-from .chains import chains, feeds, up_to_the_next, uses_in
+from .chains import chains, extended_to_next, find_predecessors, uses_in
 from .cut_segments import ABOUT_A_LAYER
 from .names import Path, has_names, items
 from .operation_sequence import OperationSequence
-from .repeats import repeats, rotate
+from .repeats import best_rotation, repeats
 
 _MOST = 0.75  # of a segment's bytes has to be in the layers that it is said to hold: a layer may have a list of its own
 
@@ -74,7 +74,7 @@ def _layers(sequence: OperationSequence, span: range) -> list[range]:
     uses = uses_in(sequence, span)
     first = sequence.uses.index(uses[0]) if uses else 0
     for repeat in repeats(uses)[:4]:
-        copies = rotate(sequence, repeat, span.start, span.stop, first).ranges
+        copies = best_rotation(sequence, repeat, span.start, span.stop, first).ranges
         longest = max(chains(sequence, copies), key=len)
         if len(longest) > 2:
             return [copies[i] for i in longest]
@@ -96,7 +96,7 @@ def _items(sequence: OperationSequence, span: range, container: Path) -> list[ra
 
 def _are_layers(sequence: OperationSequence, found: list[range]) -> bool:
     in_turn = all(before.stop <= after.start for before, after in itertools.pairwise(found))
-    return len(found) > 1 and in_turn and 2 * len(feeds(sequence, up_to_the_next(found))) >= len(found)
+    return len(found) > 1 and in_turn and 2 * len(find_predecessors(sequence, extended_to_next(found))) >= len(found)
 
 
 def _bytes(sequence: OperationSequence, span: range) -> int:

@@ -1,6 +1,6 @@
-"""What module names tell of layers: items of containers (`nn.ModuleList`, `nn.Sequential`), read off the paths of operations.
+"""Layers by module names: items of containers (`nn.ModuleList`, `nn.Sequential`), read off the paths of operations.
 
-Names serve as hints for what labels cannot tell: a first layer that differs from the others, two kinds of layer that
+Names serve as hints where labels do not suffice: a first layer that differs from the others, two kinds of layer that
 alternate. They never decide that two layers are equal.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 
 from .operation_sequence import OperationSequence
 
@@ -31,19 +32,26 @@ def item_depth(sequence: OperationSequence, cut: int) -> int:
 
 def containers(sequence: OperationSequence, group: list[range]) -> set[Path]:
     """Module containers whose items the ranges of a group are made of: each range has items of its own."""
-    seen: defaultdict[Path, list[set[str]]] = defaultdict(lambda: [set() for _ in group])
+    items_of: defaultdict[Path, list[set[Path]]] = defaultdict(lambda: [set() for _ in group])
     for index, layer in enumerate(group):
-        for path in {sequence.paths[position] for position in layer}:
-            for item in items(path):
-                seen[item[:-1]][index].add(item[-1])
-    return {container for container, sets in seen.items() if all(sets) and sum(map(len, sets)) == len(set().union(*sets))}
+        for item in _items_in(sequence, layer):
+            items_of[item[:-1]][index].add(item)
+    return {container for container, by_range in items_of.items() if all(by_range) and _are_disjoint(by_range)}
 
 
-def has_alike_items(sequence: OperationSequence, group: list[range], container: Path) -> bool:
+def _are_disjoint(sets: list[set[Path]]) -> bool:
+    return sum(map(len, sets)) == len(set().union(*sets))
+
+
+def _items_in(sequence: OperationSequence, span: range) -> set[Path]:
+    """The items of containers that operations of a range lie in."""
+    paths = {sequence.paths[position] for position in span}
+    return {item for path in paths for item in items(path)}
+
+
+def has_items_of_one_class(sequence: OperationSequence, group: list[range], container: Path) -> bool:
     """Whether ranges hold several items of one class of a container, as layers are; parts of one layer have classes of their own."""
-    found = {
-        item for layer in group for path in {sequence.paths[p] for p in layer} for item in items(path) if item[:-1] == container
-    }
+    found = {item for layer in group for item in _items_in(sequence, layer) if item[:-1] == container}
     return max(Counter(map(sequence.classes.get, found)).values(), default=0) > 1
 
 
@@ -70,38 +78,56 @@ def item_cuts(sequence: OperationSequence, of: set[Path], span: range) -> set[in
     return cuts
 
 
-def stacks(sequence: OperationSequence) -> dict[Path, list[list[range]]]:
-    """Containers with several items of one class that hold modules: for each pass over the items, the range of the line of each.
+Traversal = list[range]  # the range of operations of each item of a container, in the order of calls
 
-    A stack that is called twice is passed over twice. Only containers with several items in every pass.
+
+def list_traversals(sequence: OperationSequence) -> dict[Path, list[Traversal]]:
+    """The containers that may be lists of layers: several items of one class that hold modules, all called in turn.
+
+    A list that is called twice has two traversals. Only containers with several items in every traversal.
     """
-    visits: dict[Path, list[list]] = {}  # by container, in order: item, first and last position
-    for position, path in enumerate(sequence.paths):
-        for item in items(path):
-            of_container = visits.setdefault(item[:-1], [])
-            if not of_container or of_container[-1][0] != item:
-                of_container.append([item, position, position])
-            of_container[-1][2] = position
     found = {}
-    for container, visited in visits.items():
-        classes = Counter(sequence.classes.get(item) for item in {v[0] for v in visited} if item in sequence.composed)
-        passes = _passes(visited)
-        if max(classes.values(), default=0) > 1 and min(map(len, passes)) > 1:
-            found[container] = passes
+    for container, visits in _visits(sequence).items():
+        composed = {visit.item for visit in visits if visit.item in sequence.composed}
+        most_of_a_class = max(Counter(map(sequence.classes.get, composed)).values(), default=0)
+        traversals = _traversals(visits)
+        if most_of_a_class > 1 and min(map(len, traversals)) > 1:
+            found[container] = traversals
     return found
 
 
-def _passes(visited: list[list]) -> list[list[range]]:
-    """The ranges of visits of items, in lists that hold each item once."""
-    passes: list[list[range]] = []
+@dataclass
+class _Visit:
+    """A call of an item of a container: from its first operation to its last one."""
+
+    item: Path
+    first: int
+    last: int
+
+
+def _visits(sequence: OperationSequence) -> dict[Path, list[_Visit]]:
+    """The calls of the items of each container, in order."""
+    found: defaultdict[Path, list[_Visit]] = defaultdict(list)
+    for position, path in enumerate(sequence.paths):
+        for item in items(path):
+            visits = found[item[:-1]]
+            if not visits or visits[-1].item != item:
+                visits.append(_Visit(item, position, position))
+            visits[-1].last = position
+    return found
+
+
+def _traversals(visits: list[_Visit]) -> list[Traversal]:
+    """The ranges of visits, in lists that hold each item once."""
+    traversals: list[Traversal] = []
     seen: set[Path] = set()
-    for item, first, last in visited:
-        if not passes or item in seen:
-            passes.append([])
+    for visit in visits:
+        if not traversals or visit.item in seen:
+            traversals.append([])
             seen = set()
-        seen.add(item)
-        passes[-1].append(range(first, last + 1))
-    return passes
+        seen.add(visit.item)
+        traversals[-1].append(range(visit.first, visit.last + 1))
+    return traversals
 
 
 def has_names(sequence: OperationSequence, span: range) -> bool:

@@ -1,7 +1,7 @@
 """Repeats in the sequence of parameter uses, and where to cut between their copies.
 
 A *tandem repeat* of a sequence is a stretch that consists of copies of one period, one after the other. Labels (operation and
-shape of the parameter) only nominate: `chains` looks at what the copies compute.
+shape of the parameter) only nominate candidates: `chains` looks at the data flow between the copies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Copies:
-    """A repeat with its places on the line. `bounds` are the indices of the uses that copies begin with, `cuts` positions."""
+    """A repeat with its cuts.
+
+    bounds  the indices of the uses that copies begin with, and of the one behind the last copy
+    cuts    the positions where copies begin, and where the last one ends
+    """
 
     period: int
     bounds: list[int]
@@ -52,68 +56,106 @@ def ranges_between(cuts: list[int]) -> list[range]:
 def repeats(uses: list[ParameterUse]) -> list[Repeat]:
     """The longest tandem repeat of each period, the largest cover first, short periods before long ones."""
     labels = torch.tensor([u.label for u in uses])
-    found = []
-    for period in range(1, len(uses) // 2 + 1):
-        differ = (labels[period:] != labels[:-period]).nonzero().flatten()
-        edges = torch.cat([torch.tensor([-1]), differ, torch.tensor([len(uses) - period])])
-        runs = edges.diff() - 1
-        longest = int(runs.max())
-        copies = longest // period + 1
-        if copies >= 2:
-            offset = int(edges[int(runs.argmax())]) + 1
-            found.append(Repeat(offset, period, copies, longest + period - copies * period))
-    return sorted(found, key=lambda r: (-r.cover, r.period))
+    of_each_period = (_longest_repeat(labels, period) for period in range(1, len(uses) // 2 + 1))
+    return sorted((r for r in of_each_period if r.copies >= 2), key=lambda r: (-r.cover, r.period))
 
 
-def rotate(sequence: OperationSequence, repeat: Repeat, start: int, end: int, first: int) -> Copies:
+def _longest_repeat(labels: torch.Tensor, period: int) -> Repeat:
+    """The longest stretch in which every label is that of the use `period` later: one copy where there is no such label."""
+    differ = (labels[period:] != labels[:-period]).nonzero().flatten()
+    edges = torch.cat([torch.tensor([-1]), differ, torch.tensor([len(labels) - period])])
+    runs = edges.diff() - 1
+    longest = int(runs.max())
+    copies = longest // period + 1
+    offset = int(edges[int(runs.argmax())]) + 1
+    return Repeat(offset, period, copies, slack=longest + period - copies * period)
+
+
+@dataclass(frozen=True, order=True)
+class RotationCost:
+    """The cost of a rotation, compared field by field.
+
+    between_bytes  bytes that cross the cuts between copies
+    item_depth     sum over these cuts of how deep the items of containers lie that begin or end there: layers are items
+    outer_bytes    bytes that cross the cuts at both ends
+    """
+
+    between_bytes: float
+    item_depth: int
+    outer_bytes: float
+
+    @classmethod
+    def of(cls, sequence: OperationSequence, cuts: list[int]) -> RotationCost:
+        between, ends = cuts[1:-1], (cuts[0], cuts[-1])
+        return cls(
+            sum(sequence.crossing[cut] for cut in between),
+            sum(item_depth(sequence, cut) for cut in between),
+            sum(sequence.crossing[cut] for cut in ends if 0 < cut < len(sequence)),
+        )
+
+
+def best_rotation(sequence: OperationSequence, repeat: Repeat, start: int, end: int, first: int) -> Copies:
     """The rotation with the cheapest cuts between copies; of those, where names say that layers begin.
 
     `first` is the index of the use that `repeat.offset` counts from.
     """
-    best = None
+    rotations = []
     for rotation in range(repeat.slack + 1):
         bounds = [first + repeat.offset + rotation + i * repeat.period for i in range(repeat.copies + 1)]
-        cuts = place(sequence, bounds, start, end)
-        between = sum(sequence.crossing[c] for c in cuts[1:-1])
-        named = sum(item_depth(sequence, c) for c in cuts[1:-1])
-        cost = (between, named, _outer_cost(sequence, cuts))
-        if best is None or cost < best[0]:
-            best = (cost, Copies(repeat.period, bounds, cuts))
-    return best[1]
+        rotations.append(Copies(repeat.period, bounds, choose_cuts(sequence, bounds, start, end)))
+    return min(rotations, key=lambda copies: RotationCost.of(sequence, copies.cuts))
 
 
-def _outer_cost(sequence: OperationSequence, cuts: list[int]) -> float:
-    return sum(sequence.crossing[c] for c in (cuts[0], cuts[-1]) if 0 < c < len(sequence))
+@dataclass(frozen=True)
+class _Gap:
+    """The cuts from `low` to `high`, both included, that separate two neighbouring uses of parameters."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def before(cls, sequence: OperationSequence, bound: int, start: int, end: int) -> _Gap:
+        """The gap between use `bound - 1` and use `bound`, within [start, end]."""
+        low = max(start, sequence.uses[bound - 1].position + 1 if bound > 0 else start)
+        high = min(end, sequence.uses[bound].position if bound < len(sequence.uses) else end)
+        return cls(low, max(low, high))
+
+    def cheapest(self, sequence: OperationSequence) -> int:
+        cuts = range(self.low, self.high + 1)
+        return min(cuts, key=lambda cut: (sequence.crossing[cut], item_depth(sequence, cut), -cut))
 
 
-def place(sequence: OperationSequence, bounds: list[int], start: int, end: int) -> list[int]:
-    """Cut positions in [start, end] for the boundaries before the uses `bounds`; copies of equal length are cut at equal offsets."""
-    gaps = [_gap(sequence, b, start, end) for b in bounds]
-    inner = gaps[1:-1]
-    reach = min(high - low for low, high in inner)
-    back = min(range(reach + 1), key=lambda d: (sum(sequence.crossing[high - d] for _, high in inner), d))
-    cuts = [high - back for _, high in inner]
+def choose_cuts(sequence: OperationSequence, bounds: list[int], start: int, end: int) -> list[int]:
+    """Cuts in [start, end] before the uses `bounds`; copies of equal length are cut at equal offsets."""
+    left, *between, right = [_Gap.before(sequence, bound, start, end) for bound in bounds]
+    offset = _common_offset(sequence, between)
+    cuts = [gap.high - offset for gap in between]
+    length = _common_length(sequence, cuts)
+    before = sequence.operations_before
+    if length is None:
+        wanted_left, wanted_right = left.high - offset, None
+    else:
+        wanted_left = bisect.bisect_right(before, before[cuts[0]] - length) - 1
+        wanted_right = bisect.bisect_left(before, before[cuts[-1]] + length)
+    width = max(sequence.crossing[cut] for cut in cuts)
+    return [_outer_cut(sequence, left, wanted_left, width), *cuts, _outer_cut(sequence, right, wanted_right, width)]
+
+
+def _common_offset(sequence: OperationSequence, gaps: list[_Gap]) -> int:
+    """How far before the next use to cut in each gap, at the least bytes in all."""
+    shortest = min(gap.high - gap.low for gap in gaps)
+    return min(range(shortest + 1), key=lambda offset: (sum(sequence.crossing[gap.high - offset] for gap in gaps), offset))
+
+
+def _common_length(sequence: OperationSequence, cuts: list[int]) -> int | None:
+    """The number of operations between each two neighbouring cuts; None if there are several numbers, or a single cut."""
     before = sequence.operations_before
     lengths = {before[b] - before[a] for a, b in itertools.pairwise(cuts)}
-    width = max(sequence.crossing[c] for c in cuts)
-    if len(lengths) != 1:
-        return [_outer(sequence, gaps[0], gaps[0][1] - back, width), *cuts, _outer(sequence, gaps[-1], None, width)]
-    length = lengths.pop()
-    left = bisect.bisect_right(before, before[cuts[0]] - length) - 1
-    right = bisect.bisect_left(before, before[cuts[-1]] + length)
-    return [_outer(sequence, gaps[0], left, width), *cuts, _outer(sequence, gaps[-1], right, width)]
+    return lengths.pop() if len(lengths) == 1 else None
 
 
-def _gap(sequence: OperationSequence, bound: int, start: int, end: int) -> tuple[int, int]:
-    """Positions of the cuts that separate use `bound - 1` from use `bound`, within [start, end]."""
-    low = max(start, sequence.uses[bound - 1].position + 1 if bound > 0 else start)
-    high = min(end, sequence.uses[bound].position if bound < len(sequence.uses) else end)
-    return low, max(low, high)
-
-
-def _outer(sequence: OperationSequence, gap: tuple[int, int], wanted: int | None, width: float) -> int:
-    """The cut at an end of a group: where the copies' length puts it if that is as narrow as between two copies."""
-    low, high = gap
-    if wanted is not None and low <= wanted <= high and sequence.crossing[wanted] <= width:
+def _outer_cut(sequence: OperationSequence, gap: _Gap, wanted: int | None, width: float) -> int:
+    """The cut at an end of a group: at `wanted`, where the copies' length puts it, if at most `width` bytes cross it there."""
+    if wanted is not None and gap.low <= wanted <= gap.high and sequence.crossing[wanted] <= width:
         return wanted
-    return min(range(low, high + 1), key=lambda c: (sequence.crossing[c], item_depth(sequence, c), -c))
+    return gap.cheapest(sequence)
