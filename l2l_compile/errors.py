@@ -14,6 +14,11 @@ class L2LError(ShortenTraceback):
 
     def __init__(self, message: str):
         super().__init__(message, first_useful_frame=None)
+        self.message = message
+
+    def __str__(self) -> str:
+        """The message alone. Dynamo appends advice to `args`: how to see more of Dynamo, where the cause is not."""
+        return self.message
 
 
 class OptionError(L2LError, ValueError):

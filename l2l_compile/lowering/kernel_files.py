@@ -6,6 +6,8 @@ as many files as compilers run at once. A file has one function that Python call
     namespace kernel_0 { void kernel(const float* in_ptr0, float* out_ptr0, const int64_t ks0) {...} }
     namespace kernel_1 { ... }
     extern "C" void kernel(const int64_t which, void* p0, void* p1, const int64_t n0) { switch (which) {...} }
+
+A number that no kernel has raises `RuntimeError`: Inductor's bindings turn C++ exceptions into Python's.
 """
 
 from __future__ import annotations
@@ -17,31 +19,45 @@ from dataclasses import dataclass, field
 
 # bytes of kernels whose compilation takes as long as the two headers and the linker, which every file pays for (0.7 s with g++ 12)
 WORTH_A_FILE = 32_000
+_MACRO = re.compile(r"^\s*#(?!include|pragma)", re.MULTILINE)
 _HEAD = re.compile(r'\s*((?:#include [^\n]*\n\s*)+)extern "C"\s+(void\s+kernel\()')
 
 
 @dataclass(eq=False)
 class Kernel:
-    """A kernel as Inductor hands it over: the types of its operands, and its source."""
+    """A kernel as Inductor hands it over: the types of its operands, and its source.
+
+    wait   waits for the compiler, and gives the kernel; None before its file is being compiled
+    """
 
     types: Sequence[str]
     source: str
-    load: Callable[[], Callable] | None = field(default=None, init=False)  # once its file is being compiled
+    wait: Callable[[], Callable] | None = field(default=None, init=False)
+
+    def load(self) -> Callable:
+        """The compiled kernel. Waits for the compiler."""
+        assert self.wait is not None, "compile_file comes first"
+        return self.wait()
 
     @property
     def header(self) -> str | None:
         """What it includes; None if it has to have a file of its own: its source or its operands are not as usual."""
         head = _HEAD.match(self.source)
-        kinds = ["p" if t.endswith("*") else "n" if t.split()[-1] == "int64_t" else "?" for t in self.types]
-        equal_rows = kinds == sorted(kinds, reverse=True) and "?" not in kinds and "p" in kinds
-        usual = (
-            head and self.source.count('extern "C"') == 1 and not re.search(r"^\s*#(?!include|pragma)", self.source, re.MULTILINE)
-        )
-        return head[1] if usual and equal_rows and "#include" not in self.source[head.end() :] else None
+        return head[1] if head is not None and self._has_usual_operands() and self._has_usual_source(head) else None
+
+    def _has_usual_operands(self) -> bool:
+        """Whether there are tensors, and then whole numbers, and nothing else."""
+        pointers, others = self.types[: self.pointers], self.types[self.pointers :]
+        return len(pointers) > 0 and all(map(_is_pointer, pointers)) and all(kind.split()[-1] == "int64_t" for kind in others)
+
+    def _has_usual_source(self, head: re.Match) -> bool:
+        """Whether behind what it includes there is one function, without further macros or headers."""
+        body = self.source[head.end() :]
+        return self.source.count('extern "C"') == 1 and "#include" not in body and _MACRO.search(self.source) is None
 
     @property
     def pointers(self) -> int:
-        return sum(t.endswith("*") for t in self.types)
+        return sum(map(_is_pointer, self.types))
 
     @property
     def numbers(self) -> int:
@@ -49,8 +65,12 @@ class Kernel:
 
     def in_namespace(self, name: str) -> str:
         """Its source, without what it includes."""
-        head = _HEAD.match(self.source)
-        return f"namespace {name} {{\n{head[2]}{self.source[head.end() :]}\n}}\n"
+        body = _HEAD.sub(r"\2", self.source, count=1)
+        return f"namespace {name} {{\n{body}\n}}\n"
+
+
+def _is_pointer(kind: str) -> bool:
+    return kind.endswith("*")
 
 
 def number_of_files(kernels: Sequence[Kernel], compilers: int) -> int:
@@ -60,41 +80,47 @@ def number_of_files(kernels: Sequence[Kernel], compilers: int) -> int:
 
 def in_files(kernels: Sequence[Kernel], files: int) -> list[list[Kernel]]:
     """Deal kernels out to about so many files of equal length; those that include other things are apart."""
-    dealt: list[list[Kernel]] = [[k] for k in kernels if k.header is None]
-    for header in dict.fromkeys(k.header for k in kernels if k.header is not None):
-        mine = sorted((k for k in kernels if k.header == header), key=lambda k: -len(k.source))
-        bins: list[list[Kernel]] = [[] for _ in range(min(files, len(mine)))]
-        for kernel in mine:
-            min(bins, key=lambda b: sum(len(k.source) for k in b)).append(kernel)
-        dealt += [sorted(b, key=kernels.index) for b in bins]
+    by_header: dict[str | None, list[Kernel]] = {None: []}
+    for kernel in kernels:
+        by_header.setdefault(kernel.header, []).append(kernel)
+    dealt = [[kernel] for kernel in by_header.pop(None)]
+    for alike in by_header.values():
+        dealt += [sorted(file, key=kernels.index) for file in _of_equal_length(alike, files)]
+    return dealt
+
+
+def _of_equal_length(kernels: Sequence[Kernel], files: int) -> list[list[Kernel]]:
+    """The longest first, each to the file that is shortest so far."""
+    dealt: list[list[Kernel]] = [[] for _ in range(min(files, len(kernels)))]
+    for kernel in sorted(kernels, key=lambda k: -len(k.source)):
+        min(dealt, key=lambda file: sum(len(k.source) for k in file)).append(kernel)
     return dealt
 
 
 def compile_file(kernels: Sequence[Kernel], compiles: Callable[[Sequence[str], str], Callable[[], Callable]]) -> None:
     """Have a file of kernels compiled. `compiles(types, source)` is Inductor's function for one kernel, which does not wait."""
     if len(kernels) == 1:
-        kernels[0].load = compiles(kernels[0].types, kernels[0].source)
+        kernels[0].wait = compiles(kernels[0].types, kernels[0].source)
         return
     pointers, numbers = max(k.pointers for k in kernels), max(k.numbers for k in kernels)
     load = compiles(
         ["const int64_t", *["void*"] * pointers, *["const int64_t"] * numbers], "".join(_source(kernels, pointers, numbers))
     )
     for which, kernel in enumerate(kernels):
-        kernel.load = functools.partial(_one_of, load, which, kernel, pointers, numbers)
+        kernel.wait = functools.partial(_one_of, load, which, kernel, pointers, numbers)
 
 
 def _source(kernels: Sequence[Kernel], pointers: int, numbers: int) -> Iterator[str]:
-    yield f"\n{kernels[0].header}"
+    yield f"\n{kernels[0].header}#include <stdexcept>\n"
     for which, kernel in enumerate(kernels):
         yield kernel.in_namespace(f"kernel_{which}")
     operands = [*(f"void* p{i}" for i in range(pointers)), *(f"const int64_t n{i}" for i in range(numbers))]
     yield f'extern "C" void kernel(const int64_t which, {", ".join(operands)})\n{{\n    switch (which) {{\n'
     for which, kernel in enumerate(kernels):
-        given = [f"static_cast<{t}>(p{i})" for i, t in enumerate(kernel.types[: kernel.pointers])] + [
-            f"n{i}" for i in range(kernel.numbers)
-        ]
-        yield f"        case {which}: kernel_{which}::kernel({', '.join(given)}); break;\n"
-    yield "    }\n}\n"
+        arguments = [f"static_cast<{kind}>(p{i})" for i, kind in enumerate(kernel.types[: kernel.pointers])]
+        arguments += [f"n{i}" for i in range(kernel.numbers)]
+        yield f"        case {which}: kernel_{which}::kernel({', '.join(arguments)}); break;\n"
+    yield '        default: throw std::out_of_range("this file has no kernel of that number");\n    }\n}\n'
 
 
 def _one_of(load: Callable[[], Callable], which: int, kernel: Kernel, pointers: int, numbers: int) -> Callable:

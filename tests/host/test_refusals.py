@@ -103,6 +103,24 @@ def test_a_wrong_number_of_backward_calls_is_refused_and_the_next_step_works(upd
     assert not torch.equal(model.state_dict()["head.weight"], before["head.weight"])
 
 
+@pytest.mark.parametrize("update", MODES)
+def test_a_copy_of_a_compiled_model_needs_the_copy_of_its_optimizer(update):
+    step, optimizer = step_of(Stack(), update)
+    step(data(1)).sum().backward()
+    optimizer.step()
+    copied, stepped = copy.deepcopy((step, optimizer))
+    for number in range(2):
+        copied(data(number)).sum().backward()
+        stepped.step()
+
+    copied = copy.deepcopy(step)
+    other = torch.optim.SGD(copied.parameters(), lr=0.1)
+    copied(data(1)).sum().backward()
+    other.step()
+    with pytest.raises(L2LError, match="2 backward calls.*never stepped.*copy the plain model"):
+        copied(data(2)).sum().backward()
+
+
 def test_gradient_hooks_and_second_backwards_are_refused():
     model = Stack()
     step, _ = step_of(model)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._inductor.async_compile import get_compile_threads
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -75,6 +76,18 @@ def test_each_kernel_of_a_file_gets_its_own_operands_and_the_others_are_filled_u
     for each, operands in zip(several, [("a",), ("a", "b", 1, 2), ("a", "b")], strict=True):
         each.load()(*operands)
     assert calls == [(0, "a", "a", 0, 0), (1, "a", "b", 1, 2), (2, "a", "b", 0, 0)]
+
+
+def test_a_number_that_no_kernel_has_is_an_error():
+    several = [kernel(["float*"], f"x0[0] = {number};") for number in (1, 2)]
+    with fresh_cache():
+        compile_file(several, CppPythonBindingsCodeCache.load_pybinding_async)
+        first, second = (each.load() for each in several)
+    x = torch.zeros(1)
+    second(x)
+    assert x == 2
+    with pytest.raises(RuntimeError, match="no kernel of that number"):
+        first.func(2, x)
 
 
 @pytest.mark.skipif(get_compile_threads() < 2, reason="Inductor has no threads on one core")

@@ -30,6 +30,12 @@ class Pushed:
     part: Part | None
 
 
+_NEVER_STEPPED = (
+    ". The optimizer of the option was never stepped. If this model is a deep copy of a compiled one, that optimizer is a copy as "
+    "well: copy the plain model, and compile it with an optimizer of its own"
+)
+
+
 class PendingBackward:
     """A forward that a backward may follow.
 
@@ -68,6 +74,7 @@ class GradientLedger:
     def __init__(self, update: str, accumulate: int, memory: GradientMemory):
         self.update, self.accumulate, self._memory = update, accumulate, memory
         self.rounds = 0
+        self._stepped = False  # whether a step has ended
         self.gradients: dict[Parameter, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._readers: Counter[Parameter] = Counter()  # open pending backwards that read a parameter
@@ -99,7 +106,7 @@ class GradientLedger:
         if self.rounds >= self.accumulate:
             raise L2LError(
                 f"{self.rounds + 1} backward calls without optimizer.step() between them, but the option accumulate is "
-                f"{self.accumulate}: set it to the number of backward calls in a step"
+                f"{self.accumulate}: set it to the number of backward calls in a step{'' if self._stepped else _NEVER_STEPPED}"
             )
         self.close(pending)
         pending.pushes = pushes
@@ -110,7 +117,7 @@ class GradientLedger:
 
     def end_step(self) -> None:
         """`optimizer.step()` is called. Raises `L2LError`, and drops the gradients, if a round is missing."""
-        rounds, self.rounds = self.rounds, 0
+        rounds, self.rounds, self._stepped = self.rounds, 0, True
         if rounds != self.accumulate:
             self.forget()
             raise L2LError(
