@@ -16,6 +16,7 @@ from l2l_compile.passes.pipeline import PREPARATION, SEGMENTATION, STREAMING, ru
 from l2l_compile.testing import Comparison, Pair
 from l2l_compile.testing.comparison import Own
 from l2l_compile.testing.difference import GRADIENT, Key, differences
+from l2l_compile.testing.observation import state_of
 from l2l_compile.testing.rules import promise
 
 WIDTH = 8
@@ -230,6 +231,13 @@ def pair_of(model: nn.Module, *, tolerance: float = 1e-10, dynamic=None, **optio
     return Pair(model, copy.deepcopy(model), compiled(model, dynamic=dynamic, **options), tolerance=tolerance, loss=loss_of)
 
 
+def backward_of_loss(call, *inputs):
+    """A step for `Pair.run`, with the loss that the model returns."""
+    loss = call(*inputs)
+    loss.backward()
+    return loss
+
+
 def backward_twice(call, x):
     """A step for `Pair.run`."""
     loss = call(x).square().mean()
@@ -254,9 +262,17 @@ def assert_parity(model: nn.Module, *batches, tolerance=1e-10, dynamic=None, **o
 def assert_same_gradients(model: nn.Module, reference: nn.Module, tolerance: float = 1e-10) -> None:
     """After steps that are not a `Pair`'s."""
     ours, theirs = ({Key(GRADIENT, name): p.grad for name, p in m.named_parameters()} for m in (model, reference))
-    rule = promise(next(model.parameters()).dtype, torch.float64, tolerance)
-    found = differences(ours, theirs, lambda key: ())
-    Comparison("gradients", tuple(found), rule, (), lambda: Own(why="not measured")).check()
+    _assert_same(ours, theirs, next(model.parameters()).dtype, tolerance)
+
+
+def assert_same_state(model: nn.Module, reference: nn.Module, tolerance: float = 1e-10) -> None:
+    """Parameters and buffers, after training that is not that of `training_equivalent`."""
+    _assert_same(state_of(model), state_of(reference), next(model.parameters()).dtype, tolerance)
+
+
+def _assert_same(ours, theirs, dtype: torch.dtype, tolerance: float) -> None:
+    rule, found = promise(dtype, torch.float64, tolerance), differences(ours, theirs, lambda key: ())
+    Comparison("ours against theirs", tuple(found), rule, (), lambda: Own(why="not measured")).check()
 
 
 # ---- look at a compilation -------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import L2LError
+from ..frontend import dynamo
 from ..inspection import programs
 from ..ir.program import Program
 from ..options import Options
@@ -30,7 +31,7 @@ class Pair:
     """Takes training steps of a model streamed and in eager, and compares them.
 
     streamed, eager   modules with equal parameters and buffers, which the steps change; or one function
-    compiled          the streamed one as `torch.compile(..., backend="l2l")` returned it
+    compiled          the streamed one as `torch.compile(..., backend="l2l")` returned it; or itself, if only parts of it are compiled
     tolerance, loss   those of `compare`
     """
 
@@ -78,8 +79,8 @@ class Pair:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The streamed programs so far."""
-        return programs(self.compiled)
+        """The streamed programs so far; of a model whose parts are compiled, none."""
+        return programs(self.compiled) if dynamo.owner_of(self.compiled) is not None else ()
 
     def step(self, *args: Any, **kwargs: Any) -> Comparison:
         """One training step on a batch: a forward, and a backward of its loss."""

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import l2l_compile
-from models import WIDTH, Broken, Layer, Stack, assert_close, assert_parity, assert_same_gradients, compiled, rows
+from l2l_compile.testing import Pair
+from models import WIDTH, Broken, Layer, Stack, assert_parity, assert_same_state, compiled, pair_of, rows
 
 
 class Checkpointed(nn.Module):
@@ -37,51 +38,41 @@ def middle(**layer):
     return nn.Sequential(*(Layer(**layer) for _ in range(2)))
 
 
-def assert_steps(model, reference, x, *, steps=2, around=contextlib.nullcontext):
-    """Steps whose forward runs in the context that `around` makes: outputs and gradients are eager's, input included."""
-    inputs = [x.detach().clone().requires_grad_() for _ in range(2)]
-    for _ in range(steps):
-        outputs = []
-        for call, value in zip((model, reference), inputs, strict=True):
-            value.grad = None
+def assert_steps(pair, x, *, wrapped=lambda call: call, around=contextlib.nullcontext):
+    """Steps of `wrapped(call)` whose forward runs in the context that `around` makes. Gradients accumulate, that of the input does not."""
+
+    def two_steps(call, x):
+        outputs, gradients = [], []
+        for _ in range(2):
             with around():
-                outputs.append(call(value))
+                outputs.append(wrapped(call)(x))
             outputs[-1].pow(2).mean().backward()
-        assert_close(outputs[0].detach(), outputs[1].detach(), 1e-10, "output")
-        assert_close(inputs[0].grad, inputs[1].grad, 1e-10, "gradient of the input")
+            gradients.append(x.grad)
+            x.grad = None
+        return outputs, gradients
+
+    pair.run(two_steps, x.requires_grad_()).check()
+
+
+def under_a_checkpoint(**how):
+    return lambda call: lambda x: checkpoint(call, x, **how)
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_compiled_model_under_a_checkpoint(reentrant, early_stop):
-    model = Stack(3).double()
-    reference, step = copy.deepcopy(model), compiled(model)
     with set_checkpoint_early_stop(early_stop):
-        assert_steps(
-            lambda x: checkpoint(step, x, use_reentrant=reentrant),
-            lambda x: checkpoint(reference, x, use_reentrant=reentrant), rows(6),
-        )  # fmt: skip
-    assert_same_gradients(model, reference)
+        assert_steps(pair_of(Stack(3).double()), rows(6), wrapped=under_a_checkpoint(use_reentrant=reentrant))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_model_with_a_graph_break_under_a_checkpoint(reentrant):
-    model = Broken().double()
-    reference, step = copy.deepcopy(model), compiled(model)
-    assert_steps(
-        lambda x: checkpoint(step, x, use_reentrant=reentrant),
-        lambda x: checkpoint(reference, x, use_reentrant=reentrant), rows(6),
-    )  # fmt: skip
-    assert_same_gradients(model, reference)
+    assert_steps(pair_of(Broken().double()), rows(6), wrapped=under_a_checkpoint(use_reentrant=reentrant))
 
 
 def test_under_a_checkpoint_with_inductor():
-    model = Stack(3).double()
-    reference, step = copy.deepcopy(model), compiled(model, block_compiler="inductor")
-    assert_steps(
-        lambda x: checkpoint(step, x, use_reentrant=False), lambda x: checkpoint(reference, x, use_reentrant=False), rows(6)
-    )
-    assert_same_gradients(model, reference)
+    pair = pair_of(Stack(3).double(), block_compiler="inductor")
+    assert_steps(pair, rows(6), wrapped=under_a_checkpoint(use_reentrant=False))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -94,8 +85,7 @@ def test_parts_of_an_eager_model_under_checkpoints_of_their_own(reentrant, share
     reference.calls = list(reference.parts) * (3 if shared else 1)
     streamed = [compiled(part) for part in model.parts]
     model.calls = streamed * (3 if shared else 1)
-    assert_steps(model, reference, rows(6))
-    assert_same_gradients(model, reference)
+    assert_steps(Pair(model, reference, model, tolerance=1e-10), rows(6))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -122,10 +112,7 @@ def doubled():
 
 @pytest.mark.parametrize("around", [torch.autograd.graph.save_on_cpu, doubled])
 def test_other_hooks_on_what_is_saved(around):
-    model = Stack(3).double()
-    reference = copy.deepcopy(model)
-    assert_steps(compiled(model), reference, rows(6), around=around)
-    assert_same_gradients(model, reference)
+    assert_steps(pair_of(Stack(3).double()), rows(6), around=around)
 
 
 class Masked(Stack):
@@ -185,8 +172,7 @@ def test_a_forward_that_runs_again_is_no_step_of_its_own(update, reentrant, earl
     finally:
         gc.enable()
     l2l_compile.synchronize(ours.call)
-    for (name, a), (_, e) in zip(ours.model.named_parameters(), eager.model.named_parameters(), strict=True):
-        assert_close(a.detach(), e.detach(), 1e-10, name)
+    assert_same_state(ours.model, eager.model)
     assert l2l_compile.stats(ours.call).gradient_norm > 0 and l2l_compile.stats(ours.call).pushed_bytes > 0
 
 
@@ -202,8 +188,7 @@ def test_one_model_under_two_checkpoints_in_a_step(update):
             trained.optimizer.step()
             trained.optimizer.zero_grad()
     l2l_compile.synchronize(ours.call)
-    for (name, a), (_, e) in zip(ours.model.named_parameters(), eager.model.named_parameters(), strict=True):
-        assert_close(a.detach(), e.detach(), 1e-10, name)
+    assert_same_state(ours.model, eager.model)
 
 
 @pytest.mark.parametrize("update", ["in_backward", "in_forward"])
@@ -216,8 +201,7 @@ def test_a_forward_whose_output_dies_is_no_step(update):
         ours.step(x, False)
         eager.step(x, False)
     l2l_compile.synchronize(ours.call)
-    for (name, a), (_, e) in zip(ours.model.named_parameters(), eager.model.named_parameters(), strict=True):
-        assert_close(a.detach(), e.detach(), 1e-10, name)
+    assert_same_state(ours.model, eager.model)
 
 
 def test_gradients_in_16_bits_survive_the_recompute_of_an_earlier_part():
@@ -243,9 +227,5 @@ def test_a_checkpoint_inside_of_the_model_and_around_it():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = Inside(3).double()
-        reference, step = copy.deepcopy(model), assert_parity(copy.deepcopy(model), rows(6))
-        step = compiled(model)
-        assert_steps(
-            lambda x: checkpoint(step, x, use_reentrant=False), lambda x: checkpoint(reference, x, use_reentrant=False), rows(6)
-        )
-    assert_same_gradients(model, reference)
+        assert_parity(copy.deepcopy(model), rows(6))
+        assert_steps(pair_of(model), rows(6), wrapped=under_a_checkpoint(use_reentrant=False))

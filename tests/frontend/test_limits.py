@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 
@@ -13,7 +12,7 @@ from torch import nn
 import l2l_compile
 from l2l_compile import L2LError, RecompileLimitError
 from l2l_compile.frontend import limits
-from models import WIDTH, Broken, Stack, assert_close, compiled, rows
+from models import WIDTH, Broken, Stack, assert_same_state, compiled, pair_of, rows
 
 DYNAMOS_LIMIT = 8
 
@@ -208,22 +207,24 @@ def test_programs_of_other_models_of_the_class_are_named(few):
 @pytest.mark.filterwarnings("ignore:backend 'l2l' compiles")
 def test_a_depth_that_changes_twenty_times_stays_compiled():
     model = Shallow([nn.Linear(WIDTH, WIDTH) for _ in range(20)]).double()
-    reference = copy.deepcopy(model)
-    step = compiled(model)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+
+    def step(call, x):
+        output = call(x)
+        seen.append(streamed(output))
+        output.pow(2).sum().backward()
+        return output
+
+    pair, seen = pair_of(model), []
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, pair.eager)]
     for depth in range(20, 0, -1):
-        model.depth = reference.depth = depth
+        model.depth = pair.eager.depth = depth
         x = rows(6)
-        outputs = [step(x), reference(x)]
-        assert streamed(outputs[0])
-        assert_close(outputs[0].detach(), outputs[1].detach(), 1e-10, f"output at depth {depth}")
-        for output, optimizer in zip(outputs, optimizers, strict=True):
-            output.pow(2).sum().backward()
+        pair.run(step, x).check()
+        assert seen[-1] and len(seen) == 2 * (21 - depth)
+        for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad()
-    assert len(l2l_compile.programs(step)) == 20
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert_close(p.detach(), q.detach(), 1e-9, name)
+    assert len(pair.programs) == 20
+    assert_same_state(model, pair.eager, 1e-9)
 
 
 # ---- limits of others, and the user's own ----------------------------------------------------------------------------

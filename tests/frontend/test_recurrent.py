@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import l2l_compile
 from l2l_compile.frontend.recurrent import layer
-from models import assert_close, assert_parity, assert_same_gradients, compilation, compiled, loss_of, rows
+from models import assert_close, assert_parity, compilation, compiled, loss_of, pair_of, rows
 from test_precision import gradient_errors
 
 VOCABULARY, WIDTH = 20, 8
@@ -226,37 +225,34 @@ def states(kind, layers: int, count: int, **options) -> tuple[torch.Tensor, ...]
 def test_gradients_go_through_given_states(kind, options, batch_first):
     """In both directions, there are as many states as rows: 3 * 2 = 6."""
     model = LanguageModel(kind, num_layers=3, batch_first=batch_first, **options).double()
-    reference, step, inputs = copy.deepcopy(model), compiled(model), batch(6, batch_first)
+    pair = pair_of(model)
     given = states(kind, 6 if options else 3, 6, requires_grad=True)
-    others = tuple(s.detach().clone().requires_grad_() for s in given)
-    for called, state in ((step, given), (reference, others)):
-        loss_of(called(*inputs, state if kind is nn.LSTM else state[0])).backward()
-    assert_same_gradients(model, reference)
-    for state, other in zip(given, others, strict=True):
-        assert_close(state.grad, other.grad, 1e-10, "gradient of a state")
+    found = pair.step(*batch(6, batch_first), given if kind is nn.LSTM else given[0]).check()
+    assert sum(d.key.kind == "gradient of input" for d in found.differences) == len(given)
+    step = pair.compiled
     assert micro_batches(step) == {3} and len({segments(step)[f"rnn.l{i}"].block for i in (1, 2)}) == 1
 
 
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "time first"])
 def test_states_are_carried_from_batch_to_batch(batch_first):
     model = LanguageModel(num_layers=3, batch_first=batch_first).double()
-    reference, step = copy.deepcopy(model), compiled(model)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, reference)]
+
+    def step(call, *batches):
+        state, made = None, []
+        for inputs in batches:
+            made.append(call(*inputs, state))
+            made[-1]["loss"].backward()
+            state = tuple(s.detach() for s in made[-1]["state"])
+        return made
+
+    pair = pair_of(model)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (pair.streamed, pair.eager)]
     for count in (6, 7):
-        carried: list = [None, None]
-        for _ in range(2):
-            inputs = batch(count, batch_first)
-            for which, called in enumerate((step, reference)):
-                made = called(*inputs, carried[which])
-                made["loss"].backward()
-                carried[which] = tuple(s.detach() for s in made["state"])
-            assert_same_gradients(model, reference)
-            for actual, expected in zip(*carried, strict=True):
-                assert_close(actual, expected, 1e-10, "state")
+        for number in (1, 2):
+            pair.run(step, *(batch(count, batch_first) for _ in range(number))).check()
             for optimizer in optimizers:
                 optimizer.step()
-                optimizer.zero_grad()
-    assert micro_batches(step) == {3}
+    assert micro_batches(pair.compiled) == {3}
 
 
 class OwnStates(nn.Module):

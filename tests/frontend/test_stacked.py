@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,10 +9,12 @@ from torch import nn
 
 import l2l_compile
 from l2l_compile.passes.pipeline import SEGMENTATION
-from models import assert_parity, assert_same_gradients, compilation, compiled, rows
+from l2l_compile.testing import training_equivalent
+from models import assert_parity, compilation, compiled, pair_of, rows
 from structures import WIDTH, Stacked, StackedPairs
 
 CUT = SEGMENTATION[:2]
+OPTIONS = {"micro_batches": 3, "block_compiler": "eager"}
 
 
 def both(count=6):
@@ -117,50 +117,31 @@ def test_parity_on_a_device_apart_from_the_host(stash, threaded):
     assert_parity(StackedPairs(4).double(), both(), both(7), stash=stash)
 
 
-@pytest.mark.parametrize("update", ["at_step", "in_backward", "in_forward"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("compile_update", [True, False])
-def test_updates_are_those_of_at_step(update, precision, compile_update):
-    torch.manual_seed(0)
-    models = [StackedPairs(4)]
-    models.append(copy.deepcopy(models[0]))
-    steps = []
-    for model, how in zip(models, ("at_step", update), strict=True):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        chosen = {"optimizer": optimizer, "update": how, "precision": precision, "compile_update": compile_update}
-        steps.append((compiled(model, **chosen), optimizer))
-    for seed in range(3):
-        torch.manual_seed(seed)
-        batch = [t.float() for t in both()]
-        losses = []
-        for step, optimizer in steps:
-            losses.append(step(*batch))
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
-    for step, _ in steps:
-        l2l_compile.synchronize(step)
-    for p, q in zip(*(m.parameters() for m in models), strict=True):
-        assert (p - q).norm() <= (1e-6 if compile_update else 0) * p.norm()
+@pytest.mark.parametrize("updates", [("in_backward",), ("in_forward",)], ids=str)
+def test_updates_are_those_of_at_step_and_at_step_is_eager(updates, precision, compile_update):
+    training_equivalent(
+        StackedPairs(4),
+        [[t.float() for t in both()] for _ in range(3)],
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        updates=updates,
+        options={**OPTIONS, "precision": precision, "compile_update": compile_update},
+        dtype=None,
+    )
 
 
 @pytest.mark.parametrize("where", ["new memory", "elsewhere in one buffer"])
 def test_parameter_that_moves_is_read_where_it_is_now(where):
     model = Stacked(4).double()
-    step, reference = compiled(model), copy.deepcopy(model)
+    pair = pair_of(model)
     size = model.weight.numel()
     buffer = torch.randn(2 * size, dtype=torch.float64) * 0.1
     for turn in range(2):
         moved = buffer[turn * size : (turn + 1) * size].view_as(model.weight)
         model.weight.data = moved if "buffer" in where else moved.clone()
-        reference.weight.data = moved.clone()
-        for m in (model, reference):
-            m.zero_grad()
-        batch = both()
-        step(*batch).backward()
-        reference(*batch).backward()
-        assert_same_gradients(model, reference)
+        pair.eager.weight.data = moved.clone()
+        pair.step(*both()).check()
 
 
 def test_a_stack_that_the_model_writes_into_is_refused():

@@ -13,7 +13,8 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from l2l_compile import programs
 from l2l_compile.errors import L2LError
-from models import WIDTH, Layer, Stack, assert_close, assert_parity, assert_same_gradients, compilation, compiled, repeated, rows
+from l2l_compile.testing import training_equivalent
+from models import WIDTH, Layer, Stack, assert_parity, assert_same_state, compilation, compiled, pair_of, repeated, rows
 
 NORMS = {"parametrization": parametrizations.spectral_norm, "hook": spectral_norm}
 
@@ -86,10 +87,7 @@ def test_a_gan_with_spectral_norm_trains_as_in_eager(norm, iterations, models, m
         if models == "one"
         else in_two(compiled(gan.generator, **options), compiled(gan.critic, **options)),
     )
-    for (name, a), (_, e) in zip(gan.named_parameters(), reference.named_parameters(), strict=True):
-        assert_close(a.detach(), e.detach(), 1e-10, name)
-    for (name, a), (_, e) in zip(gan.named_buffers(), reference.named_buffers(), strict=True):
-        assert_close(a, e, 1e-10, name)
+    assert_same_state(gan, reference)
 
 
 def test_a_layer_with_spectral_norm_is_one_segment_and_split_into_micro_batches():
@@ -265,18 +263,14 @@ def test_a_momentum_encoder_goes_by_layer_by_layer():
 @pytest.mark.parametrize("update", ["in_backward", "in_forward"])
 @pytest.mark.parametrize("name", ["momentum encoder", "counter"])
 def test_parameters_that_are_updated_behind_the_device(name, update):
-    model = MODELS[name]().double()
-    reference, batches = copy.deepcopy(model), [rows(6) for _ in range(3)]
-    for m in (model, reference):
-        optimizer = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
-        step = m if m is reference else compiled(m, optimizer=optimizer, update=update, compile_update=False)
-        for x in batches:
-            out = step(x)
-            (out if name.startswith("momentum") else out[0].pow(2).mean()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for (key, a), (_, e) in zip(model.state_dict().items(), reference.state_dict().items(), strict=True):
-        assert_close(a, e, 1e-10, key)
+    training_equivalent(
+        MODELS[name](),
+        [rows(6) for _ in range(3)],
+        lambda parameters: torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1),
+        updates=(update,),
+        options={"micro_batches": 3, "block_compiler": "eager", "compile_update": False},
+        loss=lambda out: out if name.startswith("momentum") else out[0].pow(2).mean(),
+    )
 
 
 def test_a_state_in_16_bits_keeps_its_own_precision():
@@ -292,17 +286,14 @@ def test_a_state_in_16_bits_keeps_its_own_precision():
 
 
 def test_two_calls_before_backward_recompute_from_what_each_has_seen():
-    model = Temperature().double()
-    reference = copy.deepcopy(model)
-    losses = []
-    for _m, step in ((model, compiled(model)), (reference, reference)):
-        torch.manual_seed(0)
-        first, second = step(rows(6)), step(rows(6))
-        losses.append((first.pow(2).mean(), second.pow(2).mean()))
-        losses[-1][1].backward()
-        losses[-1][0].backward()
-    assert_same_gradients(model, reference)
-    assert_close(model.heat, reference.heat, 1e-10, "buffer")
+    def step(call, *batches):
+        first, second = (call(x).pow(2).mean() for x in batches)
+        second.backward()
+        first.backward()
+        return first, second
+
+    found = pair_of(Temperature().double()).run(step, rows(6), rows(6)).check()
+    assert [d.key.name for d in found.differences if d.key.kind == "buffer"] == ["heat"]
 
 
 def test_backward_that_runs_twice_writes_nothing():

@@ -25,7 +25,7 @@ from l2l_compile import check
 from l2l_compile.lowering import disk, disk_traces
 from l2l_compile.lowering.sizes import Sizes
 from l2l_compile.passes.batching import proof
-from models import WIDTH, Layer, Stack, assert_same_gradients, compiled, rows
+from models import WIDTH, Layer, Stack, compiled, pair_of, rows
 
 LIBRARY = torch.library.Library("l2l_test_disk", "DEF")
 LIBRARY.define("twice(Tensor x) -> Tensor")
@@ -65,17 +65,9 @@ def start() -> None:
 def step(model: nn.Module, *shapes: tuple[int, ...]) -> None:
     """Steps of a fresh process at these shapes, each compared with eager."""
     start()
-    model, reference = copy.deepcopy(model), copy.deepcopy(model)
-    run = compiled(model, block_compiler="inductor")
+    pair = pair_of(copy.deepcopy(model), block_compiler="inductor")
     for shape in shapes:
-        model.zero_grad()
-        reference.zero_grad()
-        x = rows(*shape)
-        torch.manual_seed(3)
-        run(x).pow(2).mean().backward()
-        torch.manual_seed(3)
-        reference(x).pow(2).mean().backward()
-        assert_same_gradients(model, reference)
+        pair.step(rows(*shape)).check()
 
 
 def entries() -> list[Path]:

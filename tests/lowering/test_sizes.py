@@ -14,7 +14,8 @@ import l2l_compile.lowering.codes
 import l2l_compile.lowering.lower
 from l2l_compile.errors import LoweringError
 from l2l_compile.lowering.forms import constant_form
-from models import WIDTH, Attention, assert_parity, assert_same_gradients, compiled, rows
+from l2l_compile.testing import Pair
+from models import WIDTH, Attention, assert_parity, compiled, loss_of, rows
 
 LIBRARY = torch.library.Library("l2l_test_sizes", "DEF")
 LIBRARY.define("short_or_mixed(Tensor x) -> Tensor")
@@ -63,13 +64,7 @@ def model_of(layers: int = 2, *, layer=Attention) -> nn.Module:
 
 def step_at(model, step, *shape) -> None:
     """A step, compared with eager."""
-    reference = copy.deepcopy(model)
-    model.zero_grad()
-    reference.zero_grad()
-    x = rows(*shape, WIDTH)
-    step(x).pow(2).mean().backward()
-    reference(x).pow(2).mean().backward()
-    assert_same_gradients(model, reference)
+    Pair(model, copy.deepcopy(model), step, tolerance=1e-10, loss=loss_of).step(rows(*shape, WIDTH)).check()
 
 
 def counted(lowered, model, step, shapes) -> list[int]:
@@ -280,14 +275,9 @@ class Scores(nn.Module):
 
 def compared_with_eager(model, step, shapes) -> None:
     """Steps on tokens of these shapes."""
+    pair = Pair(model, copy.deepcopy(model), step, tolerance=1e-10)
     for shape in shapes:
-        reference = copy.deepcopy(model)
-        model.zero_grad()
-        reference.zero_grad()
-        ids, labels = torch.randint(50, shape), torch.randint(50, shape)
-        step(ids, labels).backward()
-        reference(ids, labels).backward()
-        assert_same_gradients(model, reference)
+        pair.step(torch.randint(50, shape), torch.randint(50, shape)).check()
 
 
 @pytest.mark.parametrize("breaks", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 
 import pytest
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import l2l_compile
-from models import assert_same_gradients, compiled, rows
+from models import backward_of_loss, pair_of, rows
 from structures import MODELS, WIDTH, Layer, Siamese, Tower
 
 OPTIONS = {"micro_batches": 3, "block_compiler": "eager"}
@@ -54,16 +53,12 @@ def both():
 
 def trained(model, **options):
     """The model compiled, after a step with eager's gradients; and what it warned of."""
-    reference = copy.deepcopy(model)
-    reference(*both()).backward()
-    step = compiled(model, **options)
+    pair = pair_of(model, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            model.zero_grad()
-            step(*both()).backward()
-    assert_same_gradients(model, reference)
-    return step, [str(w.message) for w in caught if "backend 'l2l'" in str(w.message)]
+            pair.run(backward_of_loss, *both()).check()
+    return pair.compiled, [str(w.message) for w in caught if "backend 'l2l'" in str(w.message)]
 
 
 def peak(step) -> int:
