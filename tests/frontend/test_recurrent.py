@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import l2l_compile
 from l2l_compile.frontend.recurrent import layer
 from models import assert_close, assert_parity, compilation, compiled, loss_of, pair_of, rows
-from test_precision import gradient_errors
+from narrow_errors import gradient_errors
 
 VOCABULARY, WIDTH = 20, 8
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from batch_rule_cases import CASES, Case, I, Input, M, X
+from batch_rule_checker import LARGE, SAME, SMALL, check_numbers, proven, states_of, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_rule_cases import CASES, Case, I, Input, M, X
-from batch_rule_checker import LARGE, SAME, SMALL, check_numbers, proven, states_of, trace
 from l2l_compile.passes.batching.batch_rules import Mixing, Partial, Rows, analyse, memory, rules
 
 # ---- every rule ------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from batch_rule_checker import LARGE, SAME, SMALL, analyse, check_numbers, trace
 from torch.utils import _pytree as pytree
 
-from batch_rule_checker import LARGE, SAME, SMALL, analyse, check_numbers, trace
 from l2l_compile.passes.batching.batch_rules import Mixing, Rows, rules
 
 CHUNKS = 16

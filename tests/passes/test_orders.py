@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401 - registers grouped_mm_fallback
-
 from batch_rule_cases import X
 from batch_rule_checker import proven, states_of
+
 from l2l_compile.passes.batching.batch_rules import Mixing, Partial, Rows
 
 TOKENS, WIDTH, EXPERTS, CHOSEN = 3, 4, 5, 2
