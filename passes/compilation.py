@@ -12,7 +12,7 @@ from ..ir.captured import Captured
 from ..ir.program import Program
 from ..ir.segments import Block, Segment, Uncut, Value
 from ..options import Options
-from .segmentation.operation_sequence import OperationSequence
+from .operation_sequence import OperationSequence
 
 
 class Fact(enum.StrEnum):
@@ -45,17 +45,17 @@ class Gradients:
 class Compilation:
     """One captured graph on its way to a program. Each pass fills in what it provides.
 
-    line         the operations in order, with the cost of a cut before each        read_line, split_regions
-    gradient_mask  which outputs have a gradient in `backward`; () asks for a guess  differentiate
-    layers       ranges of the line that are one layer each                          find_blocks
-    forced_cuts  cuts between layers that module names ask for                       find_blocks
-    segments     instances of blocks, in program order                               cut_segments
-    blocks       what they are instances of; batched or not                          cut_segments, prove_row_independence
-    forms        the blocks by the canonical form of their pieces                    cut_segments, split_regions
-    uncut        segments that hold several layers                                   granularity
-    gradients    what backward needs                                                 differentiate
-    forward      program graph                                                       stream and after
-    backward     program graph for the outputs in `gradient_mask`; None without gradients    stream and after
+    sequence       the operations in order, with the cost of a cut before each               sequence_operations, split_regions
+    gradient_mask  which outputs have a gradient in `backward`; () asks for a guess          differentiate
+    layers         ranges of the sequence that are one layer each                            find_blocks
+    forced_cuts    cuts between layers that module names ask for                             find_blocks
+    segments       instances of blocks, in program order                                     cut_segments
+    blocks         what they are instances of; batched or not                                cut_segments, prove_row_independence
+    forms          the blocks by the canonical form of their pieces                          cut_segments, split_regions
+    uncut          segments that hold several layers                                         granularity
+    gradients      what backward needs                                                       differentiate
+    forward        program graph                                                             stream and after
+    backward       program graph for the outputs in `gradient_mask`; None without gradients  stream and after
     """
 
     captured: Captured

@@ -23,9 +23,9 @@ from ...ir.captured import LOSS_TERM
 from ...ir.segments import Block, Segment
 from ...lowering.trace import probe_values
 from ..compilation import Compilation, Fact
+from ..operation_sequence import OperationSequence, size_expression
 from ..segmentation.canonical import OPERATION, operations
 from ..segmentation.cut_segments import instantiate
-from ..segmentation.operation_sequence import OperationSequence, size_expression
 from .batch_rules import Mixing, RowIds, regions
 from .proof import partial_sum_dtypes, prove_block, states_of_operands, suitable_primes
 
@@ -157,7 +157,7 @@ def _bytes(sequence: OperationSequence, nodes: set[fx.Node]) -> int:
 
 
 def _reorder(sequence: OperationSequence, span: range, phases: list[int] | None) -> list[range]:
-    """Put a segment's operations in the order of their phases; the ranges of the line that these then are."""
+    """Put a segment's operations in the order of their phases; the ranges of the sequence that these then are."""
     if phases is None or len(set(phases)) == 1:
         return [span]
     ordered = [span[i] for i in sorted(range(len(span)), key=phases.__getitem__)]

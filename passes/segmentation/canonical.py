@@ -1,4 +1,4 @@
-"""Canonical form of a piece of the line: two pieces with equal forms compute the same function of their operands.
+"""Canonical form of a piece of the sequence: two pieces with equal forms compute the same function of their operands.
 
 The form lists every operation with its target, its constants (with their types), the description of its result and,
 for each argument, either the offset of the operation in the piece that makes it or the number of the operand, in the
@@ -21,14 +21,14 @@ from ...ir.captured import Input
 from ...ir.segments import Block, symbolic_size
 from ...ir.values import TensorSpec
 from ...lowering.forms import argument_form, graph_form
-from .operation_sequence import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, OperationSequence, size_expression
+from ..operation_sequence import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, OperationSequence, size_expression
 
 OPERATION = "operation"  # in the meta of a block's nodes: which operation of its pieces they are
 
 
 @dataclass(eq=False)
 class Piece:
-    """A range of the line with its operands, its outputs and its canonical form."""
+    """A range of the sequence with its operands, its outputs and its canonical form."""
 
     span: range
     name: str

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import networkx as nx
 from torch import fx
 
-from .operation_sequence import OperationSequence, ParameterUse
+from ..operation_sequence import OperationSequence, ParameterUse
 from .repeats import ranges_between
 
 _REACHED = 0.5  # share of a copy's uses of parameters that values of its predecessor have to reach

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ..operation_sequence import OperationSequence, size_expression
 from .chains import uses_in
-from .operation_sequence import OperationSequence, size_expression
 
 
 @dataclass(frozen=True)

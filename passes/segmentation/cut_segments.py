@@ -1,4 +1,4 @@
-"""Cut the line into segments: the layers that were found, and what lies between them at its narrowest places.
+"""Cut the sequence into segments: the layers that were found, and what lies between them at its narrowest places.
 
 A stretch between layers (embeddings, a different first layer, a head, or a whole model without repeats) is cut so
 that no piece holds many more parameter bytes than the largest layer or the largest single use, and so that the values
@@ -18,9 +18,9 @@ from typing import ClassVar
 
 from ...ir.segments import Segment, Value
 from ..compilation import Compilation, Fact
+from ..operation_sequence import OperationSequence
 from .canonical import Piece, build_block
 from .names import items
-from .operation_sequence import OperationSequence
 
 ABOUT_A_LAYER = 1.1  # a first layer may have a table that the others read
 
@@ -71,7 +71,7 @@ def _within_an_item(sequence: OperationSequence, cut: int) -> bool:
 
 
 def instantiate(compilation: Compilation, ranges: list[range]) -> None:
-    """Make the segments of these ranges of the line; blocks that are known by their form stay."""
+    """Make the segments of these ranges of the sequence; blocks that are known by their form stay."""
     sequence = compilation.sequence
     pieces = [Piece.of(sequence, r) for r in _without_empty(sequence, sorted(ranges, key=lambda r: r.start))]
     _name(pieces)

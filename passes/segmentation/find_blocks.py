@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..compilation import Compilation, Fact
+from ..operation_sequence import OperationSequence
 from .chains import chains, components, extended_to_next, find_predecessors, uses_in
 from .crossing import CrossingCounts, bytes_without_skips, is_bottleneck, may_be_cut
 from .names import (
@@ -31,7 +32,6 @@ from .names import (
     items,
     list_traversals,
 )
-from .operation_sequence import OperationSequence
 from .repeats import Copies, Repeat, best_rotation, choose_cuts, ranges_between, repeats
 
 _TRIES = 12  # repeats to look at before a stretch counts as one without layers

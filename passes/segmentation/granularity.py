@@ -13,10 +13,10 @@ from typing import ClassVar
 
 from ...ir.segments import Segment, Uncut
 from ..compilation import Compilation, Fact
+from ..operation_sequence import OperationSequence
 from .chains import chains, extended_to_next, find_predecessors, uses_in
 from .cut_segments import ABOUT_A_LAYER
 from .names import Path, has_names, items
-from .operation_sequence import OperationSequence
 from .repeats import best_rotation, repeats
 
 _MOST = 0.75  # of a segment's bytes has to be in the layers that it is said to hold: a layer may have a list of its own
@@ -67,7 +67,7 @@ def _why_not(sequence: OperationSequence, border: range) -> str | None:
 
 
 def _layers(sequence: OperationSequence, span: range) -> list[range]:
-    """The layers in a range of the line, in order, as far as names or repeats tell."""
+    """The layers in a range of the sequence, in order, as far as names or repeats tell."""
     if has_names(sequence, span):
         lists = [_items(sequence, span, path) for path in {item[:-1] for p in span for item in items(sequence.paths[p])}]
         return max((found for found in lists if _are_layers(sequence, found)), key=len, default=[])

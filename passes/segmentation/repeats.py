@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..operation_sequence import OperationSequence, ParameterUse
 from .names import item_depth
-from .operation_sequence import OperationSequence, ParameterUse
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The pass that lays the captured graph out as a line."""
+"""The pass that makes the operation sequence of the captured graph."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..compilation import Compilation, Fact
-from .operation_sequence import OperationSequence
+from ..operation_sequence import OperationSequence
 
 
 @dataclass(frozen=True)

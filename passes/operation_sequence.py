@@ -1,6 +1,6 @@
-"""The captured graph as a line of operations: where it may be cut, what a cut costs, where weights are used.
+"""The operations of the captured graph in order: where it may be cut, what a cut costs, where weights are used.
 
-Dynamo's graph is in execution order, so a segment is a range of the line. A *cut* before operation `c` costs the
+Dynamo's graph is in execution order, so a segment is a range of the sequence. A *cut* before operation `c` costs the
 bytes of the values that are made before `c` and read at or after it; an infinite cost forbids it.
 """
 
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ...frontend.simplify import may_be_size, memory_of
-from ...frontend.writes import touches, written_operands
-from ...ir.captured import Captured, Input
-from ...ir.values import dim_of
+from ..frontend.simplify import may_be_size, memory_of
+from ..frontend.writes import touches, written_operands
+from ..ir.captured import Captured, Input
+from ..ir.values import dim_of
 
 # Regions that a cut may not enter: what runs inside depends on interpreter state that is not re-made after a cut.
 _OPEN = re.compile(r"^_?((vmap|grad|jvp)_increment_nesting|enter_\w+|saved_tensors_hooks_disable|functorch_\w*enter\w*)$")
@@ -32,7 +32,7 @@ SET_GRAD = torch._C._set_grad_enabled
 
 @dataclass(frozen=True)
 class Mode:
-    """Interpreter state at a point of the line that a segment must start with: gradient mode and open autocasts."""
+    """Interpreter state at a point of the sequence that a segment must start with: gradient mode and open autocasts."""
 
     grad: bool
     autocasts: tuple[fx.Node, ...] = ()
@@ -137,7 +137,7 @@ class OperationSequence:
             ):
                 change[start + 1] += self._bytes(node)
                 change[min(last + 1, len(self.nodes))] -= self._bytes(node)
-        for position, node in enumerate(self.nodes):  # new contents of an input wait for the end of the line
+        for position, node in enumerate(self.nodes):  # new contents of an input wait for the end of the sequence
             change[position + 1] += sum(self._bytes(o) for o in written_operands(node) if o.op == "placeholder")
         for barrier in self.barriers:
             blocked[barrier.cuts.start] += 1
