@@ -219,6 +219,21 @@ def test_commands_name_what_there_is(shown):
             assert all(f'"{word}"' in script for word in words[2:] if word.startswith("--")), line
 
 
+def test_recipes_name_files_and_identifiers_that_exist():
+    """Each row of a recipe: a file or a folder of the repository, and identifiers that occur in it or in a file that the row names."""
+    rows = re.findall(
+        r"^\| ((?:a new|the file|a pass)?[^|]*`[^|]*) \| ([^|]*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) > 15
+    for files, change in rows:
+        named = re.findall(r"`([\w/.]+/[\w/.]*)`", f"{files} {change}") + re.findall(r"\(([\w/]+\.md)\)", files)
+        assert named and all((ROOT / path).exists() for path in named), files
+        sources = [path for name in named for path in (ROOT / name, *(ROOT / name).glob("*.py")) if path.is_file()]
+        text = "".join(path.read_text() for path in sources)
+        for identifier in re.findall(r"`@?(\w+)[^`/]*`", change):
+            assert re.search(rf"\b{identifier}\b", text), f"{identifier}: not in {files}"
+
+
 @checks("ARCHITECTURE.md: Pipeline overview")
 def test_the_overview_names_the_folders(shown):
     """Those that a model goes through, and the folders of passes in the order of the pipeline."""

@@ -172,15 +172,21 @@ def shrunk(name: str, value: Any, setting: Setting, staged: bool) -> Any:
     if isinstance(value, bool):
         return value and not re.search("use_cache|spec_augment", name)
     if isinstance(value, list | tuple):
-        if re.search(r"out_(indices|features)$", name):
-            return last_layers(value, setting)
-        if re.search(r"depths|blocks|layers", name) and value and all(isinstance(v, int) for v in value):
-            return type(value)(depth(v, setting) if v == max(value) else min(v, 2) for v in value)
-        return type(value)(shrunk(name, v, setting, True) for v in value)
+        return _shrunk_list(name, value, setting)
     if isinstance(value, int | float) and re.search(r"dropout|drop_|layerdrop|pdrop|jitter|mask_(time|feature)_prob", name):
         return type(value)(0)
-    if not isinstance(value, int):
-        return value
+    return _shrunk_number(name, value, setting, staged) if isinstance(value, int) else value
+
+
+def _shrunk_list(name: str, value: list | tuple, setting: Setting) -> list | tuple:
+    if re.search(r"out_(indices|features)$", name):
+        return last_layers(value, setting)
+    if re.search(r"depths|blocks|layers", name) and value and all(isinstance(v, int) for v in value):
+        return type(value)(depth(v, setting) if v == max(value) else min(v, 2) for v in value)
+    return type(value)(shrunk(name, v, setting, True) for v in value)
+
+
+def _shrunk_number(name: str, value: int, setting: Setting, staged: bool) -> int:
     if re.search(r"image_size|crop_size|input_size", name):
         return setting.image
     if re.search(r"patch_size", name):
