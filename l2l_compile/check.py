@@ -60,16 +60,16 @@ class Check:
         gradients: Sequence[RuntimeValue],
     ) -> Callable[[], None] | None:
         """The same for the gradients of its operands."""
-        block, given = segment.block, tuple(not g.absent for g in gradients)
-        if not self._begins(step, (block, given)):
+        block, gradient_mask = segment.block, tuple(not g.absent for g in gradients)
+        if not self._begins(step, (block, gradient_mask)):
             return None
-        pair = _Pair(step, segment, "gradients", lambda lowering, b: lowering.backward(block, b, given), self._plain)
+        pair = _Pair(step, segment, "gradients", lambda lowering, b: lowering.backward(block, b, gradient_mask), self._plain)
         arriving = [(g, spec) for g, spec in zip(gradients, block.outputs, strict=True) if not g.absent]
         made = [_summed(spec) for spec, there in zip(block.operands, pair.together.present, strict=True) if there]
 
         def work() -> None:
             pair.compare(weights, operands, arriving, made)
-            self._passed.add((block, given))
+            self._passed.add((block, gradient_mask))
 
         return work
 

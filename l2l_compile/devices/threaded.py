@@ -1,7 +1,7 @@
 """A stand-in for a GPU: every lane is a thread, device memory is apart from the host's, freed memory becomes NaN.
 
 A program whose waits are right gives the same numbers here as on the host, whatever the delays; one that reads a
-value before it is there finds an empty box, and one that reads it after its release finds NaN. Used by the tests.
+value before it is there finds no tensors, and one that reads it after its release finds NaN. Used by the tests.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class ParameterServer:
         self.wires.begin_forward()
         if to_train:
             self._check_optimizer(parameters)
-        step.use = self.updates.begin_forward(parameters, to_train)
+        step.pending = self.updates.begin_forward(parameters, to_train)
 
     def _check_optimizer(self, parameters: Sequence[Parameter]) -> None:
         """Raise `L2LError` if the option `optimizer` is missing, or has no parameter of the model, of which this is a program."""
@@ -91,17 +91,19 @@ class ParameterServer:
         With update='at_step', every forward copies the wire anew: backward lets go of it where gradients take its place.
         """
         self.updates.wait(step.arguments[i.owner] for i in segment.weights if i.kind == "parameter")
-        sent = [
+        parameters = [
             (w, spec.dtype)
             for w, spec, i in zip(weights, segment.block.weights, segment.weights, strict=True)
             if i.kind == "parameter"
         ]
-        if self.options.precision == "fp32" or not sent:
+        if self.options.precision == "fp32" or not parameters:
             return None, list(weights)
         key = _indices(segment)
         if key in step.last_fetches:
             step.last_fetches[key] -= 1
-        wire = self.wires.load([p for p, _ in sent], [dtype for _, dtype in sent], keep=step.last_fetches.get(key) != 0)
+        wire = self.wires.load(
+            [p for p, _ in parameters], [dtype for _, dtype in parameters], keep=step.last_fetches.get(key) != 0
+        )
         return wire, [w for w, i in zip(weights, segment.weights, strict=True) if i.kind != "parameter"]
 
     # ---- backward ----------------------------------------------------------------------------------------------------
@@ -114,28 +116,28 @@ class ParameterServer:
             fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
             step.last_fetches = Counter(_indices(segments[nodes.operands(n).segment]) for n in fetches)
         pushing = [segments[nodes.operands(n).segment] for n in graph.find_nodes(op="call_function", target=nodes.push_gradients)]
-        self.updates.begin_backward(step.use, Counter(p for s in pushing for p in _managed(step, s).values()))
+        self.updates.begin_backward(step.pending, Counter(p for s in pushing for p in _managed(step, s).values()))
 
-    def collect(self, step: Step, segment: Segment, box: RuntimeValue) -> None:
-        """Gradients of a segment are on their way to the host until the event of the box, or there are none.
+    def collect(self, step: Step, segment: Segment, gradients: RuntimeValue) -> None:
+        """Gradients of a segment are on their way to the host until the event of their value, or there are none.
 
         Waits while those of several other segments are there and not yet put where they belong.
         """
-        if step.use is None and box.absent:
+        if step.pending is None and gradients.absent:
             return
         while len(self._in_flight) >= segments_in_flight(self.options):
             self._in_flight.popleft().wait()
-        self._in_flight.append(self.worker.submit(lambda: self._collect(step, segment, box)))
+        self._in_flight.append(self.worker.submit(lambda: self._collect(step, segment, gradients)))
 
-    def _collect(self, step: Step, segment: Segment, box: RuntimeValue) -> None:
+    def _collect(self, step: Step, segment: Segment, gradients: RuntimeValue) -> None:
         """Wait for the gradients, and put each where it belongs (host lane)."""
-        if box.event is not None:
-            self.device.wait_on_host(box.event)
-        arrived = {w: g for w, g in zip(segment.weights, box.tensors or (), strict=False) if g is not None}
-        box.tensors = None
-        if step.use is not None:
+        if gradients.event is not None:
+            self.device.wait_on_host(gradients.event)
+        arrived = {w: g for w, g in zip(segment.weights, gradients.tensors or (), strict=False) if g is not None}
+        gradients.tensors = None
+        if step.pending is not None:
             managed = _managed(step, segment)
-            self.updates.collect(step.use, [Pushed(p, arrived.pop(w, None), w.part) for w, p in managed.items()])
+            self.updates.collect(step.pending, [Pushed(p, arrived.pop(w, None), w.part) for w, p in managed.items()])
         self._return(step, segment, arrived)
 
     def _return(self, step: Step, segment: Segment, arrived: dict[Input, torch.Tensor]) -> None:
@@ -151,15 +153,15 @@ class ParameterServer:
 
     def update(self, step: Step, segment: Segment) -> None:
         """The segment has pushed its gradients: what is complete may be updated."""
-        if step.use is not None:
-            ticket = self.updates.update(step.use, _managed(step, segment).values())
+        if step.pending is not None:
+            ticket = self.updates.update(step.pending, _managed(step, segment).values())
             if ticket is not None:
                 self._in_flight[-1] = ticket
 
     def end_backward(self, step: Step) -> dict[int, torch.Tensor]:
         """All gradients of a backward are on their way. Those that are for `p.grad`, by index of the argument."""
-        if step.use is not None:
-            self.updates.end_backward(step.use)
+        if step.pending is not None:
+            self.updates.end_backward(step.pending)
         if _returns_gradients(step):
             try:
                 self.worker.drain()
@@ -187,18 +189,18 @@ def segments_in_flight(options: Options) -> int:
 
 def _managed(step: Step, segment: Segment) -> dict[Input, Parameter]:
     """The weights of a segment that are updated here, each with the parameter that it is or is a part of."""
-    if step.use is None:
+    if step.pending is None:
         return {}
     weights = zip(segment.weights, segment.block.weights, strict=True)
     found = {w: step.arguments[w.owner] for w, spec in weights if w.index >= 0 and spec.differentiable}
-    return {w: p for w, p in found.items() if p in step.use.parameters}
+    return {w: p for w, p in found.items() if p in step.pending.parameters}
 
 
 def _returns_gradients(step: Step) -> bool:
     """Whether a backward may have gradients for `p.grad`: they are waited for."""
-    if step.use is None:
+    if step.pending is None:
         return True
-    return any(p.requires_grad and p not in step.use.parameters for p in step.arguments if isinstance(p, Parameter))
+    return any(p.requires_grad and p not in step.pending.parameters for p in step.arguments if isinstance(p, Parameter))
 
 
 def _indices(segment: Segment) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ class Wire:
 class Copy:
     """The copy of one parameter on a wire; both may be written together, by an update.
 
-    turn   of the forward that used it last
+    generation  of the forward that used it last
     """
 
     def __init__(self, parameter: torch.Tensor, view: torch.Tensor):
@@ -81,7 +81,7 @@ class Copy:
         """Copy the parameter, unless the copy was written with it and nothing was written since.
 
         A write that PyTorch does not record (`p.data.mul_()`) is found by comparing every 251st entry, others in every
-        turn: no run of 251 entries, row or column escapes. A smaller one is found by the next update (see `kernel`).
+        generation: no run of 251 entries, row or column escapes. A smaller one is found by the next update (see `kernel`).
         """
         self.generation = generation
         if self._written and self.unchanged() and self._same_sample(generation):

@@ -170,11 +170,11 @@ class _DryRun:
         results = [user for user in node.users if user.target is operator.getitem]
         micro_batches = self.micro_batches if segment.block.inner_looped else 1
         kept = sum(self._bytes(r.meta["spec"]) for r in results if not r.meta.get("host"))
-        sent = sum(self._bytes(r.meta["spec"]) for r in results if r.meta.get("host"))  # the last one is on its way
+        streamed = sum(self._bytes(r.meta["spec"]) for r in results if r.meta.get("host"))  # the last one is on its way
         self._look(
             lowered.workspace_bytes
             + kept * (micro_batches - 1) // micro_batches
-            + (sent // micro_batches if micro_batches > 1 else 0)
+            + (streamed // micro_batches if micro_batches > 1 else 0)
         )
         for result in results:
             if not result.meta.get("host"):
@@ -182,15 +182,15 @@ class _DryRun:
 
     def _backward(self, node: fx.Node) -> None:
         segment = self.program.segments[nodes.operands(node).segment]
-        given = tuple(gradient is not None for gradient in nodes.arriving_gradients(node))
-        lowered = self.lowering.backward(segment.block, self._sizes(segment), given)
+        gradient_mask = tuple(gradient is not None for gradient in nodes.arriving_gradients(node))
+        lowered = self.lowering.backward(segment.block, self._sizes(segment), gradient_mask)
         micro_batches = self.micro_batches if segment.block.inner_looped else 1
         streamed = zip(nodes.operands(node).streamed_gradients, segment.block.outputs, strict=False)
-        brought = sum(self._bytes(spec.detached()) for gradient, spec in streamed if gradient is not None) // micro_batches
+        streamed_bytes = sum(self._bytes(spec.detached()) for gradient, spec in streamed if gradient is not None) // micro_batches
         for micro_batch in range(
             max(0, micro_batches - 2), micro_batches
         ):  # the gradient for the next micro-batch arrives meanwhile
-            arrived = brought * min(2, micro_batches - micro_batch)
+            arrived = streamed_bytes * min(2, micro_batches - micro_batch)
             self._look(lowered.workspace_bytes, arrived + self._gathered(segment, lowered.present, micro_batch, micro_batches))
         for result in (user for user in node.users if user.target is operator.getitem):
             if "spec" in result.meta:

@@ -114,9 +114,9 @@ def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeVal
         loaded = run.device.load_weights(slab, wire, loose)
         run.step.stats.fetched_bytes += bytes_of(loaded)
         count = len(loaded) - len(loose)
-        sent, others = iter(loaded[:count]), iter(loaded[count:])
+        from_wire, others = iter(loaded[:count]), iter(loaded[count:])
         on_wire = [wire is not None and w.kind == "parameter" for w in fetched.weights]
-        result.tensors = [next(sent if is_sent else others) for is_sent in on_wire]
+        result.tensors = [next(from_wire if is_on_wire else others) for is_on_wire in on_wire]
         run.device.hold(result.tensors)
 
     run.submit("h2d", (), (result,), work)

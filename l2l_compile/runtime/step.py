@@ -159,7 +159,7 @@ class Step:
     """What one forward and its backward share: arguments, sizes, seeds, and what comes back to the host.
 
     scale      the factor on the gradients of the outputs in backward
-    use        the host's own record of this forward
+    pending    the host's own record of this forward, until its backward has run
     returned   gradients for `p.grad` by index of the argument, filled by the host lane
     last_fetches   how often parameters (by their indices) are still fetched, where their wire is of no use afterwards
     """
@@ -174,7 +174,7 @@ class Step:
     server: Host
     check: BlockCheck | None = None
     gradient_wire: str | None = None
-    use: Any = None
+    pending: Any = None
     writes: dict[int, torch.Tensor] = field(default_factory=dict)
     seed: int | None = None
     scale: float = 1.0
