@@ -188,6 +188,17 @@ return (%z, %scale)""")
     }
 
 
+def test_terms_of_a_loss_are_not_narrowed():
+    """Behind the scores, the operations are those that `gather_loss_terms` has written."""
+    found = compile_text(CROSS_ENTROPY, GatherLossTerms(), Narrow(), precision="bf16")
+    assert shown(found.captured)[2:7] == lines("""
+%w = parameter  bfloat16[5, 4], computes in float32, grad
+%scores = F.linear(%x, %w)  bfloat16[B, 5], computes in float32, grad
+%log_softmax = F.log_softmax(%scores, 1)  float32[B, 5], grad
+%eq = operator.eq(%target, 2)  bool[B]
+%nll_loss = F.nll_loss(%log_softmax, %target, ignore_index=2, reduction='none')  float32[B], grad""")
+
+
 def test_in_fp32_nothing_is_narrowed():
     found = compile_text(WIDE, Narrow())
     assert shown(found.captured) == lines(WIDE) and found.captured.autocast is None

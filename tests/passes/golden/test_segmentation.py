@@ -111,18 +111,20 @@ cuts by names: []""")
 
 
 def test_copies_that_do_not_read_one_another_are_no_layers():
-    """Three projections of one input, as in attention."""
+    """As in attention: four projections of equal shape, of which only the last one reads another."""
     projections = """
 %x = value  float32[B, 4]
 %q = parameter  float32[4, 4], grad
 %k = parameter  float32[4, 4], grad
 %v = parameter  float32[4, 4], grad
+%o = parameter  float32[4, 4], grad
 %query = F.linear(%x, %q)  float32[B, 4], grad
 %key = F.linear(%x, %k)  float32[B, 4], grad
 %values = F.linear(%x, %v)  float32[B, 4], grad
 %product = operator.mul(%query, %key)  float32[B, 4], grad
 %added = operator.add(%product, %values)  float32[B, 4], grad
-return (%added,)
+%out = F.linear(%added, %o)  float32[B, 4], grad
+return (%out,)
 """
     found = compile_text(projections, SequenceOperations(), FindBlocks())
     assert found.layers == []

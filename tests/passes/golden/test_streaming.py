@@ -308,6 +308,14 @@ differentiable (True,)
 gradients of (True,)""")
 
 
+def test_differentiate_keeps_nothing_for_a_segment_whose_output_is_detached():
+    """The first segment has a parameter to train, and no gradient comes to it."""
+    assert differentiated(LAYERS.replace("torch.tanh(%up)  float32[B, 4], grad", "%up.detach()  float32[B, 4]")) == lines("""
+kept (act)
+differentiable (True,)
+gradients of (True,)""")
+
+
 def test_differentiate_expects_a_gradient_of_the_loss_alone_where_there_is_one():
     with_loss = LAYERS.replace("return (%down,)", "%loss = torch.mean(%down)  float32[], grad  two\nreturn (%loss, %down, %x)")
     assert differentiated(with_loss) == lines("""
