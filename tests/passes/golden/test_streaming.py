@@ -104,7 +104,7 @@ backward:
 
 
 def test_a_stash_that_is_needed_soon_stays_on_the_device_and_others_go_to_the_host():
-    """With prefetch=1, a value may wait for two segments: b waits for none, a for the two of segment three."""
+    """With prefetch=0, a value may wait for one segment: b waits for none, a for segment three in forward and in backward."""
     assert after(PlaceStash(), KEPT, stash="host", prefetch=0) == lines("""
 forward:
   %x = input  host  x: float32[8, 4]  128 B
@@ -129,7 +129,7 @@ backward:
 
 
 def test_on_the_device_all_stashes_stay():
-    left = after(PlaceStash(), KEPT, stash="device")
+    left = after(PlaceStash(), KEPT, stash="device", prefetch=0)
     assert left[8:10] == lines(
         "%keep_a = stash(%a)  none  a: float32[8, 4]  128 B\n%keep_b = stash(%b)  none  b: float32[8, 4]  128 B"
     )
