@@ -68,11 +68,11 @@ class _Reader:
         if line.startswith("return "):
             self.graph.output(self._evaluate(line.removeprefix("return ")))
             return
-        name, call, spec, *module = re.fullmatch(r"%(\w+) = (.+?)(?:  (.+?))?(?:  (.+))?", line).groups()
+        name, call, spec, module = re.fullmatch(r"%(\w+) = (.+?)(?:  (.+?))?(?:  (.+))?", line).groups()
         made = self._input(name, call, spec) if _INPUT.fullmatch(call) else self._operation(name, call)
         self.nodes[name] = made
-        if module != [None]:
-            made.meta["nn_module_stack"] = _module_stack(*module)
+        if module:
+            made.meta["nn_module_stack"] = _module_stack(module)
 
     def _input(self, name: str, kind: str, text: str) -> fx.Node:
         spec = _SPEC.fullmatch(text)
