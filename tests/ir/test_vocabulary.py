@@ -13,13 +13,16 @@ import torch
 import l2l_compile
 from l2l_compile import Program, VerifyError, backend
 from l2l_compile.ir import nodes
-from l2l_compile.passes.compilation import Fact
+from l2l_compile.options import Options
+from l2l_compile.passes.compilation import Compilation, Fact
 from l2l_compile.passes.pipeline import PIPELINE
 from l2l_compile.passes.streaming.place_stash import PlaceStash
 from l2l_compile.passes.verify import verify
 from l2l_compile.runtime import executor
 from l2l_compile.runtime.step import RuntimeValue
 from models import Stack, compilation, compiled, rows
+
+FACTS = frozenset().union(*(step.provides for step in PIPELINE))
 
 
 def test_every_node_has_a_handler_that_takes_its_operands():
@@ -99,23 +102,24 @@ def test_a_new_node_prints_parses_verifies_is_released_and_runs(double, monkeypa
     shown = str(program)
     assert "%double = double(%getitem, times=3)" in shown
     assert "release(%double)" in shown and "release(%getitem)" in shown
-    assert str(Program.parse(shown)) == shown
+    parsed = Program.parse(shown)
+    assert str(parsed) == shown
+    verify(Compilation.of(parsed, Options.build({"device": "cpu"})), FACTS)
 
 
 def test_a_new_node_is_held_to_the_rules_of_its_operands(double):
     found = compilation(Stack(3).double(), rows(6), passes=with_pass(DoubleTheEmbedding(double)))
-    facts = frozenset().union(*(step.provides for step in PIPELINE))
-    verify(found, facts)
+    verify(found, FACTS)
     node = found.forward.find_nodes(op="call_function", target=double)[0]
     made = nodes.operands(node).x
     nodes.set_operands(node, x=found.forward.find_nodes(op="placeholder")[0])
     with pytest.raises(VerifyError, match="lane: node 'double' reads .* on the host, where it needs the device"):
-        verify(found, facts)
+        verify(found, FACTS)
     nodes.set_operands(node, x=made)
     release = next(user for user in node.users if user.target is nodes.release)
     found.forward.erase_node(release)
     with pytest.raises(VerifyError, match="released_once: node 'double' is released 0 times"):
-        verify(found, facts)
+        verify(found, FACTS)
     node.args = ()
     with pytest.raises(VerifyError, match="known_node: node 'double' does not have the operands of 'double'"):
-        verify(found, facts)
+        verify(found, FACTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import torch
+from captured_text import compile_text
 from torch import nn
 
 from l2l_compile import Program
@@ -17,7 +18,6 @@ from l2l_compile.passes.streaming.place_updates import PlaceUpdates
 from l2l_compile.passes.streaming.prefetch import Prefetch
 from l2l_compile.passes.streaming.release import Release
 from l2l_compile.passes.streaming.stream import Stream
-from models import compilation
 
 BLOCKS = """\
 blocks:
@@ -104,7 +104,7 @@ backward:
 
 
 def test_a_stash_that_is_needed_soon_stays_on_the_device_and_others_go_to_the_host():
-    """With prefetch=1, a value may wait for two segments: b waits for none, a for the two of segment three."""
+    """With prefetch=0, a value may wait for one segment: b waits for none, a for segment three in forward and in backward."""
     assert after(PlaceStash(), KEPT, stash="host", prefetch=0) == lines("""
 forward:
   %x = input  host  x: float32[8, 4]  128 B
@@ -129,7 +129,7 @@ backward:
 
 
 def test_on_the_device_all_stashes_stay():
-    left = after(PlaceStash(), KEPT, stash="device")
+    left = after(PlaceStash(), KEPT, stash="device", prefetch=0)
     assert left[8:10] == lines(
         "%keep_a = stash(%a)  none  a: float32[8, 4]  128 B\n%keep_b = stash(%b)  none  b: float32[8, 4]  128 B"
     )
@@ -269,67 +269,94 @@ def test_at_the_step_no_update_is_placed():
 # ---- differentiate, stream ----------------------------------------------------------------------------------------------
 
 
-class TwoLayers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+LAYERS = """
+%x = value  float32[B, 4]
+%w = parameter  float32[4, 4], grad
+%v = parameter  float32[4, 4], grad
+%up = F.linear(%x, %w)  float32[B, 4], grad  one
+%act = torch.tanh(%up)  float32[B, 4], grad  one
+%down = F.linear(%act, %v)  float32[B, 4], grad  two
+return (%down,)
+"""
 
-    def forward(self, x):
-        return self.two(torch.tanh(self.one(x)))
+
+def segmented(text: str) -> Compilation:
+    """A captured graph after the passes before `differentiate`."""
+    return compile_text(text, *PREPARATION, *SEGMENTATION, micro_batches=2)
 
 
-def segmented(model, **options) -> Compilation:
-    return compilation(model, torch.ones(6, 4), passes=PREPARATION + SEGMENTATION, micro_batches=2, **options)
+def differentiated(text: str) -> list[str]:
+    found = segmented(text)
+    Differentiate().apply(found)
+    kept = ", ".join(map(str, found.gradients.kept))
+    return [f"kept ({kept})", f"differentiable {found.gradients.differentiable}", f"gradients of {found.gradient_mask}"]
 
 
 def test_differentiate_keeps_the_inputs_of_segments_that_run_backward():
-    found = segmented(TwoLayers())
-    Differentiate().apply(found)
-    assert [str(value) for value in found.gradients.kept] == ["l_x_", "tanh"]
-    assert found.gradients.differentiable == found.gradient_mask == (True,)
+    assert differentiated(LAYERS) == lines("""
+kept (x, act)
+differentiable (True,)
+gradients of (True,)""")
 
 
 def test_differentiate_keeps_nothing_below_the_first_parameter_that_is_trained():
-    model = TwoLayers()
-    model.one.requires_grad_(False)
-    found = segmented(model)
-    Differentiate().apply(found)
-    assert [str(value) for value in found.gradients.kept] == ["tanh"]
+    frozen = LAYERS.replace("%w = parameter  float32[4, 4], grad", "%w = parameter  float32[4, 4]")
+    frozen = re.sub(r"(%(?:up|act) = .*), grad", r"\1", frozen)
+    assert differentiated(frozen) == lines("""
+kept (act)
+differentiable (True,)
+gradients of (True,)""")
+
+
+def test_differentiate_keeps_nothing_for_a_segment_whose_output_is_detached():
+    """The first segment has a parameter to train, and no gradient comes to it."""
+    assert differentiated(LAYERS.replace("torch.tanh(%up)  float32[B, 4], grad", "%up.detach()  float32[B, 4]")) == lines("""
+kept (act)
+differentiable (True,)
+gradients of (True,)""")
+
+
+def test_differentiate_expects_a_gradient_of_the_loss_alone_where_there_is_one():
+    with_loss = LAYERS.replace("return (%down,)", "%loss = torch.mean(%down)  float32[], grad  two\nreturn (%loss, %down, %x)")
+    assert differentiated(with_loss) == lines("""
+kept (x, act)
+differentiable (True, True, False)
+gradients of (True, False, False)""")
 
 
 def test_stream_writes_both_graphs():
-    found = segmented(TwoLayers())
+    found = segmented(LAYERS)
     Differentiate().apply(found)
     Stream().apply(found)
     text = re.sub(r"\bs\d+\b", "B", str(found.program()))
     assert lines(text[text.index("forward:") :]) == lines("""
 forward:
-  %l_x_ = input  host  l_x_: float32[B, 4]  96 B
-  %restore = restore(%l_x_)  h2d  l_x_: float32[B, 4]  96 B
-  %fetch_weights = fetch_weights('one')  h2d  80 B
-  %split = split(%restore)  compute  l_x_: float32[B, 4], split  96 B
+  %x = input  host  x: float32[B, 4]  96 B
+  %restore = restore(%x)  h2d  x: float32[B, 4]  96 B
+  %fetch_weights = fetch_weights('one')  h2d  64 B
+  %split = split(%restore)  compute  x: float32[B, 4], split  96 B
   %forward = forward('one', %fetch_weights, (%split))  compute  block_0 x 2 micro-batches
-  %getitem = %forward[0]  none  tanh: float32[B, 4], split, grad  96 B
-  %fetch_weights_1 = fetch_weights('two')  h2d  80 B
+  %getitem = %forward[0]  none  act: float32[B, 4], split, grad  96 B
+  %fetch_weights_1 = fetch_weights('two')  h2d  64 B
   %forward_1 = forward('two', %fetch_weights_1, (%getitem), streamed_outputs=(0))  compute  block_1 x 2 micro-batches
-  %getitem_1 = %forward_1[0]  none  linear_1: float32[B, 4], split, grad, streamed to the host  96 B
-  %stash = stash(%getitem)  none  tanh: float32[B, 4], split, grad  96 B
-  return ((%getitem_1), (%l_x_, %stash), ())
+  %getitem_1 = %forward_1[0]  none  down: float32[B, 4], split, grad, streamed to the host  96 B
+  %stash = stash(%getitem)  none  act: float32[B, 4], split, grad  96 B
+  return ((%getitem_1), (%x, %stash), ())
 
 backward:
-  %stash_l_x_ = stash  host  l_x_: float32[B, 4]  96 B
-  %stash_tanh = stash  host  tanh: float32[B, 4], split, grad  96 B
+  %stash_x = stash  host  x: float32[B, 4]  96 B
+  %stash_act = stash  host  act: float32[B, 4], split, grad  96 B
   %gradient_0 = gradient  host  gradient_0: float32[B, 4]  96 B
-  %restore = restore(%stash_tanh)  h2d  tanh: float32[B, 4], split, grad  96 B
-  %fetch_weights = fetch_weights('two')  h2d  80 B
+  %restore = restore(%stash_act)  h2d  act: float32[B, 4], split, grad  96 B
+  %fetch_weights = fetch_weights('two')  h2d  64 B
   %backward = backward('two', %fetch_weights, (%restore), (-), streamed_gradients=(%gradient_0))  compute  block_1 x 2 micro-batches
-  %getitem = %backward[0]  none  d tanh: float32[B, 4], split  96 B
+  %getitem = %backward[0]  none  d act: float32[B, 4], split  96 B
   %getitem_1 = %backward[1]  none
-  push_gradients('two', %getitem_1)  d2h  80 B
-  %restore_1 = restore(%stash_l_x_)  h2d  l_x_: float32[B, 4]  96 B
-  %fetch_weights_1 = fetch_weights('one')  h2d  80 B
-  %split = split(%restore_1)  compute  l_x_: float32[B, 4], split  96 B
+  push_gradients('two', %getitem_1)  d2h  64 B
+  %restore_1 = restore(%stash_x)  h2d  x: float32[B, 4]  96 B
+  %fetch_weights_1 = fetch_weights('one')  h2d  64 B
+  %split = split(%restore_1)  compute  x: float32[B, 4], split  96 B
   %backward_1 = backward('one', %fetch_weights_1, (%split), (%getitem))  compute  block_0 x 2 micro-batches
   %getitem_2 = %backward_1[1]  none
-  push_gradients('one', %getitem_2)  d2h  80 B
+  push_gradients('one', %getitem_2)  d2h  64 B
   return (-)""")
