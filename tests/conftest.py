@@ -9,9 +9,8 @@ import tempfile
 import warnings
 from pathlib import Path
 
-if worker := os.environ.get(
-    "PYTEST_XDIST_WORKER"
-):  # two processes that write one file of Inductor's cache at once have been seen to fail
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # Two processes that write one file of Inductor's cache at once have been seen to fail.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_l2l_{worker}"))
 
 import pytest
@@ -20,6 +19,9 @@ import torch
 os.environ["L2L_CACHE"] = "0"  # a test sees what this code does, not what an earlier run has kept
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", message=".*lowering to.*")
+# After each compilation, Dynamo collects garbage and measures its guards with a cold cache: a twentieth of the time of all tests.
+torch._dynamo.config.run_gc_after_compile = False
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
 def pytest_collection_finish():
