@@ -36,9 +36,9 @@ _KINDS = {Mixing: "mixes", RowIds: "numbers", type(None): "free"}  # else "rows"
 class SplitRegions:
     """Provides `regions`: blocks that are refused as a whole are cut where that leaves a part row-wise."""
 
-    name: ClassVar = "split_regions"
-    requires: ClassVar = frozenset({Fact.SEGMENTS, Fact.BLOCKS})
-    provides: ClassVar = frozenset({Fact.REGIONS})
+    name: ClassVar[str] = "split_regions"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.SEGMENTS, Fact.BLOCKS})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS})
 
     def apply(self, compilation: Compilation) -> None:
         for block in compilation.blocks:

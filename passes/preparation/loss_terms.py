@@ -29,7 +29,7 @@ from torch import fx
 from ...ir.batch import Batch
 from ...ir.captured import LOSS_TERM, Captured
 from ...ir.values import TensorSpec, rows_at
-from ..compilation import Compilation
+from ..compilation import Compilation, Fact
 
 _LOSSES = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
 _SKIPPED = -100  # the class index that the kernel leaves out
@@ -39,9 +39,9 @@ _SKIPPED = -100  # the class index that the kernel leaves out
 class GatherLossTerms:
     """Losses over the batch are written row by row, so that their scores need not be there for all rows at once."""
 
-    name: ClassVar = "gather_loss_terms"
-    requires: ClassVar = frozenset()
-    provides: ClassVar = frozenset()
+    name: ClassVar[str] = "gather_loss_terms"
+    requires: ClassVar[frozenset[Fact]] = frozenset()
+    provides: ClassVar[frozenset[Fact]] = frozenset()
 
     def apply(self, compilation: Compilation) -> None:
         options = compilation.options
