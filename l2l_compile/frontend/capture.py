@@ -144,8 +144,8 @@ def _check_on_host(gm: fx.GraphModule) -> None:
             )
 
 
-def _batch_symbol(inputs: tuple[Input, ...]) -> tuple[sympy.Symbol | None, str | None]:
-    """The symbol that most inputs share as the size of their batch; equal sizes are taken to share it."""
+def _batch_symbol(inputs: tuple[Input, ...]) -> tuple[sympy.Symbol | None, str]:
+    """The symbol that most inputs share as the size of their batch, or why there is none; equal sizes are taken to share it."""
     tensors = [i for i in inputs if i.kind == "value" and i.node.meta["example_value"].dim()]
     data = [i for i in tensors if not i.node.meta["example_value"].requires_grad] or tensors
     candidates = _batch_sizes(data)
@@ -162,7 +162,7 @@ def _batch_symbol(inputs: tuple[Input, ...]) -> tuple[sympy.Symbol | None, str |
     for other in same[1:]:
         bool(same[0] == other)  # a guard: the inputs' batch sizes stay equal, or Dynamo captures anew
     batch = dim_of(same[0])
-    return (batch, None) if isinstance(batch, sympy.Symbol) else (None, "Dynamo specialised the size of the batch")
+    return (batch, "") if isinstance(batch, sympy.Symbol) else (None, "Dynamo specialised the size of the batch")
 
 
 def _batch_sizes(inputs: Sequence[Input]) -> list[int | torch.SymInt]:

@@ -294,7 +294,7 @@ def micro_batch_of(tensors: Sequence[torch.Tensor], micro_batch: int) -> torch.T
 
 def joined(tensors: Sequence[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
     """A value for all micro-batches at once."""
-    return torch.cat(list(tensors), spec.batch.dim) if len(tensors) > 1 else tensors[0]
+    return torch.cat(list(tensors), spec.rows.dim) if len(tensors) > 1 else tensors[0]
 
 
 def gradient_of(step: Step, block: Block, tensors: Sequence[torch.Tensor], micro_batch: int, spec: TensorSpec) -> torch.Tensor:
