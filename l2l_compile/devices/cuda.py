@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,12 +41,13 @@ class _Stream(Lane):
 class CudaDevice(Device):
     """Streams a program through a GPU. `peak_bytes` is the caching allocator's peak of allocated bytes."""
 
+    lanes: Mapping[str, _Stream]
+
     def __init__(self, device: torch.device, pinned_memory: int | None = None):
         self.torch_device = device
-        self._compute, self._h2d, self._d2h = (_Stream(device) for _ in range(3))
-        self.lanes = {"compute": self._compute, "h2d": self._h2d, "d2h": self._d2h}
+        self.lanes = {name: _Stream(device) for name in ("compute", "h2d", "d2h")}
         self.pinned = PinnedMemory(pinned_memory, _page_lock, _page_unlock)
-        self._staging = Staging(self.pinned, self._h2d.record, self.wait_on_host)
+        self._staging = Staging(self.pinned, self.lanes["h2d"].record, self.wait_on_host)
         self._pool = Pool(self.pinned, torch.cuda.Event.query)
         self._slabs: list[torch.Tensor] = []
 
@@ -54,25 +55,25 @@ class CudaDevice(Device):
         if len(self._slabs) == count and (not count or self._slabs[0].numel() >= size):
             return
         self._slabs = []
-        compute, h2d = self._compute.stream, self._h2d.stream
+        compute, h2d = self.lanes["compute"].stream, self.lanes["h2d"].stream
         with torch.cuda.stream(compute):
             self._slabs = [torch.empty(size, dtype=torch.uint8, device=self.torch_device) for _ in range(count)]
         # the memory may have belonged to a value that compute still reads, and deterministic mode fills it on compute
         h2d.wait_stream(compute)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        compute, h2d = self._compute.stream, self._h2d.stream
+        compute, h2d = self.lanes["compute"].stream, self.lanes["h2d"].stream
         with torch.cuda.stream(compute):
             result = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.torch_device)
         h2d.wait_stream(compute)  # the memory may have belonged to a value that compute still reads
         result.copy_(tensor.detach(), non_blocking=True)
-        self._pool.reads(tensor, self._h2d.record())
+        self._pool.reads(tensor, self.lanes["h2d"].record())
         return result
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         host = self._pool.empty(tensor.shape, tensor.dtype, "a tensor from the device")
         host.copy_(tensor, non_blocking=True)
-        self._pool.reads(host, self._d2h.record())
+        self._pool.reads(host, self.lanes["d2h"].record())
         return host
 
     @contextmanager

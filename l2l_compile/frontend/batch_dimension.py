@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..ir.captured import Captured
+from ..ir.captured import Captured, Input
 from ..ir.segments import Segment
 from . import dynamo
-from .capture import Input
 from .recurrent import layer
 from .simplify import hint_of
 

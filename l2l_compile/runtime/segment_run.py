@@ -17,7 +17,8 @@ from ..ir.precision import gradient_dtype
 from ..ir.program import Program
 from ..ir.segments import Block, Segment
 from ..ir.values import Bindings, TensorSpec
-from ..lowering.lower import Lowered, Request, wanted_of
+from ..lowering.codes import Lowered
+from ..lowering.lower import Request, wanted_of
 from ..lowering.randomness import derived_seed
 from .step import RuntimeValue, Step
 

@@ -11,9 +11,9 @@ from typing import ClassVar
 from torch import fx
 
 from ...errors import L2LError
-from ...frontend.capture import Input
 from ...frontend.simplify import memory_of
 from ...frontend.writes import share_memory
+from ...ir.captured import Input
 from ...ir.segments import Segment, Value
 from ..compilation import Compilation, Fact
 from .proof import prove_block
