@@ -24,8 +24,8 @@ from l2l_compile.passes.compilation import Compilation, Fact, Pass
 class FetchLater(Pass):
     """In the second half of each graph, weights are fetched `ahead` segments before the one that reads them."""
 
-    name: ClassVar = "fetch_later"
-    requires: ClassVar = frozenset({Fact.RELEASED})
+    name: ClassVar[str] = "fetch_later"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED})
 
     ahead: int = 1
 
@@ -42,8 +42,8 @@ class FetchLater(Pass):
 class FetchEarlier(Pass):
     """All weights are fetched at the beginning: the device has no slabs for that."""
 
-    name: ClassVar = "fetch_earlier"
-    requires: ClassVar = frozenset({Fact.RELEASED})
+    name: ClassVar[str] = "fetch_earlier"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED})
 
     def apply(self, compilation: Compilation) -> None:
         first = segment_runs(compilation.forward)[0]

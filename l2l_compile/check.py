@@ -18,7 +18,8 @@ from torch import fx
 from .errors import CheckError
 from .ir.segments import Segment
 from .ir.values import TensorSpec
-from .lowering.lower import Lowered, Lowering
+from .lowering.codes import Lowered
+from .lowering.lower import Lowering
 from .lowering.trace import probe
 from .passes.batching.batch_rules import Partial, ResultState, Rows, same_program, states_of_nodes
 from .passes.batching.proof import probes, states_of_operands

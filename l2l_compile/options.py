@@ -108,7 +108,7 @@ def _check_int(given: dict, name: str, least: int) -> None:
         raise OptionError(f"option {name!r} must be an int of at least {least}, got {value!r}")
 
 
-def _check_choice(given: dict, name: str, choices: tuple[str, ...]) -> None:
+def _check_choice(given: dict, name: str, choices: Sequence[str | bool | None]) -> None:
     value = given.get(name, choices[0])
     if value not in choices:
         hint = _nearest(value, [choice for choice in choices if isinstance(choice, str)])

@@ -20,6 +20,7 @@ from torch import fx
 from ..frontend.simplify import may_be_size, memory_of
 from ..frontend.writes import touches, written_operands
 from ..ir.captured import Captured, Input
+from ..ir.fx_types import name_of
 from ..ir.values import dim_of
 
 # Regions that a cut may not enter: what runs inside depends on interpreter state that is not re-made after a cut.
@@ -61,7 +62,7 @@ class OperationSequence:
     def __init__(self, captured: Captured):
         self.captured = captured
         self.weights = {i.node: i for i in captured.weights}
-        self.weights |= {node: Input(-1, node, node.target, "buffer") for node in captured.specs if node.op == "get_attr"}
+        self.weights |= {node: Input(-1, node, name_of(node), "buffer") for node in captured.specs if node.op == "get_attr"}
         self.nodes = [n for n in captured.graph.nodes if n.op.startswith("call_") and n not in self.weights]
         self.position = {n: i for i, n in enumerate(self.nodes)}
         self.of_model = {*self.weights, *(i.node for i in captured.inputs if i.kind == "state")}
@@ -198,8 +199,9 @@ def _module_stack(node: fx.Node) -> list[tuple[tuple[str, ...], type]]:
 
     Dynamo calls a module that several others hold as the first of them does; here its path is inside of the one that calls it.
     """
-    found = []
-    outer, path = (), ()
+    found: list[tuple[tuple[str, ...], type]] = []
+    outer: tuple[str, ...] = ()
+    path: tuple[str, ...] = ()
     for name, kind in (node.meta.get("nn_module_stack") or {}).values():
         inner = _path(name)
         path = (*path, *_below(outer, inner))

@@ -94,7 +94,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     size = tensor.numel() * tensor.element_size()
     if storage.nbytes() == size:
         return tensor
-    return torch.empty(0, dtype=tensor.dtype).set_(storage[start : start + size], 0, tensor.shape)
+    return torch.empty(0, dtype=tensor.dtype).set_(storage[start : start + size], 0, tensor.shape)  # type: ignore[call-overload]  # strides are optional
 
 
 CPU = DeviceKind(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,8 @@ class _Stream(Lane):
 
 class CudaDevice(Device):
     """Streams a program through a GPU. `peak_bytes` is the caching allocator's peak of allocated bytes."""
+
+    lanes: Mapping[str, _Stream]
 
     def __init__(self, device: torch.device, pinned_memory: int | None = None):
         self.torch_device = device

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -84,7 +84,7 @@ class Device(ABC):
     """Lanes, copies and slabs. Copies are called inside of `Lane.run` on the lane that the vocabulary names."""
 
     torch_device: torch.device
-    lanes: dict[str, Lane]
+    lanes: Mapping[str, Lane]
     pinned: PinnedMemory
     _slabs: list[torch.Tensor]
     _staging: Staging

@@ -24,7 +24,7 @@ class Staging:
     record, wait   an event after the copies given so far (None: they are done), and waiting for it on the host
     """
 
-    def __init__(self, memory: PinnedMemory, record: Callable[[], Any], wait: Callable[[Any], None]):
+    def __init__(self, memory: PinnedMemory, record: Callable[[], Any], wait: Callable[[Any], object]):
         self._record, self._wait = record, wait
         size = ring_bytes(memory.budget) // _SLOTS
         self._slots = [memory.take(size, "the staging ring")[0] for _ in range(_SLOTS)]

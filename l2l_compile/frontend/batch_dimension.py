@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..ir.captured import Captured
+from ..ir.captured import Captured, Input
 from ..ir.segments import Segment
 from . import dynamo
-from .capture import Input
 from .recurrent import layer
 from .simplify import hint_of
 
@@ -32,11 +31,15 @@ class Choice:
 
     dimensions: dict[str, int | None] | None
     part: float
-    settled: bool = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether other dimensions were tried, and were no better than the first ones."""
+        return self.dimensions is None
 
     def lacks(self, captured: Captured) -> bool:
         """Whether the choice was made for a call without some of the inputs that there are now."""
-        return any(dynamo.source_name(i.node) not in self.dimensions for i in _values(captured))
+        return self.dimensions is not None and any(dynamo.source_name(i.node) not in self.dimensions for i in _values(captured))
 
 
 def try_other_batch_dimension(captured: Captured, segments: Sequence[Segment], micro_batches: int) -> None:
@@ -51,7 +54,7 @@ def try_other_batch_dimension(captured: Captured, segments: Sequence[Segment], m
         if dimensions:
             dynamo.trace_again(Choice({**known, **dimensions}, part), "the rows along dimension 0 are mixed")
     elif part <= before.part:
-        dynamo.trace_again(Choice(None, before.part, settled=True), "the rows along dimension 1 are mixed as well")
+        dynamo.trace_again(Choice(None, before.part), "the rows along dimension 1 are mixed as well")
 
 
 def _part_in_inner_loop(segments: Sequence[Segment]) -> float:

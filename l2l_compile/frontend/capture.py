@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeGuard
 
 import sympy
 import torch
@@ -17,6 +18,7 @@ from ..devices.host import HOST, is_host
 from ..devices.registry import KINDS
 from ..errors import DeviceError, L2LError
 from ..ir.captured import Captured, Input
+from ..ir.fx_types import attribute, name_of
 from ..ir.values import TensorSpec, dim_of
 from . import dynamo
 from .inline import inline_subgraphs
@@ -82,7 +84,7 @@ def _refuse_data_dependence(graph: fx.Graph) -> None:
 
 
 def _symbolic_sizes(value: object) -> list[sympy.Basic]:
-    sizes = (value,)
+    sizes: tuple[object, ...] = (value,)
     if isinstance(value, torch.Tensor):
         sizes = (*value.shape, *value.stride(), value.storage_offset()) if value.layout is torch.strided else value.shape
     return [size.node.expr for size in sizes if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool))]
@@ -107,8 +109,10 @@ def _describe(index: int, node: fx.Node) -> Input:
 
 def _functional_weight(found: Input, batch: sympy.Symbol | None) -> Input:
     """A leaf that wants a gradient and has no batch dimension is a weight of a model written as plain functions."""
-    example = found.node.meta.get("example_value")
-    if found.kind != "value" or not example.requires_grad or not example.is_leaf:
+    if found.kind != "value":
+        return found
+    example = found.node.meta["example_value"]
+    if not example.requires_grad or not example.is_leaf:
         return found
     batched = batch is not None and any(dim_of(s) == batch for s in example.shape)
     return found if batched else replace(found, kind="parameter")
@@ -140,8 +144,8 @@ def _check_on_host(gm: fx.GraphModule) -> None:
             )
 
 
-def _batch_symbol(inputs: tuple[Input, ...]) -> tuple[sympy.Symbol | None, str | None]:
-    """The symbol that most inputs share as the size of their batch; equal sizes are taken to share it."""
+def _batch_symbol(inputs: tuple[Input, ...]) -> tuple[sympy.Symbol | None, str]:
+    """The symbol that most inputs share as the size of their batch, or why there is none; equal sizes are taken to share it."""
     tensors = [i for i in inputs if i.kind == "value" and i.node.meta["example_value"].dim()]
     data = [i for i in tensors if not i.node.meta["example_value"].requires_grad] or tensors
     candidates = _batch_sizes(data)
@@ -158,7 +162,7 @@ def _batch_symbol(inputs: tuple[Input, ...]) -> tuple[sympy.Symbol | None, str |
     for other in same[1:]:
         bool(same[0] == other)  # a guard: the inputs' batch sizes stay equal, or Dynamo captures anew
     batch = dim_of(same[0])
-    return (batch, None) if isinstance(batch, sympy.Symbol) else (None, "Dynamo specialised the size of the batch")
+    return (batch, "") if isinstance(batch, sympy.Symbol) else (None, "Dynamo specialised the size of the batch")
 
 
 def _batch_sizes(inputs: Sequence[Input]) -> list[int | torch.SymInt]:
@@ -167,7 +171,7 @@ def _batch_sizes(inputs: Sequence[Input]) -> list[int | torch.SymInt]:
     return [shape[place] for shape, place in places if place is not None and place < len(shape)]
 
 
-def _is_symbol(size: int | torch.SymInt) -> bool:
+def _is_symbol(size: int | torch.SymInt) -> TypeGuard[torch.SymInt]:
     return isinstance(size, torch.SymInt) and isinstance(dim_of(size), sympy.Symbol)
 
 
@@ -187,9 +191,7 @@ def _symbols(inputs: tuple[Input, ...]) -> tuple[dict, dict]:
 def _lift_constants(captured: Captured) -> None:
     """Tensor constants of the graph become buffers of the segments that read them."""
     for node in captured.graph.find_nodes(op="get_attr"):
-        value = captured.module
-        for part in node.target.split("."):
-            value = getattr(value, part)
+        value = attribute(captured.module, node)
         if isinstance(value, torch.Tensor):
-            captured.constants[node.target] = value
+            captured.constants[name_of(node)] = value
             captured.specs[node] = TensorSpec.of(value, None)

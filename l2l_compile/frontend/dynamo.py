@@ -35,6 +35,7 @@ from torch._dynamo.variables import builder
 from torch.nn.modules import rnn
 
 from . import collection, limits
+from .patches import is_replaced, replace
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 _ANY_MARK = (*_MARKS, "_dynamo_dynamic_indices", "_dynamo_static_indices", "_dynamo_unbacked_indices")
@@ -62,7 +63,7 @@ def mark_batches(is_ours: Callable[[Any], bool]) -> None:
     Parameters, buffers and other tensors of modules stay static, and so does a tensor that the user marked.
     """
     original = builder._automatic_dynamic
-    if getattr(original, "_l2l", False):
+    if is_replaced(original):
         return
 
     @functools.wraps(original)
@@ -88,17 +89,26 @@ def mark_batches(is_ours: Callable[[Any], bool]) -> None:
                 if hasattr(e, mark):
                     delattr(e, mark)
 
-    automatic_dynamic._l2l = True
-    builder._automatic_dynamic = automatic_dynamic
+    replace(builder, "_automatic_dynamic", automatic_dynamic)
 
 
 _CHOICES = "_l2l_batch_dimensions"  # on the object of a torch.compile call: by code, what `trace_again` was given
 
 
 def _batch_dimension(tx: Any, source: Any) -> int | None:
-    return _dimension_in(
-        getattr(innermost_backend(tx.output.compiler_fn), _CHOICES, {}).get(tx.output.root_tx.f_code), source.name
-    )
+    return _dimension_in(_choice_for(tx.output), source.name)
+
+
+def _choice_for(output: Any) -> Any:
+    return getattr(innermost_backend(output.compiler_fn), _CHOICES, {}).get(output.root_tx.f_code)
+
+
+def _translator_at_work() -> Any:
+    """Dynamo's translator of the frame that is being compiled; None if the backend was called by hand."""
+    try:
+        return InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
 
 
 def _dimension_in(choice: Any, name: str) -> int | None:
@@ -117,11 +127,8 @@ def sizes_are_fixed() -> bool:
 
 def batch_choice() -> Any:
     """What `trace_again` was given for the frame that is being compiled; None if it was not called."""
-    try:
-        output = InstructionTranslator.current_tx().output
-    except AttributeError:  # called by hand
-        return None
-    return getattr(innermost_backend(output.compiler_fn), _CHOICES, {}).get(output.root_tx.f_code)
+    tx = _translator_at_work()
+    return _choice_for(tx.output) if tx is not None else None
 
 
 def trace_again(choice: Any, reason: str) -> None:
@@ -129,9 +136,8 @@ def trace_again(choice: Any, reason: str) -> None:
 
     Does not return, unless nobody traces (the backend was called by hand).
     """
-    try:
-        tx = InstructionTranslator.current_tx()
-    except AttributeError:
+    tx = _translator_at_work()
+    if tx is None:
         return
     owner = innermost_backend(tx.output.compiler_fn)
     if not hasattr(owner, _CHOICES):
@@ -165,7 +171,7 @@ def watch_frames(
     `begun` hears of each before Dynamo looks at it, `skipped` of those which Dynamo leaves uncompiled, `recompiled` of functions with many programs.
     """
     original = convert_frame.ConvertFrameAssert.__call__
-    if getattr(original, "_l2l", False):
+    if is_replaced(original):
         return
 
     @functools.wraps(original)
@@ -189,8 +195,7 @@ def watch_frames(
         finally:
             _seen.pop()
 
-    convert._l2l = True
-    convert_frame.ConvertFrameAssert.__call__ = convert
+    replace(convert_frame.ConvertFrameAssert, "__call__", convert)
 
 
 def _is_of_python(code: types.CodeType) -> bool:
@@ -214,7 +219,7 @@ def keep_graphs_whole(is_ours: Callable[[Any], bool]) -> None:
     its gradients at its end, so there is nothing to overlap.
     """
     original = convert_frame.CatchErrorsWrapper.__call__
-    if getattr(original, "_l2l", False):
+    if is_replaced(original):
         return
 
     @functools.wraps(original)
@@ -225,8 +230,7 @@ def keep_graphs_whole(is_ours: Callable[[Any], bool]) -> None:
                 return original(self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
-    look_at._l2l = True
-    convert_frame.CatchErrorsWrapper.__call__ = look_at
+    replace(convert_frame.CatchErrorsWrapper, "__call__", look_at)
 
 
 def watch_packed(is_ours: Callable[[Any], bool], skipped: Callable[[Any, SkippedFrame], None]) -> None:
@@ -236,7 +240,7 @@ def watch_packed(is_ours: Callable[[Any], bool], skipped: Callable[[Any, Skipped
     one call, and a graph that holds nothing before it is not compiled at all.
     """
     original = InstructionTranslatorBase.log_graph_break
-    if getattr(original, "_l2l", False):
+    if is_replaced(original):
         return
 
     @functools.wraps(original)
@@ -250,8 +254,7 @@ def watch_packed(is_ours: Callable[[Any], bool], skipped: Callable[[Any, Skipped
             skipped(innermost_backend(backend), SkippedFrame("a recurrent layer", caller.filename, caller.lineno, why))
         return original(self, code_options, reason, exc)
 
-    log_graph_break._l2l = True
-    InstructionTranslatorBase.log_graph_break = log_graph_break
+    replace(InstructionTranslatorBase, "log_graph_break", log_graph_break)
 
 
 _PACKED = "Dynamo traces no packed sequences, whose sizes depend on lengths"
@@ -269,20 +272,16 @@ _seen: list[Counter] = []  # the reasons that Dynamo had counted when it began a
 
 def current_owner() -> Any:
     """The backend object that `torch.compile` made for the call being compiled now; None outside of a compilation."""
-    try:
-        tx = InstructionTranslator.current_tx()
-    except AttributeError:  # no translator is at work: the backend was called by hand
-        return None
-    return innermost_backend(tx.output.compiler_fn)
+    tx = _translator_at_work()
+    return innermost_backend(tx.output.compiler_fn) if tx is not None else None
 
 
 def modules_in_frame() -> list[torch.nn.Module]:
     """The modules that the function being compiled now can reach by a local or global name."""
-    try:
-        output = InstructionTranslator.current_tx().output
-    except AttributeError:
+    tx = _translator_at_work()
+    if tx is None:
         return []
-    values = [*output.local_scope.values(), *output.global_scope.values()]
+    values = [*tx.output.local_scope.values(), *tx.output.global_scope.values()]
     return [v for v in values if isinstance(v, torch.nn.Module)]
 
 
@@ -290,7 +289,8 @@ def owner_of(compiled: Any) -> Any:
     """The backend object behind a compiled module or function; None if `torch.compile` did not make it."""
     compiled = compiled_in_place(compiled) or compiled
     if isinstance(compiled, torch._dynamo.OptimizedModule):
-        return innermost_backend(compiled.dynamo_ctx.callback)
+        callback: Any = compiled.dynamo_ctx.callback
+        return innermost_backend(callback)
     function = getattr(compiled, "__func__", compiled)
     if not callable(function) or not hasattr(function, "_torchdynamo_orig_callable"):
         return None

@@ -7,20 +7,24 @@ recomputes every layer anyway, so the wrapper is dropped. `torch.compiler.nested
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
-_WRAPPERS = {  # operator -> number of arguments before the operands of the body
-    torch.ops.higher_order.tag_activation_checkpoint: 1,
-    torch.ops.higher_order.invoke_subgraph: 2,
-    torch.ops.higher_order.wrap: 1,
+from ..ir.fx_types import arguments, attribute, name_of
+
+_BEFORE_OPERANDS: dict[Any, int] = {  # operator -> number of arguments between the body and its operands
+    torch.ops.higher_order.tag_activation_checkpoint: 0,
+    torch.ops.higher_order.invoke_subgraph: 1,
+    torch.ops.higher_order.wrap: 0,
 }
 
 
 def inline_subgraphs(gm: fx.GraphModule) -> None:
     """Inline checkpointed and nested-compile regions of `gm` in place, inner ones too."""
     changed = False
-    while calls := [n for n in gm.graph.nodes if n.op == "call_function" and n.target in _WRAPPERS]:
+    while calls := [n for n in gm.graph.nodes if n.op == "call_function" and n.target in _BEFORE_OPERANDS]:
         for call in calls:
             _inline(gm, call)
         changed = True
@@ -30,8 +34,9 @@ def inline_subgraphs(gm: fx.GraphModule) -> None:
 
 
 def _inline(gm: fx.GraphModule, call: fx.Node) -> None:
-    body_node, operands = call.args[0], call.args[_WRAPPERS[call.target] :]
-    body = gm.get_submodule(body_node.target)
+    body_node, *rest = arguments(call)
+    operands = rest[_BEFORE_OPERANDS[call.target] :]
+    body: fx.GraphModule = attribute(gm, body_node)
     env = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
     with gm.graph.inserting_before(call):
         for node in body.graph.nodes:
@@ -39,18 +44,16 @@ def _inline(gm: fx.GraphModule, call: fx.Node) -> None:
                 env[node] = _hoist_attribute(gm, body, node)
             elif node.op not in ("placeholder", "output"):
                 env[node] = gm.graph.node_copy(node, lambda n: env[n])
-    (returned,) = body.graph.find_nodes(op="output")
-    _replace(gm, call, fx.node.map_arg(returned.args[0], lambda n: env[n]))
+    (returned,) = body.graph.output_node().args
+    _replace(gm, call, fx.node.map_arg(returned, lambda n: env[n]))
     gm.graph.erase_node(call)
     if not body_node.users:
         gm.graph.erase_node(body_node)
 
 
 def _hoist_attribute(gm: fx.GraphModule, body: fx.GraphModule, node: fx.Node) -> fx.Node:
-    value = body
-    for part in node.target.split("."):
-        value = getattr(value, part)
-    name = f"_inlined_{node.target.replace('.', '_')}"
+    value = attribute(body, node)
+    name = f"_inlined_{name_of(node).replace('.', '_')}"
     while hasattr(gm, name):
         if getattr(gm, name) is value:
             break
@@ -61,10 +64,11 @@ def _hoist_attribute(gm: fx.GraphModule, body: fx.GraphModule, node: fx.Node) ->
     return copied
 
 
-def _replace(gm: fx.GraphModule, call: fx.Node, result) -> None:
+def _replace(gm: fx.GraphModule, call: fx.Node, result: Any) -> None:
     if isinstance(result, fx.Node):
         call.replace_all_uses_with(result)
         return
     for user in list(call.users):  # the body returns a tuple, and its users pick elements
-        user.replace_all_uses_with(result[user.args[1]])
+        _, index = arguments(user)
+        user.replace_all_uses_with(result[index])
         gm.graph.erase_node(user)

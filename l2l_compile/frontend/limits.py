@@ -79,7 +79,7 @@ _LIMIT_HIT = re.compile(r"exceeding the (?P<name>\w+) cache size limit \(current
 
 def _lifted(converter: Any, frame: Any, recompiled: Callable[[Any, Recompilations], None]) -> AbstractContextManager:
     """The limit is `LIMIT` within it, unless the user has set one."""
-    config = torch._dynamo.config
+    config: Any = torch._dynamo.config  # a module that PyTorch makes an object at run time
     default = config._config["recompile_limit"].default
     if config.recompile_limit != default or _limit_of_call(converter) is not None:
         return nullcontext()

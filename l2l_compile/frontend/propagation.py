@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..devices.registry import KINDS
+from .patches import is_replaced, replace
 from .recurrent_stacks import sizes_of_stack
 
 _PLAIN = (
@@ -60,7 +61,7 @@ def _may_be_a_number(operand: Any) -> bool:
 def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
     """From now on, frames whose backend `is_ours` run each operation on fake tensors once per key."""
     original = dynamo_utils.run_node
-    if getattr(original, "_l2l", False):
+    if is_replaced(original):
         return
     memories: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()  # by the frame's ShapeEnv: it owns symbols
 
@@ -80,8 +81,7 @@ def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
             return made
         return propagate(memories.setdefault(tracer.shape_env, {}), node.target, (args, kwargs), run)
 
-    run_node._l2l = True
-    dynamo_utils.run_node = run_node
+    replace(dynamo_utils, "run_node", run_node)
 
 
 def propagate(memory: dict[Hashable, Result], target: Hashable, operands: Any, run: Callable[[], Any]) -> Any:
@@ -195,8 +195,9 @@ def _learn(result: Any, operands: Sequence[FakeTensor]) -> Result | None:
     """How to make a result again; None where its metadata does not tell all."""
     kind = type(result) if type(result) in (tuple, list) else None
     leaves = [result] if kind is None else result
-    parts = [_learn_part(leaf, operands) for leaf in leaves]
-    if None in parts:
+    found = [_learn_part(leaf, operands) for leaf in leaves]
+    parts = [part for part in found if part is not None]
+    if len(parts) < len(leaves):
         return None
     own = [
         StorageWeakRef(leaf.untyped_storage())

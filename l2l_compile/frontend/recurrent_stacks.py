@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from ..ir.fx_types import arguments
 from .recurrent import KERNELS, layer
 
 KINDS = {kernel: kind for kind, kernel in KERNELS.items()}
@@ -61,7 +62,8 @@ class _Stack:
 
     def write(self, put: Put, state_of: Callable[[Any, int], Any]) -> list[Any]:
         """Every layer by `put`; [output, every layer's h_n, every layer's c_n]. `state_of` gives a layer its part of a state."""
-        output, finals = self.input, [[] for _ in self.states]
+        output = self.input
+        finals: list[list[Any]] = [[] for _ in self.states]
         share = len(self.weights) // self.layers
         for number in range(self.layers):
             if number and self.train and self.dropout:
@@ -112,7 +114,7 @@ class _Writer:
             self.put, lambda state, number: parts[state][number] if state in parts else self.zeros(state, number)
         )
         for user in list(self.node.users):
-            picked = user.args[1]
+            _, picked = arguments(user)
             made = output if picked == 0 else self.joined(finals[picked - 1], user)
             made.meta["example_value"] = user.meta["example_value"]
             user.replace_all_uses_with(made)
@@ -127,9 +129,10 @@ class _Writer:
 
     def zeros(self, state: fx.Node, number: int) -> fx.Node:
         start = 1 if state.op == "call_method" else 0  # x.new_zeros(sizes), torch.zeros(sizes)
-        sizes = state.args[start] if isinstance(state.args[start], (tuple, list)) else state.args[start:]
+        sizes = arguments(state)[start:]
+        _, *inner = sizes[0] if isinstance(sizes[0], (tuple, list)) else sizes
         example = state.meta["example_value"]
-        return self.put(number, torch.zeros, (self.stack.directions, *sizes[1:]), dtype=example.dtype, device=example.device)
+        return self.put(number, torch.zeros, (self.stack.directions, *inner), dtype=example.dtype, device=example.device)
 
     def joined(self, final: list[fx.Node], state: fx.Node) -> fx.Node:
         """Every layer's last state as one, in front of what reads it first: the last layer stays like the others."""

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ..errors import L2LError
+from ..ir.fx_types import arguments, function_of, name_of
 from .recurrent_stacks import split_stacks
 
 _SILENT = {torch._C._log_api_usage_once}  # calls that only count uses of an API
@@ -68,7 +69,7 @@ def _spell_squeezed(graph: fx.Graph) -> None:
 def _entries(graph: fx.Graph, node: fx.Node) -> list:
     """The numbers of a size: of a tensor, or made from sizes that are spelled out already."""
     if isinstance(node.args[0], tuple):
-        return list(node.target(*node.args, **node.kwargs))
+        return list(function_of(node)(*node.args, **node.kwargs))
     entries: list = []
     with graph.inserting_after(node):
         for dim, size in enumerate(node.meta["example_value"]):
@@ -115,7 +116,7 @@ def _write_anew(graph: fx.Graph) -> None:
         read_later = any(order[user] > order[node] for n in others for user in n.users)
         if read_later or any(n.op != "call_function" and n.op != "call_method" for n in others):
             continue  # an input, or seen through another value
-        operands = [a.meta.get("example_value") if isinstance(a, fx.Node) else a for a in node.args]
+        operands = list(map(_example, node.args))
         if all(isinstance(o, torch.Tensor | int | float) for o in operands) and torch.result_type(*operands) == value.dtype:
             if not isinstance(operands[1], torch.Tensor) or torch.broadcast_shapes(value.shape, operands[1].shape) == value.shape:
                 node.target = _ANEW[node.target]
@@ -124,12 +125,13 @@ def _write_anew(graph: fx.Graph) -> None:
 def _write_by_mask(graph: fx.Graph) -> None:
     """`x[mask] = v`, the same `v` for every entry picked, becomes `x.copy_(torch.where(mask, v, x))`: its gradient has fixed sizes."""
     for node in graph.find_nodes(op="call_function", target=operator.setitem):
-        x, mask, v = node.args
-        examples = [n.meta.get("example_value") if isinstance(n, fx.Node) else None for n in (x, mask, v)]
-        if not all(isinstance(e, torch.Tensor) for e in examples) or examples[1].dtype is not torch.bool:
+        x, mask, v = arguments(node)
+        examples = [_example(a) for a in (x, mask, v)]
+        if not all(isinstance(e, torch.Tensor) for e in examples):
             continue
-        inner = examples[0].ndim - examples[1].ndim
-        if examples[2].ndim > inner:
+        written_value, mask_value, v_value = examples
+        inner = written_value.ndim - mask_value.ndim
+        if mask_value.dtype is not torch.bool or v_value.ndim > inner:
             continue
 
         def put(target: Any, *args: Any, node: fx.Node = node) -> fx.Node:
@@ -142,8 +144,13 @@ def _write_by_mask(graph: fx.Graph) -> None:
         chosen = put(torch.where, opened, v, x)
         with graph.inserting_before(node):
             written = graph.call_method("copy_", (x, chosen))
-        written.meta = {**node.meta, "example_value": examples[0]}
+        written.meta = {**node.meta, "example_value": written_value}
         graph.erase_node(node)
+
+
+def _example(argument: Any) -> Any:
+    """What Dynamo ran an operation on in the place of an argument, which may be a constant."""
+    return argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
 
 
 def memory_of(node: fx.Node) -> int | None:
@@ -268,7 +275,7 @@ def is_pure(node: fx.Node) -> bool:
     if any(a is True for a in node.args) or "inplace" in node.kwargs or "out" in node.kwargs:
         return False  # functional.relu(x, True) writes into x
     if node.op == "call_method":
-        return not node.target.endswith("_")
+        return not name_of(node).endswith("_")
     name = getattr(node.target, "__name__", "")
     if getattr(operator, name, None) is node.target:
         return name != "setitem" and not (name.startswith("i") and hasattr(operator, name[1:]))

@@ -47,7 +47,7 @@ def _slices(graph: fx.Graph, whole: Input, first_index: int) -> list[Input]:
         readers.setdefault((value.storage_offset(), tuple(value.shape), value.requires_grad), []).append(node)
     if len({offset for offset, *_ in readers}) < 2:
         return []
-    found = []
+    found: list[Input] = []
     for (offset, shape, _), nodes in readers.items():
         part = Part(whole.index, offset - parameter.storage_offset(), shape)
         name = f"{whole.name}{_place_of(part, parameter)}"

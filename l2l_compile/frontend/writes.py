@@ -52,7 +52,10 @@ def with_states(inputs: Sequence[Input], graph: fx.Graph) -> tuple[Input, ...]:
     touched = touches(graph.nodes, _written_inputs(graph))
 
     def is_state(i: Input) -> bool:
-        return i.is_weight and not i.node.meta["example_value"].requires_grad and len(touched.get(memory_of(i.node), ())) > 1
+        memory = memory_of(i.node)
+        if not i.is_weight or memory is None:
+            return False
+        return not i.node.meta["example_value"].requires_grad and len(touched.get(memory, ())) > 1
 
     return tuple(replace(i, kind="state") if is_state(i) else i for i in inputs)
 
@@ -69,8 +72,8 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
     if isinstance(node.target, torch._ops.OpOverload):
         declared = [a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments]
         names = [a.name for a in node.target._schema.arguments]
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        return _nodes([given.get(name) for name, is_write in zip(names, declared, strict=True) if is_write])
+        by_name = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        return _nodes([by_name.get(name) for name, is_write in zip(names, declared, strict=True) if is_write])
     if "out" in node.kwargs:
         return _nodes(node.kwargs["out"])
     return _nodes(node.args[0] if node.args else node.kwargs.get("input"))
@@ -97,8 +100,9 @@ def _nodes(arguments: Any) -> list[fx.Node]:
 
 def _written_inputs(graph: fx.Graph) -> set[int]:
     """The memory of the inputs that the graph writes into and that are no leaves which take a gradient."""
-    given = {memory_of(p) for p in graph.find_nodes(op="placeholder") if not _is_trained(p)}
-    return {memory_of(operand) for node in graph.nodes for operand in written_operands(node)} & given - {None}
+    untrained = [memory_of(p) for p in graph.find_nodes(op="placeholder") if not _is_trained(p)]
+    given = {memory for memory in untrained if memory is not None}
+    return given & {memory_of(operand) for node in graph.nodes for operand in written_operands(node)}
 
 
 def _is_trained(node: fx.Node) -> bool:
@@ -112,7 +116,7 @@ def touches(nodes: Iterable[fx.Node], memories: Iterable[int | None]) -> dict[in
     for node in nodes:
         if not node.op.startswith("call_"):
             continue
-        for memory in {memory_of(a) for a in node.all_input_nodes} & found.keys():
+        for memory in found.keys() & {memory_of(a) for a in node.all_input_nodes}:
             if memory_of(node) != memory or not is_pure(node):
                 found[memory].append(node)
     return found

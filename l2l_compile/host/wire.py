@@ -141,7 +141,9 @@ class Wires:
     def written(self, parameter: torch.Tensor) -> None:
         """A parameter has been written, together with its latest copy."""
         latest = self.latest(parameter)
-        for copy in self._copies.get(parameter, ()):
+        if latest is None:  # no forward has used it
+            return
+        for copy in self._copies[parameter]:
             if copy is not latest:
                 copy.view.copy_(latest.view if latest.view.dtype is copy.view.dtype else parameter.detach())
             copy.written()

@@ -61,7 +61,8 @@ class Captured:
     inputs       the placeholders that are arguments, in the order in which the compiled function is called
     parts        slices of parameters that are weights of their own, numbered behind the inputs
     specs        a `TensorSpec` per node that holds a tensor
-    batch        the symbol of the batch size; None where the graph is not polymorphic in it, and then `why_static`
+    batch        the symbol of the batch size; None where the graph is not polymorphic in it
+    why_static   why it is not; "" where it is
     hints        the sizes that the symbols had at capture
     symbol_at    where to read each symbol at a call: (input index, dimension), or (input index, None) for an int input
     grad_enabled whether gradients were recorded where the graph was captured
@@ -76,7 +77,7 @@ class Captured:
     inputs: tuple[Input, ...]
     specs: dict[fx.Node, TensorSpec]
     batch: sympy.Symbol | None
-    why_static: str | None
+    why_static: str
     hints: Bindings
     symbol_at: dict[sympy.Symbol, tuple[int, int | None]]
     grad_enabled: bool

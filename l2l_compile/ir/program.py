@@ -74,4 +74,4 @@ def _captured(found: Parsed) -> Captured:
     graph = fx.Graph()
     inputs = tuple(Input(index, graph.placeholder(f"written_{index}"), name, "buffer") for index, name in enumerate(found.inputs))
     graph.output(())
-    return Captured(graph, torch.nn.Module(), inputs, {}, found.batch, None, found.bindings, {}, grad_enabled=True, autocast=None)
+    return Captured(graph, torch.nn.Module(), inputs, {}, found.batch, "", found.bindings, {}, grad_enabled=True, autocast=None)

@@ -37,12 +37,25 @@ class BlockLowering(Protocol):
     def backward(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...], /) -> Lowered: ...
 
 
+@dataclass(frozen=True)
+class BlockForm:
+    """The form of a block with its symbols in the order in which its operands have them (`lowering/forms.py`).
+
+    key      equal for two blocks that are the same function of their operands, sizes among them, with the same gradients
+    values   equal for two blocks that make the same values, whatever has a gradient
+    symbols  the block's own symbols behind those in the key, in order
+    """
+
+    key: tuple
+    values: tuple
+    symbols: tuple[sympy.Symbol, ...]
+
+
 @dataclass(eq=False, repr=False)
 class Block:
     """A piece of the captured graph that one or more segments are instances of; lowered once per size.
 
-    graph          the torch-level operations, as a graph module of its operands: first the weights, then the values; None in a
-                   program that was parsed from text
+    module         the torch-level operations; None in a program that was parsed from text
     sizes          the sympy expression behind each `symbolic_size` in the graph
     autocast       dtype of the autocast that is on around it; None for none
     weights        spec of each weight operand (parameters and buffers)
@@ -58,7 +71,7 @@ class Block:
     """
 
     name: str
-    graph: fx.GraphModule | None
+    module: fx.GraphModule | None
     sizes: dict[str, sympy.Expr]
     autocast: torch.dtype | None
     weights: tuple[TensorSpec, ...]
@@ -70,12 +83,19 @@ class Block:
     reason: str | None = None
     repeats: int = 0
     static: bool = False
-    forms: dict[tuple, object] = field(default_factory=dict)
+    forms: dict[tuple, BlockForm] = field(default_factory=dict)
     lowering: BlockLowering | None = None
     sizes_now: Callable[[Block], Bindings] | None = None
 
     def __repr__(self) -> str:
         return f"<Block {self.name}, x{self.repeats}, {'inner loop' if self.inner_looped else 'whole batch'}>"
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The torch-level operations, as a graph module of its operands: first the weights, then the values."""
+        if self.module is None:
+            raise self._without_operations()
+        return self.module
 
     @property
     def operands(self) -> tuple[TensorSpec, ...]:
@@ -113,8 +133,11 @@ class Block:
 
     def _lowering(self) -> BlockLowering:
         if self.lowering is None:
-            raise L2LError(f"block '{self.name}' was parsed from text, which does not have its operations")
+            raise self._without_operations()
         return self.lowering
+
+    def _without_operations(self) -> L2LError:
+        return L2LError(f"block '{self.name}' was parsed from text, which does not have its operations")
 
     def _bindings(self) -> Bindings:
         assert self.sizes_now is not None, "set with the lowering"

@@ -21,6 +21,7 @@ from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture
 
 from ..devices.host import HOST
+from ..frontend.patches import replace
 from . import vector_instructions
 from .inductor import compile_graph
 from .kernel_files import Kernel, compile_file, in_files, number_of_files
@@ -118,7 +119,8 @@ def _wait_later() -> None:
         _put_off.kernels.clear()
         waits.append(functools.partial(wait, self, scope))
 
-    AsyncCompile._wait_futures, AsyncCompile.cpp_pybinding = wait_futures, cpp_pybinding
+    replace(AsyncCompile, "_wait_futures", wait_futures)
+    replace(AsyncCompile, "cpp_pybinding", cpp_pybinding)
 
 
 _wait_later()

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._sympy import functions as sympy_functions
 
 from ..devices.host import is_host
-from ..ir.values import Dim, dim_of, evaluate
+from ..ir.values import Bindings, Dim, dim_of, evaluate
 from . import disk
 from .codes import Traced
 from .disk import Untold
@@ -185,7 +185,7 @@ def _operand(value: Any, symbols: dict[sympy.Symbol, int]) -> list:
     return ["tensor", [_expression(dim_of(d), symbols) for d in value.shape], _plain(value.dtype), str(value.device)]
 
 
-def _from_operand(kept: list, sizes: Sizes, numbers: dict[sympy.Symbol, torch.SymInt]) -> Any:
+def _from_operand(kept: list, sizes: Sizes, numbers: Bindings) -> Any:
     if kept[0] == "size":
         return evaluate(_from_expression(kept[1], sizes.names), numbers)
     shape = [evaluate(_from_expression(d, sizes.names), numbers) for d in kept[1]]

@@ -7,7 +7,6 @@ lowering serves both.
 from __future__ import annotations
 
 import enum
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,8 @@ import sympy
 import torch
 from torch import fx
 
-from ..ir.segments import Block, symbolic_size
+from ..ir.fx_types import arguments, attribute
+from ..ir.segments import Block, BlockForm, symbolic_size
 from ..ir.values import Bindings, Dim, TensorSpec, substitute
 
 _TOLD_BY_REPR = (
@@ -68,7 +68,11 @@ def argument_form(value: Any, node: Callable[[fx.Node], tuple]) -> tuple:
     return constant_form(value)
 
 
-def graph_form(module: fx.GraphModule, size: Callable[[str], tuple] | None = None) -> tuple:
+def _no_size(name: str) -> tuple:
+    raise LookupError(f"{name} is a symbolic size in a graph that is given none")
+
+
+def graph_form(module: fx.GraphModule, size: Callable[[str], tuple] = _no_size) -> tuple:
     """The form of a whole graph; `size` gives that of a `symbolic_size`, by its name.
 
     A tensor that the graph holds is told by its identity.
@@ -76,13 +80,16 @@ def graph_form(module: fx.GraphModule, size: Callable[[str], tuple] | None = Non
     number: dict[fx.Node, int] = {}
 
     def node_form(node: fx.Node) -> tuple:
-        return size(node.args[0]) if node.target is symbolic_size else ("node", number[node])
+        if node.target is not symbolic_size:
+            return "node", number[node]
+        (name,) = arguments(node)
+        return size(name)
 
     def operation(node: fx.Node) -> tuple:
         if node.op == "placeholder":
             return (node.op,)
         if node.op == "get_attr":
-            value = operator.attrgetter(node.target)(module)
+            value = attribute(module, node)
             return node.op, graph_form(value) if isinstance(value, fx.GraphModule) else _Same(value)
         return node.op, node.target, argument_form(node.args, node_form), argument_form(node.kwargs, node_form)
 
@@ -92,20 +99,6 @@ def graph_form(module: fx.GraphModule, size: Callable[[str], tuple] | None = Non
             number[node] = len(number)
             body.append(operation(node))
     return tuple(body)
-
-
-@dataclass(frozen=True)
-class BlockForm:
-    """The form of a block with its symbols in the order in which its operands have them.
-
-    key      equal for two blocks that are the same function of their operands, sizes among them, with the same gradients
-    values   equal for two blocks that make the same values, whatever has a gradient
-    symbols  the block's own symbols behind those in the key, in order
-    """
-
-    key: tuple
-    values: tuple
-    symbols: tuple[sympy.Symbol, ...]
 
 
 def block_form(block: Block, numbers: Bindings) -> BlockForm:

@@ -24,6 +24,7 @@ from ..devices.host import is_host
 from ..devices.registry import kind_of
 from ..errors import LoweringError
 from ..frontend import collection
+from ..ir.fx_types import arguments
 from ..ir.segments import Block
 from ..ir.values import Bindings
 from . import compile_ahead, disk, disk_traces
@@ -56,7 +57,8 @@ def _leave_out(module: fx.GraphModule, wanted: Sequence[bool]) -> bool:
     """Keep only the wanted outputs and what they are computed from; whether that saves any computation."""
     graph, before = module.graph, _computations(module.graph)
     end = graph.output_node()
-    end.args = (tuple(made for made, there in zip(end.args[0], wanted, strict=True) if there),)
+    (returned,) = arguments(end)
+    end.args = (tuple(made for made, there in zip(returned, wanted, strict=True) if there),)
     graph.eliminate_dead_code()
     module.recompile()
     return _computations(graph) < before
@@ -231,9 +233,8 @@ class Lowering:
         graph = waiting.traced.graph
         if self.block_compiler == "eager" or not _gains(graph, self.device):
             _reshape_where_needed(graph)
-            run = graph
-        else:
-            run = self._inductor(waiting)
+            return Code(waiting.traced, graph, waiting.sizes.guards())
+        run = self._inductor(waiting)
         return Code(waiting.traced, run, waiting.sizes.guards())
 
     def _inductor(self, waiting: _Waiting) -> Callable:

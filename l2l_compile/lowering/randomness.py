@@ -13,10 +13,13 @@ import hashlib
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
+from ..ir.fx_types import arguments
 from ..ir.values import Bindings, Dim, dim_of, evaluate
 
 aten = torch.ops.aten
@@ -64,8 +67,9 @@ def hoist_draws(module: fx.GraphModule) -> tuple[tuple[Draw, ...], bool]:
 
     The new placeholders stand behind the others, one per draw, in the order of `Draw`s returned.
     """
-    graph, draws, number, remain = module.graph, [], 0, False
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1:] or [None]
+    graph, number, remain = module.graph, 0, False
+    draws: list[Draw] = []
+    last = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), None)
     for node in list(graph.nodes):
         if not _is_random(node):
             continue
@@ -75,15 +79,15 @@ def hoist_draws(module: fx.GraphModule) -> tuple[tuple[Draw, ...], bool]:
             continue
         draw = rewrite(node)
         number += 1
-        if not node.users and not node.target._schema.is_mutable:
+        if not node.users and not _writes(node):
             graph.erase_node(node)
             continue
-        with graph.inserting_after(last[0]) if last[0] is not None else graph.inserting_before(next(iter(graph.nodes))):
+        with graph.inserting_after(last) if last is not None else graph.inserting_before(next(iter(graph.nodes))):
             operand = graph.placeholder(f"draw_{number - 1}")
         value = _value(node)
         with value.fake_mode:
             operand.meta = {"val": torch.empty(value.shape, dtype=draw.dtype, device=value.device)}
-        last[0] = operand
+        last = operand
         _substitute(graph, node, operand)
         draws.append(replace(draw, number=number - 1))
     graph.eliminate_dead_code()
@@ -100,26 +104,32 @@ def _is_random(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     if node.target is aten.native_dropout.default:
-        return node.args[1] != 0 and node.args[2] is not False
+        _, probability, train = arguments(node)
+        return probability != 0 and train is not False
     for name in ("dropout_p", "dropout"):
         index = next((i for i, a in enumerate(node.target._schema.arguments) if a.name == name), None)
         if index is not None:
-            given = node.kwargs.get(name, node.args[index] if index < len(node.args) else 0.0)
+            given = _argument(node, index, name, 0.0)
             return not isinstance(given, (int, float)) or given != 0
     return True
 
 
-def _value(node: fx.Node) -> torch.Tensor:
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _value(node: fx.Node) -> FakeTensor:
     value = node.meta["val"]
     return value[0] if isinstance(value, (tuple, list)) else value
 
 
-def _argument(node: fx.Node, index: int, name: str, default):
+def _argument(node: fx.Node, index: int, name: str, default: float) -> Any:
     return node.kwargs.get(name, node.args[index] if index < len(node.args) else default)
 
 
 def _dropout_mask(node: fx.Node) -> Draw:
-    return Draw.like(node, "bernoulli_", 1.0 - node.args[1], dtype=torch.bool)
+    _, probability, _ = arguments(node)
+    return Draw.like(node, "bernoulli_", 1.0 - probability, dtype=torch.bool)
 
 
 def _bernoulli_of(node: fx.Node) -> Draw:
@@ -149,7 +159,8 @@ def _bernoulli(node: fx.Node) -> Draw:
 
 def _randint(low: int | None, high: int) -> Callable[[fx.Node], Draw]:
     def rewrite(node: fx.Node) -> Draw:
-        least, most = 0 if low is None else node.args[low], node.args[high]
+        bounds = arguments(node)
+        least, most = 0 if low is None else bounds[low], bounds[high]
         return Draw.like(node, "random_", least, most)
 
     return rewrite
@@ -185,19 +196,21 @@ def _substitute(graph: fx.Graph, node: fx.Node, operand: fx.Node) -> None:
     """Put an operand in the place of a random operation."""
     with graph.inserting_before(node):
         if node.target is aten.native_dropout.default:
-            x, probability = node.args[0], node.args[1]
+            x, probability, _ = arguments(node)
             scale = 0.0 if probability == 1 else 1.0 / (1.0 - probability)
             kept = graph.call_function(aten.mul.Tensor, (x, operand))
             scaled = graph.call_function(aten.mul.Tensor, (kept, scale))
             for pick in list(node.users):
-                pick.replace_all_uses_with((scaled, operand)[pick.args[1]])
+                _, index = arguments(pick)
+                pick.replace_all_uses_with((scaled, operand)[index])
                 graph.erase_node(pick)
         elif node.target is aten.bernoulli.default:
             below = graph.call_function(aten.lt.Tensor, (operand, node.args[0]))
             node.replace_all_uses_with(graph.call_function(aten._to_copy.default, (below,), {"dtype": _value(node).dtype}))
-        elif node.target._schema.is_mutable:
-            graph.call_function(aten.copy_.default, (node.args[0], operand))
-            node.replace_all_uses_with(node.args[0])
+        elif _writes(node):
+            written, *_ = arguments(node)
+            graph.call_function(aten.copy_.default, (written, operand))
+            node.replace_all_uses_with(written)
         else:
             node.replace_all_uses_with(operand)
     graph.erase_node(node)

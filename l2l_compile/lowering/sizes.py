@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import sympy
-import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -28,9 +28,12 @@ class Sizes:
 
     def __init__(self, bindings: Bindings, symbols: Sequence[sympy.Symbol] = ()):
         self.bindings, self.symbols = bindings, tuple(symbols)
-        self.environment = ShapeEnv() if self.symbols else None
         self._names: list[sympy.Symbol] = []
-        self.numbers = tuple(self._number(f"size {i}", bindings[symbol]) for i, symbol in enumerate(self.symbols))
+        self.numbers: tuple[int, ...] = ()
+        self.environment: ShapeEnv | None = None
+        if self.symbols:
+            self.environment = environment = ShapeEnv()
+            self.numbers = tuple(self._number(environment, f"size {i}", bindings[s]) for i, s in enumerate(self.symbols))
 
     def with_symbols(self, numbers: Sequence[int]) -> Bindings:
         """The bindings with these numbers for the symbols."""
@@ -46,8 +49,9 @@ class Sizes:
         hints = {name: self.bindings[symbol] for name, symbol in zip(self._names, self.symbols, strict=True)}
         if not all(substitute(condition, hints) == sympy.true for condition in conditions):
             return False
-        for condition in conditions:
-            self.environment.evaluate_expr(condition)
+        if self.environment is not None:
+            for condition in conditions:
+                self.environment.evaluate_expr(condition)
         return True
 
     def guards(self) -> Guards:
@@ -58,11 +62,12 @@ class Sizes:
         ranges = tuple(map(self.environment.var_to_range.__getitem__, self._names))
         return Guards(tuple(self._names), conditions, ranges, symbolic=True)
 
-    def _number(self, name: str, hint: int) -> torch.SymInt:
+    def _number(self, environment: ShapeEnv, name: str, hint: int) -> int:
+        """A new symbolic integer, which stands wherever an int may."""
         source = ConstantSource(name)
-        symbol = self.environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        symbol = environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         self._names.append(symbol)
-        return self.environment.create_symintnode(symbol, hint=hint, source=source)
+        return cast(int, environment.create_symintnode(symbol, hint=hint, source=source))
 
 
 @dataclass(frozen=True)

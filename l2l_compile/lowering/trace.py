@@ -211,7 +211,7 @@ def trace_backward(
                 if o.requires_grad
             ]
             wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-            gradients = []
+            gradients: Sequence[torch.Tensor | None] = ()
             if roots and wanted:
                 gradients = torch.autograd.grad(
                     [o for o, _ in roots], [leaves[i] for i in wanted], [g for _, g in roots], allow_unused=True

@@ -7,11 +7,14 @@ bits if it was computed in 16 bits and only widened at the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
+
+from ..ir.fx_types import arguments, function_of, source_of
 
 aten = torch.ops.aten
 _SHORT = (torch.bfloat16, torch.float16)
@@ -38,20 +41,22 @@ def cancel_round_trips(module: fx.GraphModule) -> None:
 def keep_results_narrow(module: fx.GraphModule, which: Sequence[int]) -> None:
     """Results of these indices that are but widened copies of values in 16 bits are given as those values."""
     graph, end = module.graph, module.graph.output_node()
-    results = list(end.args[0])
+    (returned,) = arguments(end)
+    results = list(returned)
     taken = _written(graph) | {s for node in graph.find_nodes(op="placeholder") for s in _storages(node)}
     for index in which:
-        path, node = [], results[index]
+        path: list[fx.Node] = []
+        node = results[index]
         while isinstance(node, fx.Node) and (node.target in _VIEWS or node.target is aten.clone.default):
-            path, node = [node, *path], node.args[0]
+            path, node = [node, *path], source_of(node)
         if not isinstance(node, fx.Node) or not _casts(node) or not _widens(node):
             continue
-        short = node.args[0]
+        short = source_of(node)
         for step in path:
-            short = _call(graph, end, step.target, (short, *step.args[1:]), step.kwargs)
+            short = _call_on(short, step, before=end)
         others = {s for i, result in enumerate(results) if i != index and isinstance(result, fx.Node) for s in _storages(result)}
         if not _value(short).is_contiguous() or _storages(short) & (taken | others):
-            short = _call(graph, end, aten.clone.default, (short,), {"memory_format": torch.contiguous_format})
+            short = _call(end, aten.clone.default, (short,), {"memory_format": torch.contiguous_format})
         results[index] = short
     end.args = (tuple(results),)
     graph.eliminate_dead_code()
@@ -65,9 +70,9 @@ def _narrowed_again(graph: fx.Graph, short: fx.Node, kept: set[int]) -> None:
                 user.replace_all_uses_with(short)
                 graph.erase_node(user)
             elif user.target in _VIEWS:
-                view = _call(graph, user, user.target, (short, *user.args[1:]), user.kwargs)
+                view = _call_on(short, user, before=user)
                 with graph.inserting_before(user):
-                    widened = graph.call_function(wide.target, (view,), wide.kwargs)
+                    widened = graph.call_function(function_of(wide), (view,), wide.kwargs)
                 widened.meta = dict(user.meta)
                 user.replace_all_uses_with(widened)
                 graph.erase_node(user)
@@ -76,28 +81,35 @@ def _narrowed_again(graph: fx.Graph, short: fx.Node, kept: set[int]) -> None:
             graph.erase_node(wide)
 
 
-def _call(graph: fx.Graph, before: fx.Node, target: torch._ops.OpOverload, args: tuple, kwargs: dict) -> fx.Node:
+def _call_on(source: fx.Node, step: fx.Node, before: fx.Node) -> fx.Node:
+    """An operation again, on another tensor."""
+    _, *options = arguments(step)
+    return _call(before, function_of(step), (source, *options), step.kwargs)
+
+
+def _call(before: fx.Node, function: Callable, args: tuple, kwargs: dict) -> fx.Node:
     """A new operation, whose first argument alone is a tensor."""
-    with graph.inserting_before(before):
-        made = graph.call_function(target, args, kwargs)
-    value = _value(args[0])
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(function, args, kwargs)
+    source, *options = args
+    value = _value(source)
     with value.fake_mode:
-        made.meta["val"] = target(value, *fx.node.map_arg(args[1:], _value), **fx.node.map_arg(kwargs, _value))
+        made.meta["val"] = function(value, *fx.node.map_arg(options, _value), **fx.node.map_arg(kwargs, _value))
     return made
 
 
 def _casts(node: fx.Node) -> bool:
     if node.target is not aten._to_copy.default or "memory_format" in node.kwargs:
         return False
-    before, after = _value(node.args[0]), _value(node)
+    before, after = _value(source_of(node)), _value(node)
     return (before.device, before.layout) == (after.device, after.layout)
 
 
 def _widens(node: fx.Node) -> bool:
-    return _value(node.args[0]).dtype in _SHORT and _value(node).dtype in (torch.float32, torch.float64)
+    return _value(source_of(node)).dtype in _SHORT and _value(node).dtype in (torch.float32, torch.float64)
 
 
-def _value(node: fx.Node) -> torch.Tensor:
+def _value(node: fx.Node) -> FakeTensor:
     return node.meta["val"]
 
 

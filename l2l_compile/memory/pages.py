@@ -126,13 +126,16 @@ class Pool:
 
 class _Buffer:
     def __init__(self, memory: torch.Tensor):
-        self.memory, self.events = memory, []
+        self.memory = memory
+        self.events: list[Any] = []
 
 
 class Lease(ctypes.Array):
     """What tensors of the pool hold on to: memory that goes back to the pool when the last of them is gone."""
 
     _type_, _length_ = ctypes.c_uint8, 0
+    buffer: _Buffer
+    pool: Pool
 
     @staticmethod
     def of(buffer: _Buffer, pool: Pool) -> Lease:

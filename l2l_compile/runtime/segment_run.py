@@ -17,7 +17,8 @@ from ..ir.precision import gradient_dtype
 from ..ir.program import Program
 from ..ir.segments import Block, Segment
 from ..ir.values import Bindings, TensorSpec
-from ..lowering.lower import Lowered, Request, wanted_of
+from ..lowering.codes import Lowered
+from ..lowering.lower import Request, wanted_of
 from ..lowering.randomness import derived_seed
 from .step import RuntimeValue, Step
 
@@ -294,7 +295,7 @@ def micro_batch_of(tensors: Sequence[torch.Tensor], micro_batch: int) -> torch.T
 
 def joined(tensors: Sequence[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
     """A value for all micro-batches at once."""
-    return torch.cat(list(tensors), spec.batch.dim) if len(tensors) > 1 else tensors[0]
+    return torch.cat(list(tensors), spec.rows.dim) if len(tensors) > 1 else tensors[0]
 
 
 def gradient_of(step: Step, block: Block, tensors: Sequence[torch.Tensor], micro_batch: int, spec: TensorSpec) -> torch.Tensor:

@@ -70,7 +70,7 @@ def _key(compilation: Compilation, block: Block) -> tuple:
         for spec in (*block.operands, *block.outputs)
     )
     return (
-        "proof", present_form(block, numbers).key, rows, captured.hints.get(captured.batch), str(captured.why_static),
+        "proof", present_form(block, numbers).key, rows, captured.hints.get(captured.batch), captured.why_static,
         compilation.options.micro_batches == 1, tuple(sorted(map(str, partial_sum_dtypes(captured)))), _is_wide(captured), *settings_of_a_trace(),
     )  # fmt: skip
 
@@ -112,9 +112,9 @@ def _prove(compilation: Compilation, block: Block) -> Proof:
 
 def probes(block: Block, hints: Bindings, batch: sympy.Symbol) -> tuple[fx.Graph, fx.Graph, tuple[int, int], tuple[int, ...]]:
     """The forward graph of a block at two batch sizes, the sizes, and the operands that it writes into."""
-    primes = suitable_primes(block, hints, batch)[:2]
+    primes = suitable_primes(block, hints, batch)
     (small, mutated), (large, _) = (probe(block, {**hints, batch: prime}) for prime in primes)
-    return small.graph, large.graph, tuple(primes), mutated
+    return small.graph, large.graph, primes, mutated
 
 
 def states_of_operands(block: Block, bindings: Bindings) -> list[Rows | Mixing | None]:
@@ -156,12 +156,12 @@ def _why_not_tried(compilation: Compilation, block: Block, odd: list) -> str:
     return "it reads and makes no batched value"
 
 
-def suitable_primes(block: Block, hints: Bindings, batch) -> list[int]:
-    """Primes that divide no size in the block, so that a multiple of one can only come from the batch."""
+def suitable_primes(block: Block, hints: Bindings, batch) -> tuple[int, int]:
+    """Two primes that divide no size in the block, so that a multiple of one can only come from the batch."""
     dims = [d for spec in (*block.operands, *block.outputs) for d in spec.shape]
     sizes = {_of_one_row(d, hints, batch) for d in dims}
     suitable = [p for p in _PRIMES if not any(size and size % p == 0 for size in sizes)]
-    return suitable if len(suitable) >= 2 else [10007, 10009]
+    return (suitable[0], suitable[1]) if len(suitable) >= 2 else (10007, 10009)
 
 
 def _of_one_row(dim: Dim, hints: Bindings, batch: sympy.Symbol) -> int:

@@ -11,9 +11,9 @@ from typing import ClassVar
 from torch import fx
 
 from ...errors import L2LError
-from ...frontend.capture import Input
 from ...frontend.simplify import memory_of
 from ...frontend.writes import share_memory
+from ...ir.captured import Input
 from ...ir.segments import Segment, Value
 from ..compilation import Compilation, Fact
 from .proof import prove_block
@@ -23,9 +23,9 @@ from .proof import prove_block
 class ProveRowIndependence:
     """Provides `batching`: `Block.inner_looped`, `Block.reason`, `Block.mutated` and versions of values."""
 
-    name: ClassVar = "prove_row_independence"
-    requires: ClassVar = frozenset({Fact.REGIONS})
-    provides: ClassVar = frozenset({Fact.BATCHING})
+    name: ClassVar[str] = "prove_row_independence"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.BATCHING})
 
     def apply(self, compilation: Compilation) -> None:
         captured = compilation.captured

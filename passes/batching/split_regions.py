@@ -36,9 +36,9 @@ _KINDS = {Mixing: "mixes", RowIds: "numbers", type(None): "free"}  # else "rows"
 class SplitRegions:
     """Provides `regions`: blocks that are refused as a whole are cut where that leaves a part row-wise."""
 
-    name: ClassVar = "split_regions"
-    requires: ClassVar = frozenset({Fact.SEGMENTS, Fact.BLOCKS})
-    provides: ClassVar = frozenset({Fact.REGIONS})
+    name: ClassVar[str] = "split_regions"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.SEGMENTS, Fact.BLOCKS})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS})
 
     def apply(self, compilation: Compilation) -> None:
         for block in compilation.blocks:
@@ -72,11 +72,11 @@ def _kinds(compilation: Compilation, block: Block) -> _Kinds | None:
         return None
     primes = suitable_primes(block, hints, batch)
     try:
-        small, large = (probe_values(block, {**hints, batch: prime}) for prime in primes[:2])
+        small, large = (probe_values(block, {**hints, batch: prime}) for prime in primes)
     except LoweringError:
         return None
     states = regions(
-        small.graph, large.graph, *primes[:2], states_of_operands(block, hints), partial_sum_dtypes(compilation.captured)
+        small.graph, large.graph, *primes, states_of_operands(block, hints), partial_sum_dtypes(compilation.captured)
     )
     if states is None:
         return None
@@ -90,15 +90,16 @@ def _kinds(compilation: Compilation, block: Block) -> _Kinds | None:
 
 def _phases(sequence: OperationSequence, segment: Segment, found: _Kinds) -> list[int]:
     """The phase of every position of a segment: even ones are row-wise, odd ones see the whole batch."""
-    kinds = dict(found.of)
-    number = {node: i for i, node in enumerate(operations(sequence, segment.span))}
+    numbered = list(enumerate(operations(sequence, segment.span)))
+    kinds = {node: found.of[number] for number, node in numbered if number in found.of}
+    writers = {node for number, node in numbered if number in found.writers}
     while True:
-        phases = _assign(sequence, segment.span, number, kinds, found.writers)
-        row_wise: dict[int, list[int]] = {}  # operations of each row-wise phase
+        phases = _assign(sequence, segment.span, kinds, writers)
+        row_wise: dict[int, list[fx.Node]] = {}  # operations of each row-wise phase
         for position, phase in zip(segment.span, phases, strict=True):
-            operation = number.get(sequence.nodes[position])
-            if kinds.get(operation) == "rows":
-                row_wise.setdefault(phase, []).append(operation)
+            node = sequence.nodes[position]
+            if kinds.get(node) == "rows":
+                row_wise.setdefault(phase, []).append(node)
         pointless = next((p for p in sorted(row_wise) if not _is_worth_it(sequence, segment, phases, p)), None)
         if pointless is None:
             return phases
@@ -107,23 +108,19 @@ def _phases(sequence: OperationSequence, segment: Segment, found: _Kinds) -> lis
             return [0] * len(segment.span)
 
 
-def _assign(
-    sequence: OperationSequence, span: range, number: dict[fx.Node, int], kinds: dict[int, str], writers: set[int]
-) -> list[int]:
+def _assign(sequence: OperationSequence, span: range, kinds: dict[fx.Node, str], writers: set[fx.Node]) -> list[int]:
     phase: dict[fx.Node, int] = {}
     floor = top = 0
     inside = [sequence.nodes[i] for i in span]
     numbering = [
-        node
-        for node in inside
-        if kinds.get(number.get(node)) == "numbers" or AT_READER in node.meta or _is_no_value(sequence, node)
+        node for node in inside if kinds.get(node) == "numbers" or AT_READER in node.meta or _is_no_value(sequence, node)
     ]
     for node in inside:
-        kind = kinds.get(number.get(node), "free")
+        kind = kinds.get(node, "free")
         found = max([floor, *(phase.get(a, 0) for a in node.all_input_nodes)])
         if kind in ("rows", "mixes"):
             found += found % 2 != (kind == "mixes")
-        if number.get(node) in writers or node.meta.get("example_value") is None:  # nothing may pass a write or a switch of modes
+        if node in writers or node.meta.get("example_value") is None:  # nothing may pass a write or a switch of modes
             found = floor = found + max(0, top - found + ((top - found) % 2 if kind in ("rows", "mixes") else 0))
         phase[node], top = found, max(top, found)
     for node in reversed(numbering):

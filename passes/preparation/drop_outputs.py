@@ -9,16 +9,16 @@ from torch import fx
 
 from ...frontend.simplify import drop_dead
 from ...ir.captured import Captured
-from ..compilation import Compilation
+from ..compilation import Compilation, Fact
 
 
 @dataclass(frozen=True)
 class DropOutputs:
     """With `outputs="loss"`, outputs with the batch dimension are not made where there is a loss beside them."""
 
-    name: ClassVar = "drop_outputs"
-    requires: ClassVar = frozenset()
-    provides: ClassVar = frozenset()
+    name: ClassVar[str] = "drop_outputs"
+    requires: ClassVar[frozenset[Fact]] = frozenset()
+    provides: ClassVar[frozenset[Fact]] = frozenset()
 
     def apply(self, compilation: Compilation) -> None:
         if compilation.options.outputs == "loss":

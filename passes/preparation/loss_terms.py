@@ -20,7 +20,7 @@ import inspect
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,14 @@ from torch import fx
 
 from ...ir.batch import Batch
 from ...ir.captured import LOSS_TERM, Captured
+from ...ir.fx_types import source_of
 from ...ir.values import TensorSpec, rows_at
-from ..compilation import Compilation
+from ..compilation import Compilation, Fact
 
-_LOSSES = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
+_LOSSES: dict[Any, inspect.Signature] = {
+    F.cross_entropy: inspect.signature(F.cross_entropy),
+    F.nll_loss: inspect.signature(F.nll_loss),
+}
 _SKIPPED = -100  # the class index that the kernel leaves out
 
 
@@ -39,9 +43,9 @@ _SKIPPED = -100  # the class index that the kernel leaves out
 class GatherLossTerms:
     """Losses over the batch are written row by row, so that their scores need not be there for all rows at once."""
 
-    name: ClassVar = "gather_loss_terms"
-    requires: ClassVar = frozenset()
-    provides: ClassVar = frozenset()
+    name: ClassVar[str] = "gather_loss_terms"
+    requires: ClassVar[frozenset[Fact]] = frozenset()
+    provides: ClassVar[frozenset[Fact]] = frozenset()
 
     def apply(self, compilation: Compilation) -> None:
         options = compilation.options
@@ -80,15 +84,19 @@ def _unfolded(captured: Captured, scores: fx.Node, target: fx.Node) -> tuple[fx.
     """
     if any(node.target not in _FOLDS or not node.args for node in (scores, target)):
         return None
-    before = [captured.specs.get(node.args[0]) for node in (scores, target)]
-    after = [captured.specs[node] for node in (scores, target)]
-    if None in before or any(len(b.shape) != len(a.shape) + 1 for b, a in zip(before, after, strict=True)):
+    open_scores, open_target = source_of(scores), source_of(target)
+    if open_scores not in captured.specs or open_target not in captured.specs:
         return None
-    time_first = all(spec.batch is not None and spec.batch == Batch(1) for spec in before)
-    (scores_there, target_there), scores_here = (spec.sizes(captured.hints) for spec in before), after[0].sizes(captured.hints)
-    same = scores_there[:2] == target_there and scores_there[2:] == scores_here[1:] and len(after[1].shape) == 1
+    folded, unfolded = captured.specs[scores], captured.specs[open_scores]
+    folded_target, unfolded_target = captured.specs[target], captured.specs[open_target]
+    if len(unfolded.shape) != len(folded.shape) + 1 or len(folded_target.shape) != 1 or len(unfolded_target.shape) != 2:
+        return None
+    if unfolded.batch != Batch(1) or unfolded_target.batch != Batch(1):
+        return None
+    time, batch, *classes = unfolded.sizes(captured.hints)
+    same = (time, batch) == unfolded_target.sizes(captured.hints) and tuple(classes) == folded.sizes(captured.hints)[1:]
     widest = max((captured.specs[i.node].dtype.itemsize for i in captured.inputs if i.kind == "parameter"), default=0)
-    return (scores.args[0], target.args[0]) if time_first and same and before[0].dtype.itemsize >= widest else None
+    return (open_scores, open_target) if same and unfolded.dtype.itemsize >= widest else None
 
 
 def _entries(spec: TensorSpec, captured: Captured) -> int:

@@ -30,16 +30,16 @@ import torch
 from ...errors import L2LError
 from ...ir.captured import LOSS_TERM, Captured
 from ...ir.precision import DTYPES
-from ..compilation import Compilation
+from ..compilation import Compilation, Fact
 
 
 @dataclass(frozen=True)
 class Narrow:
     """With `precision="bf16"` or `"fp16"`, parameters and activations have 16 bits on the link and between segments."""
 
-    name: ClassVar = "narrow"
-    requires: ClassVar = frozenset()
-    provides: ClassVar = frozenset()
+    name: ClassVar[str] = "narrow"
+    requires: ClassVar[frozenset[Fact]] = frozenset()
+    provides: ClassVar[frozenset[Fact]] = frozenset()
 
     def apply(self, compilation: Compilation) -> None:
         if compilation.options.precision != "fp32":

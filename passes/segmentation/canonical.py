@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from ...ir.captured import Input
+from ...ir.fx_types import attribute, name_of
 from ...ir.segments import Block, symbolic_size
 from ...ir.values import TensorSpec
 from ...lowering.forms import argument_form, graph_form
@@ -85,7 +86,7 @@ class _Reader:
         return weight.kind if weight else "value", self.sequence.captured.specs.get(node)
 
     def _subgraph(self, node: fx.Node) -> tuple:
-        return graph_form(self.sequence.captured.module.get_submodule(node.target))
+        return graph_form(attribute(self.sequence.captured.module, node))
 
 
 def operations(sequence: OperationSequence, span: range) -> list[fx.Node]:
@@ -116,7 +117,8 @@ def _common_name(sequence: OperationSequence, span: range) -> str:
     counts = Counter(path[:n] for path in paths for n in range(1, len(path) + 1))
     full = [prefix for prefix, count in counts.items() if count == len(paths)]
     if full:
-        return ".".join(max(full, key=len))
+        longest = max(full, key=len)
+        return ".".join(longest)
     return ".".join(paths[0]) + ".." + paths[-1][-1]
 
 
@@ -143,12 +145,12 @@ def build_block(sequence: OperationSequence, piece: Piece, name: str) -> Block:
         graph.call_function(SET_GRAD, (sequence.captured.grad_enabled,))
     graph.output(tuple(env[o] for o in piece.outputs))
     root = torch.nn.Module()
-    for attribute, value in attributes.items():
-        setattr(root, attribute, value)
+    for path, value in attributes.items():
+        setattr(root, path, value)
     module = fx.GraphModule(root, graph) if attributes else fx.GraphModule({}, graph)
     return Block(
         name=name,
-        graph=module,
+        module=module,
         sizes=sizes,
         autocast=sequence.captured.autocast,
         weights=tuple(_weight_spec(sequence, piece, w.node) for w in piece.weights),
@@ -180,7 +182,8 @@ def _argument(sequence: OperationSequence, graph: fx.Graph, env: dict, attribute
         sizes[str(size)] = size
         return graph.call_function(symbolic_size, (str(size),))
     if node.op == "get_attr":
-        attributes[node.target] = sequence.captured.module.get_submodule(node.target)
-        env[node] = graph.get_attr(node.target)
+        name = name_of(node)
+        attributes[name] = attribute(sequence.captured.module, node)
+        env[node] = graph.get_attr(name)
         return env[node]
     raise KeyError(node)

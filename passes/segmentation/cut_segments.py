@@ -29,9 +29,9 @@ ABOUT_A_LAYER = 1.1  # a first layer may have a table that the others read
 class CutSegments:
     """Provides `segments` and `blocks`."""
 
-    name: ClassVar = "cut_segments"
-    requires: ClassVar = frozenset({Fact.LAYERS})
-    provides: ClassVar = frozenset({Fact.SEGMENTS, Fact.BLOCKS})
+    name: ClassVar[str] = "cut_segments"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.LAYERS})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.SEGMENTS, Fact.BLOCKS})
 
     def apply(self, compilation: Compilation) -> None:
         sequence = compilation.sequence

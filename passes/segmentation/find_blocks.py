@@ -46,9 +46,9 @@ Group = list[range]  # layers of one chain, in order
 class FindBlocks:
     """Provides `layers`: ranges of the sequence that are one layer each, and cuts that module names ask for."""
 
-    name: ClassVar = "find_blocks"
-    requires: ClassVar = frozenset({Fact.SEQUENCE})
-    provides: ClassVar = frozenset({Fact.LAYERS})
+    name: ClassVar[str] = "find_blocks"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.SEQUENCE})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.LAYERS})
 
     def apply(self, compilation: Compilation) -> None:
         sequence = compilation.sequence

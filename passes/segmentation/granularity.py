@@ -26,9 +26,9 @@ _MOST = 0.75  # of a segment's bytes has to be in the layers that it is said to 
 class MeasureGranularity:
     """Provides `granularity`: `compilation.uncut`, the segments that hold several layers."""
 
-    name: ClassVar = "measure_granularity"
-    requires: ClassVar = frozenset({Fact.BATCHING})
-    provides: ClassVar = frozenset({Fact.GRANULARITY})
+    name: ClassVar[str] = "measure_granularity"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.BATCHING})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.GRANULARITY})
 
     def apply(self, compilation: Compilation) -> None:
         sequence = compilation.sequence

@@ -13,9 +13,9 @@ from ..operation_sequence import OperationSequence
 class SequenceOperations:
     """Provides `sequence`: the operations in order, where they may be cut, and what a cut costs."""
 
-    name: ClassVar = "sequence_operations"
-    requires: ClassVar = frozenset()
-    provides: ClassVar = frozenset({Fact.SEQUENCE})
+    name: ClassVar[str] = "sequence_operations"
+    requires: ClassVar[frozenset[Fact]] = frozenset()
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.SEQUENCE})
 
     def apply(self, compilation: Compilation) -> None:
         compilation.sequence = OperationSequence(compilation.captured)

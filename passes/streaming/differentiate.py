@@ -19,9 +19,9 @@ from ..compilation import Compilation, Fact, Gradients
 class Differentiate:
     """Provides `gradients`."""
 
-    name: ClassVar = "differentiate"
-    requires: ClassVar = frozenset({Fact.BATCHING})
-    provides: ClassVar = frozenset({Fact.GRADIENTS})
+    name: ClassVar[str] = "differentiate"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.BATCHING})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS})
 
     def apply(self, compilation: Compilation) -> None:
         differentiable = tuple(is_differentiable(compilation, v) for v in compilation.outputs)

@@ -28,9 +28,9 @@ _KEEP = (nodes.stash, nodes.offload)  # they read a value at any time
 class PlaceStash:
     """Provides `stashes_placed`."""
 
-    name: ClassVar = "place_stash"
-    requires: ClassVar = frozenset({Fact.PROGRAM})
-    provides: ClassVar = frozenset({Fact.STASHES_PLACED})
+    name: ClassVar[str] = "place_stash"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PROGRAM})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.STASHES_PLACED})
 
     def apply(self, compilation: Compilation) -> None:
         idle = compilation.options.prefetch + 1

@@ -23,9 +23,9 @@ from ..compilation import Compilation, Fact
 class PlaceUpdates:
     """Provides `updates_placed`."""
 
-    name: ClassVar = "place_updates"
-    requires: ClassVar = frozenset({Fact.RELEASED})
-    provides: ClassVar = frozenset({Fact.UPDATES_PLACED})
+    name: ClassVar[str] = "place_updates"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.UPDATES_PLACED})
 
     def apply(self, compilation: Compilation) -> None:
         if compilation.options.update == "in_backward" and compilation.backward is not None:

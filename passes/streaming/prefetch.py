@@ -24,9 +24,9 @@ from .place_stash import segment_times
 class Prefetch:
     """Provides `prefetched`."""
 
-    name: ClassVar = "prefetch"
-    requires: ClassVar = frozenset({Fact.STASHES_PLACED})
-    provides: ClassVar = frozenset({Fact.PREFETCHED})
+    name: ClassVar[str] = "prefetch"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.STASHES_PLACED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.PREFETCHED})
 
     def apply(self, compilation: Compilation) -> None:
         for graph in filter(None, (compilation.forward, compilation.backward)):

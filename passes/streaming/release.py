@@ -27,9 +27,9 @@ from ..compilation import Compilation, Fact
 class Release:
     """Provides `released`."""
 
-    name: ClassVar = "release"
-    requires: ClassVar = frozenset({Fact.PREFETCHED})
-    provides: ClassVar = frozenset({Fact.RELEASED})
+    name: ClassVar[str] = "release"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PREFETCHED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED})
 
     def apply(self, compilation: Compilation) -> None:
         for graph in filter(None, (compilation.forward, compilation.backward)):

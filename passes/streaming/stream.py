@@ -31,9 +31,9 @@ from .writer import Forms, GraphWriter
 class Stream:
     """Provides `program`: the forward graph and, where something wants a gradient, the backward graph."""
 
-    name: ClassVar = "stream"
-    requires: ClassVar = frozenset({Fact.BATCHING, Fact.GRADIENTS})
-    provides: ClassVar = frozenset({Fact.PROGRAM})
+    name: ClassVar[str] = "stream"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.BATCHING, Fact.GRADIENTS})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.PROGRAM})
 
     def apply(self, compilation: Compilation) -> None:
         compilation.forward = _Forward(compilation).write()

@@ -25,7 +25,7 @@ class CompiledStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer, wires: Wires, threads: int, memory: GradientMemory):
         self.optimizer, self.wires, self.threads, self._memory = optimizer, wires, threads, memory
-        self._groups: Hyperparameters | None = None
+        self._groups: Hyperparameters = []  # of the step that the recipes are for
         self._recipes: dict[tuple, Recipe | None] = {}  # of this step: with these hyperparameters
         self._kernels: dict[tuple, tuple] = {}
 

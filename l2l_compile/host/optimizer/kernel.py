@@ -83,7 +83,7 @@ class Kernel:
 @functools.cache
 def address_of(kernel: Kernel) -> int:
     """The compiled `update(n, s, {g, p, x0, …, w})`. Raises `LoweringError` where there is no C compiler, or it fails."""
-    return ctypes.cast(build(source(kernel)).update, ctypes.c_void_p).value
+    return ctypes.c_size_t.from_buffer(build(source(kernel)).update).value
 
 
 def source(kernel: Kernel) -> str:

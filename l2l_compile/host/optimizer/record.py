@@ -137,7 +137,7 @@ class _Questions(TorchFunctionMode):
 _NO_SHAPES = (torch.Tensor, torch.dtype, torch.device, torch.layout)
 _NOT_OF_SHAPE = frozenset({
     torch.is_complex, torch.Tensor.is_complex, torch.is_floating_point, torch.Tensor.is_floating_point, torch.Tensor.__hash__,
-    torch.Tensor.is_sparse.__get__, torch.Tensor.requires_grad.__get__, torch.Tensor.is_cuda.__get__, torch.Tensor.is_cpu.__get__,
+    *(getattr(torch.Tensor, name).__get__ for name in ("is_sparse", "requires_grad", "is_cuda", "is_cpu")),
     torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__bool__, torch.Tensor.__int__,
 })  # fmt: skip  # the last four: of numbers, for a stand-in has none
 
@@ -150,7 +150,9 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, like: torch.Tensor, known: dict[str, torch.Tensor]):
         super().__init__()
-        self.like, self.lines, self.scalars = like, [], []
+        self.like = like
+        self.lines: list[str] = []
+        self.scalars: list[float] = []
         self.values = {_memory(t): name for name, t in known.items()}
         self._alive: list[torch.Tensor] = list(known.values())  # so that no memory gets the identity of another
 

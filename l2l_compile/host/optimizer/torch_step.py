@@ -38,7 +38,7 @@ def shadow_of(
     shadow.state = defaultdict(dict)
     shadow.param_groups = [{**group, "params": list(own)} for group, own in zip(groups, parameters, strict=True)]
     shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    step = type(optimizer).step
+    step: Any = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # nor global hooks
     return shadow, lambda: step(shadow)
 
