@@ -77,65 +77,65 @@ class Options:
         Raises `OptionError` (a `ValueError`) for an unknown name, with the known names and the nearest one, and for
         a value of the wrong type or out of range.
         """
-        given = dict(options or {})
+        settings = dict(options or {})
         known = [f.name for f in fields(cls)]
-        for name in given:
+        for name in settings:
             if name not in known:
                 raise OptionError(
                     f"unknown option {name!r} of backend 'l2l'; known options: {', '.join(known)}.{_nearest(name, known)}"
                 )
-        _check_int(given, "micro_batches", 1)
-        _check_int(given, "prefetch", 0)
-        _check_choice(given, "stash", ("device", "host"))
-        _check_choice(given, "outputs", ("all", "loss"))
-        _check_choice(given, "check", (False, True))
-        _check_choice(given, "block_compiler", ("inductor", "eager"))
-        _check_choice(given, "precision", _PRECISIONS)
-        _check_choice(given, "gradient_wire", (None, *_PRECISIONS))
-        _check_choice(given, "update", ("at_step", "in_backward", "in_forward"))
-        _check_int(given, "accumulate", 1)
-        _check_choice(given, "compile_update", (True, False))
-        _check_optimizer(given)
-        given["passes"] = _passes(given.get("passes", ()))
-        given["pinned_memory"] = _bytes(given.get("pinned_memory"))
-        given["device"] = _device(given.get("device"))
-        return cls(**given)
+        _check_int(settings, "micro_batches", 1)
+        _check_int(settings, "prefetch", 0)
+        _check_choice(settings, "stash", ("device", "host"))
+        _check_choice(settings, "outputs", ("all", "loss"))
+        _check_choice(settings, "check", (False, True))
+        _check_choice(settings, "block_compiler", ("inductor", "eager"))
+        _check_choice(settings, "precision", _PRECISIONS)
+        _check_choice(settings, "gradient_wire", (None, *_PRECISIONS))
+        _check_choice(settings, "update", ("at_step", "in_backward", "in_forward"))
+        _check_int(settings, "accumulate", 1)
+        _check_choice(settings, "compile_update", (True, False))
+        _check_optimizer(settings)
+        settings["passes"] = _passes(settings.get("passes", ()))
+        settings["pinned_memory"] = _bytes(settings.get("pinned_memory"))
+        settings["device"] = _device(settings.get("device"))
+        return cls(**settings)
 
 
-def _check_int(given: dict, name: str, least: int) -> None:
-    value = given.get(name, least)
+def _check_int(settings: dict, name: str, least: int) -> None:
+    value = settings.get(name, least)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionError(f"option {name!r} must be an int of at least {least}, got {value!r}")
 
 
-def _check_choice(given: dict, name: str, choices: Sequence[str | bool | None]) -> None:
-    value = given.get(name, choices[0])
+def _check_choice(settings: dict, name: str, choices: Sequence[str | bool | None]) -> None:
+    value = settings.get(name, choices[0])
     if value not in choices:
         hint = _nearest(value, [choice for choice in choices if isinstance(choice, str)])
         raise OptionError(f"option {name!r} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
 
 
-def _nearest(given: Any, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(given).removeprefix("torch."), known, n=1, cutoff=0.4)
+def _nearest(value: Any, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(value).removeprefix("torch."), known, n=1, cutoff=0.4)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def _check_optimizer(given: dict) -> None:
-    optimizer, update = given.get("optimizer"), given.get("update", "at_step")
+def _check_optimizer(settings: dict) -> None:
+    optimizer, update = settings.get("optimizer"), settings.get("update", "at_step")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(
             f"option 'optimizer' must be a torch.optim.Optimizer that is already built, got {type(optimizer).__name__}"
         )
     if update != "at_step" and optimizer is None:
         raise OptionError(f"option update={update!r} needs the option 'optimizer', the one of the training loop")
-    if update == "at_step" and given.get("accumulate", 1) != 1:
+    if update == "at_step" and settings.get("accumulate", 1) != 1:
         raise OptionError("option 'accumulate' is for update='in_backward' and 'in_forward'; at_step accumulates as PyTorch does")
-    if update == "in_backward" and given.get("precision") == "fp16":
+    if update == "in_backward" and settings.get("precision") == "fp16":
         raise OptionError(
             "option precision='fp16' skips a step when a gradient overflows, which update='in_backward' cannot: its layers "
             "are updated before the last gradient is there. Use update='in_forward'"
         )
-    norm = given.get("max_grad_norm")
+    norm = settings.get("max_grad_norm")
     if norm is None:
         return
     if isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm > 0:
@@ -151,12 +151,12 @@ def _check_optimizer(given: dict) -> None:
         )
 
 
-def _passes(given: Any) -> tuple[Any, ...]:
-    found = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (None,)
+def _passes(value: Any) -> tuple[Any, ...]:
+    found = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (None,)
     for step in found:
         if isinstance(step, type) or not all(hasattr(step, name) for name in ("name", "requires", "provides", "apply")):
             raise OptionError(
-                f"option 'passes' must be a sequence of passes, objects with name, requires, provides and apply(compilation), got {given!r}"
+                f"option 'passes' must be a sequence of passes, objects with name, requires, provides and apply(compilation), got {value!r}"
             )
     return found
 

@@ -1,4 +1,4 @@
-"""The adapter to the private side of TorchDynamo and autograd. ARCHITECTURE.md lists every private name in use, and why.
+"""The adapter to the private side of TorchDynamo and autograd. docs/private_names.md lists every private name in use, and why.
 
 Two things are not to be had through public names:
 

@@ -1,7 +1,7 @@
 """One layer of an LSTM, GRU or RNN as one operator, which runs PyTorch's own kernels.
 
     recurrent_layer(kind, input, states, weights, ...)            -> [output, h_n] or [output, h_n, c_n]
-    recurrent_layer_backward(given, needed, gradients, ...)       -> gradients of what is needed
+    recurrent_layer_backward(arrived, needed, gradients, ...)       -> gradients of what is needed
 
 PyTorch's `lstm`, `gru`, `rnn_tanh` and `rnn_relu` are composite: a trace on the host unrolls time, about fifteen operations a
 step, which Inductor takes minutes to compile, and loses cuDNN's kernels. The operators keep a traced graph as small as
@@ -27,7 +27,7 @@ _LAYER = (
 )
 _LIBRARY = torch.library.Library("l2l_compile", "FRAGMENT")
 _LIBRARY.define(f"recurrent_layer({_LAYER}) -> Tensor[]")
-_LIBRARY.define(f"recurrent_layer_backward(int[] given, bool[] needed, Tensor[] gradients, {_LAYER}) -> Tensor[]")
+_LIBRARY.define(f"recurrent_layer_backward(int[] arrived, bool[] needed, Tensor[] gradients, {_LAYER}) -> Tensor[]")
 
 
 def layer(
@@ -67,9 +67,16 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
         input, *others = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[3:])
-        given = [i for i, g in enumerate(gradients) if g is not None]
+        arrived = [i for i, g in enumerate(gradients) if g is not None]
         made = torch.ops.l2l_compile.recurrent_layer_backward(
-            given, needed, [gradients[i] for i in given], ctx.kind, input, others[: ctx.count], others[ctx.count :], *ctx.options
+            arrived,
+            needed,
+            [gradients[i] for i in arrived],
+            ctx.kind,
+            input,
+            others[: ctx.count],
+            others[ctx.count :],
+            *ctx.options,
         )
         remaining = iter(made)
         return None, None, None, *(next(remaining) if wanted else None for wanted in needed)
@@ -94,14 +101,14 @@ def _forward(kind, input, states, weights, has_biases, train, bidirectional, bat
     return [r.to(_width(input, autocast), copy=True, memory_format=torch.contiguous_format) for r in results]
 
 
-def _backward(given, needed, gradients, kind, input, states, weights, has_biases, train, bidirectional, batch_first, autocast):
+def _backward(arrived, needed, gradients, kind, input, states, weights, has_biases, train, bidirectional, batch_first, autocast):
     """Runs the layer again, in training mode (cuDNN differentiates no other), and differentiates it."""
     with recording_gradients():
         operands = (input, *states, *weights)
         leaves = [o.detach().requires_grad_(wanted) for o, wanted in zip(operands, needed, strict=True)]
         count = 1 + len(states)
         results = _run(kind, leaves[0], leaves[1:count], leaves[count:], has_biases, True, bidirectional, batch_first, autocast)
-        roots = [results[i] for i in given]
+        roots = [results[i] for i in arrived]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         seeds = [g.to(root.dtype) for g, root in zip(gradients, roots, strict=True)]
         made = torch.autograd.grad(roots, wanted, seeds, allow_unused=True, materialize_grads=True)
@@ -116,7 +123,7 @@ def _forward_sizes(kind, input, states, weights, has_biases, train, bidirectiona
     return [input.new_empty(shape, dtype=_width(input, autocast)) for shape in shapes[: 1 + len(states)]]
 
 
-def _backward_sizes(given, needed, gradients, kind, input, states, weights, *options) -> list[torch.Tensor]:
+def _backward_sizes(arrived, needed, gradients, kind, input, states, weights, *options) -> list[torch.Tensor]:
     operands = (input, *states, *weights)
     return [o.new_empty(o.shape) for o, wanted in zip(operands, needed, strict=True) if wanted]
 

@@ -63,10 +63,10 @@ def with_states(inputs: Sequence[Input], graph: fx.Graph) -> tuple[Input, ...]:
 def written_operands(node: fx.Node) -> list[fx.Node]:
     """The operands that an operation says it writes into."""
     if node.target in _STATISTICS:
-        given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-        given.apply_defaults()
-        training = given.arguments.get("training", given.arguments.get("use_input_stats"))
-        return _nodes([given.arguments["running_mean"], given.arguments["running_var"]]) if training else []
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        training = bound.arguments.get("training", bound.arguments.get("use_input_stats"))
+        return _nodes([bound.arguments["running_mean"], bound.arguments["running_var"]]) if training else []
     if not writes(node):
         return []
     if isinstance(node.target, torch._ops.OpOverload):
@@ -101,8 +101,8 @@ def _nodes(arguments: Any) -> list[fx.Node]:
 def _written_inputs(graph: fx.Graph) -> set[int]:
     """The memory of the inputs that the graph writes into and that are no leaves which take a gradient."""
     untrained = [memory_of(p) for p in graph.find_nodes(op="placeholder") if not _is_trained(p)]
-    given = {memory for memory in untrained if memory is not None}
-    return given & {memory_of(operand) for node in graph.nodes for operand in written_operands(node)}
+    inputs = {memory for memory in untrained if memory is not None}
+    return inputs & {memory_of(operand) for node in graph.nodes for operand in written_operands(node)}
 
 
 def _is_trained(node: fx.Node) -> bool:

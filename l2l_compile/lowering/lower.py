@@ -119,9 +119,9 @@ class Lowering:
         """The block's forward at these sizes; `again` leaves out what an earlier micro-batch has made for all. Raises `LoweringError`."""
         return self._at(block, bindings, "forward", wanted_of(block, again))
 
-    def backward(self, block: Block, bindings: Bindings, given: tuple[bool, ...]) -> Lowered:
-        """The block's recompute and gradients, for the outputs in `given`, at these sizes. Raises `LoweringError`."""
-        return self._at(block, bindings, "backward", given)
+    def backward(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]) -> Lowered:
+        """The block's recompute and gradients, for the outputs in `gradient_mask`, at these sizes. Raises `LoweringError`."""
+        return self._at(block, bindings, "backward", gradient_mask)
 
     def ahead(self, requests: Iterable[Request]) -> None:
         """Begin to compile what is going to be asked for. What fails is left for the one who asks."""

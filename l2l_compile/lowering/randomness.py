@@ -109,8 +109,8 @@ def _is_random(node: fx.Node) -> bool:
     for name in ("dropout_p", "dropout"):
         index = next((i for i, a in enumerate(node.target._schema.arguments) if a.name == name), None)
         if index is not None:
-            given = _argument(node, index, name, 0.0)
-            return not isinstance(given, (int, float)) or given != 0
+            probability = _argument(node, index, name, 0.0)
+            return not isinstance(probability, (int, float)) or probability != 0
     return True
 
 

@@ -88,8 +88,8 @@ class _Writes(TorchDispatchMode):
         kwargs = kwargs or {}
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                given = kwargs.get(argument.name, args[index] if index < len(args) else None)
-                for tensor in given if isinstance(given, (tuple, list)) else [given]:
+                argument_value = kwargs.get(argument.name, args[index] if index < len(args) else None)
+                for tensor in argument_value if isinstance(argument_value, (tuple, list)) else [argument_value]:
                     self.storages |= _memory_of(tensor)
         return func(*args, **kwargs)
 
@@ -131,7 +131,7 @@ def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, 
 
     def forward(bindings, operands):
         with torch.no_grad():
-            own = [o.clone() for o in _inside(block, operands)]
+            own = [o.clone() for o in _in_compute_dtypes(block, operands)]
             with _Writes() as writes:
                 outputs = _interpret(block, own, _BlockInterpreter(block, bindings, HOST))
             mutated[:] = [i for i, o in enumerate(own) if o.untyped_storage()._cdata in writes.storages]
@@ -142,7 +142,7 @@ def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, 
 
 
 @dataclass
-class Values:
+class ProbedValues:
     """What the operations of a block make: `graph` returns every tensor; `made_by` has the node of `Block.graph` behind each.
 
     writers   the nodes that write into what others have made, or into an operand
@@ -153,14 +153,14 @@ class Values:
     writers: set[fx.Node]
 
 
-def probe_values(block: Block, bindings: Bindings) -> Values:
+def probe_values(block: Block, bindings: Bindings) -> ProbedValues:
     """The forward graph at these sizes, for analysis only, with every intermediate tensor as an output."""
     made_by: list[fx.Node] = []
     interpreter = _Recorder(block, bindings, HOST)
 
     def forward(_, operands):
         with torch.no_grad():
-            _interpret(block, [o.clone() for o in _inside(block, operands)], interpreter)
+            _interpret(block, [o.clone() for o in _in_compute_dtypes(block, operands)], interpreter)
             tensors = [
                 (node, leaf)
                 for node, value in interpreter.env.items()
@@ -172,7 +172,7 @@ def probe_values(block: Block, bindings: Bindings) -> Values:
             return tuple(tensor for _, tensor in tensors)
 
     module = _trace(block, forward, block.operands, Sizes(bindings), HOST, "forward")
-    return Values(module.graph, made_by, interpreter.writers)
+    return ProbedValues(module.graph, made_by, interpreter.writers)
 
 
 def trace_forward(block: Block, sizes: Sizes, device: torch.device) -> fx.GraphModule:
@@ -192,9 +192,9 @@ def trace_forward(block: Block, sizes: Sizes, device: torch.device) -> fx.GraphM
 
 
 def trace_backward(
-    block: Block, sizes: Sizes, device: torch.device, given: tuple[bool, ...]
+    block: Block, sizes: Sizes, device: torch.device, gradient_mask: tuple[bool, ...]
 ) -> tuple[fx.GraphModule, tuple[bool, ...]]:
-    """ATen graph: (symbolic sizes, operands, gradients of the outputs in `given`) -> the gradients that exist.
+    """ATen graph: (symbolic sizes, operands, gradients of the outputs in `gradient_mask`) -> the gradients that exist.
 
     Also says, per operand, whether it has a gradient; the graph returns only those, in the order of the operands.
     """
@@ -207,7 +207,9 @@ def trace_backward(
             outputs = _run(block, bindings, device, leaves, to_border=False)
             roots = [
                 (o, g)
-                for o, g in zip([o for o, wanted in zip(outputs, given, strict=True) if wanted], arguments[count:], strict=True)
+                for o, g in zip(
+                    [o for o, wanted in zip(outputs, gradient_mask, strict=True) if wanted], arguments[count:], strict=True
+                )
                 if o.requires_grad
             ]
             wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
@@ -225,7 +227,7 @@ def trace_backward(
             )
         return tuple(_own([found[i] for i in sorted(found)], arguments))
 
-    gradients = [replace(s, dtype=s.gradient_dtype) for s, wanted in zip(block.outputs, given, strict=True) if wanted]
+    gradients = [replace(s, dtype=s.gradient_dtype) for s, wanted in zip(block.outputs, gradient_mask, strict=True) if wanted]
     module = _trace(block, backward, (*block.operands, *gradients), sizes, device, "backward")
     cancel_round_trips(module)
     shorter = [spec.dtype.itemsize == 2 for spec, there in zip(block.operands, present, strict=True) if there]
@@ -243,11 +245,12 @@ def _interpret(block: Block, operands: Sequence[torch.Tensor], interpreter: _Blo
 def _leaves(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Operands that record gradients, as wide as the block computes with them."""
     return [
-        o.detach().requires_grad_(spec.differentiable) for o, spec in zip(_inside(block, operands), block.operands, strict=True)
+        o.detach().requires_grad_(spec.differentiable)
+        for o, spec in zip(_in_compute_dtypes(block, operands), block.operands, strict=True)
     ]
 
 
-def _inside(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _in_compute_dtypes(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The operands in the dtypes in which the block computes with them."""
     return [o.to(spec.compute_dtype or spec.dtype) for o, spec in zip(operands, block.operands, strict=True)]
 
@@ -259,7 +262,7 @@ def _run(
 
     `operands` themselves stay as they were.
     """
-    own = [o.clone() if i in block.mutated else o for i, o in enumerate(_inside(block, operands))]
+    own = [o.clone() if i in block.mutated else o for i, o in enumerate(_in_compute_dtypes(block, operands))]
     outputs = _interpret(block, own, _BlockInterpreter(block, bindings, device))
     results = outputs + [own[i] for i in block.mutated]
     for index, (result, spec) in enumerate(zip(results, block.outputs, strict=True)):

@@ -125,21 +125,21 @@ class _Loss:
     def of(cls, captured: Captured, node: fx.Node) -> _Loss | None:
         bound = _LOSSES[node.target].bind(*node.args, **node.kwargs)
         bound.apply_defaults()
-        given = bound.arguments
+        arguments = bound.arguments
         scores, target = (
-            captured.specs.get(given[name]) if isinstance(given[name], fx.Node) else None for name in ("input", "target")
+            captured.specs.get(arguments[name]) if isinstance(arguments[name], fx.Node) else None for name in ("input", "target")
         )
-        if scores is None or target is None or given["reduction"] not in ("mean", "sum"):
+        if scores is None or target is None or arguments["reduction"] not in ("mean", "sum"):
             return None
         options = (
-            given["weight"],
-            given["ignore_index"],
-            given["reduction"] == "mean",
-            given.get("label_smoothing", 0.0),
+            arguments["weight"],
+            arguments["ignore_index"],
+            arguments["reduction"] == "mean",
+            arguments.get("label_smoothing", 0.0),
             node.target is F.cross_entropy,
         )
-        current = given["size_average"] is None and given["reduce"] is None
-        unfolded = _unfolded(captured, given["input"], given["target"])
+        current = arguments["size_average"] is None and arguments["reduce"] is None
+        unfolded = _unfolded(captured, arguments["input"], arguments["target"])
         if unfolded is not None and current:
             return cls(captured, node, *unfolded, *options, time_first=True)
         places = [rows_at(spec.batch, captured.hints) for spec in (scores, target)]  # equal lengths may have symbols of their own
@@ -147,7 +147,7 @@ class _Loss:
         classes = len(target.shape) == len(scores.shape) - 1 and not target.dtype.is_floating_point
         if not rows or not classes or not current:
             return None
-        return cls(captured, node, given["input"], given["target"], *options)
+        return cls(captured, node, arguments["input"], arguments["target"], *options)
 
     def write(self) -> fx.Node:
         """The rewritten loss, in front of the call."""

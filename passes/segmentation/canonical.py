@@ -168,8 +168,8 @@ def _weight_spec(sequence: OperationSequence, piece: Piece, weight: fx.Node) -> 
 def _looks_rows_up(node: fx.Node, table: fx.Node) -> bool:
     if node.target is not torch.nn.functional.embedding:
         return False
-    given = dict(zip(("input", "weight", "padding_idx", "max_norm"), node.args, strict=False)) | node.kwargs
-    return given["weight"] is table and given.get("max_norm") is None  # with it, rows are written
+    arguments = dict(zip(("input", "weight", "padding_idx", "max_norm"), node.args, strict=False)) | node.kwargs
+    return arguments["weight"] is table and arguments.get("max_norm") is None  # with it, rows are written
 
 
 def _argument(sequence: OperationSequence, graph: fx.Graph, env: dict, attributes: dict, sizes: dict, node: fx.Node) -> Any:

@@ -19,17 +19,17 @@ class FirstStepMemory:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        self._inside = ExitStack()
+        self._apart = ExitStack()
         self._tried = False
         optimizer.register_step_pre_hook(weakly(self._before_step))
         optimizer.register_step_post_hook(weakly(self._after_step))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._inside.close()  # a step that failed may have left it open
+        self._apart.close()  # a step that failed may have left it open
         trim_the_heap()
         if not self._tried:
-            self._inside.enter_context(apart_from_the_heap())
+            self._apart.enter_context(apart_from_the_heap())
 
     def _after_step(self, *_: Any) -> None:
         self._tried = True
-        self._inside.close()
+        self._apart.close()

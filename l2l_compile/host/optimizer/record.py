@@ -169,8 +169,8 @@ class _Recorder(TorchDispatchMode):
         formula, operands = found
         name = name.removesuffix("_")
         try:
-            given = {k: self._operand(v) for k, v in kwargs.items() if k not in IGNORED and not (k in _FACTORS and v == 1)}
-            expression = formula(*map(self._operand, operands), **given)
+            named = {k: self._operand(v) for k, v in kwargs.items() if k not in IGNORED and not (k in _FACTORS and v == 1)}
+            expression = formula(*map(self._operand, operands), **named)
             if name != "where" and any(_is_stand_in(o) and o.dtype is not self.like.dtype for o in operands):
                 raise NotElementwise("an operand of another dtype")
         except (NotElementwise, TypeError) as error:
