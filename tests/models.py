@@ -14,10 +14,10 @@ from l2l_compile.options import Options
 from l2l_compile.passes.compilation import Compilation
 from l2l_compile.passes.pipeline import PREPARATION, SEGMENTATION, STREAMING, run
 from l2l_compile.testing import Comparison, Pair
-from l2l_compile.testing.comparison import Own
 from l2l_compile.testing.difference import differences
 from l2l_compile.testing.observation import state_of
 from l2l_compile.testing.rules import promise
+from l2l_compile.testing.verdicts import Own
 
 WIDTH = 8
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ..ir.program import Program
-from .comparison import Own
 from .difference import GRADIENT, INPUT_GRADIENT, LOSS, OUTPUT, Key, error_of, norm_of
 from .observation import Call, State, Step, observe, random_state, restore
 from .reversal import Reversed
+from .verdicts import Own
 
 TOGETHER = Key(GRADIENT, "all parameters together")
 UNKNOWN = "not known, since the numbers depend on the order of the rows"

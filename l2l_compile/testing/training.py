@@ -14,7 +14,7 @@ from ..errors import L2LError
 from ..host.optimizer.compiled_step import why_not_compiled
 from ..inspection import programs
 from ..options import Options
-from .comparison import Comparison, Own
+from .comparison import Comparison
 from .copies import copied, options_of, plain
 from .difference import LOSS, PARAMETER, STATE, Key, difference, error_of, norm_of
 from .draws import Watched
@@ -26,6 +26,7 @@ from .own_error import UNKNOWN, computed_in
 from .reversal import Recorded, Reversed
 from .rules import NO_DIGITS, Rule, SameUpdates, promise
 from .segments import Places
+from .verdicts import Own
 
 UPDATES = ("at_step", "in_backward", "in_forward")
 COMPILED_UPDATE = 1e-6  # relative error of an update that is compiled into one pass over memory; others have the same bits
