@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .difference import GRADIENT, LOSS, Difference
-from .verdicts import Verdict, Verdicts
+from .verdicts import DEPENDS, Verdict, Verdicts
 
 SHOWN = 12  # rows of a table, and sentences of an error
 
@@ -38,7 +38,7 @@ def _sentence(comparison: Verdicts, verdict: Verdict) -> str:
         how = f"is zero but for rounding in eager ({difference.norm:.1e}): it is off by {difference.error:.1e}, {verdict.allowed:.1e} is allowed"
     if not comparison.rule.beside:
         return f"{difference} {how}"
-    own = comparison.own.why if verdict.own is None else _relative(verdict.own, difference)
+    own = (comparison.own.why or DEPENDS) if verdict.own is None else _relative(verdict.own, difference)
     return f"{difference} {how}; {comparison.rule.beside}: {own}"
 
 

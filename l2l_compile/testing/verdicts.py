@@ -8,14 +8,22 @@ from dataclasses import dataclass, field
 
 from ..ir.program import Program
 from .difference import GRADIENT, Difference, Key
-from .rules import Rule
+from .rules import Expected, Rule
+
+DEPENDS = "not known, since the numbers depend on the order of the rows"
 
 
 @dataclass(frozen=True)
 class Own:
-    """The error of eager itself, as norms: on the same batch with its rows reversed, or under autocast. `why` there is none."""
+    """The error of eager itself, as norms.
+
+    errors  on the same batch with its rows reversed, or under autocast
+    noise   with the parameters moved by one unit in the last place
+    why     there are no `errors`
+    """
 
     errors: Mapping[Key, float] = field(default_factory=dict)
+    noise: Mapping[Key, float] = field(default_factory=dict)
     why: str | None = None
 
 
@@ -65,7 +73,7 @@ class Verdicts:
     @functools.cached_property
     def failures(self) -> tuple[Verdict, ...]:
         """The differences that are errors, worst first. Measures the error of eager itself if one does not pass without."""
-        doubtful = [d for d in self.differences if not self._judged(d, None, 0.0).passes]
+        doubtful = [d for d in self.differences if not self._judged(d, Expected(d.norm, 0.0)).passes]
         found = [verdict for d in doubtful if not (verdict := self.verdict(d)).passes]
         return tuple(sorted(found, key=_excess, reverse=True))
 
@@ -83,11 +91,12 @@ class Verdicts:
         """Measures the error of eager itself."""
         kind = difference.key.kind
         scale = max(d.norm for d in (*self.differences, *self.shown) if d.key.kind == kind)
-        return self._judged(difference, self.own.errors.get(difference.key), scale)
+        own, noise = self.own.errors.get(difference.key), self.own.noise.get(difference.key)
+        return self._judged(difference, Expected(difference.norm, scale, own, noise))
 
-    def _judged(self, difference: Difference, own: float | None, scale: float) -> Verdict:
-        allowed = max(difference.least, self.rule.allowed(difference.norm, scale, own))
-        return Verdict(difference, own, allowed, self.rule.is_zero(difference.norm, scale, own))
+    def _judged(self, difference: Difference, expected: Expected) -> Verdict:
+        allowed = max(difference.least, self.rule.allowed(expected))
+        return Verdict(difference, expected.own, allowed, self.rule.is_zero(expected))
 
     def ordered(self) -> list[Verdict]:
         """Failures first, then all that is judged, with tensors that are zero but for rounding last; larger relative errors first."""
