@@ -231,6 +231,11 @@ def pair_of(model: nn.Module, *, tolerance: float = 1e-10, dynamic=None, **optio
     return Pair(model, copy.deepcopy(model), compiled(model, dynamic=dynamic, **options), tolerance=tolerance, loss=loss_of)
 
 
+def forward_alone(call, *inputs):
+    """A step for `Pair.run` without a backward."""
+    return call(*inputs)
+
+
 def backward_of_loss(call, *inputs):
     """A step for `Pair.run`, with the loss that the model returns."""
     loss = call(*inputs)
