@@ -219,13 +219,6 @@ def loss_of(output) -> torch.Tensor:
     return sum((t.double() * (i + 1)).pow(2).mean() for i, t in enumerate(found))
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str, least: float = 1e-4) -> None:
-    """Norm-wise relative. A tensor that is zero but for rounding (norm below `least`) is compared absolutely."""
-    assert actual.shape == expected.shape and actual.dtype == expected.dtype, what
-    error = (actual.double() - expected.double()).norm().item()
-    assert error <= tolerance * max(expected.double().norm().item(), least), f"{what} is off by {error:.1e}"
-
-
 def pair_of(model: nn.Module, *, tolerance: float = 1e-10, dynamic=None, **options) -> Pair:
     """The model itself, compiled, beside an eager copy of it."""
     return Pair(model, copy.deepcopy(model), compiled(model, dynamic=dynamic, **options), tolerance=tolerance, loss=loss_of)
