@@ -14,10 +14,10 @@ from l2l_compile.options import Options
 from l2l_compile.passes.compilation import Compilation
 from l2l_compile.passes.pipeline import PREPARATION, SEGMENTATION, STREAMING, run
 from l2l_compile.testing import Comparison, Pair
-from l2l_compile.testing.comparison import Own
 from l2l_compile.testing.difference import differences
 from l2l_compile.testing.observation import state_of
 from l2l_compile.testing.rules import promise
+from l2l_compile.testing.verdicts import Own
 
 WIDTH = 8
 
@@ -219,16 +219,14 @@ def loss_of(output) -> torch.Tensor:
     return sum((t.double() * (i + 1)).pow(2).mean() for i, t in enumerate(found))
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str, least: float = 1e-4) -> None:
-    """Norm-wise relative. A tensor that is zero but for rounding (norm below `least`) is compared absolutely."""
-    assert actual.shape == expected.shape and actual.dtype == expected.dtype, what
-    error = (actual.double() - expected.double()).norm().item()
-    assert error <= tolerance * max(expected.double().norm().item(), least), f"{what} is off by {error:.1e}"
-
-
 def pair_of(model: nn.Module, *, tolerance: float = 1e-10, dynamic=None, **options) -> Pair:
     """The model itself, compiled, beside an eager copy of it."""
     return Pair(model, copy.deepcopy(model), compiled(model, dynamic=dynamic, **options), tolerance=tolerance, loss=loss_of)
+
+
+def forward_alone(call, *inputs):
+    """A step for `Pair.run` without a backward."""
+    return call(*inputs)
 
 
 def backward_of_loss(call, *inputs):
@@ -245,52 +243,24 @@ def backward_twice(call, x):
     loss.backward()
 
 
-def call(model, inputs):
-    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-
-
 def assert_parity(model: nn.Module, *batches, tolerance=1e-10, dynamic=None, **options):
     """One step a batch (a tuple or dict of inputs, or a tensor): outputs, gradients and buffers equal eager's.
 
     Returns the compiled model.
     """
-    reference = copy.deepcopy(model)
-    step = compiled(model, dynamic=dynamic, **options)
+    pair = pair_of(model, tolerance=tolerance, dynamic=dynamic, **options)
     for inputs in batches:
-        inputs = inputs if isinstance(inputs, (tuple, dict)) else (inputs,)
-        model.zero_grad()
-        reference.zero_grad()
-        actual, expected = call(step, inputs), call(reference, inputs)
-        leaves = torch.utils._pytree.tree_leaves
-        for i, (a, e) in enumerate(zip(leaves(actual), leaves(expected), strict=True)):
-            if isinstance(e, torch.Tensor):
-                assert a.requires_grad == e.requires_grad, f"output {i}"
-                assert_close(a.detach(), e.detach(), tolerance, f"output {i}")
-            else:
-                assert a == e
-        loss_of(actual).backward()
-        loss_of(expected).backward()
-        assert_same_gradients(model, reference, tolerance)
-        for (name, a), (_, e) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
-            assert_close(a, e, tolerance, f"buffer {name}")
-    return step
-
-
-def assert_same_gradients(model: nn.Module, reference: nn.Module, tolerance: float = 1e-10) -> None:
-    largest = max((q.grad.double().norm().item() for q in reference.parameters() if q.grad is not None), default=0.0)
-    for (name, p), (_, q) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), f"gradient of {name} is {'missing' if p.grad is None else 'extra'}"
-        if q.grad is not None:
-            assert_close(p.grad, q.grad, tolerance, f"gradient of {name}", least=1e-4 * max(largest, 1))
+        if isinstance(inputs, dict):
+            pair.step(**inputs).check()
+        else:
+            pair.step(*(inputs if isinstance(inputs, tuple) else (inputs,))).check()
+    return pair.compiled
 
 
 def assert_same_state(model: nn.Module, reference: nn.Module, tolerance: float = 1e-10) -> None:
     """Parameters and buffers, after training that is not that of `training_equivalent`."""
-    _assert_same(state_of(model), state_of(reference), next(model.parameters()).dtype, tolerance)
-
-
-def _assert_same(ours, theirs, dtype: torch.dtype, tolerance: float) -> None:
-    rule, found = promise(dtype, torch.float64, tolerance), differences(ours, theirs, lambda key: ())
+    rule = promise(next(model.parameters()).dtype, torch.float64, tolerance)
+    found = differences(state_of(model), state_of(reference), lambda key: ())
     Comparison("ours against theirs", tuple(found), rule, (), lambda: Own(why="not measured")).check()
 
 

@@ -20,9 +20,9 @@ from models import (
     Stack,
     TwoHeads,
     UNet,
-    assert_close,
     assert_parity,
     compiled,
+    forward_alone,
     functional,
     pair_of,
     rows,
@@ -201,30 +201,29 @@ def test_training_goes_on_like_eager():
 
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode", "frozen"])
 def test_without_gradients_forward_runs_alone(how):
-    model, x = Stack().double(), rows(6)
-    expected = model(x).detach()
-    if how == "frozen":
-        model.requires_grad_(False)
-    step = compiled(model)
+    def forward(call, x):
+        output = call(x)
+        assert not output.requires_grad
+        return output
+
+    pair = pair_of(Stack().double().requires_grad_(how != "frozen"), tolerance=1e-12)
     with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(how, torch.enable_grad)():
-        output = step(x)
-    assert not output.requires_grad
-    assert_close(output.clone(), expected, 1e-12, "output")
-    (program,) = programs_of(step)
+        pair.run(forward, rows(6)).check()
+    (program,) = pair.programs
     assert program.backward is None and "stash" not in str(program).split("forward:")[1]
-    stats = l2l_compile.stats(step)
+    stats = l2l_compile.stats(pair.compiled)
     assert stats.pushed_bytes == 0 and stats.backward_seconds == 0
-    assert stats.offloaded_bytes == output.numel() * 8  # the output, and nothing kept
+    assert stats.offloaded_bytes == 6 * 3 * 8  # the output, and nothing kept
 
 
 def test_training_and_evaluation_are_programs_of_their_own():
-    model = Stack(dropout=0.5).double()
-    step, x = compiled(model), rows(6)
-    step(x).sum().backward()
-    model.eval()
+    pair = pair_of(Stack(dropout=0.5).double(), tolerance=1e-12)
+    pair.compiled(rows(6)).sum().backward()
+    pair.streamed.eval()
+    pair.eager.eval()
     with torch.no_grad():
-        assert_close(step(x), model(x), 1e-12, "output in evaluation")
-    training, evaluation = programs_of(step)
+        pair.run(forward_alone, rows(6)).check()
+    training, evaluation = pair.programs
     assert training.backward is not None and evaluation.backward is None
 
 

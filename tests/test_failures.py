@@ -10,7 +10,7 @@ from torch import nn
 
 import l2l_compile.session
 from l2l_compile import L2LError, programs
-from models import WIDTH, Layer, Stack, assert_close, assert_parity, compiled, pair_of, rows
+from models import WIDTH, Layer, Stack, assert_parity, compiled, pair_of, rows
 
 POINTWISE = (torch.Tag.pointwise,)  # so that the layers are known to be row-wise, and run micro-batch by micro-batch
 fail: dict = {"error": None, "at": 0, "calls": 0, "in": "forward"}
@@ -130,15 +130,14 @@ def test_token_out_of_range_is_an_index_error_that_names_the_segment(block_compi
             super().__init__(3)
             self.embed = nn.Embedding(50, 8)
 
-    model = Tokens().double()
-    step, tokens = compiled(model, block_compiler=block_compiler), torch.randint(50, (6, 4))
+    pair, tokens = pair_of(Tokens().double(), block_compiler=block_compiler), torch.randint(50, (6, 4))
     wrong = tokens.clone()
     wrong[4, 2] = 77
-    step(tokens)
+    pair.compiled(tokens)
     with pytest.raises(IndexError) as caught:
-        step(wrong)
+        pair.compiled(wrong)
     assert any("'embed'" in note and "micro-batch 3" in note for note in caught.value.__notes__)
-    assert_close(step(tokens).detach(), model(tokens).detach(), 1e-10, "the next step's output")
+    pair.step(tokens).check()
 
 
 @pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
@@ -147,12 +146,11 @@ def test_label_out_of_range_is_an_index_error(block_compiler):
         def forward(self, x, labels):
             return nn.functional.cross_entropy(super().forward(x), labels)
 
-    model, x = Loss(3).double(), rows(6)
-    step, labels = compiled(model, block_compiler=block_compiler), torch.randint(3, (6,))
-    step(x, labels)
+    pair, x, labels = pair_of(Loss(3).double(), block_compiler=block_compiler), rows(6), torch.randint(3, (6,))
+    pair.compiled(x, labels)
     with pytest.raises(IndexError):
-        step(x, labels + 9)
-    assert_close(step(x, labels).detach(), model(x, labels).detach(), 1e-10, "the next step's loss")
+        pair.compiled(x, labels + 9)
+    pair.step(x, labels).check()
 
 
 def test_sparse_gradients_are_refused():

@@ -4,12 +4,13 @@
 strategies of Hypothesis. docs/testing.md shows them all.
 """
 
-from .comparison import Comparison, Verdict
+from .comparison import Comparison
 from .difference import Difference
 from .equivalence import assert_equivalent, compare
 from .pair import Pair
 from .strategies import batches, options, stacks
 from .training import TrainingComparison, training_equivalent
+from .verdicts import Verdict
 
 __all__ = [
     "Comparison",

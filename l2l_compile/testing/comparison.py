@@ -1,99 +1,13 @@
-"""What a comparison has found, as values: to ask, to print, to assert."""
+"""The result of a comparison: to ask, to print, to assert."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-
-from ..ir.program import Program
 from . import printing
-from .difference import GRADIENT, Difference, Key
-from .rules import Rule
+from .verdicts import Verdicts
 
 
-@dataclass(frozen=True)
-class Own:
-    """The error of eager itself, as norms: on the same batch with its rows reversed, or under autocast. `why` there is none."""
-
-    errors: Mapping[Key, float] = field(default_factory=dict)
-    why: str | None = None
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One difference, judged.
-
-    own      the error of eager itself, as a norm; None where it is not known
-    allowed  the largest error that passes, as a norm
-    is_zero  whether eager's tensor is zero but for rounding
-    """
-
-    difference: Difference
-    own: float | None
-    allowed: float
-    is_zero: bool
-
-    @property
-    def passes(self) -> bool:
-        return self.difference.problem is None and self.difference.error <= self.allowed
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A streamed run beside the same run in eager. `print(comparison)` shows a table.
-
-    title        which runs these are
-    differences  one for each tensor
-    rule         how large an error may be
-    programs     the streamed programs
-    measure      measures the error of eager itself
-    shown        differences that are printed and not judged
-    """
-
-    title: str
-    differences: tuple[Difference, ...]
-    rule: Rule
-    programs: tuple[Program, ...] = field(repr=False)
-    measure: Callable[[], Own] = field(repr=False)
-    shown: tuple[Difference, ...] = ()
-
-    @functools.cached_property
-    def own(self) -> Own:
-        """The error of eager itself. It is measured when first asked for, which must be before the next step of the same pair."""
-        return self.measure()
-
-    @functools.cached_property
-    def failures(self) -> tuple[Verdict, ...]:
-        """The differences that are errors, worst first. Measures the error of eager itself if one does not pass without."""
-        doubtful = [d for d in self.differences if not self._judged(d, None, 0.0).passes]
-        found = [verdict for d in doubtful if not (verdict := self.verdict(d)).passes]
-        return tuple(sorted(found, key=_excess, reverse=True))
-
-    @property
-    def passes(self) -> bool:
-        return not self.failures
-
-    @property
-    def worst(self) -> Verdict:
-        """The gradient with the largest relative error; of all tensors, where there are no gradients."""
-        order = self.ordered()
-        return next((v for v in order if v.difference.key.kind == GRADIENT), order[0])
-
-    def verdict(self, difference: Difference) -> Verdict:
-        """Measures the error of eager itself."""
-        kind = difference.key.kind
-        scale = max(d.norm for d in (*self.differences, *self.shown) if d.key.kind == kind)
-        return self._judged(difference, self.own.errors.get(difference.key), scale)
-
-    def _judged(self, difference: Difference, own: float | None, scale: float) -> Verdict:
-        allowed = max(difference.least, self.rule.allowed(difference.norm, scale, own))
-        return Verdict(difference, own, allowed, self.rule.is_zero(difference.norm, scale, own))
-
-    def ordered(self) -> list[Verdict]:
-        """Failures first, then all that is judged, with tensors that are zero but for rounding last; larger relative errors first."""
-        judged = sorted(map(self.verdict, self.differences), key=lambda v: (v.passes, v.is_zero, -v.difference.relative))
-        return judged + sorted(map(self.verdict, self.shown), key=lambda v: (v.is_zero, -v.difference.relative))
+class Comparison(Verdicts):
+    """A streamed run beside the same run in eager. `print(comparison)` shows a table."""
 
     def check(self) -> Comparison:
         """Itself. Raises `AssertionError` with the failures and the table unless all differences pass."""
@@ -107,9 +21,3 @@ class Comparison:
 
     def __str__(self) -> str:
         return f"{printing.summary(self)}\n\n{self.table()}"
-
-
-def _excess(verdict: Verdict) -> float:
-    if verdict.difference.problem is not None:
-        return float("inf")
-    return verdict.difference.error / verdict.allowed if verdict.allowed else verdict.difference.error

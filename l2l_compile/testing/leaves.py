@@ -53,7 +53,7 @@ def own_copy(tree: Any) -> Any:
     Views stay views: of one copy of the memory that they share.
     """
     memory: dict[int, Any] = {}
-    return mapped(lambda t: _like(t, copy.deepcopy(t.detach(), memory)), tree)
+    return mapped(lambda t: like(t, copy.deepcopy(t.detach(), memory)), tree)
 
 
 def converted(tree: Any, dtype: torch.dtype | None) -> Any:
@@ -62,12 +62,13 @@ def converted(tree: Any, dtype: torch.dtype | None) -> Any:
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if dtype is None or not tensor.is_floating_point() or tensor.dtype is dtype:
             return tensor
-        return _like(tensor, tensor.detach().to(dtype))
+        return like(tensor, tensor.detach().to(dtype))
 
     return mapped(convert, tree)
 
 
-def _like(given: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+def like(given: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """`made` as a leaf of autograd of the same kind."""
     if isinstance(given, torch.nn.Parameter):
         return torch.nn.Parameter(made, given.requires_grad)
     return made.requires_grad_(given.requires_grad)

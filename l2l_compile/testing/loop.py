@@ -38,7 +38,8 @@ class Loop:
         call = call_with(module, optimizer)
         wrapped, found = wrap(call), dict[Key, Any]()
         names = {parameter: name for name, parameter in module.named_parameters()}
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        grouped = {p for group in optimizer.param_groups for p in group["params"]}
+        held = [p for p in names if p in grouped]  # in the order of the module, in which their norm is summed
         for number, (args, kwargs) in enumerate(self.batches):
             args, kwargs = own_copy((args, kwargs))
             loss = self.loss(wrapped(*args, **kwargs))

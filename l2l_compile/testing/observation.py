@@ -57,10 +57,18 @@ def state_of(module: Any) -> State:
 
 
 @torch.no_grad()
-def restore(module: Any, state: State) -> None:
+def restore(module: Any, state: Mapping[Key, Any]) -> None:
     for key, tensor in tensors_of(module):
         if not torch.equal(tensor, state[key]):
             tensor.copy_(state[key])
+
+
+def put_back(module: Any, observed: Mapping[Key, Any]) -> None:
+    """State and gradients as they were observed after a step."""
+    restore(module, observed)
+    if isinstance(module, nn.Module):
+        for name, parameter in module.named_parameters():
+            parameter.grad = observed[Key(GRADIENT, name)]
 
 
 def observe(module: Any, call: Call, step: Step, args: tuple, kwargs: Mapping[str, Any]) -> dict[Key, Any]:

@@ -1,7 +1,12 @@
-"""The error of eager itself, measured on the step that was compared: with the rows reversed, or under autocast."""
+"""The error of eager itself, measured on the step that was compared.
+
+It is that with the rows reversed, or under autocast. Whether a tensor has any digits is measured with the parameters moved by a
+rounding.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +14,14 @@ from typing import Any
 import torch
 
 from ..ir.program import Program
-from .comparison import Own
 from .difference import GRADIENT, INPUT_GRADIENT, LOSS, OUTPUT, Key, error_of, norm_of
-from .observation import Call, State, Step, observe, random_state, restore
+from .moves import Move
+from .observation import Call, State, Step, observe, put_back, random_state, restore
 from .reversal import Reversed
+from .verdicts import DEPENDS, Own
 
 TOGETHER = Key(GRADIENT, "all parameters together")
-UNKNOWN = "not known, since the numbers depend on the order of the rows"
+MOVES = 3  # by chance, one move alone may hit on nearly the same rounding
 
 
 @dataclass(frozen=True)
@@ -38,14 +44,29 @@ class Repeat:
     def reversed(self, narrowest: torch.dtype) -> Own:
         """With the rows in reverse order. There is no such error where half of the digits (of the narrowest dtype) depend on it."""
         limit = torch.finfo(narrowest).eps ** 0.5
+        noise = self._noise(limit)
         for dim in (0, 1):
             try:
                 errors = self._errors(Reversed(self.module, self.results, dim))
             except Exception:  # noqa: BLE001 - a model may fail with anything where what was reversed are no rows
                 continue
-            if all(self._share(errors, kinds) <= limit for kinds in ((LOSS, OUTPUT), (GRADIENT, INPUT_GRADIENT))):
-                return Own(errors)
-        return Own(why=UNKNOWN)
+            if self._is_rounding(errors, limit):
+                return Own(self._small(errors, limit), noise)
+        return Own(noise=noise, why=DEPENDS)
+
+    def _noise(self, limit: float) -> dict[Key, float]:
+        """The largest errors of `MOVES` steps with parameters and batch moved by a rounding; or the parameters alone, if the batch
+        is not to be moved. None if more than half of the digits depend on that too.
+        """
+        for batch in (True, False):
+            found = [self._moved(Move(seed, batch)) for seed in range(MOVES)]
+            if all(self._is_rounding(errors, limit) for errors in found):
+                largest = {key: max(errors.get(key, math.inf) for errors in found) for key in found[0]}
+                return self._small(largest, limit)
+        return {}
+
+    def _moved(self, move: Move) -> dict[Key, float]:
+        return self._errors(self.module, move.state(self.before, self.expected), move.inputs((self.args, dict(self.kwargs))))
 
     def autocast(self, dtype: torch.dtype) -> Own:
         """With the model called under autocast."""
@@ -57,12 +78,28 @@ class Repeat:
         errors = self._errors(call)
         return Own({**errors, TOGETHER: total(e for key, e in errors.items() if key.kind == GRADIENT)})
 
-    def _errors(self, call: Call) -> dict[Key, float]:
-        restore(self.module, self.before)
-        with random_state(self.random):
-            found = observe(self.module, call, self.step, self.args, self.kwargs)
+    def _errors(
+        self, call: Call, state: State | None = None, inputs: tuple[tuple, Mapping[str, Any]] | None = None
+    ) -> dict[Key, float]:
+        """Leaves the model as the step has left it."""
+        restore(self.module, self.before if state is None else state)
+        args, kwargs = (self.args, self.kwargs) if inputs is None else inputs
+        try:
+            with random_state(self.random):
+                found = observe(self.module, call, self.step, args, kwargs)
+        finally:
+            put_back(self.module, self.expected)
         pairs = {key: (found.get(key), value) for key, value in self.expected.items() if isinstance(value, torch.Tensor)}
         return {key: error_of(a, e) for key, (a, e) in pairs.items() if isinstance(a, torch.Tensor) and a.shape == e.shape}
+
+    def _is_rounding(self, errors: Mapping[Key, float], limit: float) -> bool:
+        return all(self._share(errors, kinds) <= limit for kinds in ((LOSS, OUTPUT), (GRADIENT, INPUT_GRADIENT)))
+
+    def _small(self, errors: Mapping[Key, float], limit: float) -> dict[Key, float]:
+        """Without those of single tensors that depend on more than rounding, such as a buffer that keeps rows of the batch."""
+        norms = {key: norm_of(self.expected[key]) for key in errors}
+        scales = {kind: max(norm for key, norm in norms.items() if key.kind == kind) for kind in {key.kind for key in errors}}
+        return {key: error for key, error in errors.items() if error <= limit * scales[key.kind]}
 
     def _share(self, errors: Mapping[Key, float], kinds: tuple[str, ...]) -> float:
         """The error of all tensors of some kinds, relative to them."""

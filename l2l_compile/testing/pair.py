@@ -13,7 +13,7 @@ from ..frontend import dynamo
 from ..inspection import programs
 from ..ir.program import Program
 from ..options import Options
-from .comparison import Comparison, Own
+from .comparison import Comparison
 from .copies import copied, options_of, plain
 from .difference import BUFFER, GRADIENT, INPUT, PARAMETER, Difference, Key, differences
 from .draws import Watched
@@ -23,6 +23,7 @@ from .own_error import NARROW, TOGETHER, Repeat, computed_in, total
 from .reversal import Recorded
 from .rules import AsAutocast, Rule, promise
 from .segments import Places
+from .verdicts import Own
 
 _WRITTEN = (BUFFER, PARAMETER, INPUT)
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from .difference import GRADIENT, LOSS, Difference
-
-if TYPE_CHECKING:
-    from .comparison import Comparison, Verdict
+from .verdicts import DEPENDS, Verdict, Verdicts
 
 SHOWN = 12  # rows of a table, and sentences of an error
 
 
-def summary(comparison: Comparison) -> str:
+def summary(comparison: Verdicts) -> str:
     count, found = len(comparison.differences), len(comparison.failures)
     return f"{comparison.title}: " + (f"{found} of {count} tensors differ" if found else f"equal in all of {count} tensors")
 
 
-def message(comparison: Comparison) -> str:
+def message(comparison: Verdicts) -> str:
     """A sentence for each failure, and where they begin."""
     lines = [summary(comparison), *(f"  {_sentence(comparison, verdict)}" for verdict in comparison.failures[:SHOWN])]
     more = len(comparison.failures) - SHOWN
@@ -31,7 +28,7 @@ def message(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _sentence(comparison: Comparison, verdict: Verdict) -> str:
+def _sentence(comparison: Verdicts, verdict: Verdict) -> str:
     difference = verdict.difference
     if difference.problem is not None:
         return f"{difference} {difference.problem}"
@@ -41,11 +38,11 @@ def _sentence(comparison: Comparison, verdict: Verdict) -> str:
         how = f"is zero but for rounding in eager ({difference.norm:.1e}): it is off by {difference.error:.1e}, {verdict.allowed:.1e} is allowed"
     if not comparison.rule.beside:
         return f"{difference} {how}"
-    own = comparison.own.why if verdict.own is None else _relative(verdict.own, difference)
+    own = (comparison.own.why or DEPENDS) if verdict.own is None else _relative(verdict.own, difference)
     return f"{difference} {how}; {comparison.rule.beside}: {own}"
 
 
-def table(comparison: Comparison, rows: int | None) -> str:
+def table(comparison: Verdicts, rows: int | None) -> str:
     """The loss and the `rows` largest relative errors, beside the error of eager itself. None shows all."""
     order = sorted(comparison.ordered(), key=lambda verdict: verdict.difference.key.kind != LOSS)
     beside = comparison.rule.beside
@@ -59,7 +56,7 @@ def table(comparison: Comparison, rows: int | None) -> str:
     return "\n".join(text)
 
 
-def _cells(comparison: Comparison, verdict: Verdict) -> Iterator[str]:
+def _cells(comparison: Verdicts, verdict: Verdict) -> Iterator[str]:
     difference = verdict.difference
     mark = "" if verdict.passes else "  differs"
     yield str(difference.key)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .leaves import mapped
+
 
 class Recorded:
     """A model whose results are kept, one for each call."""
@@ -37,19 +39,37 @@ class Reversed:
         self._results = iter(results)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
         count = next((t.shape[self.dim] for t in leaves if isinstance(t, torch.Tensor) and t.dim() > self.dim), 0)
-        args, kwargs = pytree.tree_unflatten([self._reverse(leaf, count) for leaf in leaves], structure)
+        turned = list[_Turned]()
+        args, kwargs = mapped(lambda tensor: self._reverse(tensor, count, turned), (args, kwargs))
         found, structure = pytree.tree_flatten(self.model(*args, **kwargs))
+        for one in turned:
+            one.give_back()
         expected = pytree.tree_leaves(next(self._results))
         return pytree.tree_unflatten([_in_order(a, e, count) for a, e in zip(found, expected, strict=True)], structure)
 
-    def _reverse(self, leaf: Any, count: int) -> Any:
+    def _reverse(self, tensor: torch.Tensor, count: int, turned: list[_Turned]) -> torch.Tensor:
         """Rows are in the dimension of the batch, or else in the other one of the first two (the states of recurrent layers)."""
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        dims = [d for d in (self.dim, 1 - self.dim) if d < leaf.dim() and leaf.shape[d] == count]
-        return leaf.flip(dims[0]) if dims else leaf
+        dims = [d for d in (self.dim, 1 - self.dim) if d < tensor.dim() and tensor.shape[d] == count]
+        if not dims:
+            return tensor
+        turned.append(_Turned(tensor, dims[0]))
+        return turned[-1].made
+
+
+class _Turned:
+    """An input with its rows reversed. What the model writes into it goes back to the input."""
+
+    def __init__(self, given: torch.Tensor, dim: int):
+        self.given, self.dim, self.made = given, dim, given.flip(dim)
+        self._before = self.made.detach().clone()
+
+    def give_back(self) -> None:
+        if torch.equal(self.made, self._before):
+            return
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.given.requires_grad):
+            self.given.copy_(self.made.flip(self.dim))
 
 
 def _in_order(actual: Any, expected: Any, count: int) -> Any:

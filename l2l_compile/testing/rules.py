@@ -13,22 +13,35 @@ PROMISED = {torch.float64: 1e-10, torch.float32: 1e-5}  # relative to the norm o
 REORDERINGS = 10  # errors up to so many times that of eager with its rows reversed are rounding
 ROUNDINGS = 32  # errors up to so many units in the last place of the largest tensor of a kind are rounding
 SMALL = 1e-4  # a fixed tolerance takes a tensor to be at least that part of the largest one, if eager's own error is as large
-NO_DIGITS = 1e-2  # eager itself is off by more with its rows reversed: hardly a digit of the tensor is known
+NO_DIGITS = 1e-2  # roundings in eager itself change the tensor by more: hardly a digit of it is known
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A tensor of eager's, as norms.
+
+    norm   of the tensor; in training, of what the steps have added to it
+    scale  of the largest tensor of its kind
+    own    the error of eager itself; None where it is not known
+    noise  how far the tensor moves when the parameters move by one unit in the last place; None where it is not known
+    """
+
+    norm: float
+    scale: float
+    own: float | None = None
+    noise: float | None = None
 
 
 class Rule(Protocol):
-    """`norm` is that of eager's tensor, `scale` that of the largest one of its kind, `own` the error of eager itself, if measured.
-
-    `beside` says which error `own` is, as the title of a column.
-    """
+    """`beside` says which error `own` is, as the title of a column."""
 
     beside: ClassVar[str]
 
-    def allowed(self, norm: float, scale: float, own: float | None) -> float:
+    def allowed(self, expected: Expected) -> float:
         """The largest error, as a norm."""
         ...
 
-    def is_zero(self, norm: float, scale: float, own: float | None) -> bool:
+    def is_zero(self, expected: Expected) -> bool:
         """Whether eager's tensor is zero but for rounding: an error relative to it means nothing."""
         ...
 
@@ -50,19 +63,26 @@ class Promise:
 
     beside: ClassVar[str] = "eager, rows reversed"
 
-    def allowed(self, norm: float, scale: float, own: float | None) -> float:
-        promised, rounding, small = self.tolerance * norm, ROUNDINGS * self.eps * scale, self.tolerance * SMALL * scale
-        reordering = REORDERINGS * own if own is not None else 0.0
-        if self.is_zero(norm, scale, own):
+    def allowed(self, expected: Expected) -> float:
+        promised, rounding = self.tolerance * expected.norm, ROUNDINGS * self.eps * expected.scale
+        small = self.tolerance * SMALL * expected.scale
+        reordering = REORDERINGS * (expected.own or 0.0)
+        if self.is_zero(expected):
             return max(promised, rounding, 0.0 if self.fixed else reordering)
-        if own is None:
+        if expected.own is None:
             return max(promised, min(rounding, small))
         return max(promised, min(reordering, small) if self.fixed else reordering)
 
-    def is_zero(self, norm: float, scale: float, own: float | None) -> bool:
-        if own is None:
-            return norm <= ROUNDINGS * self.eps * scale
-        return own >= NO_DIGITS * norm
+    def is_zero(self, expected: Expected) -> bool:
+        """Such a tensor is a sum whose terms cancel: its rounding is that of the terms.
+
+        Rows in another order may hit on the same rounding (each row is rounded by itself, or all rows are equal). Parameters that
+        move by a rounding give another one. A tensor that is small, and not a sum that cancels, moves by as little as it is small.
+        """
+        measured = [error for error in (expected.own, expected.noise) if error is not None]
+        if not measured:
+            return expected.norm <= ROUNDINGS * self.eps * expected.scale
+        return max(measured) >= NO_DIGITS * expected.norm
 
 
 @dataclass(frozen=True)
@@ -73,11 +93,11 @@ class AsAutocast:
 
     beside: ClassVar[str] = "autocast"
 
-    def allowed(self, norm: float, scale: float, own: float | None) -> float:
-        return max(1.5 * (own or 0.0), self.least * norm)
+    def allowed(self, expected: Expected) -> float:
+        return max(1.5 * (expected.own or 0.0), self.least * expected.norm)
 
-    def is_zero(self, norm: float, scale: float, own: float | None) -> bool:
-        return own is not None and own >= norm
+    def is_zero(self, expected: Expected) -> bool:
+        return expected.own is not None and expected.own >= expected.norm
 
 
 @dataclass(frozen=True)
@@ -92,11 +112,11 @@ class SameUpdates:
 
     beside: ClassVar[str] = "at_step, rows reversed"
 
-    def allowed(self, norm: float, scale: float, own: float | None) -> float:
-        return REORDERINGS * (own or 0.0) if self.is_zero(norm, scale, own) else self.tolerance * norm
+    def allowed(self, expected: Expected) -> float:
+        return REORDERINGS * (expected.own or 0.0) if self.is_zero(expected) else self.tolerance * expected.norm
 
-    def is_zero(self, norm: float, scale: float, own: float | None) -> bool:
-        return self.tolerance > 0 and own is not None and own >= self.noise * norm
+    def is_zero(self, expected: Expected) -> bool:
+        return self.tolerance > 0 and expected.own is not None and expected.own >= self.noise * expected.norm
 
 
 def promise(dtype: torch.dtype, computed_in: torch.dtype, tolerance: float | None) -> Promise:

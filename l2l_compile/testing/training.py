@@ -14,7 +14,7 @@ from ..errors import L2LError
 from ..host.optimizer.compiled_step import why_not_compiled
 from ..inspection import programs
 from ..options import Options
-from .comparison import Comparison, Own
+from .comparison import Comparison
 from .copies import copied, options_of, plain
 from .difference import LOSS, PARAMETER, STATE, Key, difference, error_of, norm_of
 from .draws import Watched
@@ -22,10 +22,11 @@ from .leaves import converted
 from .loop import CallWith, Loop, MakeOptimizer, MakeScheduler, Run
 from .losses import loss_of
 from .observation import Call, State, random_state, state_of
-from .own_error import UNKNOWN, computed_in
+from .own_error import computed_in
 from .reversal import Recorded, Reversed
 from .rules import NO_DIGITS, Rule, SameUpdates, promise
 from .segments import Places
+from .verdicts import DEPENDS, Own
 
 UPDATES = ("at_step", "in_backward", "in_forward")
 COMPILED_UPDATE = 1e-6  # relative error of an update that is compiled into one pass over memory; others have the same bits
@@ -200,7 +201,7 @@ class _Trainings:
             errors = {key: error_of(a, e) for key, (a, e) in pairs.items() if isinstance(a, torch.Tensor)}
             if errors[first] <= limit:
                 return Own(errors)
-        return Own(why=UNKNOWN)
+        return Own(why=DEPENDS)
 
 
 def _narrowest(state: Mapping[Key, torch.Tensor]) -> torch.dtype:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from l2l_compile.frontend import propagation
+from l2l_compile.testing import Pair
 from models import WIDTH, EncoderDecoder, assert_parity, compiled, rows
 
 
@@ -217,6 +220,6 @@ def test_a_number_that_the_graph_itself_holds_breaks_no_graph():
             y = super().forward(x)
             return y[:, torch.tensor(2)].unsqueeze(1) + torch.arange(torch.tensor(WIDTH))
 
-    model, x = Constants(WIDTH, WIDTH), rows(6, WIDTH).float()
+    model = Constants(WIDTH, WIDTH).double()
     whole = torch.compile(model, backend="l2l", fullgraph=True, options={"block_compiler": "eager", "device": "cpu"})
-    torch.testing.assert_close(whole(x), model(x))
+    Pair(model, copy.deepcopy(model), whole).step(rows(6, WIDTH)).check()

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import l2l_compile
 from l2l_compile.frontend.recurrent import layer
-from models import assert_close, assert_parity, compilation, compiled, loss_of, pair_of, rows
+from models import assert_parity, compilation, compiled, forward_alone, loss_of, pair_of, rows
 from narrow_errors import gradient_errors
 
 VOCABULARY, WIDTH = 20, 8
@@ -165,12 +165,10 @@ def test_on_a_device_with_memory_of_its_own(threaded):
 
 
 def test_evaluation():
-    model = LanguageModel(num_layers=3, dropout=0.5).double().eval()
-    step, inputs = compiled(model), batch(6)
+    pair = pair_of(LanguageModel(num_layers=3, dropout=0.5).double().eval(), tolerance=1e-12)
     with torch.no_grad():
-        actual, expected = step(*inputs), model(*inputs)
-    assert_close(actual["loss"], expected["loss"], 1e-12, "loss")
-    assert micro_batches(step) == {3}
+        pair.run(forward_alone, *batch(6)).check()
+    assert micro_batches(pair.compiled) == {3}
 
 
 def test_dropout_between_layers():
@@ -194,7 +192,7 @@ def test_dropout_between_layers():
             found.append(loss())
             for p, d in zip(parameters, direction, strict=True):
                 p -= sign * 1e-5 * d
-    assert_close((found[0] - found[1]).detach() / 2e-5, expected, 1e-6, "slope")
+    assert (found[0] - found[1]).item() / 2e-5 == pytest.approx(expected.item(), rel=1e-6)
     assert loss() == loss() and abs(loss() - model.eval()(*inputs)["loss"]) > 1e-4
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from l2l_compile import programs
-from models import WIDTH, Stack, assert_parity, compiled, rows
+from models import WIDTH, Stack, assert_parity, forward_alone, pair_of, rows
 
 split_graph = torch._dynamo.graph_break
 
@@ -113,7 +113,7 @@ class ALeaf(Parts):
     """A leaf can be written without recording alone, and gets the gradient of what it holds now."""
 
     def forward(self, x):
-        x = x.detach().requires_grad_()
+        x = (x * 1.0).detach().requires_grad_()
         split_graph()
         with torch.no_grad():
             x.mul_(0.5)
@@ -150,21 +150,31 @@ def test_gradients_are_eagers(model, micro_batches):
 
 
 def test_a_written_input_of_the_caller_carries_the_gradient():
-    model = nn.Linear(WIDTH, WIDTH).double()
+    class Adding(nn.Linear):
+        def forward(self, x, y):
+            y.add_(super().forward(x))
 
-    def add(x, y):
-        y.add_(model(x))
+    def step(call, x, y):
+        call(x, y)
+        y.square().mean().backward()
 
-    x, y = rows(6, WIDTH), rows(6, WIDTH)
-    expected = (y + model(x)).square().mean()
-    wanted = torch.autograd.grad(expected, model.weight)[0]
-    compiled(add)(x, y)
-    y.square().mean().backward()
-    torch.testing.assert_close(model.weight.grad, wanted, rtol=1e-10, atol=0)
+    found = pair_of(Adding(WIDTH, WIDTH).double()).run(step, rows(6, WIDTH), rows(6, WIDTH)).check()
+    assert {str(d.key) for d in found.differences if d.norm} == {"input 1", "gradient of weight", "gradient of bias"}
+
+
+@pytest.mark.xfail(strict=True, reason="a result has memory of its own where eager returns a view of an input (docs/limits.md)")
+@pytest.mark.parametrize("view", [lambda x: x[:, :4], lambda x: x.detach()], ids=["slice", "detach"])
+def test_a_view_of_an_input_that_is_written_behind_a_graph_break_writes_the_input(view):
+    class Behind(Parts):
+        def forward(self, x):
+            seen = view(x)
+            split_graph()
+            seen.mul_(0.5)
+            return self.a(x)
+
+    assert_parity(Behind().double(), rows(6, WIDTH))
 
 
 def test_without_gradients_new_contents_are_written_all_the_same():
-    model = Kept().double()
-    x = rows(6, WIDTH)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(model)(x), model(x), rtol=1e-10, atol=1e-12)
+        pair_of(Kept().double()).run(forward_alone, rows(6, WIDTH)).check()

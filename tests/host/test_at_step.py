@@ -34,7 +34,7 @@ MODELS = {"linear": Stack, "frozen": frozen_in_the_middle, "convolutions": Convo
 
 def train_eagerly(model, make_optimizer, steps, micro_batches):
     """Each micro-batch forward and backward; `backward` adds their gradients up in `p.grad`, in fp32."""
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model.parameters())
     for number in range(steps):
         whole = data(number)
         parts = whole.split(micro_batch_sizes(len(whole), micro_batches))
@@ -55,7 +55,7 @@ def test_bit_equal_to_eager_on_the_same_micro_batches(make, optimizer):
     reference = copy.deepcopy(model)
     expected = train_eagerly(reference, OPTIMIZERS[optimizer], 20, micro_batches=3)
 
-    found = OPTIMIZERS[optimizer](model)
+    found = OPTIMIZERS[optimizer](model.parameters())
     step = compiled(model, micro_batches=3)
     for number in range(20):
         step(data(number)).pow(2).mean().backward()

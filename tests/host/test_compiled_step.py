@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from test_updates import MODES, OPTIMIZERS, data, frozen_in_the_middle, train
+from test_updates import MODES, OPTIMIZERS, data, frozen_in_the_middle, same_training
 from torch import nn
 
 from l2l_compile import L2LError, synchronize
@@ -151,18 +151,7 @@ PAIRS = [(name, Stack) for name in OPTIMIZERS] + [(n, m) for n in ("adamw", "lam
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer, make", PAIRS)
 def test_training_equals_updates_at_step(optimizer, make, precision):
-    torch.manual_seed(0)
-    model = make()
-    _, weights, states = train(copy.deepcopy(model), OPTIMIZERS[optimizer], "at_step", precision=precision)
-    for update in MODES:
-        _, found, found_states = train(
-            copy.deepcopy(model), OPTIMIZERS[optimizer], update, compile_update=True, precision=precision
-        )
-        for name, value in weights.items():
-            assert relative(found[name], value) < 1e-6, name
-        for index, state in states["state"].items():
-            for name, value in state.items():
-                assert relative(torch.as_tensor(found_states["state"][index][name]), torch.as_tensor(value)) < 1e-6, (index, name)
+    same_training(make, optimizer, MODES, precision=precision)
 
 
 def trained(update="in_backward", make_optimizer=torch.optim.AdamW, **options):

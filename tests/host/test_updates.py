@@ -15,26 +15,28 @@ from torch import nn
 import l2l_compile
 from l2l_compile import L2LError
 from l2l_compile.session import session_of
-from models import Broken, Shared, Stack, compiled
+from l2l_compile.testing import training_equivalent
+from models import Broken, Shared, Stack, assert_same_state, compiled
 
 MODES = ("in_backward", "in_forward")
 
 
-def two_groups(model):
-    decayed, others = ([p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
+def two_groups(parameters):
+    parameters = list(parameters)
+    decayed, others = ([p for p in parameters if (p.dim() > 1) == matrix] for matrix in (True, False))
     return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
 
 
-def lamb(model):
-    return pytest.importorskip("pytorch_optimizer").Lamb(two_groups(model), lr=1e-2)
+def lamb(parameters):
+    return pytest.importorskip("pytorch_optimizer").Lamb(two_groups(parameters), lr=1e-2)
 
 
 OPTIMIZERS = {
-    "adamw": lambda model: torch.optim.AdamW(two_groups(model), lr=1e-2),
-    "fused adamw": lambda model: torch.optim.AdamW(two_groups(model), lr=1e-2, fused=True),
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
-    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2),
-    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
+    "adamw": lambda parameters: torch.optim.AdamW(two_groups(parameters), lr=1e-2),
+    "fused adamw": lambda parameters: torch.optim.AdamW(two_groups(parameters), lr=1e-2, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
     "lamb": lamb,
 }
 
@@ -43,55 +45,31 @@ def data(step: int):
     return torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
 
 
-def train(model, make_optimizer, update, steps=20, clip=None, accumulate=1, **options):
-    """Losses, parameters and optimizer state after training; the loop is the same for all values of `update`."""
-    torch._dynamo.reset()
-    optimizer = make_optimizer(model)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
-    if update != "at_step":
-        options = {"optimizer": optimizer, "update": update, "accumulate": accumulate, "compile_update": False, **options}
-    if update == "in_forward":
-        options["max_grad_norm"] = clip
-    step = compiled(model, **options)
-    losses = []
-    for number in range(steps):
-        for part in range(accumulate):
-            loss = step(data(number * accumulate + part)).pow(2).mean()
-            loss.backward()
-            losses.append(loss.item())
-        if clip and update == "at_step":
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        if update != "at_step":
-            assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return losses, model.state_dict(), optimizer.state_dict()
-
-
-def assert_equal(found, expected):
-    assert found[0] == expected[0]
-    for name, value in expected[1].items():
-        assert torch.equal(found[1][name], value), name
-    assert found[2]["param_groups"] == expected[2]["param_groups"]
-    assert found[2]["state"].keys() == expected[2]["state"].keys()
-    for index, state in expected[2]["state"].items():
-        for name, value in state.items():
-            other = found[2]["state"][index][name]
-            assert torch.equal(other, value) if isinstance(value, torch.Tensor) else other == value, (index, name)
-
-
 def frozen_in_the_middle():
     model = Stack(4)
     model.layers[1].requires_grad_(False)
     return model
 
 
+def same_training(make, optimizer, updates, *, steps=20, accumulate=1, clip=None, **options):
+    """Ways to update train as `at_step` does, and that as eager; in float32."""
+    return training_equivalent(
+        make(),
+        [data(number) for number in range(steps * accumulate)],
+        OPTIMIZERS[optimizer],
+        updates=updates,
+        options={"micro_batches": 3, "block_compiler": "eager", **options},
+        dtype=None,
+        loss=lambda outputs: outputs.pow(2).mean(),
+        scheduler=lambda made: torch.optim.lr_scheduler.CosineAnnealingLR(made, 30),
+        accumulate=accumulate,
+        max_grad_norm=clip,
+    )
+
+
 def same_update(make, optimizer, update, **how):
-    torch.manual_seed(0)
-    model = make()
-    expected = train(copy.deepcopy(model), OPTIMIZERS[optimizer], "at_step", **how)
-    assert_equal(train(model, OPTIMIZERS[optimizer], update, **how), expected)
+    """With the same bits as `at_step`."""
+    same_training(make, optimizer, (update,), compile_update=False, **how)
 
 
 @pytest.mark.parametrize("update", MODES)
@@ -164,8 +142,7 @@ def test_two_forwards_of_one_backward_are_one_step(update):
             (net(data(1)).pow(2).mean() + net(data(2)).pow(2).mean()).backward()
             opt.step()
             opt.zero_grad()
-    for (name, p), q in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=name)
+    assert_same_state(model, reference, 1e-5)
 
 
 @pytest.mark.parametrize("update", MODES)
@@ -201,7 +178,8 @@ def test_a_gradient_from_outside_is_added_in_forward_and_refused_in_backward():
     for net, own, opt in ((step, model, optimizer), (reference, reference, plain)):
         (net(data(1)).pow(2).mean() + own.head.weight.pow(2).sum()).backward()
         opt.step()
-    torch.testing.assert_close(model.state_dict()["head.weight"], reference.state_dict()["head.weight"])
+    l2l_compile.synchronize(step)
+    assert_same_state(model, reference, 1e-6)
 
     step, optimizer = step_of(Stack(), "in_backward")
     (step(data(1)).pow(2).mean() + step.head.weight.pow(2).sum()).backward()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from l2l_compile.lowering.randomness import draws_random, hoist_draws
-from models import Attention, Layer, Stack, assert_close, compiled, rows
+from models import Attention, Layer, Stack, compiled, rows
 
 
 class Noisy(Layer):
@@ -142,7 +142,7 @@ def test_draws_become_operands_in_the_order_of_the_operations():
     x = torch.full((3,), 0.5)
     found = module(x, *operands)
     expected = operands[0] + (operands[1] < x).float() + x * operands[2] * 2 + operands[3]
-    assert_close(found, expected, 1e-6, "sum of draws")
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 def test_draw_that_nobody_reads_keeps_the_numbers_of_the_others():

@@ -15,7 +15,7 @@ import l2l_compile.lowering.lower
 from l2l_compile.errors import LoweringError
 from l2l_compile.lowering.forms import constant_form
 from l2l_compile.testing import Pair
-from models import WIDTH, Attention, assert_parity, compiled, loss_of, rows
+from models import WIDTH, Attention, assert_parity, compiled, forward_alone, loss_of, rows
 
 LIBRARY = torch.library.Library("l2l_test_sizes", "DEF")
 LIBRARY.define("short_or_mixed(Tensor x) -> Tensor")
@@ -139,11 +139,10 @@ def test_evaluation_lowers_nothing_new(lowered):
     step = compiled(model)
     step_at(model, step, 6, 9)
     del lowered[:]
-    model.eval()
-    x = rows(6, 9, WIDTH)
-    assert torch.allclose(step(x), model(x), atol=1e-12)
+    pair, x = Pair(model.eval(), copy.deepcopy(model), step, tolerance=1e-12), rows(6, 9, WIDTH)
+    pair.run(forward_alone, x).check()
     with torch.no_grad():
-        assert torch.allclose(step(x), model(x), atol=1e-12)
+        pair.run(forward_alone, x).check()
     assert not lowered
 
 

@@ -15,7 +15,8 @@ from torch import nn
 import l2l_compile
 from l2l_compile import L2LError
 from l2l_compile.testing import Pair, assert_equivalent, compare, training_equivalent
-from l2l_compile.testing.rules import Promise, promise
+from l2l_compile.testing.own_error import MOVES
+from l2l_compile.testing.rules import Expected, Promise, promise
 from models import WIDTH, Attention, Layer, Stack, assert_parity, compiled, functional, rows
 
 OPTIONS = {"micro_batches": 3, "block_compiler": "eager", "device": "cpu"}
@@ -231,16 +232,29 @@ def test_the_default_tolerance_is_the_promise():
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_what_is_allowed(fixed):
+    def allowed(norm, own, noise=None):
+        return rule.allowed(Expected(norm, largest, own, noise))
+
     rule, largest, rounding = Promise(1e-10, 2**-52, fixed), 2.0, 32 * 2**-52 * 2.0
-    assert rule.allowed(0.5, largest, 1e-16) == 0.5e-10
-    assert rule.allowed(0.5, largest, 1e-8) == (0.5e-10 if fixed else 1e-7)  # eager itself is off by 1e-8
-    assert rule.allowed(1e-6, largest, 1e-15) == pytest.approx(1e-14)  # of the rounding at the size of the largest
-    assert rule.allowed(1e-6, largest, 1e-14) == pytest.approx(1e-10 * 1e-4 * largest if fixed else 1e-13)
-    assert rule.is_zero(1e-18, largest, 1e-18) and not rule.is_zero(1e-18, largest, 1e-30)
-    assert rule.allowed(1e-18, largest, 1e-18) == rounding
-    assert rule.allowed(1e-18, largest, 1e-30) == pytest.approx(1e-28)
-    assert rule.allowed(1e-18, largest, None) == rounding and rule.allowed(1.0, largest, None) == 1e-10
-    assert Promise(1e-10, 2**-23, fixed).allowed(1e-3, largest, None) == pytest.approx(1e-14 * largest)
+    assert allowed(0.5, 1e-16) == 0.5e-10
+    assert allowed(0.5, 1e-8) == (0.5e-10 if fixed else 1e-7)  # eager itself is off by 1e-8
+    assert allowed(1e-6, 1e-15) == pytest.approx(1e-14)  # of the rounding at the size of the largest
+    assert allowed(1e-6, 1e-14) == pytest.approx(1e-10 * 1e-4 * largest if fixed else 1e-13)
+    assert allowed(1e-18, 1e-18) == rounding
+    assert allowed(1e-18, 1e-30) == pytest.approx(1e-28)
+    assert allowed(1e-18, None) == rounding and allowed(1.0, None) == 1e-10
+    assert allowed(1e-18, 0.0, 1e-18) == allowed(1e-18, None, 1e-18) == rounding
+    assert allowed(1e-18, None, 1e-30) == pytest.approx(1e-28)
+    assert allowed(1e-9, 0.0, 1e-9) == rounding  # what moves tells that the tensor is zero, and not how far it may be off
+    assert Promise(1e-10, 2**-23, fixed).allowed(Expected(1e-3, largest)) == pytest.approx(1e-14 * largest)
+
+
+def test_what_is_zero_but_for_rounding():
+    rule, largest = Promise(1e-10, 2**-52, fixed=True), 2.0
+    assert rule.is_zero(Expected(1e-18, largest, 1e-18)) and not rule.is_zero(Expected(1e-18, largest, 1e-30))
+    assert rule.is_zero(Expected(1e-18, largest, 0.0, 1e-18)) and rule.is_zero(Expected(1e-18, largest, None, 1e-18))
+    assert not rule.is_zero(Expected(1e-18, largest, None, 1e-30))  # as small as that, with all its digits
+    assert rule.is_zero(Expected(1e-18, largest)) and not rule.is_zero(Expected(1e-12, largest))
 
 
 class Cancelling(nn.Module):
@@ -314,9 +328,11 @@ def test_a_step_that_draws_its_own_batch_has_the_same_one_each_time():
     pair = Pair.of(Stack(2), OPTIONS)
     for _ in range(2):
         assert pair.run(step).check().own.why is None
-    assert len(drawn) == 6
-    assert all(torch.equal(drawn[i], drawn[0]) for i in (1, 2)) and all(torch.equal(drawn[i], drawn[3]) for i in (4, 5))
-    assert not torch.equal(drawn[0], drawn[3])
+    runs = 2 + 1 + MOVES  # eager and streamed, and the errors of eager
+    assert len(drawn) == 2 * runs
+    first, second = drawn[:runs], drawn[runs:]
+    assert all(torch.equal(x, step[0]) for step in (first, second) for x in step)
+    assert not torch.equal(first[0], second[0])
 
 
 def test_measuring_eager_twice_gives_the_same():
@@ -325,6 +341,102 @@ def test_measuring_eager_twice_gives_the_same():
     for _ in range(2):
         comparison = pair.step(rows(6)).check()
     assert max(comparison.own.errors.values()) < 1e-12 and comparison.measure() == comparison.own
+
+
+class Rows(Stack):
+    """A buffer that keeps rows of the batch: it depends on their order, and nothing else does."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.register_buffer("kept", torch.zeros(2, 5))
+
+    def forward(self, x):
+        self.kept.copy_(x[:2])
+        return super().forward(x)
+
+
+def test_a_buffer_that_keeps_rows_has_no_error_of_eagers_that_would_allow_more():
+    comparison = assert_equivalent(Rows(), rows(6), options=OPTIONS)
+    verdicts = {v.difference.key.kind: v for v in map(comparison.verdict, comparison.differences)}
+    assert verdicts["buffer"].own is None and verdicts["gradient"].own is not None
+    assert verdicts["buffer"].allowed == 1e-10 * verdicts["buffer"].difference.norm
+
+
+def test_measuring_eager_leaves_it_as_its_step_did():
+    pair = Pair.of(Rows(), OPTIONS)
+    comparison, kept = pair.step(rows(6)), pair.eager.kept.clone()
+    gradients = [p.grad for p in pair.eager.parameters()]
+    assert comparison.own.errors and torch.equal(pair.eager.kept, kept)
+    assert all(p.grad is g for p, g in zip(pair.eager.parameters(), gradients, strict=True))
+
+
+def test_inputs_whose_rows_are_written_are_written_with_the_rows_reversed():
+    class Halving(Stack):
+        def forward(self, x, y):
+            y.mul_(0.5).add_(self.embed(x))
+            return super().forward(x) * y.sum(-1, keepdim=True)
+
+    comparison = assert_equivalent(Halving(2), rows(6), rows(6, WIDTH), options=OPTIONS)
+    written = next(d for d in comparison.differences if str(d.key) == "input 1")
+    assert comparison.verdict(written).own < 1e-14 * written.norm
+
+
+class Keys(nn.Module):
+    """The bias of keys has no influence on a softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Attention() for _ in range(2)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Flat(nn.Module):
+    """Norms of values that are all equal: a rounding that each row has by itself, in whatever order."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(2)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x.sum(1, keepdim=True).expand_as(x).clone())
+        return x
+
+
+@pytest.mark.parametrize(
+    "model, batch, names",
+    [
+        (Keys, lambda: rows(1, 4, WIDTH).expand(4, 4, WIDTH), [f"layers.{i}.k.bias" for i in range(2)]),
+        (Flat, lambda: rows(6, WIDTH), [f"layers.{i}.norm.weight" for i in range(2)]),
+    ],
+    ids=["equal rows", "rounding of a row"],
+)
+def test_a_gradient_that_is_zero_but_for_rounding_with_its_rows_in_any_order(model, batch, names):
+    """Reversed rows give the same bits. Parameters that move by a rounding do not."""
+    comparison = assert_equivalent(model(), batch().contiguous(), options=OPTIONS)
+    verdicts = [v for v in map(comparison.verdict, comparison.differences) if v.difference.key.name in names]
+    assert [v.is_zero for v in verdicts] == [True, True]
+    assert any(v.own < 1e-2 * v.difference.norm for v in verdicts)
+
+
+def test_a_gradient_that_is_small_is_not_zero():
+    """It has all its digits, however small it is beside others."""
+
+    class Small(Stack):
+        def forward(self, x):
+            return super().forward(x) + 1e-20 * self.extra(x)
+
+    model = Small(2)
+    model.extra = nn.Linear(5, 3)
+    comparison = assert_equivalent(model, rows(6), options=OPTIONS)
+    found = {v.difference.key.name: v for v in map(comparison.verdict, comparison.differences)}
+    small = found["extra.weight"]
+    assert small.difference.norm < 1e-18 and not small.is_zero
+    assert small.allowed == 1e-10 * small.difference.norm
 
 
 # ---- 16 bits ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import nn
 
 from l2l_compile.runtime import segment_run
 from l2l_compile.testing import assert_equivalent, compare, training_equivalent
-from models import WIDTH, Attention, Layer, Stack, rows
+from models import WIDTH, Attention, Layer, Stack, assert_parity, rows
 from test_huggingface import llama
 
 OPTIONS = {"micro_batches": 3, "block_compiler": "eager", "device": "cpu"}
@@ -180,6 +180,59 @@ def test_a_counter_counted_twice(inject):
     inject("layers.1.norm", "forward", fault)
     text = failing(Stack([Layer(norm=nn.BatchNorm1d) for _ in range(3)]), rows(7))
     assert "buffer layers.1.norm.num_batches_tracked (segment 'layers.1.norm') is 2, and eager's is 1" in text
+
+
+class Keeping(nn.Module):
+    """Keeps rows of the batch in a buffer and in an input: which ones, depends on their order."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = Stack(2)
+        self.register_buffer("kept", torch.zeros(2, WIDTH))
+
+    def forward(self, x, seen):
+        y = self.stack.embed(x)
+        self.kept.copy_(y[:2].detach())
+        seen.add_(x.sum(-1, keepdim=True))
+        for layer in self.stack.layers:
+            y = layer(y)
+        return self.stack.head(y)
+
+
+@pytest.mark.parametrize(
+    "shape, named",
+    [((2, WIDTH), "buffer kept (segment 'stack.layers.0')"), ((7, 1), "input 1")],
+    ids=["buffer", "input"],
+)
+def test_a_write_of_rows_that_is_wrong(inject, shape, named):
+    """Eager with its rows reversed writes other rows: that is no error of eager, and allows none."""
+
+    def fault(lowered, made, arguments):
+        return [m * (1 + 1e-9) if m.shape == shape else m for m in made]
+
+    inject("stack.layers.0", "forward", fault)
+    text = failing(Keeping(), rows(7), rows(7, 1))
+    assert "1 of 20 tensors differ" in text and f"{named} is off by 1.0e-09" in text
+
+
+def test_a_wrong_gradient_that_is_small_beside_others(inject):
+    """It is no rounding, although it is less than that of others: it has all its digits."""
+
+    class Small(Regression):
+        def forward(self, x):
+            found = super().forward(x)
+            return found | {"loss": found["loss"] + 1e20 * self.stack.embed.bias.sum()}
+
+    inject("stack.layers.1", "backward", scaled("up.weight", 1 + 1e-9))
+    text = failing(Small(), rows(7))
+    assert "1 of 24 tensors differ" in text
+    assert "gradient of stack.layers.1.up.weight (segment 'stack.layers.1') is off by" in text
+
+
+def test_a_wrong_gradient_in_the_helper_of_the_suite(inject):
+    inject("stack.layers.1", "backward", scaled("up.weight", 1 + 1e-9))
+    with pytest.raises(AssertionError, match=r"gradient of stack.layers.1.up.weight \(segment 'stack.layers.1'\) is off by"):
+        assert_parity(Regression().double(), rows(7))
 
 
 def test_a_wrong_gradient_of_a_value_names_the_segment_where_it_begins(inject):
