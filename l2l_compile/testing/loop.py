@@ -37,7 +37,7 @@ class Loop:
         scheduler = self.scheduler(optimizer) if self.scheduler is not None else None
         call = call_with(module, optimizer)
         wrapped, found = wrap(call), dict[Key, Any]()
-        names = {parameter: name for name, parameter in module.named_parameters()}
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         grouped = {p for group in optimizer.param_groups for p in group["params"]}
         held = [p for p in names if p in grouped]  # in the order of the module, in which their norm is summed
         for number, (args, kwargs) in enumerate(self.batches):
@@ -69,7 +69,7 @@ class Run:
     results: Sequence[Any] = field(repr=False)
 
 
-def _state_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[Key, Any]:
+def _state_of(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[Key, Any]:
     found: dict[Key, Any] = {}
     for parameter, state in optimizer.state.items():
         found |= {Key(STATE, f"{names[parameter]}: {name}"): _own(value) for name, value in state.items()}

@@ -155,6 +155,6 @@ def _together(found: Sequence[Difference]) -> Difference:
 
 def _dtype_of(repeat: Repeat) -> torch.dtype:
     """The narrowest floating-point dtype of the parameters; of the inputs, where there are none."""
-    parameters = list(repeat.module.parameters()) if isinstance(repeat.module, nn.Module) else []
+    parameters: list[torch.Tensor] = list(repeat.module.parameters()) if isinstance(repeat.module, nn.Module) else []
     tensors = parameters or [t for t in inputs_of(repeat.args, repeat.kwargs).values() if isinstance(t, torch.Tensor)]
     return min((t.dtype for t in tensors if t.is_floating_point()), key=lambda d: d.itemsize, default=torch.float64)

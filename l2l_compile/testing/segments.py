@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..ir.program import Program, Segment
+from ..ir.program import Program
+from ..ir.segments import Segment
 from .difference import BUFFER, GRADIENT, LOSS, PARAMETER, STATE, Key
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,11 +59,14 @@ class Attention(nn.Module):
         return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "none": lambda _: nn.Identity()}
+
+
 class Layer(nn.Module):
     def __init__(self, plan: LayerPlan, width: int):
         super().__init__()
         self.plan = plan
-        self.norm = {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "none": lambda _: nn.Identity()}[plan.norm](width)
+        self.norm = NORMS[plan.norm](width)
         if plan.mixer == "attention":
             self.mix = Attention(width)
         else:

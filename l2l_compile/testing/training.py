@@ -89,11 +89,16 @@ def training_equivalent(
         raise L2LError("the option 'optimizer' is set for each way to update: leave it out, and give the argument `optimizer`")
     if built.precision != "fp32" and dtype is torch.float64:
         dtype = torch.float32  # float64 has no 16-bit copy
-    given = [_arguments(batch, dtype) for batch in batches]
-    if not given or len(given) % accumulate:
-        raise L2LError(f"{len(given)} batches are no whole number of steps of {accumulate}")
-    loop = Loop(given, optimizer, scheduler, loss_of if loss is None else loss, accumulate, max_grad_norm)
-    trainings = _Trainings(plain(model), dtype, chosen, loop, torch.get_rng_state())
+    module = plain(model)
+    if not isinstance(module, nn.Module):
+        raise L2LError(
+            f"training needs a module, which has parameters, got {module!r}: compare a function with `assert_equivalent`"
+        )
+    calls = [_arguments(batch, dtype) for batch in batches]
+    if not calls or len(calls) % accumulate:
+        raise L2LError(f"{len(calls)} batches are no whole number of steps of {accumulate}")
+    loop = Loop(calls, optimizer, scheduler, loss_of if loss is None else loss, accumulate, max_grad_norm)
+    trainings = _Trainings(module, dtype, chosen, loop, torch.get_rng_state())
 
     ways = [update for update in updates if update != "at_step"]
     if built.precision != "fp32" and not ways:
@@ -169,11 +174,11 @@ class _Trainings:
         places = Places(programs(streamed.call))
         found = []
         for key in dict.fromkeys((*expected.values, *streamed.values)):
-            pair, segments = (streamed.values.get(key), expected.values.get(key)), places(_owner(key))
+            actual, theirs, segments = streamed.values.get(key), expected.values.get(key), places(_owner(key))
             norm, least = None, 0.0
-            if key.kind == PARAMETER:
-                norm, least = error_of(pair[1], self.before[key]), rounding * norm_of(pair[1])
-            found.append(difference(key, *pair, segments, norm, least))
+            if key.kind == PARAMETER and isinstance(theirs, torch.Tensor):
+                norm, least = error_of(theirs, self.before[key]), rounding * norm_of(theirs)
+            found.append(difference(key, actual, theirs, segments, norm, least))
 
         def own() -> Own:
             return self._reversed(expected, call_with, self._computed_in(streamed))

@@ -85,3 +85,8 @@ def test_what_is_refused():
         training_equivalent(model, [rows(6)] * 3, adamw, options=OPTIONS, accumulate=2)
     with pytest.raises(L2LError, match="leave it out"):
         training_equivalent(model, [rows(6)], adamw, options={**OPTIONS, "optimizer": adamw(model.parameters())})
+
+
+def test_a_function_cannot_be_trained():
+    with pytest.raises(L2LError, match="training needs a module.*assert_equivalent"):
+        training_equivalent(torch.sin, [rows(4)], lambda parameters: torch.optim.SGD(parameters, lr=0.1))
