@@ -81,7 +81,7 @@ def observe(module: Any, call: Call, step: Step, args: tuple, kwargs: Mapping[st
     for name, tensor in inputs_of(args, kwargs).items():
         if isinstance(tensor, torch.Tensor):
             found[Key(INPUT, name)] = tensor.detach()
-            if tensor.requires_grad:
+            if tensor.requires_grad and tensor.is_leaf:  # one that the model wrote into with a gradient is none
                 found[Key(INPUT_GRADIENT, name)] = tensor.grad
     if isinstance(module, nn.Module):
         found |= {Key(GRADIENT, name): p.grad for name, p in module.named_parameters()}

@@ -142,6 +142,7 @@ def test_two_forwards_of_one_backward_are_one_step(update):
             (net(data(1)).pow(2).mean() + net(data(2)).pow(2).mean()).backward()
             opt.step()
             opt.zero_grad()
+    l2l_compile.synchronize(step)
     assert_same_state(model, reference, 1e-5)
 
 
