@@ -197,7 +197,7 @@ class _Explainer:
         after = self.dump.next_program() if self.dump is not None else trace_pass
         program, _ = compile_program(capture(gm), self.options, lowering, after)
         self.programs.append(program)
-        return lambda *arguments: [_placeholder(program, i, arguments) for i in range(len(program.captured.outputs))]
+        return lambda *arguments: _placeholders(program, arguments)
 
     def report(self) -> Report:
         programs = tuple(self.programs)
@@ -211,6 +211,13 @@ class _Explainer:
             _how_updated(self.options),
             self.options,
         )
+
+
+def _placeholders(program: Program, arguments: Sequence[Any]) -> list[Any]:
+    """What a call of a program that runs nothing returns."""
+    outputs = [_placeholder(program, position, arguments) for position in range(len(program.captured.outputs))]
+    program.captured.fill_views(outputs, arguments, program.bindings)
+    return outputs
 
 
 def _placeholder(program: Program, position: int, arguments: Sequence[Any]) -> Any:

@@ -24,6 +24,7 @@ from . import dynamo
 from .inline import inline_subgraphs
 from .simplify import simplify
 from .stacked import take_slices_apart
+from .views import take_views
 from .writes import settle_writes, with_states
 
 
@@ -37,6 +38,7 @@ def capture(gm: fx.GraphModule) -> Captured:
     inputs = tuple(_describe(i, n) for i, n in enumerate(gm.graph.find_nodes(op="placeholder")))
     batch, why_static = _batch_symbol(inputs)
     inputs = with_states([_functional_weight(i, batch) for i in inputs], gm.graph)
+    views = take_views(gm.graph, inputs)
     parts = take_slices_apart(gm.graph, inputs)
     specs = {
         node: TensorSpec.of(node.meta["example_value"], batch)
@@ -57,6 +59,7 @@ def capture(gm: fx.GraphModule) -> Captured:
         autocast=_autocast(),
         break_reason=dynamo.graph_break(gm),
         parts=parts,
+        views=views,
     )
     _lift_constants(captured)
     return captured

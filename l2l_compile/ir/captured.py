@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from .values import Bindings, TensorSpec
+from .values import Bindings, Dim, TensorSpec, evaluate
 
 LOSS_TERM = "loss_term"  # in the meta of a node that stands for what rows contribute to a loss: never rounded to 16 bits
 
@@ -54,6 +54,36 @@ class Input:
         return self.index if self.part is None else self.part.of
 
 
+@dataclass(frozen=True)
+class View:
+    """A result in the memory of an argument or of another result.
+
+    base         the index of the argument, or the position of the other result
+    of_argument  which of both
+    shape, stride, start  in entries; `start` counts from the first entry of what it is a view of
+    """
+
+    base: int
+    of_argument: bool
+    shape: tuple[Dim, ...]
+    stride: tuple[Dim, ...]
+    start: Dim
+    differentiable: bool
+
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        """The symbols in its sizes."""
+        dims = (*self.shape, *self.stride, self.start)
+        return {symbol for dim in dims if isinstance(dim, sympy.Expr) for symbol in dim.free_symbols}
+
+    def of(self, base: torch.Tensor, bindings: Bindings) -> torch.Tensor:
+        """The view of a tensor, for these sizes."""
+        if base.requires_grad and not self.differentiable:
+            base = base.detach()
+        shape, stride = ([evaluate(dim, bindings) for dim in dims] for dims in (self.shape, self.stride))
+        return base.as_strided(shape, stride, base.storage_offset() + evaluate(self.start, bindings))
+
+
 @dataclass
 class Captured:
     """Dynamo's graph, ready for the passes.
@@ -70,6 +100,7 @@ class Captured:
     break_reason why Dynamo ended the graph early, if it did
     lookups      the specs of weights in blocks that only look rows up in them, where those are not in `specs`
     dropped      outputs that are not made, by position: there is None in their place
+    views        outputs that are views of an argument or of another output, by position: there is None in their place as well
     """
 
     graph: fx.Graph
@@ -86,6 +117,7 @@ class Captured:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     lookups: dict[fx.Node, TensorSpec] = field(default_factory=dict)
     dropped: dict[int, TensorSpec] = field(default_factory=dict)
+    views: dict[int, View] = field(default_factory=dict)
     parts: tuple[Input, ...] = ()
 
     @property
@@ -98,6 +130,11 @@ class Captured:
         """What the graph returns: nodes, and plain constants."""
         (returned,) = self.graph.output_node().args
         return tuple(cast(Sequence, returned))
+
+    def fill_views(self, outputs: list, arguments: Sequence, bindings: Bindings) -> None:
+        """Put the outputs that are views where they belong, once the others are there."""
+        for position, view in self.views.items():
+            outputs[position] = view.of((arguments if view.of_argument else outputs)[view.base], bindings)
 
     def bindings(self, arguments) -> dict[sympy.Symbol, int]:
         """The symbols' values at a call with these arguments (tensors and ints)."""

@@ -82,6 +82,7 @@ class Runner:
         self._written = [*program.carried, *(nodes.operands(node).input for node in result.writes)]
         self._made = sorted(first.values())  # positions among the outputs, each value once
         self._source = [None if node is None else self._made.index(first[node]) for node in made]
+        self._viewed = {view.base for view in self.captured.views.values() if not view.of_argument}
         self.differentiable = [differentiable[position] for position in self._made]
 
     def __call__(self, *arguments: Any) -> list:
@@ -99,6 +100,7 @@ class Runner:
             arguments[index].copy_(outputs.pop())  # where autograd sees it: what reads the argument from now on leads here
         for position, spec in self.captured.dropped.items():
             outputs[position] = torch.empty(spec.sizes(self.captured.bindings(arguments)), dtype=spec.dtype, device="meta")
+        self.captured.fill_views(outputs, arguments, self.captured.bindings(arguments))
         return outputs
 
     def _plain(self, node: Any, arguments: Sequence) -> Any:
@@ -170,6 +172,7 @@ class Runner:
         if to_train:
             self._waiting.add(stashes)
         made = [_joined(outputs[position], captured.specs[self._outputs[position]]) for position in self._made]
+        made = [t.contiguous() if position in self._viewed else t for position, t in zip(self._made, made, strict=True)]
         kept_memory = {t.untyped_storage().data_ptr() for value in kept for t in value.tensors}
         made = [t.clone() if t.untyped_storage().data_ptr() in kept_memory else _no_view(t) for t in made]
         self.stats.forward_seconds = time.perf_counter() - start
