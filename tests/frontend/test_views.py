@@ -175,3 +175,16 @@ def test_a_view_in_another_dtype_is_a_copy():
 def test_the_report_follows_views_through_graph_breaks(case):
     report = l2l_compile.explain(Views(case).double(), {"micro_batches": 3})(rows(6, WIDTH))
     assert len(report.programs) > 1 and not report.uncompiled
+
+
+def test_a_view_of_a_result_that_is_not_made_is_a_shape():
+    def forward(model, x):
+        made = model.a(x)
+        return made.square().mean(), made, made[:, 1:]
+
+    step = torch.compile(
+        Views(forward).double(), backend="l2l", options={"micro_batches": 3, "outputs": "loss", "block_compiler": "eager"}
+    )
+    loss, made, part = step(rows(6, WIDTH))
+    loss.backward()
+    assert made.is_meta and part.is_meta and part.shape == (6, WIDTH - 1)
