@@ -149,7 +149,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(launcher, finetune,
 
     chance = random.Random(0)
     for kill in (chance.randint(1, 4), chance.randint(6, 8)):
-        status, printed = launcher.run(*common, "--output", broken, kill_in_step=kill, delay=chance.uniform(0, 0.15))
+        status, printed = launcher.run(*common, "--output", broken, kill_in_step=kill, delay=chance.uniform(0, 0.03))  # within the step
         assert status == signal.SIGKILL, (printed, launcher.errors.read_text()[-3000:])
         (broken / "step-000000099.pt.partial").write_bytes(b"PK")  # as if it had been writing
     status, printed = launcher.run(*common, "--output", broken)
