@@ -37,7 +37,7 @@ check: $(CHECKERS)
 
 # One thread a worker: two workers that fight for two cores are slower than one.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --durations=10
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal --durations=10
 
 bench: $(READY)
 	@failed=; for name in depth starts compile_time speed overhead update overlap host_memory; do \

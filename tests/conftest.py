@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import shutil
 import tempfile
 import warnings
-from pathlib import Path
 
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    # Two processes that write one file of Inductor's cache at once have been seen to fail.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_l2l_{worker}"))
+# What one test has traced and compiled is there for the next one, as in a process of a user; nothing of an earlier run is. A folder
+# for each worker: two processes that write one file of Inductor's cache at once have been seen to fail.
+CACHE = tempfile.mkdtemp(prefix="l2l_compile_tests_")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = CACHE
 
 import pytest
 import torch
 
-os.environ["L2L_CACHE"] = "0"  # a test sees what this code does, not what an earlier run has kept
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", message=".*lowering to.*")
 # After each compilation, Dynamo collects garbage and measures its guards with a cold cache: a twentieth of the time of all tests.
@@ -29,6 +29,10 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+def pytest_sessionfinish():
+    shutil.rmtree(CACHE, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

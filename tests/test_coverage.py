@@ -13,8 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 SAMPLE = (
-    "GPT2LMHeadModel",
-    "XLMRobertaForMaskedLM",
     "LlamaForSequenceClassification",
     "T5ForConditionalGeneration",
     "ConvNextForImageClassification",

@@ -149,7 +149,9 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(launcher, finetune,
 
     chance = random.Random(0)
     for kill in (chance.randint(1, 4), chance.randint(6, 8)):
-        status, printed = launcher.run(*common, "--output", broken, kill_in_step=kill, delay=chance.uniform(0, 0.03))  # within the step
+        status, printed = launcher.run(
+            *common, "--output", broken, kill_in_step=kill, delay=chance.uniform(0, 0.03)
+        )  # within the step
         assert status == signal.SIGKILL, (printed, launcher.errors.read_text()[-3000:])
         (broken / "step-000000099.pt.partial").write_bytes(b"PK")  # as if it had been writing
     status, printed = launcher.run(*common, "--output", broken)
@@ -262,7 +264,7 @@ def test_kinds_of_paragraphs(finetune, paragraph, kind):
 
 def test_the_default_task_is_learnt_in_16_bits(finetune, tmp_path, monkeypatch, capsys):
     """With its defaults but fewer steps: blocks compiled, bf16, updates behind the next forward."""
-    monkeypatch.setattr(sys, "argv", ["finetune.py", "--output", str(tmp_path), "--epochs", "1", "--device", "cpu"])
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "--output", str(tmp_path), "--max-steps", "50", "--device", "cpu"])
     finetune.main()
     final, largest = (float(x) for x in re.findall(r"([\d.]+)%", capsys.readouterr().out.splitlines()[-1]))
     assert final > largest + 5

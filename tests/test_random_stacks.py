@@ -23,12 +23,12 @@ from models import Attention, assert_parity, compilation, rows
 
 FACTS = frozenset().union(*(step.provides for step in PIPELINE))
 MODEST = settings(  # an example compiles a model: shrinking would take minutes
-    max_examples=25,
+    max_examples=16,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )
-FEW = settings(MODEST, max_examples=12)
+FEW = settings(MODEST, max_examples=8)
 
 
 @dataclass(frozen=True)

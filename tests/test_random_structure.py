@@ -16,13 +16,13 @@ from structures import WIDTH
 
 CUT = SEGMENTATION[:2]
 MODEST = settings(  # an example traces a model: shrinking would take minutes
-    max_examples=18,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.generate),
 )
-FEW = settings(MODEST, max_examples=8)
+FEW = settings(MODEST, max_examples=6)
 
 
 def inputs(rows: int = 6):

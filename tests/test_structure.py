@@ -13,7 +13,7 @@ from l2l_compile.passes.pipeline import PREPARATION, SEGMENTATION, run
 from models import PREPARED, backward_of_loss, compilation, pair_of
 from structures import MODELS, WIDTH, units
 
-READ_LINE, CUT = PREPARATION[-1], SEGMENTATION[:2]
+SEQUENCE_OPERATIONS, CUT = PREPARATION[-1], SEGMENTATION[:2]
 
 
 def inputs():
@@ -37,7 +37,7 @@ def cut_without_names(name: str, depth: int, monkeypatch) -> Compilation:
     monkeypatch.setattr("l2l_compile.passes.operation_sequence._module_stack", lambda node: [])
     found = cut(name, depth)
     again = Compilation(found.captured, found.options)
-    run(again, (READ_LINE, *CUT), PREPARED)
+    run(again, (SEQUENCE_OPERATIONS, *CUT), PREPARED)
     return again
 
 

@@ -76,10 +76,10 @@ def test_layers_that_may_not_be_cut_are_named_with_the_reason_and_the_growth_is_
 
 
 def test_values_that_all_later_layers_read_are_named_and_the_growth_is_real():
-    report = l2l_compile.explain(Dense(12).double(), OPTIONS)(*both())
+    report = l2l_compile.explain(Dense(8).double(), OPTIONS)(*both())
     assert not report.uncut
     assert any("later layers read all of them" in line for line in report.device_memory.grows)
-    (shallow, said), (deep, _) = (trained(Dense(depth).double()) for depth in (12, 24))
+    (shallow, said), (deep, _) = (trained(Dense(depth).double()) for depth in (8, 16))
     assert peak(deep) > 1.5 * peak(shallow) and not said
 
 
@@ -96,7 +96,7 @@ def test_stashes_on_the_device_grow_with_depth_and_those_on_the_host_do_not(stas
 
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "Exchanging"])
 def test_what_is_cut_at_layers_is_not_named(name):
-    report = l2l_compile.explain(MODELS[name](5).double(), OPTIONS)(*both())
+    report = l2l_compile.explain(MODELS[name](4).double(), OPTIONS)(*both())
     assert not report.uncut and not report.device_memory.grows
 
 
