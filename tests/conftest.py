@@ -9,14 +9,13 @@ import shutil
 import tempfile
 import warnings
 
+import pytest
+import torch
+
 # What one test has traced and compiled is there for the next one, as in a process of a user; nothing of an earlier run is. A folder
 # for each worker: two processes that write one file of Inductor's cache at once have been seen to fail.
 CACHE = tempfile.mkdtemp(prefix="l2l_compile_tests_")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = CACHE
-
-import pytest
-import torch
-
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", message=".*lowering to.*")
 # After each compilation, Dynamo collects garbage and measures its guards with a cold cache: a twentieth of the time of all tests.

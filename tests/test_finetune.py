@@ -263,8 +263,10 @@ def test_kinds_of_paragraphs(finetune, paragraph, kind):
 
 
 def test_the_default_task_is_learnt_in_16_bits(finetune, tmp_path, monkeypatch, capsys):
-    """With its defaults but fewer steps: blocks compiled, bf16, updates behind the next forward."""
-    monkeypatch.setattr(sys, "argv", ["finetune.py", "--output", str(tmp_path), "--max-steps", "50", "--device", "cpu"])
+    """With its defaults but fewer steps, of one length: blocks compiled, bf16, updates behind the next forward."""
+    monkeypatch.setattr(
+        sys, "argv", ["finetune.py", "--output", str(tmp_path), "--max-steps", "50", "--padding", "max", "--device", "cpu"]
+    )
     finetune.main()
     final, largest = (float(x) for x in re.findall(r"([\d.]+)%", capsys.readouterr().out.splitlines()[-1]))
     assert final > largest + 5

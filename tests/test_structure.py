@@ -8,11 +8,14 @@ import pytest
 import torch
 
 import l2l_compile
+from l2l_compile import Options
 from l2l_compile.passes.compilation import Compilation
 from l2l_compile.passes.pipeline import PREPARATION, SEGMENTATION, run
+from l2l_compile.runtime.dry_run import device_memory
 from models import PREPARED, backward_of_loss, compilation, pair_of
 from structures import MODELS, WIDTH, units
 
+OPTIONS = {"micro_batches": 3, "block_compiler": "eager"}
 SEQUENCE_OPERATIONS, CUT = PREPARATION[-1], SEGMENTATION[:2]
 
 
@@ -58,6 +61,9 @@ def test_gradients_are_exact_and_the_peak_does_not_grow_with_depth(name):
         pair = pair_of(MODELS[name](depth).double())
         pair.run(backward_of_loss, *inputs()).check()
         peaks.append(l2l_compile.stats(pair.compiled).peak_device_bytes)
+        programs, options = l2l_compile.programs(pair.compiled), Options.build({**OPTIONS, "device": "cpu"})
+        grows = device_memory(programs, options).grows
+        assert not grows  # segments that hold several layers would be among them
     assert peaks[1] <= 1.01 * peaks[0]
 
 
