@@ -37,7 +37,7 @@ def test_unknown_option_names_the_known_ones_and_the_nearest():
         {"stash": "disk"},
         {"stash": ["host"]},
         {"block_compiler": "none"},
-        {"device": "mps"},
+        {"device": "meta"},
         {"device": "no such thing"},
         {"device": 3.5},
         {7: 1},
