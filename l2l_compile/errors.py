@@ -50,8 +50,8 @@ class ParseError(L2LError):
 
 
 class VerifyError(L2LError):
-    """A program breaks a rule of its vocabulary. `rule` is the rule's name, `node` the offending node's name."""
+    """A program breaks a rule of its vocabulary. `rule` is the rule's name, `node` the offending node's name, `finding` what is wrong with it."""
 
     def __init__(self, rule: str, node: str, message: str):
         super().__init__(f"{rule}: node '{node}' {message}")
-        self.rule, self.node = rule, node
+        self.rule, self.node, self.finding = rule, node, message

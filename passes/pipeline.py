@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from ..errors import L2LError
+from ..errors import L2LError, VerifyError
 from .batching.prove_row_independence import ProveRowIndependence
 from .batching.split_regions import SplitRegions
 from .compilation import Compilation, Fact, Pass
@@ -50,8 +50,22 @@ def run(
     facts = set(known)
     for step in passes:
         start = time.perf_counter()
-        step.apply(compilation)
+        _apply(step, compilation)
         facts |= step.provides
-        verify(compilation, frozenset(facts))
+        try:
+            verify(compilation, frozenset(facts))
+        except VerifyError as error:
+            raise VerifyError(
+                error.rule, error.node, f"{error.finding}; before pass '{step.name}' the program was legal"
+            ) from None
         if after is not None:
             after(step, compilation, time.perf_counter() - start)
+
+
+def _apply(step: Pass, compilation: Compilation) -> None:
+    try:
+        step.apply(compilation)
+    except L2LError:
+        raise
+    except Exception as error:
+        raise L2LError(f"pass '{step.name}' failed: {type(error).__name__}: {error}") from error

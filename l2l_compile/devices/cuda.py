@@ -125,7 +125,11 @@ def _forget_last_error() -> None:
 
 
 def _complaint() -> str | None:
-    return None if torch.cuda.is_available() else "torch.cuda.is_available() is False on this machine"
+    return (
+        None
+        if torch.cuda.is_available()
+        else "torch.cuda.is_available() is False on this machine. Without the option, layers run on the accelerator if there is one, else on the host"
+    )
 
 
 def _resolve(device: torch.device) -> torch.device:

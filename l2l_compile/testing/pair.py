@@ -129,7 +129,9 @@ class Pair:
             rule: Rule = AsAutocast(torch.finfo(narrow).eps if self.tolerance is None else self.tolerance)
             return Comparison(title, judged, rule, self.programs, measured(lambda r: r.autocast(narrow)), shown)
         narrowest = computed_in(self.programs, None, dtype)
-        rule = promise(dtype, narrowest, self.tolerance)
+        if narrowest is not dtype:
+            title += f", parts of it in {str(narrowest).removeprefix('torch.')}"
+        rule = promise(dtype, narrowest, self.tolerance, self.options.block_compiler)
         return Comparison(title, tuple(found), rule, self.programs, measured(lambda r: r.reversed(narrowest)))
 
 

@@ -119,8 +119,11 @@ class SameUpdates:
         return self.tolerance > 0 and expected.own is not None and expected.own >= self.noise * expected.norm
 
 
-def promise(dtype: torch.dtype, computed_in: torch.dtype, tolerance: float | None) -> Promise:
+def promise(dtype: torch.dtype, computed_in: torch.dtype, tolerance: float | None, block_compiler: str = "eager") -> Promise:
     """The rule for a model in a dtype, parts of which may compute in a narrower one.
+
+    Uncompiled blocks compute such parts operation by operation, as eager does. Inductor rounds them otherwise: what holds for compiled
+    blocks is the promise for the narrower dtype.
 
     Raises `L2LError` for a dtype without a promise if there is no tolerance either.
     """
@@ -129,5 +132,7 @@ def promise(dtype: torch.dtype, computed_in: torch.dtype, tolerance: float | Non
         raise L2LError(
             f"there is no promise for a model in {name}: compare it in another dtype (dtype=torch.float32), or give a tolerance"
         )
-    fixed = tolerance is not None or (dtype is torch.float64 and computed_in is not dtype)
-    return Promise(PROMISED[dtype] if tolerance is None else tolerance, torch.finfo(dtype).eps, fixed)
+    in_parts = dtype is torch.float64 and computed_in is not dtype
+    if tolerance is None and in_parts and block_compiler != "eager":
+        return Promise(PROMISED.get(computed_in, torch.finfo(computed_in).eps), torch.finfo(computed_in).eps, fixed=False)
+    return Promise(PROMISED[dtype] if tolerance is None else tolerance, torch.finfo(dtype).eps, tolerance is not None or in_parts)

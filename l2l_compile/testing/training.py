@@ -156,7 +156,8 @@ class _Trainings:
 
     def against_eager(self, streamed: Run, eager: Run, tolerance: float | None) -> Comparison:
         dtype = _narrowest(self.before)
-        rule = replace(promise(dtype, dtype, tolerance), fixed=False)
+        compiler = self.options.get("block_compiler", "inductor")
+        rule = replace(promise(dtype, self._computed_in(streamed), tolerance, compiler), fixed=False)
         title = f"update at_step against eager in {str(dtype).removeprefix('torch.')}"
         rounding = torch.finfo(dtype).eps * len(self.loop.batches)
         return self._compared(title, streamed, eager, rule, rounding, _eagerly)

@@ -67,7 +67,7 @@ def test_a_pass_for_other_gradients_than_were_foreseen_runs_again():
 
 
 def test_an_own_pass_that_breaks_a_rule_is_refused_with_the_rule(example):
-    with pytest.raises(VerifyError, match="slabs.*needs slab 4 of 3"):
+    with pytest.raises(VerifyError, match="slabs.*needs slab 4 of 3; before pass '.*' the program was legal"):
         l2l_compile.explain(Stack(6), {"device": "cpu", "prefetch": 2, "passes": [example.FetchEarlier()]})(rows(6).float())
 
 
@@ -110,6 +110,18 @@ def test_a_dump_has_a_file_for_every_pass_of_every_program(tmp_path):
         first = files[0].read_text().split("\n")[0]
         assert first.startswith("# drop_outputs: ") and first.endswith(" s")
     assert "layers.2: block_" in (tmp_path / "program0" / "05_cut_segments.txt").read_text()
+
+
+def test_a_pass_that_fails_is_named():
+    @dataclass(frozen=True)
+    class Divides(Pass):
+        name: ClassVar = "divides"
+
+        def apply(self, compilation):
+            return 1 / 0
+
+    with pytest.raises(l2l_compile.L2LError, match="pass 'divides' failed: ZeroDivisionError: division by zero"):
+        compiled(Stack(2).double(), passes=[Divides()])(rows(6))
 
 
 def test_torch_trace_has_an_artifact_for_every_pass():
