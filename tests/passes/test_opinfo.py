@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from l2l_compile.passes.batching.batch_rules import Mixing, Rows, rules
 
 CHUNKS = 16
-SAMPLES = 2  # of each op, spread over its first twelve
+SAMPLES = 3  # of each op, spread over its first twelve
 PROVEN = 40  # calls in a chunk, at least
 UNSET = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}  # memory as it was
 
