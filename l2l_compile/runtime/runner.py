@@ -100,7 +100,8 @@ class Runner:
             arguments[index].copy_(outputs.pop())  # where autograd sees it: what reads the argument from now on leads here
         for position, spec in self.captured.dropped.items():
             outputs[position] = torch.empty(spec.sizes(self.captured.bindings(arguments)), dtype=spec.dtype, device="meta")
-        self.captured.fill_views(outputs, arguments, self.captured.bindings(arguments))
+        if self.captured.views:
+            self.captured.fill_views(outputs, arguments, self.captured.bindings(arguments))
         return outputs
 
     def _plain(self, node: Any, arguments: Sequence) -> Any:

@@ -156,7 +156,7 @@ class _Trainings:
 
     def against_eager(self, streamed: Run, eager: Run, tolerance: float | None) -> Comparison:
         dtype = _narrowest(self.before)
-        compiler = self.options.get("block_compiler", "inductor")
+        compiler = self.options.get("block_compiler", Options.block_compiler)
         rule = replace(promise(dtype, self._computed_in(streamed), tolerance, compiler), fixed=False)
         title = f"update at_step against eager in {str(dtype).removeprefix('torch.')}"
         rounding = torch.finfo(dtype).eps * len(self.loop.batches)
