@@ -22,7 +22,8 @@ import l2l_compile
 import l2l_compile.lowering.codes
 import l2l_compile.lowering.lower
 from l2l_compile import check
-from l2l_compile.lowering import disk, disk_traces
+from l2l_compile.lowering import compile_ahead, disk, disk_traces
+from l2l_compile.lowering.inductor import compile_graph
 from l2l_compile.lowering.sizes import Sizes
 from l2l_compile.passes.batching import proof
 from models import WIDTH, Layer, Stack, compiled, pair_of, rows
@@ -34,8 +35,9 @@ LIBRARY.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch, tmp_path):
-    """Entries are kept, in a folder of the test's own. Inductor's caches are not tested: its kernels stay from test to test."""
+    """Entries are kept, in a folder of the test's own, as Inductor needs them; graphs run as they are."""
     monkeypatch.setenv("L2L_CACHE", "1")
+    monkeypatch.setattr(compile_ahead, "compile_graph", lambda graph, device: graph)
     monkeypatch.setattr(disk, "cache_dir", lambda: str(tmp_path))
     start()
 
@@ -53,6 +55,12 @@ def traced(monkeypatch):
         noted(l2l_compile.lowering.lower, name)
     noted(proof, "probe")
     return made
+
+
+@pytest.fixture
+def inductor(monkeypatch):
+    """Graphs are compiled after all; kernels stay from test to test."""
+    monkeypatch.setattr(compile_ahead, "compile_graph", compile_graph)
 
 
 def start() -> None:
@@ -111,7 +119,15 @@ def test_the_next_process_traces_and_proves_nothing(traced, name):
     assert not traced
 
 
-def test_random_draws_are_kept(traced):
+def test_graphs_from_disk_are_compiled(traced, inductor):
+    model = nn.Sequential(Causal(), Causal(), nn.BatchNorm1d(9)).double()
+    step(model, (6, 9, WIDTH))
+    del traced[:]
+    step(model, (6, 9, WIDTH))
+    assert not traced
+
+
+def test_random_draws_are_kept(traced, inductor):
     model = Stack(2, dropout=0.5).double()
     gradients = []
     for _ in range(2):

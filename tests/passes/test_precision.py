@@ -15,7 +15,7 @@ from l2l_compile import L2LError, LoweringError, OptionError, Options
 from l2l_compile.lowering.inductor import compile_graph
 from models import Stack, compiled, rows
 from narrow_errors import Errors, gradient_errors
-from test_huggingface import VOCAB, bert, gemma2, gpt2, language, llama
+from test_huggingface import ROWS, VOCAB, bert, gemma2, gpt2, language, llama
 
 
 def wide_t5():
@@ -43,7 +43,7 @@ def wide_t5():
 @pytest.mark.parametrize("make", [llama, gpt2, gemma2, bert, wide_t5])
 def test_gradients_are_about_as_good_as_those_of_autocast(make, precision):
     """Of the mean over three draws of weights and data: in one, the rounding of either may happen to cancel."""
-    found, expected, errors = 0.0, 0.0, Errors(make()[0], precision)
+    found, expected, errors = 0.0, 0.0, Errors(make()[0], precision, micro_batches=ROWS)  # one size of blocks to trace
     for seed in range(3):
         torch.manual_seed(seed)
         ours, theirs = errors.of(*make())
@@ -52,7 +52,7 @@ def test_gradients_are_about_as_good_as_those_of_autocast(make, precision):
 
 
 def test_compiled_blocks_are_as_good():
-    found, expected = gradient_errors(*bert(), "bf16", block_compiler="inductor")
+    found, expected = gradient_errors(*bert(), "bf16", block_compiler="inductor", micro_batches=ROWS)
     assert found <= 1.5 * expected
 
 
@@ -117,7 +117,7 @@ def test_experts_that_are_multiplied_in_groups(precision):
             )
         )
     )
-    found, expected = gradient_errors(model, inputs, precision)
+    found, expected = gradient_errors(model, inputs, precision, micro_batches=ROWS)
     assert (
         found <= 3 * expected + 1e-2
     )  # a token that rounding sends to another expert is all of the error, of ours or of autocast's
