@@ -63,3 +63,17 @@ def threaded(monkeypatch):
     opener = Opener()
     monkeypatch.setitem(KINDS, CPU.name, dataclasses.replace(CPU, open=opener))
     return opener
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The name of a device whose tensors are of another type than the host's, for the option `device`."""
+    import stand_in as module
+    from l2l_compile.devices.registry import KINDS
+
+    if module.MISSING:
+        pytest.skip(module.MISSING)
+    module.register()
+    monkeypatch.setitem(KINDS, module.NAME, module.STAND_IN)
+    with torch.autograd.set_multithreading_enabled(False):  # autograd's threads are as many as there were devices when it began
+        yield module.NAME

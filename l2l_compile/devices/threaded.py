@@ -66,10 +66,15 @@ class _Thread(Lane):
 
 
 class ThreadedDevice(Device):
-    """`delay` is the longest pause in seconds before each piece of work; `seed` fixes the pauses' lengths."""
+    """`delay` is the longest pause in seconds before each piece of work; `seed` fixes the pauses' lengths.
 
-    def __init__(self, delay: float = 0.001, seed: int = 0, pinned_memory: int | None = None):
-        self.torch_device = HOST
+    Tensors of the device are on `torch_device`: on the host, unless a test has another type of device.
+    """
+
+    def __init__(
+        self, delay: float = 0.001, seed: int = 0, pinned_memory: int | None = None, torch_device: torch.device = HOST
+    ):
+        self.torch_device = torch_device
         self.locked: dict[int, int] = {}
         self.pinned = PinnedMemory(pinned_memory, self.locked.__setitem__, self.locked.__delitem__)
         self._staging = Staging(self.pinned, lambda: None, threading.Event.wait)  # a copy of a lane's thread is done at once
@@ -83,10 +88,10 @@ class ThreadedDevice(Device):
         if count == 0:
             self.ledger.clear()
         if len(self._slabs) != count or (count and self._slabs[0].numel() < size):
-            self._slabs = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
+            self._slabs = [torch.empty(size, dtype=torch.uint8, device=self.torch_device) for _ in range(count)]
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        result = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.torch_device).copy_(tensor.detach())
         self._pool.reads(tensor, self.lanes["h2d"].record())
         return result
 

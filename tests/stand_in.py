@@ -1,0 +1,166 @@
+"""A stand-in for an accelerator: its tensors are of another device type than the host's, and it needs no hardware.
+
+PyTorch lets Python register an accelerator. Here, a tensor of the device wraps a tensor of the host, its memory, and each
+operation runs on that memory. Copies alone may read tensors of both devices: any other operation that is given a tensor of the
+host beside one of the device raises, as it would on a GPU. The lanes, the copies and the NaN in freed memory are those of
+`ThreadedDevice`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils import backend_registration
+
+from l2l_compile.devices.device import DeviceKind
+from l2l_compile.devices.host import HOST
+from l2l_compile.devices.threaded import ThreadedDevice
+
+NAME = "standin"
+MISSING = (
+    None
+    if hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+    else f"PyTorch {torch.__version__} cannot register an accelerator from Python"
+)
+COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor of the device; `memory` is the tensor of the host behind it."""
+
+    memory: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, memory: torch.Tensor):
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            memory.shape,
+            strides=memory.stride(),
+            storage_offset=memory.storage_offset(),
+            dtype=memory.dtype,
+            device=torch.device(NAME, 0),
+        )
+        made.memory = memory
+        return made
+
+    def untyped_storage(self):
+        return self.memory.untyped_storage()
+
+    def data_ptr(self):
+        return self.memory.data_ptr()
+
+    def __repr__(self, *, tensor_contents=None):
+        return f"{type(self).__name__}({self.memory})"
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        return run(operation, args, kwargs or {})
+
+
+class Generators:
+    """Random numbers of the device: a default generator, and others that were made for it."""
+
+    def __init__(self):
+        self.default, self._lock = torch.Generator().manual_seed(0), threading.Lock()
+        self._seeds: set[int] = set()
+
+    def new(self, seed: int) -> torch.Generator:
+        """PyTorch has none of this type of device: it is known by its seed."""
+        self._seeds.add(seed)
+        return torch.Generator().manual_seed(seed)
+
+    def check(self, generator: torch.Generator) -> None:
+        if generator.initial_seed() not in self._seeds:
+            raise RuntimeError(f"a generator of the host is given to an operation of {NAME}")
+
+    @contextmanager
+    def in_place_of_the_hosts(self) -> Iterator[None]:
+        """An operation that is given no generator draws from the default one of the device."""
+        with self._lock, torch.random.fork_rng([]):
+            torch.default_generator.set_state(self.default.get_state())
+            yield
+            self.default.set_state(torch.default_generator.get_state())
+
+
+generators = Generators()
+
+
+def run(operation, args, kwargs):
+    """Run an operation on the memory of its operands. Raises `RuntimeError` where tensors of host and device meet."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    foreign = [t for t in tensors if not isinstance(t, DeviceTensor) and t.dim() > 0]
+    if foreign and operation not in COPIES:
+        raise RuntimeError(f"{operation} is given a tensor of {foreign[0].device} beside one of {NAME}: shape {tuple(foreign[0].shape)}")
+    wrappers = {id(t.memory): t for t in tensors if isinstance(t, DeviceTensor)}
+    there = kwargs.get("device")
+    result_on_host = there is not None and torch.device(there).type == HOST.type
+    own_args, own_kwargs = pytree.tree_unflatten(map(_on_host, leaves), structure)
+    draws = torch.Tag.nondeterministic_seeded in operation.tags and kwargs.get("generator") is None
+    if draws:
+        with generators.in_place_of_the_hosts():
+            found = operation(*own_args, **own_kwargs)
+    else:
+        found = operation(*own_args, **own_kwargs)
+    if result_on_host:
+        return found
+    return pytree.tree_map_only(torch.Tensor, lambda t: wrappers[id(t)] if id(t) in wrappers else DeviceTensor(t), found)
+
+
+def _on_host(leaf):
+    if isinstance(leaf, DeviceTensor):
+        return leaf.memory
+    return HOST if isinstance(leaf, torch.device) else leaf
+
+
+class _Module:
+    """What PyTorch asks of `torch.standin`."""
+
+    is_initialized = is_available = staticmethod(lambda: True)
+    current_device = staticmethod(lambda: 0)
+    device_count = staticmethod(lambda: 1)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    manual_seed_all = staticmethod(lambda seed: generators.default.manual_seed(seed))
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
+
+
+@functools.cache
+def register() -> torch.library.Library:
+    """Make the device known to this process, for good."""
+    backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(lambda operation, *args, **kwargs: run(operation, args, kwargs), "PrivateUse1")
+    return library
+
+
+class StandIn(ThreadedDevice):
+    """`ThreadedDevice` with tensors of the registered type, and random numbers of its own."""
+
+    def __init__(self, device: torch.device, pinned_memory: int | None = None):
+        super().__init__(delay=0.0, pinned_memory=pinned_memory, torch_device=device)
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        before = generators.default.get_state()
+        generators.default.manual_seed(seed)
+        yield
+        generators.default.set_state(before)
+
+    def generator(self, seed: int) -> torch.Generator:
+        return generators.new(seed)
+
+
+STAND_IN = DeviceKind(
+    name=NAME,
+    open=StandIn,
+    complaint=lambda: MISSING,
+    resolve=lambda device: torch.device(NAME, 0),
+    pins_memory=True,
+    identity=lambda device: (),
+)
