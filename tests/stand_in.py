@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
 
@@ -29,6 +30,11 @@ MISSING = (
 )
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
+UNDER_A_MODE = (  # of real tensors while blocks are traced: there, PyTorch does not look for a fallback
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.copy_.default,
+)
 IN_SIXTEEN_BITS = (  # of the operations that autocast narrows, those of the models in the tests
     torch.ops.aten.linear.default,
     torch.ops.aten.matmul.default,
@@ -66,7 +72,22 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        if any(issubclass(t, FakeTensor) for t in types):  # a constant of a block that is traced
+            args, kwargs = _as_fake(args, kwargs or {})
+            return operation(*args, **kwargs)
         return run(operation, args, kwargs or {})
+
+
+def _as_fake(args, kwargs):
+    """Operands with fake tensors in the place of those of the device."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    mode = next(leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor))
+    with mode:
+        fakes = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) if isinstance(t, DeviceTensor) else t
+            for t in leaves
+        ]
+    return pytree.tree_unflatten(fakes, structure)
 
 
 class Generators:
@@ -108,11 +129,11 @@ def run(operation, args, kwargs):
     there = kwargs.get("device")
     result_on_host = there is not None and torch.device(there).type == HOST.type
     own_args, own_kwargs = pytree.tree_unflatten(map(_on_host, leaves), structure)
-    draws = torch.Tag.nondeterministic_seeded in operation.tags and kwargs.get("generator") is None
-    if draws:
-        with generators.in_place_of_the_hosts():
-            found = operation(*own_args, **own_kwargs)
-    else:
+    generator = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
+    if generator is not None:
+        generators.check(generator)
+    draws = torch.Tag.nondeterministic_seeded in operation.tags and generator is None
+    with generators.in_place_of_the_hosts() if draws else nullcontext():
         found = operation(*own_args, **own_kwargs)
     if result_on_host:
         return found
@@ -143,6 +164,8 @@ def register() -> tuple[torch.library.Library, torch.library.Library]:
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every.fallback(lambda operation, *args, **kwargs: run(operation, args, kwargs), "PrivateUse1")
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for operation in UNDER_A_MODE:
+        aten.impl(operation.name(), lambda *args, operation=operation, **kwargs: run(operation, args, kwargs), "PrivateUse1")
     for operation in IN_SIXTEEN_BITS:
         aten.impl(operation.name(), functools.partial(_autocast, operation), "AutocastPrivateUse1")
     return every, aten

@@ -18,7 +18,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..devices.host import HOST, is_host
 from ..errors import LoweringError
@@ -57,15 +57,21 @@ class _BlockInterpreter(fx.Interpreter):
         if target is torch.amp.autocast_mode._enter_autocast:
             args = (self.device.type, *args[1:])
         if target in (torch.tensor, torch.as_tensor):  # a constant of the graph, which is on the host
-            return super().call_function(target, args, {**kwargs, "device": HOST}).to(self.device)
-        return super().call_function(target, self._move(args), self._move(kwargs))
+            return self._there(super().call_function(target, args, {**kwargs, "device": HOST}))
+        return self._there(super().call_function(target, self._move(args), self._move(kwargs)))
 
     def call_method(self, target, args, kwargs):
         if target == HOST.type:  # x.cpu()
             return args[0].to(self.device)
         if target == "to":
             args = tuple(self.device if isinstance(a, str) and a == HOST.type else a for a in args)
-        return super().call_method(target, self._move(args), self._move(kwargs))
+        return self._there(super().call_method(target, self._move(args), self._move(kwargs)))
+
+    def _there(self, result):
+        """What an operation makes on the host whatever it is told: `torch.Tensor([1.0])`, `x.type("torch.FloatTensor")`."""
+        if is_host(self.device):
+            return result
+        return tree_map_only(torch.Tensor, lambda t: t.to(self.device) if is_host(t.device) else t, result)
 
     def _move(self, arguments):
         if is_host(self.device):

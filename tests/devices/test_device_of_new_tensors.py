@@ -38,6 +38,8 @@ MAKERS = {
     "mask": lambda model, x: x.masked_fill(torch.triu(torch.ones(x.shape[1], WIDTH), 1).bool(), 0.0),
     "constant": lambda model, x: x * torch.tensor([0.5, 1.0, 2.0, 3.0, 4.0]),
     "constant, device='cpu'": lambda model, x: x * torch.tensor([0.5, 1.0, 2.0, 3.0, 4.0], device="cpu"),
+    "Tensor": lambda model, x: x * torch.Tensor([0.5, 1.0, 2.0, 3.0, 4.0]),
+    "type('torch.FloatTensor')": lambda model, x: x + torch.ones(WIDTH).type("torch.FloatTensor"),
     "to('cpu')": lambda model, x: x + torch.ones(WIDTH).to("cpu"),
     "cpu()": lambda model, x: x + model.scale.cpu(),
     "random": lambda model, x: x + torch.rand(WIDTH),
