@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses import fake_tensor
+from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
 
@@ -72,22 +73,7 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
-        if any(issubclass(t, FakeTensor) for t in types):  # a constant of a block that is traced
-            args, kwargs = _as_fake(args, kwargs or {})
-            return operation(*args, **kwargs)
         return run(operation, args, kwargs or {})
-
-
-def _as_fake(args, kwargs):
-    """Operands with fake tensors in the place of those of the device."""
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    mode = next(leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor))
-    with mode:
-        fakes = [
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) if isinstance(t, DeviceTensor) else t
-            for t in leaves
-        ]
-    return pytree.tree_unflatten(fakes, structure)
 
 
 class Generators:
@@ -168,7 +154,15 @@ def register() -> tuple[torch.library.Library, torch.library.Library]:
         aten.impl(operation.name(), lambda *args, operation=operation, **kwargs: run(operation, args, kwargs), "PrivateUse1")
     for operation in IN_SIXTEEN_BITS:
         aten.impl(operation.name(), functools.partial(_autocast, operation), "AutocastPrivateUse1")
+    _is_no_subclass_to_a_trace()
     return every, aten
+
+
+def _is_no_subclass_to_a_trace() -> None:
+    """Constants of a block are real tensors of the device: for a trace, they are as those of any device."""
+    is_subclass = fake_tensor._check_for_subclass_arg
+    fake_tensor._check_for_subclass_arg = lambda x: type(x) is not DeviceTensor and is_subclass(x)
+    proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, DeviceTensor)
 
 
 def _autocast(operation, *args, **kwargs):
