@@ -15,11 +15,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
+from .devices.host import HOST
 from .errors import CheckError
 from .ir.segments import Segment
 from .ir.values import TensorSpec
 from .lowering.codes import Lowered
-from .lowering.lower import Lowering
+from .lowering.lower import Lowering, one_at_a_time
 from .lowering.trace import probe
 from .passes.batching.batch_rules import Partial, ResultState, Rows, same_program, states_of_nodes
 from .passes.batching.proof import probes, states_of_operands
@@ -151,14 +152,22 @@ class _Pair:
         )
 
     def _first_that_differs(self, apart: list[list], together: list) -> str | None:
-        """The first ATen operation of forward that treats the rows together and apart differently."""
+        """The first ATen operation of forward that treats the rows together and apart differently.
+
+        Looks for it on the host, where the states of values were proven. None if there is no such operation, or if an
+        operator of the block has no kernel for the host.
+        """
         block = self.segment.block
-        small, large, primes, _ = probes(block, self.step.bindings, self.step.batch)
-        graphs = [probe(block, b)[0] for b in self.bindings]
+        with one_at_a_time:  # the caller of a compute lane may trace meanwhile
+            small, large, primes, _ = probes(block, self.step.bindings, self.step.batch)
+            graphs = [probe(block, b)[0] for b in self.bindings]
         if not all(same_program(small, g.graph) for g in graphs):
             return None
         states = states_of_nodes(small, large, *primes, states_of_operands(block, self.step.bindings))
-        one, other, whole = (_values_of(g, a) for g, a in zip(graphs, [*apart, together], strict=True))
+        try:
+            one, other, whole = (_values_of(g, a) for g, a in zip(graphs, [*apart, together], strict=True))
+        except NotImplementedError:
+            return None
         tolerance, _ = _tolerance(graphs[2])
         for position, (node, state) in enumerate(zip(small.nodes, states, strict=True)):
             values = whole[position], one[position], other[position]
@@ -185,20 +194,20 @@ def _summed(spec: TensorSpec) -> TensorSpec:
 
 def _draws(run: Lowered) -> list[torch.Tensor]:
     """The same draw for every row: masks that keep all, and one number."""
-    drawn = [d.make(torch.Generator(_device(run)).manual_seed(0)) for d in run.draws]
-    return [
-        torch.ones_like(d) if d.dtype is torch.bool else torch.full_like(d, 0.5 if d.is_floating_point() else 0) for d in drawn
-    ]
+    return [torch.full(d.shape, _same_for_all(d.dtype), dtype=d.dtype, device=d.device) for d in run.draws]
 
 
-def _device(run: Lowered) -> torch.device:
-    return next(n.meta["val"].device for n in run.graph.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
+def _same_for_all(dtype: torch.dtype) -> float | bool:
+    if dtype is torch.bool:
+        return True
+    return 0.5 if dtype.is_floating_point else 0
 
 
 def _values_of(module: fx.GraphModule, operands: list[torch.Tensor]) -> list:
+    """What the nodes of a graph of the host make of operands that are anywhere."""
     interpreter = fx.Interpreter(module, garbage_collect_values=False)
     with torch.no_grad():
-        interpreter.run(*operands)
+        interpreter.run(*(operand.to(HOST) for operand in operands))
     return [interpreter.env.get(node) for node in module.graph.nodes]
 
 

@@ -75,7 +75,7 @@ def _only_moves(target: Callable) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
 
 
-_one_at_a_time = threading.RLock()  # neither tracing nor Inductor can be used by two threads
+one_at_a_time = threading.RLock()  # neither tracing nor Inductor can be used by two threads
 
 
 Request = tuple[Block, Bindings, str, tuple[bool, ...]]  # a block at sizes; "forward" or "backward", and what of it is wanted
@@ -127,7 +127,7 @@ class Lowering:
         """Begin to compile what is going to be asked for. What fails is left for the one who asks."""
         if self.block_compiler == "eager" or not is_host(self.device):
             return
-        with _one_at_a_time, collection.rests():
+        with one_at_a_time, collection.rests():
             for request in requests:
                 waiting = self._trace_ahead(*request)
                 if waiting is not None and _gains(waiting.traced.graph, self.device):
@@ -150,7 +150,7 @@ class Lowering:
         key = (block, which, wanted, *map(bindings.__getitem__, block.symbols))
         done = self._done.get(key)
         if done is None:
-            with _one_at_a_time:
+            with one_at_a_time:
                 code, sizes = self._code(block, bindings, which, wanted)
                 done = self._done[key] = code.at(sizes)
         return done
