@@ -183,8 +183,10 @@ class StandIn(ThreadedDevice):
     def seeded(self, seed: int) -> Iterator[None]:
         before = generators.default.get_state()
         generators.default.manual_seed(seed)
-        yield
-        generators.default.set_state(before)
+        try:
+            yield
+        finally:
+            generators.default.set_state(before)
 
     def generator(self, seed: int) -> torch.Generator:
         return generators.new(seed)
