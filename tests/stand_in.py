@@ -4,6 +4,9 @@ PyTorch lets Python register an accelerator. Here, a tensor of the device wraps 
 operation runs on that memory. Copies alone may read tensors of both devices: any other operation that is given a tensor of the
 host beside one of the device raises, as it would on a GPU. The lanes, the copies and the NaN in freed memory are those of
 `ThreadedDevice`.
+
+Without a counterpart on the host are kernels that PyTorch has for accelerators alone, such as those of a `GRUCell`. An operation
+that changes the sizes of its operand in place leaves those of the wrapper as they were (`torch.hann_window` does so inside).
 """
 
 from __future__ import annotations
@@ -89,6 +92,7 @@ class Generators:
         return torch.Generator().manual_seed(seed)
 
     def check(self, generator: torch.Generator) -> None:
+        """Raises `RuntimeError` for a generator that was not made for the device."""
         if generator.initial_seed() not in self._seeds:
             raise RuntimeError(f"a generator of the host is given to an operation of {NAME}")
 
@@ -105,12 +109,16 @@ generators = Generators()
 
 
 def run(operation, args, kwargs):
-    """Run an operation on the memory of its operands. Raises `RuntimeError` where tensors of host and device meet."""
+    """Run an operation on the memory of its operands. Raises `RuntimeError` where tensors of host and device meet.
+
+    A tensor of the host without dimensions is a number, which may meet any tensor, as on a GPU.
+    """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     foreign = [t for t in tensors if not isinstance(t, DeviceTensor) and t.dim() > 0]
     if foreign and operation not in COPIES:
-        raise RuntimeError(f"{operation} is given a tensor of {foreign[0].device} beside one of {NAME}: shape {tuple(foreign[0].shape)}")
+        shape = tuple(foreign[0].shape)
+        raise RuntimeError(f"{operation} is given a tensor of {foreign[0].device} beside one of {NAME}: shape {shape}")
     wrappers = {id(t.memory): t for t in tensors if isinstance(t, DeviceTensor)}
     there = kwargs.get("device")
     result_on_host = there is not None and torch.device(there).type == HOST.type
@@ -159,7 +167,7 @@ def register() -> tuple[torch.library.Library, torch.library.Library]:
 
 
 def _is_no_subclass_to_a_trace() -> None:
-    """Constants of a block are real tensors of the device: for a trace, they are as those of any device."""
+    """Constants of a block are real tensors of the device. A trace takes them as it takes those of a GPU."""
     is_subclass = fake_tensor._check_for_subclass_arg
     fake_tensor._check_for_subclass_arg = lambda x: type(x) is not DeviceTensor and is_subclass(x)
     proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, DeviceTensor)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_device_of_new_tensors import MAKERS, Maker
+from test_device_of_new_tensors import WIDTH as WIDTH_OF_MAKER
 from torch import nn
 
 import l2l_compile
@@ -12,8 +14,6 @@ from l2l_compile.testing import training_equivalent
 from models import WIDTH, Attention, EncoderDecoder, Layer, Stack, TwoHeads, assert_parity, compiled, rows
 from stand_in import DeviceTensor, StandIn, generators
 from test_check import centre
-from test_device_of_new_tensors import MAKERS, Maker
-from test_device_of_new_tensors import WIDTH as WIDTH_OF_MAKER
 from test_huggingface import build
 
 
