@@ -130,7 +130,7 @@ def test_parity_on_a_device_apart_from_the_host(name, threaded):
 @pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
 def test_parity_in_float32(block_compiler):
     model, inputs = build("llama", torch.float32)
-    assert_parity(model, inputs, tolerance=1e-5, block_compiler=block_compiler)
+    assert_parity(model, inputs, tolerance=1e-5, block_compiler=block_compiler, micro_batches=ROWS)
 
 
 def test_parity_with_one_dynamic_capture():

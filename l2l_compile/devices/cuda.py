@@ -7,6 +7,7 @@ before the value is freed. So PyTorch's caching allocator never hands memory out
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,8 @@ import torch
 from ..memory.pages import PinnedMemory, Pool
 from .device import Device, DeviceKind, Lane
 from .staging import Staging
+
+_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 
 class _Stream(Lane):
@@ -46,7 +49,8 @@ class CudaDevice(Device):
     def __init__(self, device: torch.device, pinned_memory: int | None = None):
         self.torch_device = device
         self.lanes = {name: _Stream(device) for name in ("compute", "h2d", "d2h")}
-        self.pinned = PinnedMemory(pinned_memory, _page_lock, _page_unlock)
+        lock, unlock = functools.partial(_page_lock, device), functools.partial(_page_unlock, device)
+        self.pinned = PinnedMemory(pinned_memory, lock, unlock)
         self._staging = Staging(self.pinned, self.lanes["h2d"].record, self.wait_on_host)
         self._pool = Pool(self.pinned, torch.cuda.Event.query)
         self._slabs: list[torch.Tensor] = []
@@ -92,15 +96,20 @@ class CudaDevice(Device):
         return torch.cuda.max_memory_allocated(self.torch_device)
 
 
-def _page_lock(address: int, size: int) -> None:
-    """Page-lock memory in place. Raises `RuntimeError` with the reason of the driver."""
-    _checked(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+def _page_lock(device: torch.device, address: int, size: int) -> None:
+    """Page-lock memory in place, for all GPUs. Raises `RuntimeError` with the reason of the driver.
+
+    The calling thread may have another GPU as its current one, or none yet: the runtime would begin to use that one.
+    """
+    with torch.cuda.device(device):
+        _checked(torch.cuda.cudart().cudaHostRegister(address, size, _FOR_ALL_DEVICES))
 
 
-def _page_unlock(address: int) -> None:
+def _page_unlock(device: torch.device, address: int) -> None:
     """Called by the garbage collector as well, where an error would be lost: it is a warning."""
     try:
-        _checked(torch.cuda.cudart().cudaHostUnregister(address))
+        with torch.cuda.device(device):
+            _checked(torch.cuda.cudart().cudaHostUnregister(address))
     except RuntimeError as error:
         if sys.is_finalizing():  # CUDA may have ended before
             return

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ..devices.device import Device
+from ..devices.host import without_autocast
 from ..errors import DeviceError, L2LError
 from ..frontend.dynamo import graph_is_kept
 from ..ir import nodes
@@ -213,11 +214,7 @@ class Runner:
         slabs = self.options.prefetch + 1
         try:
             self.device.reserve_slabs(slabs, self._slab_bytes)
-            with (
-                self.device.running(),
-                torch.no_grad(),
-                torch.autocast("cpu", enabled=False),
-            ):  # casts are in the blocks' graphs already
+            with self.device.running(), torch.no_grad(), without_autocast(self.device.torch_device):
                 result = Executor(self.device, step, self.program.segments, slabs).run(graph, inputs)
                 self.device.synchronize()
             return result

@@ -8,18 +8,32 @@ import pytest
 import torch
 
 from l2l_compile.devices import cuda
+from l2l_compile.runtime.executor import Executor
+from l2l_compile.session import session_of
+from models import Stack, compiled, rows
+
+GPU = torch.device("cuda", 1)
 
 
 class Runtime:
     """The CUDA runtime: the result of a failed call stays its last error until a launch of a kernel reports it."""
 
     def __init__(self):
-        self.locked, self.last_error = set(), 0
+        self.locked, self.last_error, self.calls = set(), 0, []
+        self.current = torch.device("cuda", 0)
+
+    @contextlib.contextmanager
+    def device(self, device):
+        before, self.current = self.current, device
+        yield
+        self.current = before
 
     def cudaHostRegister(self, address, size, flags):
+        self.calls.append((self.current.index, flags))
         return self._result(712 if address in self.locked else self.locked.add(address) or 0)
 
     def cudaHostUnregister(self, address):
+        self.calls.append((self.current.index, None))
         return self._result(713 if address not in self.locked else self.locked.remove(address) or 0)
 
     def _result(self, code):
@@ -41,22 +55,46 @@ def runtime(monkeypatch):
             raise RuntimeError(f"refused with {code}")
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", runtime.device)
     monkeypatch.setattr(torch.cuda, "check_error", check_error)
     monkeypatch.setattr(torch, "ones", runtime.launch)
     return runtime
 
 
 def test_a_refused_page_lock_is_not_the_next_kernels_error(runtime):
-    cuda._page_lock(1, 10)
+    cuda._page_lock(GPU, 1, 10)
     with pytest.raises(RuntimeError, match="refused with 712"):
-        cuda._page_lock(1, 10)
+        cuda._page_lock(GPU, 1, 10)
     runtime.launch()
 
 
 def test_what_cannot_be_unlocked_is_a_warning(runtime):
     with pytest.warns(RuntimeWarning, match="stays page-locked: refused with 713"):
-        cuda._page_unlock(1)
+        cuda._page_unlock(GPU, 1)
     runtime.launch()
+
+
+def test_page_locks_are_for_all_gpus_and_begin_to_use_no_other(runtime):
+    """From a thread of the host, whose current GPU is the first."""
+    cuda._page_lock(GPU, 1, 10)
+    cuda._page_unlock(GPU, 1)
+    assert runtime.calls == [(1, 1), (1, None)]  # 1 is cudaHostRegisterPortable
+    assert runtime.current.index == 0
+
+
+def test_autocast_of_the_gpu_around_backward_casts_nothing(monkeypatch):
+    """As in eager, where backward casts as forward did; casts are in the graphs of the blocks."""
+    step = compiled(Stack(2))
+    loss = step(rows(6, dtype=torch.float32)).sum()
+    monkeypatch.setattr(session_of(step).device, "torch_device", GPU)
+    run, seen = Executor.run, []
+    monkeypatch.setattr(Executor, "run", lambda *arguments: seen.append(torch.is_autocast_enabled("cuda")) or run(*arguments))
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        loss.backward()
+        assert seen == [False] and torch.is_autocast_enabled("cuda")
+    finally:
+        torch.set_autocast_enabled("cuda", False)
 
 
 def test_the_first_fetch_waits_for_new_slabs(monkeypatch):

@@ -32,7 +32,7 @@ from models import Layer, Shared, Stack, TwoHeads, UNet, assert_parity, compilat
     ids=str,
 )
 def test_parity(threaded, options):
-    assert_parity(Stack(5).double(), rows(6), rows(7), **options)
+    assert_parity(Stack(5).double(), rows(6), rows(8), **options)
 
 
 @pytest.mark.parametrize("model", [Shared, lambda: UNet(4), TwoHeads], ids=["shared weights", "skips", "several outputs"])

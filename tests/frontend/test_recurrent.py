@@ -62,7 +62,7 @@ def micro_batches(step) -> set[int]:
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_each_layer_is_a_segment_of_one_block(kind, batch_first):
     model = LanguageModel(kind, num_layers=3, batch_first=batch_first).double()
-    step = assert_parity(model, batch(6, batch_first), batch(7, batch_first), batch(2, batch_first))
+    step = assert_parity(model, batch(6, batch_first), batch(8, batch_first), batch(2, batch_first))
     layers = [segments(step)[f"rnn.l{i}"] for i in range(3)]
     assert [s.parameter_names for s in layers] == [
         tuple(f"rnn.{name}_l{i}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")) for i in range(3)
@@ -111,13 +111,13 @@ def test_classes_that_lie_batch_first_in_memory():
 )
 def test_forms_of_an_lstm(options):
     model = LanguageModel(**{"num_layers": 3, **options}).double()
-    step = assert_parity(model, batch(6), batch(7))
+    step = assert_parity(model, batch(6), batch(8))
     assert micro_batches(step) == {3}
 
 
 @pytest.mark.parametrize("options", [{"nonlinearity": "relu"}, {"bidirectional": True, "bias": False}], ids=str)
 def test_forms_of_an_rnn(options):
-    step = assert_parity(LanguageModel(nn.RNN, num_layers=2, **options).double(), batch(6), batch(7))
+    step = assert_parity(LanguageModel(nn.RNN, num_layers=2, **options).double(), batch(6), batch(8))
     assert micro_batches(step) == {3}
 
 
@@ -160,7 +160,7 @@ def test_options(options):
 
 
 def test_on_a_device_with_memory_of_its_own(threaded):
-    assert_parity(LanguageModel(num_layers=3, bidirectional=True).double(), batch(6), batch(7))
+    assert_parity(LanguageModel(num_layers=3, bidirectional=True).double(), batch(6), batch(8))
     assert threaded.devices[-1].ledger.held == 0
 
 
@@ -274,7 +274,7 @@ class OwnStates(nn.Module):
 
 @pytest.mark.parametrize("how", ["zeros", "parameter", "written"])
 def test_states_that_the_model_makes(how):
-    step = assert_parity(OwnStates(how).double(), rows(6, 4, 5), rows(7, 4, 5))
+    step = assert_parity(OwnStates(how).double(), rows(6, 4, 5), rows(8, 4, 5))
     assert micro_batches(step) == {3}
     if how == "zeros":  # made in each layer, without the weight that was asked for its dtype
         assert not any("first" in s.parameter_names for s in segments(step).values())
@@ -297,7 +297,7 @@ def test_words_of_letters():
             _, (h, _) = self.letters(self.table(ids.view(count * length, letters)))
             return self.head(self.rnn(torch.cat([h[0], h[1]], -1).view(count, length, -1))[0])
 
-    step = assert_parity(Letters().double(), words(6, 3, 4), words(7, 3, 4))
+    step = assert_parity(Letters().double(), words(6, 3, 4), words(8, 3, 4))
     assert micro_batches(step) == {3}
 
 
@@ -338,7 +338,7 @@ class Cells(nn.Module):
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_loops_over_cells(kind):
-    step = assert_parity(Cells(kind).double(), batch(6, time=3), batch(7, time=3))
+    step = assert_parity(Cells(kind).double(), batch(6, time=3), batch(8, time=3))
     assert micro_batches(step) == {3}
 
 
@@ -365,7 +365,7 @@ class Translator(nn.Module):
 
 
 def test_translation_with_attention():
-    step = assert_parity(Translator().double(), (words(6, 5), words(6, 4)), (words(7, 5), words(7, 4)))
+    step = assert_parity(Translator().double(), (words(6, 5), words(6, 4)), (words(8, 5), words(8, 4)))
     assert micro_batches(step) == {3}
 
 

@@ -60,7 +60,7 @@ def test_writes_into_values(combine):
                 x = combine(x * 1.5, layer(x))
             return x
 
-    assert_parity(Model().double(), rows(6, WIDTH), rows(7, WIDTH))
+    assert_parity(Model().double(), rows(6, WIDTH), rows(8, WIDTH))
 
 
 def test_a_write_that_nobody_sees_splits_no_layer():
@@ -94,7 +94,7 @@ def test_a_micro_batch_of_one_row_keeps_its_dimension(squeeze, micro_batches):
                 x = squeeze(layer(x))
             return x
 
-    step = assert_parity(Model().double(), rows(6, WIDTH), rows(7, WIDTH), micro_batches=micro_batches)
+    step = assert_parity(Model().double(), rows(6, WIDTH), rows(8, WIDTH), micro_batches=micro_batches)
     assert not any(p.whole_batch for p in l2l_compile.programs(step))
 
 
@@ -114,7 +114,7 @@ def test_a_parameter_is_written_where_a_mask_says(parts):
             return x
 
     step = assert_parity(
-        Model().double(), (rows(6, 4, WIDTH), torch.rand(6, 4) > 0.5), (rows(7, 4, WIDTH), torch.rand(7, 4) > 0.5)
+        Model().double(), (rows(6, 4, WIDTH), torch.rand(6, 4) > 0.5), (rows(8, 4, WIDTH), torch.rand(8, 4) > 0.5)
     )
     assert not any(p.whole_batch for p in l2l_compile.programs(step))
 

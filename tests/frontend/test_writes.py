@@ -94,7 +94,7 @@ def test_a_layer_with_spectral_norm_is_one_segment_and_split_into_micro_batches(
     """The power iteration reads no rows: it does not keep its layer from going micro-batch by micro-batch."""
     layers = [nn.Sequential(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(4)]
     model = nn.Sequential(nn.Linear(5, WIDTH), *layers).double()
-    step = assert_parity(model, rows(6), rows(7))
+    step = assert_parity(model, rows(6), rows(8))
     program = programs(step)[0]
     assert not program.whole_batch
     assert max(block.repeats for block in program.blocks) == 4
@@ -251,7 +251,7 @@ MODELS = {
 @pytest.mark.parametrize("stash", ["host", "device"])
 @pytest.mark.parametrize("name", MODELS)
 def test_buffers_that_are_written_and_read_are_eagers(name, stash):
-    assert_parity(MODELS[name]().double(), rows(6), rows(6), rows(7), stash=stash)
+    assert_parity(MODELS[name]().double(), rows(6), rows(6), rows(8), stash=stash)
 
 
 def test_a_momentum_encoder_goes_by_layer_by_layer():

@@ -70,7 +70,7 @@ def page_locking(context: Context, report: Report) -> None:
     torch.ones(1, device=context.device)
     for size in (64, 512):
         buffer = pages(size << 20, "the stage copies")
-        seconds = context.seconds(lambda b=buffer: _page_lock(b.data_ptr(), b.numel()))
+        seconds = context.seconds(lambda b=buffer: _page_lock(context.device, b.data_ptr(), b.numel()))
         report.fact(f"page-locking {size} MiB of fresh pages", buffer.numel() / seconds / 1e9, "GB/s", should="above 1")
         there = torch.zeros(buffer.numel(), dtype=torch.uint8, device=context.device)
         found = median(context, lambda b=buffer, t=there: t.copy_(b, non_blocking=True))
@@ -87,7 +87,7 @@ def page_locking(context: Context, report: Report) -> None:
             most=0.5,
             should="near 0: the call does not wait for the copy",
         )
-        seconds = context.seconds(lambda b=buffer: _page_unlock(b.data_ptr()))
+        seconds = context.seconds(lambda b=buffer: _page_unlock(context.device, b.data_ptr()))
         report.fact(f"unlocking {size} MiB", buffer.numel() / seconds / 1e9, "GB/s")
 
 

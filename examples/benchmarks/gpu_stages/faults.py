@@ -144,7 +144,7 @@ def page_lock(context: Context, report: Report) -> None:
         from l2l_compile.devices.cuda import _page_lock, _page_unlock
 
         torch.ones(1, device=context.device)
-        lock = lambda: _page_lock(address, buffer.numel())  # noqa: E731
+        lock = lambda: _page_lock(context.device, address, buffer.numel())  # noqa: E731
         lock()
     else:
         _page_unlock = None
@@ -158,10 +158,10 @@ def page_lock(context: Context, report: Report) -> None:
         "the next kernel raises", float(kernel_fails(context)), most=0, should="0: the error of the page-lock is not the kernel's"
     )
     if _page_unlock is not None:
-        _page_unlock(address)
+        _page_unlock(context.device, address)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            _page_unlock(address)
+            _page_unlock(context.device, address)
         report("unlocking what is not locked is silent", float(not said), most=0, should="0: it warns")
         report("the kernel after it raises", float(kernel_fails(context)), most=0, should="0")
     step_without_locks(context, report)
