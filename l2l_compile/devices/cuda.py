@@ -11,7 +11,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -65,13 +65,21 @@ class CudaDevice(Device):
         # the memory may have belonged to a value that compute still reads, and deterministic mode fills it on compute
         h2d.wait_stream(compute)
 
+    def running(self) -> AbstractContextManager:
+        """What is traced, compiled or made for "cuda" meanwhile is for this GPU, whichever one is the caller's."""
+        return torch.cuda.device(self.torch_device)
+
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory that is not page-locked goes through the ring: it may be a temporary, which is gone before its copy is done."""
         compute, h2d = self.lanes["compute"].stream, self.lanes["h2d"].stream
         with torch.cuda.stream(compute):
             result = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.torch_device)
         h2d.wait_stream(compute)  # the memory may have belonged to a value that compute still reads
-        result.copy_(tensor.detach(), non_blocking=True)
-        self._pool.reads(tensor, self.lanes["h2d"].record())
+        if tensor.is_pinned() and tensor.is_contiguous():
+            result.copy_(tensor.detach(), non_blocking=True)
+            self._pool.reads(tensor, self.lanes["h2d"].record())
+        else:
+            self._staging.send(tensor, result.view(-1).view(torch.uint8))
         return result
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:

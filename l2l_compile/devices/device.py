@@ -149,7 +149,7 @@ class Device(ABC):
         """What the lanes are given from now on carries out this node of a program; for devices that measure."""
 
     def running(self) -> AbstractContextManager:
-        """The caller gives work to the lanes."""
+        """The caller lowers blocks and gives work to the lanes."""
         return nullcontext()
 
     @contextmanager

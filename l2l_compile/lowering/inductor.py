@@ -35,7 +35,8 @@ def compile_graph(module: fx.GraphModule, device: torch.device) -> Callable:
     """Inductor's compilation of a functional ATen graph, for operands like those that it was traced with.
 
     What it returns raises `LoweringError` for operands of other dtypes: Inductor's kernels would read their bytes as
-    those of the examples. (It checks sizes and strides itself.)
+    those of the examples. (It checks sizes and strides itself.) Without CUDA graphs, whatever the user's configuration: their
+    next replay would overwrite results that still wait for a copy.
     """
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     graph = fx.Graph()
@@ -46,7 +47,7 @@ def compile_graph(module: fx.GraphModule, device: torch.device) -> Callable:
                 node.target = _opaque(node.target)
     copy = fx.GraphModule(module, graph)
     with torch.no_grad():
-        compiled = torch._inductor.compile(copy, list(examples))
+        compiled = torch._inductor.compile(copy, list(examples), {"triton.cudagraphs": False})
     dtypes = _dtypes(examples)
 
     def run(*operands: int | torch.Tensor) -> Sequence[torch.Tensor]:

@@ -308,7 +308,8 @@ def _trace(
     try:
         # the Python dispatcher turns operators whose schema hides a write (native_batch_norm) into ones that show it
         anomaly = torch.autograd.set_detect_anomaly(False)  # it would look at values, and there are none
-        with anomaly, unseen_by_saved_tensors_hooks(), fake, enable_python_dispatcher():
+        one_thread = torch.autograd.set_multithreading_enabled(False)  # a device's thread of autograd would not be traced
+        with anomaly, one_thread, unseen_by_saved_tensors_hooks(), fake, enable_python_dispatcher():
             tensors = example_operands(specs, sizes.with_symbols(sizes.numbers), device)
             module = make_fx(flat)(*sizes.numbers, *tensors)
     except LoweringError:

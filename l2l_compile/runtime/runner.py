@@ -213,8 +213,8 @@ class Runner:
     def _run(self, graph: fx.Graph, step: Step, inputs: Sequence[RuntimeValue]) -> Any:
         slabs = self.options.prefetch + 1
         try:
-            self.device.reserve_slabs(slabs, self._slab_bytes)
             with self.device.running(), torch.no_grad(), without_autocast(self.device.torch_device):
+                self.device.reserve_slabs(slabs, self._slab_bytes)
                 result = Executor(self.device, step, self.program.segments, slabs).run(graph, inputs)
                 self.device.synchronize()
             return result

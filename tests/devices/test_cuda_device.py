@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from l2l_compile.devices import cuda
+from l2l_compile.devices.staging import Staging
+from l2l_compile.memory.pages import PinnedMemory
 from l2l_compile.runtime.executor import Executor
 from l2l_compile.session import session_of
 from models import Stack, compiled, rows
@@ -97,29 +99,61 @@ def test_autocast_of_the_gpu_around_backward_casts_nothing(monkeypatch):
         torch.set_autocast_enabled("cuda", False)
 
 
-def test_the_first_fetch_waits_for_new_slabs(monkeypatch):
+class Stream:
+    """Notes what it is asked to wait for, in `asked`."""
+
+    def __init__(self, name, asked):
+        self.name, self.asked = name, asked
+
+    def wait_stream(self, other):
+        self.asked.append((self.name, "waits for", other.name))
+
+    def record_event(self):
+        return f"event of {self.name}"
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A `CudaDevice` of the second GPU, without its memory; `device.asked` has what its streams are asked."""
+    device = object.__new__(cuda.CudaDevice)
+    device.torch_device, device._slabs, device.asked = GPU, [], []
+    device.lanes = {}
+    for name in ("compute", "h2d", "d2h"):
+        lane = device.lanes[name] = object.__new__(cuda._Stream)
+        lane.stream = Stream(name, device.asked)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    return device
+
+
+def test_the_first_fetch_waits_for_new_slabs(monkeypatch, device):
     """They are made on compute, where their memory was in use before, and are written on h2d."""
-    asked = []
-
-    class Stream:
-        def __init__(self, name):
-            self.name = name
-
-        def wait_stream(self, other):
-            asked.append((self.name, "waits for", other.name))
 
     class Made:
         def numel(self):
             return 8
 
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: asked.append("slab") or Made())
-    device = object.__new__(cuda.CudaDevice)
-    device.torch_device, device._slabs = torch.device("cuda", 0), []
-    device.lanes = {}
-    for name in ("compute", "h2d", "d2h"):
-        lane = device.lanes[name] = object.__new__(cuda._Stream)
-        lane.stream = Stream(name)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: device.asked.append("slab") or Made())
     device.reserve_slabs(2, 8)
     device.reserve_slabs(2, 8)
-    assert asked == ["slab", "slab", ("h2d", "waits for", "compute")]
+    assert device.asked == ["slab", "slab", ("h2d", "waits for", "compute")]
+
+
+@pytest.mark.parametrize("kind", ["a temporary of the caller", "a view of page-locked memory"])
+def test_a_temporary_stays_until_its_copy_is_done(monkeypatch, device, kind):
+    """PyTorch copies memory that is not page-locked, or not contiguous, from a temporary that is gone when the call is over."""
+    memory = PinnedMemory(1 << 20, lambda address, size: None, lambda address: None)
+    device._staging = Staging(memory, lambda: "a copy", lambda event: None)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, device=None, **named: empty(*args, **named))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: kind != "a temporary of the caller")
+    tensor = torch.arange(12.0).view(3, 4).t()
+    found = device.upload(tensor)
+    assert torch.equal(found, tensor) and found.is_contiguous()
+    assert "a copy" in device._staging._events  # it came out of the ring
+    assert device.asked == [("h2d", "waits for", "compute")]
+
+
+def test_blocks_are_compiled_for_the_gpu_that_runs_them(runtime, device):
+    with device.running():
+        assert runtime.current == GPU
+    assert runtime.current.index == 0
