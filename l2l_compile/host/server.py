@@ -166,20 +166,20 @@ class ParameterServer:
             try:
                 self.worker.drain()
             except BaseException:
-                self.recover()
+                self.recover(step)
                 raise
         found, step.returned = step.returned, {}
         step.stats.gradient_squares += self.updates.squares_of_returned(found.values())
         return found
 
-    def recover(self) -> None:
-        """After a failure in a step: its gradients are dropped."""
+    def recover(self, step: Step) -> None:
+        """After a failure in a step: its gradients are dropped, and no backward of its forward is waited for."""
         try:
             self.worker.drain()
         except Exception:  # noqa: BLE001 - the first error is on its way to the user already
             pass
         self._in_flight.clear()
-        self.updates.forget()
+        self.updates.forget(step.pending)
 
 
 def segments_in_flight(options: Options) -> int:

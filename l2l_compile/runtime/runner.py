@@ -220,7 +220,7 @@ class Runner:
             return result
         except BaseException:
             self.device.recover()
-            self.server.recover()
+            self.server.recover(step)
             raise
 
 

@@ -159,6 +159,73 @@ def test_a_forward_without_backward_holds_nothing_up(update):
     assert not torch.equal(model.state_dict()["head.weight"], before["head.weight"])
 
 
+@pytest.mark.parametrize("update", MODES)
+def test_an_output_that_is_held_holds_no_step_up(update):
+    """An evaluation without `no_grad`, whose outputs are kept: every step is that of plain PyTorch nevertheless."""
+    model, reference = Stack(), Stack()
+    reference.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    step, optimizer = step_of(model, update)
+    for number in range(3):
+        for net, opt in ((step, optimizer), (reference, plain)):
+            held = net(data(10 + number))
+            net(data(number)).pow(2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+            del held
+    held = step(data(13))
+    step(data(3)).pow(2).mean().backward()
+    optimizer.step()
+    reference(data(3)).pow(2).mean().backward()
+    plain.step()
+    assert l2l_compile.stats(step).gradient_norm == pytest.approx(norm_of(reference), rel=1e-5)
+    assert_same_state(model, reference, 1e-5)
+    with pytest.raises(RuntimeError, match="ran before optimizer.step|modified by an inplace operation"):
+        held.sum().backward()
+
+
+def norm_of(model):
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_a_held_output_with_several_rounds_is_an_error(update):
+    step, optimizer = step_of(Stack(), update, accumulate=2)
+    held = step(data(10))
+    for number in range(2):
+        step(data(number)).sum().backward()
+    with pytest.raises(L2LError, match="An output of this step is held.*no_grad.*dropped"):
+        optimizer.step()
+    del held
+    for number in range(2):
+        step(data(number)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_a_failure_that_is_kept_holds_no_step_up(update, monkeypatch):
+    model = Stack()
+    step, optimizer = step_of(model, update)
+    step(data(1)).sum().backward()
+    optimizer.step()
+    server = session_of(step).server
+    load, kept = server.load, []
+
+    def fails(*_):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(server, "load", fails)
+    try:
+        step(data(2))
+    except RuntimeError as error:
+        kept.append(error)  # with its traceback, and so the forward
+    monkeypatch.setattr(server, "load", load)
+    before = copy.deepcopy(model.state_dict())
+    step(data(3)).sum().backward()
+    optimizer.step()
+    assert kept and not torch.equal(model.state_dict()["head.weight"], before["head.weight"])
+
+
 def test_reading_waits_for_updates_that_were_put_off():
     model = Stack()
     step, optimizer = step_of(model, optimizer=Slow(model.parameters(), lr=0.1))

@@ -1,7 +1,8 @@
 """The gradients of one training step on the host: what has arrived, and which backward calls are still to come.
 
 A forward that a backward may follow opens a `PendingBackward`. A *round* is over when none is open: after one backward call,
-or after several that were joined. A step has `accumulate` rounds.
+or after several that were joined. A step has `accumulate` rounds. `optimizer.step()` ends it, and with it the round: a forward
+whose output is held, but never differentiated, is given up then.
 """
 
 from __future__ import annotations
@@ -34,13 +35,18 @@ _NEVER_STEPPED = (
     ". The optimizer of the option was never stepped. If this model is a deep copy of a compiled one, that optimizer is a copy as "
     "well: copy the plain model, and compile it with an optimizer of its own"
 )
+_HELD = (
+    ". An output of this step is held, and backward was not called on it, so that no round has ended: let go of it, or run such a "
+    "forward under torch.no_grad()"
+)
 
 
 class PendingBackward:
     """A forward that a backward may follow.
 
     parameters  those that the optimizer trains and this forward reads
-    open        whether the backward has not begun
+    step        the number of the step in which the forward ran
+    open        whether the backward has not begun, and may still begin
     pushes      how often the backward will still hand over a gradient of each parameter
     settled     parameters that no other pending backward reads
     last        whether the backward belongs to the last round of the step
@@ -50,7 +56,7 @@ class PendingBackward:
     """
 
     def __init__(self, ledger: GradientLedger, parameters: Iterable[Parameter]):
-        self.ledger, self.parameters = ledger, frozenset(parameters)
+        self.ledger, self.parameters, self.step = ledger, frozenset(parameters), ledger.steps
         self.open = True
         self.pushes: Counter[Parameter] = Counter()
         self.settled: set[Parameter] = set()
@@ -67,14 +73,16 @@ class GradientLedger:
 
     update      the value of the option, for messages
     accumulate  rounds in a step
+    steps       how many steps have ended
+    has_begun   whether a backward of this step has begun
     rounds      rounds of this step whose last backward has begun
     gradients   complete gradients of this step, summed over its rounds
     """
 
     def __init__(self, update: str, accumulate: int, memory: GradientMemory):
         self.update, self.accumulate, self._memory = update, accumulate, memory
-        self.rounds = 0
-        self._stepped = False  # whether a step has ended
+        self.steps = self.rounds = 0
+        self.has_begun = False
         self.gradients: dict[Parameter, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._readers: Counter[Parameter] = Counter()  # open pending backwards that read a parameter
@@ -93,11 +101,17 @@ class GradientLedger:
         with self._lock:
             if pending.open:
                 pending.open = False
-                self._readers.subtract(pending.parameters)
-                self._readers = +self._readers
+                if pending.step == self.steps:
+                    self._readers.subtract(pending.parameters)
+                    self._readers = +self._readers
 
     def begin_backward(self, pending: PendingBackward, pushes: Counter[Parameter]) -> None:
         """A backward begins, which will hand over gradients `pushes[p]` times for each parameter. Raises `L2LError`."""
+        if pending.step != self.steps:
+            raise L2LError(
+                f"backward through a forward that ran before optimizer.step(), but update={self.update!r} has changed its weights "
+                "since: call backward before optimizer.step()"
+            )
         if not pending.open:
             raise L2LError(
                 f"backward ran twice through one forward, but update={self.update!r} may have changed its weights "
@@ -106,9 +120,10 @@ class GradientLedger:
         if self.rounds >= self.accumulate:
             raise L2LError(
                 f"{self.rounds + 1} backward calls without optimizer.step() between them, but the option accumulate is "
-                f"{self.accumulate}: set it to the number of backward calls in a step{'' if self._stepped else _NEVER_STEPPED}"
+                f"{self.accumulate}: set it to the number of backward calls in a step{'' if self.steps else _NEVER_STEPPED}"
             )
         self.close(pending)
+        self.has_begun = True
         pending.pushes = pushes
         pending.settled = {p for p in pending.parameters if p not in self._readers}
         pending.last = self.rounds == self.accumulate - 1
@@ -116,19 +131,23 @@ class GradientLedger:
         self.rounds += pending.ends_round
 
     def end_step(self) -> None:
-        """`optimizer.step()` is called. Raises `L2LError`, and drops the gradients, if a round is missing."""
-        rounds, self.rounds, self._stepped = self.rounds, 0, True
+        """`optimizer.step()` is called: the last round is over as well. Raises `L2LError`, and drops the gradients, if one is missing."""
+        with self._lock:
+            held, self._readers = bool(self._readers), Counter()
+            self.steps += 1
+        rounds = self.accumulate if held and self.accumulate == 1 else self.rounds
+        self.rounds, self.has_begun = 0, False
         if rounds != self.accumulate:
             self.forget()
             raise L2LError(
                 f"optimizer.step() after {rounds} backward calls, but the option accumulate is {self.accumulate}: "
-                "set it to the number of backward calls in a step. The gradients so far were dropped"
+                f"set it to the number of backward calls in a step{_HELD if held else ''}. The gradients so far were dropped"
             )
 
     def forget(self) -> None:
         """Drop the gradients of this step."""
         self.gradients.clear()
-        self.rounds = 0
+        self.rounds, self.has_begun = 0, False
 
     # ---- called on the host lane -------------------------------------------------------------------------------------
 

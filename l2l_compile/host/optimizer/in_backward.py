@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+import torch
 
 from ...errors import L2LError
 from ...options import Options
@@ -49,12 +51,15 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
         if pending.ends_round:
             self.worker.submit(lambda: self._update(pending, list(self._ledger.gradients)))
 
-    def forget(self) -> None:
-        super().forget()
+    def forget(self, pending: PendingBackward | None = None) -> None:
+        super().forget(pending)
         self._squares = 0.0
 
     def _end_step(self, groups: Hyperparameters) -> None:
-        """The updates are made: note the norm. Raises `L2LError` if a gradient came from elsewhere."""
+        """Update what a held forward kept from its update, and note the norm. Raises `L2LError` if a gradient came from elsewhere."""
+        if left := self._ledger.take_all():
+            self.worker.submit(lambda: self._apply(left, groups))
+            self._drain()
         self._norm, self._squares = math.sqrt(self._squares), 0.0
         outside = [p for p in self.managed if p.grad is not None]
         if outside:
@@ -66,10 +71,13 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
     def _update(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> None:
-        """Update those of these parameters whose gradients are complete. Raises `L2LError` if one is not finite."""
+        """Update those of these parameters whose gradients are complete."""
         if not pending.last:
             return
-        gradients = self._ledger.take_settled(pending, parameters)
+        self._apply(self._ledger.take_settled(pending, parameters), pending.groups)
+
+    def _apply(self, gradients: Mapping[Parameter, torch.Tensor], groups: Hyperparameters) -> None:
+        """Update these parameters. Raises `L2LError` if a gradient is not finite."""
         squares = sum_of_squares(self._memory.widened(g, p.dtype) for p, g in gradients.items())
         if not math.isfinite(squares):
             raise L2LError(
@@ -77,4 +85,4 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
                 "update='in_forward' looks at all gradients first and skips such a step"
             )
         self._squares += squares
-        self._step_layer(gradients, 1.0, pending.groups)
+        self._step_layer(gradients, 1.0, groups)

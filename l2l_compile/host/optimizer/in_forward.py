@@ -74,8 +74,8 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         super()._drain()
         self._tickets.clear()
 
-    def forget(self) -> None:
-        super().forget()
+    def forget(self, pending: PendingBackward | None = None) -> None:
+        super().forget(pending)
         self._segments.clear()
         self._tickets.clear()
 

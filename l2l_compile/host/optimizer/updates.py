@@ -52,8 +52,8 @@ class Updates:
     def synchronize(self) -> None:
         """Block until every update made so far can be seen. Raises what an update has raised."""
 
-    def forget(self) -> None:
-        """After a failure: drop the gradients of the step that failed."""
+    def forget(self, pending: PendingBackward | None = None) -> None:
+        """After a failure: drop the gradients of the step that failed, in which no backward of this forward is to come."""
 
     def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
         """A forward through these parameters begins; what to call the others with, None if all gradients go to `p.grad`."""
@@ -168,8 +168,10 @@ class UpdatesBehindTheDevice(Updates, ABC):
             self.forget()
             raise
 
-    def forget(self) -> None:
+    def forget(self, pending: PendingBackward | None = None) -> None:
         self._ledger.forget()
+        if pending is not None:  # the traceback of the failure may hold it
+            self._ledger.close(pending)
 
     def _before_reading(self, *_: Any) -> None:
         self.synchronize()
@@ -181,7 +183,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
                 f"optimizer.step(closure) runs the model again within the step, which update={self._ledger.update!r} cannot "
                 "follow: leave out the options optimizer and update"
             )
-        ends_a_step = self._ledger.rounds > 0
+        ends_a_step = self._ledger.has_begun
         if ends_a_step:
             self._groups.forget_own_steps()
             self.synchronize()
