@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import mmap
 import threading
 import weakref
@@ -20,6 +21,9 @@ import torch
 
 from ..errors import L2LError
 from ..units import format_bytes
+
+_WIDEST = 8  # times what a tensor needs: a buffer that is larger still waits for one of its own size
+_SLACK = 1.1  # times what was needed at once
 
 
 def pages(size: int, purpose: str) -> torch.Tensor:
@@ -86,16 +90,21 @@ def unlocked() -> PinnedMemory:
 
 
 class Pool:
-    """Buffers for what comes from the device, used again for tensors of the same size.
+    """Buffers for what comes from the device, used again for tensors of other shapes, up to eight times smaller than the buffer.
 
-    A buffer is free when its last tensor is gone and every copy out of it is done.
+    A buffer is free when its last tensor is gone and every copy out of it is done. Those that have been free for longest go
+    back to the system before the pool would hold more than 1.1 times what was needed at once: texts of every length take the
+    memory of the longest.
     """
 
     def __init__(self, memory: PinnedMemory, is_done: Callable[[Any], bool] = lambda event: True):
         self._memory, self._is_done = memory, is_done
-        self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)
+        self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)  # by size, the one that has been free for longest first
         self._guard = threading.RLock()  # a buffer may be given back at any moment, by the garbage collector
         self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
+        self._needed = self._most_needed = 0  # bytes that were asked for and are in use: now, and at most
+        self._put_backs = itertools.count()
+        self.size = 0
 
     def empty(self, shape: torch.Size, dtype: torch.dtype, purpose: str) -> torch.Tensor:
         """A tensor in a buffer of its own."""
@@ -105,11 +114,20 @@ class Pool:
     def lease(self, size: int, purpose: str) -> Lease:
         """A buffer for several tensors, of which there is at least a byte."""
         with self._guard:
-            free = self._free[size]
-            found = next((b for b in free if all(map(self._is_done, b.events))), None)
-            if found is not None:
-                free.remove(found)
-        lease = Lease.of(found or _Buffer(self._memory.take(size, purpose)[0]), self)
+            self._needed += size
+            self._most_needed = max(self._most_needed, self._needed)
+            found = self._take_free(size)
+            if found is None:
+                self._drop_free(int(_SLACK * self._most_needed) - size)
+                self.size += size
+        if found is None:
+            try:
+                found = _Buffer(self._memory.take(size, purpose)[0])
+            except BaseException:
+                with self._guard:
+                    self.size, self._needed = self.size - size, self._needed - size
+                raise
+        lease = Lease.of(found, size, self)
         self._leases[lease.buffer.memory.data_ptr()] = lease
         return lease
 
@@ -119,15 +137,50 @@ class Pool:
         if lease is not None and event is not None:
             lease.buffer.events.append(event)
 
-    def _put_back(self, buffer: _Buffer) -> None:
+    def _take_free(self, size: int) -> _Buffer | None:
+        """The smallest free buffer of at least this size, unless it is far too large."""
+        for there in sorted(s for s in self._free if size <= s <= _WIDEST * size):
+            for buffer in self._free[there]:
+                if self._is_free(buffer):
+                    self._remove(buffer)
+                    return buffer
+        return None
+
+    def _drop_free(self, bound: int) -> None:
+        """Give free buffers back to the system until the pool holds no more than so many bytes."""
+        waiting = (
+            sorted((b for buffers in self._free.values() for b in buffers), key=lambda b: b.since) if self.size > bound else []
+        )
+        for buffer in waiting:
+            if self.size <= bound:
+                return
+            if self._is_free(buffer):
+                self._remove(buffer)
+                self.size -= buffer.memory.numel()
+
+    def _is_free(self, buffer: _Buffer) -> bool:
+        return all(map(self._is_done, buffer.events))
+
+    def _remove(self, buffer: _Buffer) -> None:
+        size = buffer.memory.numel()
+        self._free[size].remove(buffer)
+        if not self._free[size]:
+            del self._free[size]
+
+    def _put_back(self, buffer: _Buffer, needed: int) -> None:
         with self._guard:
+            buffer.since = next(self._put_backs)
+            self._needed -= needed
             self._free[buffer.memory.numel()].append(buffer)
 
 
 class _Buffer:
+    """Memory of the pool, the copies out of it that were begun, and since when it is free, in no unit."""
+
     def __init__(self, memory: torch.Tensor):
         self.memory = memory
         self.events: list[Any] = []
+        self.since = 0
 
 
 class Lease(ctypes.Array):
@@ -135,14 +188,14 @@ class Lease(ctypes.Array):
 
     _type_, _length_ = ctypes.c_uint8, 0
     buffer: _Buffer
+    needed: int
     pool: Pool
 
     @staticmethod
-    def of(buffer: _Buffer, pool: Pool) -> Lease:
-        size = buffer.memory.numel()
-        lease = _lease_of_size(size).from_address(buffer.memory.data_ptr())
+    def of(buffer: _Buffer, needed: int, pool: Pool) -> Lease:
+        lease = _lease_of_size(needed).from_address(buffer.memory.data_ptr())
         buffer.events = []
-        lease.buffer, lease.pool = buffer, pool
+        lease.buffer, lease.needed, lease.pool = buffer, needed, pool
         return lease
 
     def tensor(self, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -154,7 +207,7 @@ class Lease(ctypes.Array):
 
     def __del__(self) -> None:
         if (pool := getattr(self, "pool", None)) is not None:
-            pool._put_back(self.buffer)
+            pool._put_back(self.buffer, self.needed)
 
 
 @functools.cache

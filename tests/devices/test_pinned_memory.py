@@ -11,7 +11,8 @@ from l2l_compile import L2LError
 from l2l_compile.devices.staging import Staging, ring_bytes
 from l2l_compile.memory.pages import PinnedMemory, Pool
 from l2l_compile.options import Options
-from models import Stack, compiled
+from l2l_compile.session import session_of
+from models import WIDTH, Layer, Stack, compiled
 
 
 def memory_of(budget):
@@ -54,6 +55,84 @@ def test_a_buffer_is_used_again_when_its_last_copy_is_done():
     assert other.data_ptr() != address
     event["done"] = True
     assert pool.empty(torch.Size((5, 3)), torch.int32, "a test").data_ptr() == address
+
+
+def test_tensors_of_every_size_share_the_memory_of_the_largest():
+    """Whatever their order; what waits for a copy is not given back."""
+    memory, locked = memory_of(None)
+    pool = Pool(memory)
+    for turn in range(20):
+        for size in (1000, 700, 130, 400, 999):
+            kept = [pool.empty(torch.Size([size + turn]), torch.uint8, "a test") for _ in range(3)]
+            assert memory.used == pool.size == sum(locked.values()) <= 1.2 * 3 * 1019
+            del kept
+    assert pool.size >= 3 * 1000
+
+
+def test_what_a_copy_reads_is_not_given_back():
+    memory, _ = memory_of(None)
+    pool = Pool(memory, lambda event: event["done"])
+    small, event = pool.empty(torch.Size([100]), torch.uint8, "a test"), {"done": False}
+    pool.reads(small, event)
+    del small
+    large = pool.empty(torch.Size([110]), torch.uint8, "a test")
+    assert pool.size == 210 == memory.used
+    event["done"] = True
+    larger = pool.empty(torch.Size([120]), torch.uint8, "a test")
+    assert pool.size == 230 == memory.used
+    del large, larger
+
+
+def test_a_refusal_leaves_the_pool_as_it_was():
+    def refuse(address, size):
+        raise RuntimeError("out of memory")
+
+    pool = Pool(PinnedMemory(None, refuse, None))
+    for _ in range(2):
+        with pytest.raises(L2LError, match="page-lock"):
+            pool.empty(torch.Size([100]), torch.uint8, "a test")
+    assert pool.size == 0
+
+
+LENGTHS, ROWS = (16, 9, 12), (6, 4)
+
+
+class Text(torch.nn.Module):
+    """Layers over text of any length, and an output for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(32, WIDTH)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("precision", "update"), [("fp32", "at_step"), ("bf16", "in_backward")])
+def test_texts_of_many_lengths_take_the_memory_of_the_longest(threaded, precision, update):
+    def taken(shapes):
+        model = Text()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = compiled(model, precision=precision, update=update, optimizer=optimizer)
+        session, most = None, 0
+        for rows, length in shapes:
+            step(torch.randint(32, (rows, length))).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session = session or session_of(step)
+            memory = session.server._memory._pool.size + session.device.pinned.used
+            most = max(most, memory)
+        return most
+
+    threaded.delay = 0.0
+    largest = taken([(max(ROWS), max(LENGTHS))] * 3)
+    in_turn = taken([(rows, length) for _ in range(20) for length in LENGTHS for rows in ROWS])
+    ring = ring_bytes(None)
+    assert in_turn - ring < 1.2 * (largest - ring)
 
 
 def test_the_ring_waits_for_a_slot():
