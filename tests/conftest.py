@@ -44,6 +44,16 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def watched(monkeypatch):
+    """Every program of every test is watched for races."""
+    from l2l_compile import session
+    from l2l_compile.devices.watched import watch
+
+    open_device = session.open_device
+    monkeypatch.setattr(session, "open_device", lambda options: watch(open_device(options)))
+
+
 @pytest.fixture
 def threaded(monkeypatch):
     """Compiled models run on a device of three threads; `threaded.devices` lists the devices opened so far."""

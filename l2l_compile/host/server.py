@@ -35,7 +35,7 @@ class ParameterServer:
 
     def __init__(self, options: Options, device: Device):
         self.options, self.device = options, device
-        self.worker = Worker(threads := device.host_threads())
+        self.worker = Worker(threads := device.host_threads(), device.accesses)
         weakref.finalize(self, self.worker.close)
         self._in_flight: deque[Ticket] = deque()  # the last work on each segment's gradients
         self._memory = GradientMemory()
@@ -90,7 +90,9 @@ class ParameterServer:
 
         With update='at_step', every forward copies the wire anew: backward lets go of it where gradients take its place.
         """
-        self.updates.wait(step.arguments[i.owner] for i in segment.weights if i.kind == "parameter")
+        owners = [step.arguments[i.owner] for i in segment.weights if i.kind == "parameter"]
+        self.updates.wait(owners)
+        self.device.accesses.read_parameters(owners)
         parameters = [
             (w, spec.dtype)
             for w, spec, i in zip(weights, segment.block.weights, segment.weights, strict=True)
@@ -133,6 +135,7 @@ class ParameterServer:
         """Wait for the gradients, and put each where it belongs (host lane)."""
         if gradients.event is not None:
             self.device.wait_on_host(gradients.event)
+        self.device.accesses.read(gradients.place)
         arrived = {w: g for w, g in zip(segment.weights, gradients.tensors or (), strict=False) if g is not None}
         gradients.tensors = None
         if step.pending is not None:
@@ -142,6 +145,7 @@ class ParameterServer:
 
     def _return(self, step: Step, segment: Segment, arrived: dict[Input, torch.Tensor]) -> None:
         """Add gradients to those that go to `p.grad` (host lane)."""
+        self.device.accesses.write(step.places[1])
         weights = [w for w in segment.weights if w.kind == "parameter" or w in arrived]
         gradients = [arrived.pop(w, None) for w in weights]
         self._memory.widen_together(gradients, [step.arguments[w.index] for w in weights])
@@ -168,6 +172,7 @@ class ParameterServer:
             except BaseException:
                 self.recover(step)
                 raise
+        self.device.accesses.write(step.places[1])
         found, step.returned = step.returned, {}
         step.stats.gradient_squares += self.updates.squares_of_returned(found.values())
         return found
