@@ -45,8 +45,10 @@ def fresh_dynamo():
 
 
 @pytest.fixture(autouse=True)
-def watched(monkeypatch):
-    """Every program of every test is watched for races."""
+def watched(request, monkeypatch):
+    """Every program of every test is watched for races, unless the test is marked `unwatched`."""
+    if request.node.get_closest_marker("unwatched") is not None:
+        return
     from l2l_compile import session
     from l2l_compile.devices.watched import watch
 

@@ -56,6 +56,8 @@ class ParameterServer:
     def synchronize(self) -> None:
         """Block until every update made so far can be seen in the parameters. Raises what an update has raised."""
         self.updates.synchronize()
+        if self.device.accesses.watches:
+            self.device.accesses.read_parameters(p for module in self._modules for p in module.parameters())
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -145,12 +147,12 @@ class ParameterServer:
 
     def _return(self, step: Step, segment: Segment, arrived: dict[Input, torch.Tensor]) -> None:
         """Add gradients to those that go to `p.grad` (host lane)."""
-        self.device.accesses.write(step.places[1])
         weights = [w for w in segment.weights if w.kind == "parameter" or w in arrived]
         gradients = [arrived.pop(w, None) for w in weights]
         self._memory.widen_together(gradients, [step.arguments[w.index] for w in weights])
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is not None:
+                self.device.accesses.write(step.places[1])
                 gradient = gradient.div_(step.scale) if step.scale != 1.0 else gradient
                 total, owner = step.returned.get(weight.owner), step.arguments[weight.owner]
                 step.returned[weight.owner] = self._memory.collected(total, gradient, owner, weight.part)
@@ -172,7 +174,7 @@ class ParameterServer:
             except BaseException:
                 self.recover(step)
                 raise
-        self.device.accesses.write(step.places[1])
+            self.device.accesses.write(step.places[1])
         found, step.returned = step.returned, {}
         step.stats.gradient_squares += self.updates.squares_of_returned(found.values())
         return found

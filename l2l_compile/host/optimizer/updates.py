@@ -169,8 +169,6 @@ class UpdatesBehindTheDevice(Updates, ABC):
         except BaseException:
             self.forget()
             raise
-        if self.worker.accesses.watches:
-            self.worker.accesses.read_parameters(self.managed)  # the user may
 
     def forget(self, pending: PendingBackward | None = None) -> None:
         self.worker.accesses.write(self._place)
@@ -180,6 +178,8 @@ class UpdatesBehindTheDevice(Updates, ABC):
 
     def _before_reading(self, *_: Any) -> None:
         self.synchronize()
+        if self.worker.accesses.watches:
+            self.worker.accesses.read_parameters(self.managed)
 
     def _before_own_step(self, optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
         """`optimizer.step()` is called: the end of a step. What it does itself then finds no gradients of ours."""
