@@ -9,6 +9,7 @@ slabs             at most `prefetch` + 1 segments' weights are on the device at 
 alive             nothing is read after it was released
 released_once     every slab and every value of the device is released exactly once, or stashed
 pushed_once       every segment that makes weight gradients pushes them exactly once
+read              what is made is read: no result, no gradient and no write is lost
 updated           in_forward, every segment with parameters to train is updated once before its fetch; in_backward,
                   every push is followed by one update that reads it; at_step, nothing is updated
 stash             backward takes exactly what forward kept, where forward left it
@@ -54,6 +55,7 @@ def verify_graph(graph: fx.Graph, compilation: Compilation, facts: frozenset[Fac
         _alive(graph)
         _released_once(graph)
     _pushed_once(graph, compilation)
+    _read(graph)
     if Fact.UPDATES_PLACED in facts:
         _updated(graph, compilation)
 
@@ -68,6 +70,8 @@ def _known_node(node: fx.Node, compilation: Compilation) -> None:
         nodes.operands(node)
     except TypeError as error:
         raise VerifyError("known_node", node.name, f"does not have the operands of '{word.name}': {error}") from error
+    if missing := nodes.missing_operands(node):
+        raise VerifyError("known_node", node.name, f"lacks its {' and '.join(missing)}")
     segment = nodes.segment_of(node)
     if segment is not None and not 0 <= segment < len(compilation.segments):
         raise VerifyError("known_node", node.name, f"names segment {segment}, which does not exist")
@@ -165,6 +169,20 @@ def _pushed_once(graph: fx.Graph, compilation: Compilation) -> None:
         raise VerifyError("pushed_once", "push_gradients", f"pushes gradients that no backward made: {sorted(pushed)}")
 
 
+def _read(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if _is_for_a_reader(node) and not any(user.target is not nodes.release for user in node.users):
+            raise VerifyError("read", node.name, "is read by nobody")
+
+
+def _is_for_a_reader(node: fx.Node) -> bool:
+    """Whether a node stands for a value, or a write that is waited for. What is kept for backward is a matter of `stash`."""
+    word = nodes.operation_of(node)
+    if word is None:
+        return node.op == "placeholder" and node.meta.get("kind") == "gradient"
+    return node.target is nodes.write_back or word.result in (nodes.Result.DEVICE, nodes.Result.HOST)
+
+
 def _updated(graph: fx.Graph, compilation: Compilation) -> None:
     mode, is_forward = compilation.options.update, graph is compilation.forward
     updates = graph.find_nodes(op="call_function", target=nodes.update)
@@ -212,6 +230,8 @@ def _stash(forward: fx.Graph, backward: fx.Graph) -> None:
     if len(kept) != len(taken):
         raise VerifyError("stash", "output", f"keeps {len(kept)} values, backward takes {len(taken)}")
     for left, right in zip(kept, taken, strict=True):
+        if left is None:
+            raise VerifyError("stash", "output", f"keeps nothing in the place of '{right.meta['value']}'")
         if left.meta["value"] != right.meta["value"]:
             raise VerifyError("stash", right.name, f"takes the place of '{left.meta['value']}' in what forward keeps")
         is_taken = right.users or left.target is not nodes.stash

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 COMPUTE, H2D, D2H, HOST, NONE = "compute", "h2d", "d2h", "host", "none"
 
@@ -64,10 +65,11 @@ class Result(enum.Enum):
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of an operation: its name, what kind of thing it is, and its default where it has one."""
+    """One operand of an operation: its name, what kind of thing it is, whether None may stand in its place, and its default."""
 
     name: str
     kind: type
+    nullable: bool
     default: Any = inspect.Parameter.empty
 
     @property
@@ -117,7 +119,7 @@ def operation(lane: str, result: Result) -> Callable[[Callable], Callable]:
     def declare(function: Callable) -> Callable:
         annotations = typing.get_type_hints(function)
         operands = tuple(
-            Operand(name, _kind(function, name, annotations.get(name)), parameter.default)
+            Operand(name, _kind(function, name, annotations.get(name)), _is_nullable(annotations.get(name)), parameter.default)
             for name, parameter in inspect.signature(function).parameters.items()
         )
         defaults = [operand.default for operand in operands if operand.optional]
@@ -137,6 +139,11 @@ def _kind(function: Callable, name: str, annotation: Any) -> type:
         if inner in _KINDS or typing.get_args(inner):
             return _kind(function, name, inner)
     raise TypeError(f"operand '{name}' of node '{function.__name__}' is annotated with no kind of operand, but {annotation}")
+
+
+def _is_nullable(annotation: Any) -> bool:
+    """Whether None is in an annotation such as `tuple[OnDevice | None, ...]`."""
+    return annotation is type(None) or any(map(_is_nullable, typing.get_args(annotation)))
 
 
 def _not_run(name: str) -> typing.NoReturn:
@@ -327,6 +334,13 @@ def reads(node: fx.Node, kind: type) -> list[fx.Node]:
     for name in word.of_kind(kind):
         fx.node.map_arg(getattr(operands(node), name), found.append)
     return found
+
+
+def missing_operands(node: fx.Node) -> list[str]:
+    """The names of the operands that are None where a node has to be."""
+    read = operands(node)
+    wanted = [o for o in called(node).operands if o.kind in (OnDevice, OnHost, Done, Results) and not o.nullable]
+    return [o.name for o in wanted if any(leaf is None for leaf in pytree.tree_leaves([getattr(read, o.name)]))]
 
 
 def arriving_gradients(node: fx.Node) -> tuple[fx.Node | None, ...]:

@@ -304,3 +304,26 @@ def test_an_update_has_no_place_in_a_program_that_updates_at_the_step():
     with found.backward.inserting_after(push):
         found.backward.call_function(nodes.update, (nodes.operands(push).segment, push))
     refused(found, "updated")
+
+
+def test_a_result_that_nobody_reads_is_refused():
+    found = program()
+    (end,) = found.forward.find_nodes(op="output")
+    returned = nodes.returned(found.forward)
+    end.args = ((((None,) * len(returned.outputs)), *returned[1:]),)
+    assert "read by nobody" in str(refused(found, "read"))
+
+
+def test_an_operand_that_is_missing_is_refused():
+    found = program()
+    restore = pick(found.forward, nodes.restore)
+    restore.args = (None,)
+    assert "lacks its x" in str(refused(found, "known_node"))
+
+
+def test_a_stash_that_is_not_kept_is_refused():
+    found = program()
+    (end,) = found.forward.find_nodes(op="output")
+    outputs, stashes, writes = nodes.returned(found.forward)
+    end.args = ((outputs, (None, *stashes[1:]), writes),)
+    assert "keeps nothing" in str(refused(found, "stash"))
