@@ -56,9 +56,9 @@ class Check:
         if wrong:
             allowed = f"{least} to {size - 1} are allowed" if size else "it has nothing to look up in"
             remedy = ". " + self.lookup.remedy.format(ignored=ignored) if self.inputs and self.lookup.remedy else ""
+            given = f"{'index' if len(wrong) == 1 else 'indices'} {' and '.join(wrong)}"
             raise IndexRangeError(
-                f"{self._where()}: {self.lookup.operation} is given the index {' and '.join(wrong)}, but {allowed}. "
-                f"{self._origin()}{remedy}"
+                f"{self._where()}: {self.lookup.operation} is given the {given}, but {allowed}. {self._origin()}{remedy}"
             )
 
     def _where(self) -> str:
@@ -70,9 +70,9 @@ class Check:
     def _origin(self) -> str:
         if not self.inputs:
             return "The index depends on the sizes of the inputs alone: they are larger than the model allows"
-        return "The index comes from " + " and ".join(
-            f"{'input' if i.kind == 'value' else 'buffer'} '{i.name}'" for i in self.inputs
-        )
+        values = [f"input '{i.name}'" for i in self.inputs if i.kind == "value"]
+        buffers = [f"buffer '{i.name}'" for i in self.inputs if i.kind != "value"]
+        return f"The index comes from {' and '.join([*values, *buffers])}"
 
 
 class IndexCheck:

@@ -67,7 +67,7 @@ NOT_NEGATIVE = {
     "embedding_bag": lambda m, tokens: F.embedding_bag(tokens, m.table),
     "index_select": lambda m, tokens: m.table.index_select(0, tokens.flatten()).view(*tokens.shape, -1),
     "gather": lambda m, tokens: m.table.expand(len(tokens), -1, -1).gather(1, tokens[..., None].expand(-1, -1, WIDTH)),
-    "one_hot": lambda m, tokens: F.one_hot(tokens, SIZE).double() @ m.table,
+    "one_hot": lambda m, tokens: one_hot(m, tokens),
     "scatter": lambda m, tokens: tokens.new_zeros(len(tokens), SIZE, dtype=torch.float64).scatter(1, tokens, 1.0) @ m.table,
     "scatter_": lambda m, tokens: chosen(tokens, lambda hot, at: hot.scatter_(1, at, 1.0)) @ m.table,
 }
@@ -111,7 +111,7 @@ def test_error_is_an_index_error_with_all_wrong_ends(stand_in):
         compiled(Named(), device=stand_in)(wrong)
     assert isinstance(caught.value, L2LError)
     assert str(caught.value) == (
-        "'embed': embedding is given the index -3 and 77, but 0 to 9 are allowed. The index comes from input 'x'. "
+        "'embed': embedding is given the indices -3 and 77, but 0 to 9 are allowed. The index comes from input 'x'. "
         "Compare the vocabulary of the tokenizer with the rows of the embedding"
     )
 
@@ -125,27 +125,33 @@ def shifted_right(m, tokens):
     return F.embedding(before, m.table)
 
 
-def read_between_writes(m, tokens):
+def one_hot(m, numbers):
+    """It does not keep the numbers for backward, so that they may be written into."""
+    return F.one_hot(numbers, SIZE).double() @ m.table
+
+
+def read_before_a_write(m, tokens):
+    """The second look-up is of zeros alone."""
     numbers = tokens.clone()
-    x = F.embedding(numbers, m.table)
+    x = one_hot(m, numbers)
     numbers.mul_(0)
-    return x + F.embedding(numbers, m.table)
+    return x + one_hot(m, numbers)
 
 
-def added_to_once(m, tokens):
-    """Both look-ups are legal: the first reads before the write."""
+def read_before_and_after(m, tokens):
+    """The first look-up is legal: it reads before the write."""
     numbers = tokens // 2
-    x = F.embedding(numbers, m.table)
+    x = one_hot(m, numbers)
     numbers.add_(SIZE)
-    return x + F.embedding(numbers - SIZE, m.table)
+    return x + one_hot(m, numbers - SIZE)
 
 
 KNOWN = {
     "offset": (lambda m, tokens: F.embedding(tokens + 1, m.table), tokens_of() - 1, tokens_of()),
     "mask": (lambda m, tokens: m.table[torch.where(tokens == 99, 0, tokens)], with_one(99), with_one(98)),
     "labels shifted": (shifted_right, with_one(-100), with_one(-101)),
-    "before a write": (read_between_writes, tokens_of(), with_one(SIZE)),
-    "after a write": (added_to_once, tokens_of(), with_one(2 * SIZE)),
+    "before a write": (read_before_a_write, tokens_of(), with_one(SIZE)),
+    "after a write": (read_before_and_after, tokens_of(), with_one(2 * SIZE)),
     "clamp": (lambda m, tokens: m.table[tokens.clamp(max=SIZE - 1)], with_one(77), with_one(-77)),
     "table of numbers": (lambda m, tokens: F.embedding(m.numbers[tokens], m.table), with_one(-1), with_one(-SIZE - 1)),
     "detected entries": (lambda m, tokens: m.table[(tokens == 5).int().argmax(-1)], tokens_of(), None),
