@@ -171,9 +171,5 @@ def _advanced(node: fx.Node, of: Any, entries: Iterable) -> Iterator[Lookup]:
 
 
 def _dimensions(entry: Any) -> int:
-    """How many dimensions of a tensor an entry between brackets stands for."""
-    value = _example(entry)
-    if value is None or value is Ellipsis or isinstance(value, bool):
-        return 0
-    is_mask = isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
-    return value.ndim if is_mask else 1
+    """How many dimensions of a tensor an entry between brackets stands for; beside numbers, a mask would break the graph."""
+    return 0 if entry is None or entry is Ellipsis or isinstance(entry, bool) else 1
