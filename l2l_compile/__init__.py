@@ -6,6 +6,7 @@
 from .errors import (
     CheckError,
     DeviceError,
+    IndexRangeError,
     L2LError,
     LoweringError,
     OptionError,
@@ -25,6 +26,7 @@ __all__ = [
     "Block",
     "CheckError",
     "DeviceError",
+    "IndexRangeError",
     "L2LError",
     "LoweringError",
     "OptionError",

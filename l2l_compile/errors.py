@@ -45,6 +45,10 @@ class RecompileLimitError(L2LError):
     """A function would need more programs than it may have: something in its inputs changes in every call."""
 
 
+class IndexRangeError(L2LError, IndexError):
+    """An input leads to an index beyond what is looked up: a token that the vocabulary lacks, a label that is no class."""
+
+
 class ParseError(L2LError):
     """A text is not that of a program. `line` is the number of the line, from 1."""
 

@@ -7,7 +7,6 @@ bytes of the values that are made before `c` and read at or after it; an infinit
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import math
 import re
@@ -21,6 +20,7 @@ from ..frontend.simplify import may_be_size, memory_of
 from ..frontend.writes import touches, written_operands
 from ..ir.captured import Captured, Input
 from ..ir.fx_types import name_of
+from ..ir.modules import module_stack
 from ..ir.values import dim_of
 
 # Regions that a cut may not enter: what runs inside depends on interpreter state that is not re-made after a cut.
@@ -69,7 +69,7 @@ class OperationSequence:
         self.reads = [tuple(n for n in node.all_input_nodes if size_expression(n) is None) for node in self.nodes]
         # operations before each position, without those that only compute sizes: layers differ in these
         self.operations_before = [0, *itertools.accumulate(size_expression(n) is None for n in self.nodes)]
-        stacks = [_module_stack(n) for n in self.nodes]
+        stacks = [module_stack(n) for n in self.nodes]
         self.paths = [stack[-1][0] if stack else () for stack in stacks]  # of the modules, outermost first; () if unknown
         self.classes = {path: kind for stack in stacks for path, kind in stack}  # of modules, by path
         self.composed = {path[:end] for path in self.classes for end in range(1, len(path))}  # modules that hold others
@@ -192,35 +192,3 @@ def size_expression(node: fx.Node):
 def _is_number(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     return value is None or isinstance(value, (int, float, bool, torch.SymInt))
-
-
-def _module_stack(node: fx.Node) -> list[tuple[tuple[str, ...], type]]:
-    """Path and class of the modules around an operation, outermost first.
-
-    Dynamo calls a module that several others hold as the first of them does; here its path is inside of the one that calls it.
-    """
-    found: list[tuple[tuple[str, ...], type]] = []
-    outer: tuple[str, ...] = ()
-    path: tuple[str, ...] = ()
-    for name, kind in (node.meta.get("nn_module_stack") or {}).values():
-        inner = _path(name)
-        path = (*path, *_below(outer, inner))
-        found.append((path, kind))
-        outer = inner
-    return found
-
-
-def _below(outer: tuple[str, ...], inner: tuple[str, ...]) -> tuple[str, ...]:
-    """The path of a module from the one that calls it; its own name, with its index, where it lies elsewhere."""
-    if inner[: len(outer)] == outer:
-        return inner[len(outer) :]
-    name = max((i for i, part in enumerate(inner) if not part.isdigit()), default=0)
-    return inner[name:]
-
-
-@functools.cache
-def _path(name: str) -> tuple[str, ...]:
-    """Dynamo's expression for a module as a path."""
-    name = re.sub(r"^L\['\w+'\]\.?", "", name)
-    name = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", name)
-    return tuple(part for part in name.split(".") if part and part not in ("__self__", "__dict__", "_modules"))

@@ -184,6 +184,8 @@ def _autocast(operation, *args, **kwargs):
 class StandIn(ThreadedDevice):
     """`ThreadedDevice` with tensors of the registered type, and random numbers of its own."""
 
+    assertions_are_final = True
+
     def __init__(self, device: torch.device, pinned_memory: int | None = None):
         super().__init__(delay=0.0, pinned_memory=pinned_memory, torch_device=device)
 

@@ -328,6 +328,23 @@ def test_a_process_that_is_killed_before_its_limit_says_nothing_of_it(tmp_path, 
     assert full.verdict == "hang"
 
 
+def test_a_token_that_the_host_finds_is_refused(tmp_path, monkeypatch):
+    """On the host, PyTorch's own error refuses it."""
+    monkeypatch.chdir(BENCHMARKS)
+    found = {row.figure: row for row in figures(tmp_path, module("faults").out_of_range)}
+    assert "IndexError" in found["a step with a token that the host finds"].value
+    assert found["the step is not refused"].value == 0
+    assert found["loss of the next step, less that before"].value < 1e-6
+    assert found["exit status"].value == 1
+    assert found["nothing says what is wrong"].value == 0
+
+
+def test_a_step_that_was_not_refused_is_one_of_the_worst(tmp_path):
+    faults = module("faults")
+    rows = figures(tmp_path, lambda context, report: faults.refused_step("no error", report))
+    assert [row.verdict for row in rows[1:]] == ["off", "off"]
+
+
 def test_one_peak_is_not_compared_with_itself(tmp_path):
     memory = module("memory")
     of = lambda depth: lambda context, report: memory.peak(context, depth, report)  # noqa: E731

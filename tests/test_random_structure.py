@@ -66,7 +66,7 @@ def test_deeper_towers_make_no_more_blocks(plan):
 def test_without_names_no_segment_is_larger_than_two_layers(plan):
     """Layers of two towers that take turns and read each other are one layer of two parts, if nothing names them."""
     model = built(replace(plan, towers=tuple(replace(tower, odd=None) for tower in plan.towers)))
-    with mock.patch("l2l_compile.passes.operation_sequence._module_stack", lambda node: []):
+    with mock.patch("l2l_compile.passes.operation_sequence.module_stack", lambda node: []):
         found = compilation(model, *inputs(), passes=CUT)
     assert max(s.parameter_bytes for s in found.segments) <= 2 * largest_bytes(model)
 

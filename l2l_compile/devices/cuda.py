@@ -44,6 +44,7 @@ class _Stream(Lane):
 class CudaDevice(Device):
     """Streams a program through a GPU. `peak_bytes` is the caching allocator's peak of allocated bytes."""
 
+    assertions_are_final = True
     lanes: Mapping[str, _Stream]
 
     def __init__(self, device: torch.device, pinned_memory: int | None = None):

@@ -82,8 +82,12 @@ class HostWeights(Protocol):
 
 
 class Device(ABC):
-    """Lanes, copies and slabs. Copies are called inside of `Lane.run` on the lane that the vocabulary names."""
+    """Lanes, copies and slabs. Copies are called inside of `Lane.run` on the lane that the vocabulary names.
 
+    assertions_are_final  whether a kernel that meets an index out of range ends the process, instead of raising an error
+    """
+
+    assertions_are_final = False
     torch_device: torch.device
     lanes: Mapping[str, Lane]
     pinned: PinnedMemory

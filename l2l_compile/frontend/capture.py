@@ -21,6 +21,7 @@ from ..ir.captured import Captured, Input
 from ..ir.fx_types import attribute, name_of
 from ..ir.values import TensorSpec, dim_of
 from . import dynamo
+from .indices import IndexCheck
 from .inline import inline_subgraphs
 from .simplify import simplify
 from .stacked import take_slices_apart
@@ -62,6 +63,7 @@ def capture(gm: fx.GraphModule) -> Captured:
         views=views,
     )
     _lift_constants(captured)
+    captured.indices = IndexCheck(captured)
     return captured
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -101,6 +101,7 @@ class Captured:
     lookups      the specs of weights in blocks that only look rows up in them, where those are not in `specs`
     dropped      outputs that are not made, by position: there is None in their place
     views        outputs that are views of an argument or of another output, by position: there is None in their place as well
+    indices      checks the indices in the arguments of a call, for these sizes; None if none was made
     """
 
     graph: fx.Graph
@@ -119,6 +120,7 @@ class Captured:
     dropped: dict[int, TensorSpec] = field(default_factory=dict)
     views: dict[int, View] = field(default_factory=dict)
     parts: tuple[Input, ...] = ()
+    indices: Callable[[Sequence, Bindings], None] | None = None
 
     @property
     def weights(self) -> tuple[Input, ...]:
@@ -135,6 +137,11 @@ class Captured:
         """Put the outputs that are views where they belong, once the others are there."""
         for position, view in self.views.items():
             outputs[position] = view.of((arguments if view.of_argument else outputs)[view.base], bindings)
+
+    def check_indices(self, arguments: Sequence) -> None:
+        """Raises `IndexRangeError` where an argument leads to an index that is out of range, as far as that is known before the step."""
+        if self.indices is not None:
+            self.indices(arguments, self.bindings(arguments))
 
     def bindings(self, arguments) -> dict[sympy.Symbol, int]:
         """The symbols' values at a call with these arguments (tensors and ints)."""

@@ -133,6 +133,8 @@ class Runner:
         for argument, i in zip(arguments, self.captured.inputs, strict=True):
             if isinstance(argument, torch.Tensor) and argument.device.type != "cpu":
                 raise DeviceError(f"input '{i.name}' is on {argument.device}; leave the model and its inputs on the host")
+        if self.device.assertions_are_final:
+            self.captured.check_indices(arguments)
 
     def forward(self, arguments: Sequence, to_train: bool) -> tuple[list[torch.Tensor], Step, Stashes]:
         """Run the forward graph: the outputs that it makes, on the host, and what backward needs.

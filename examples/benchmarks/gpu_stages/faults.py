@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from l2l_compile.memory.pages import PinnedMemory
 
 from .cases import Case, Context, Report
 from .lanes import Around, Work, restore
+from .out_of_range import DIFFERENCE, REFUSED
 from .training import Compiled, device_options, one_order_of_sums, stand_in, warm_up
 from .transformer import Decoder, Size, build, token_batch
 
@@ -208,7 +210,10 @@ def _refuse(address: int, size: int) -> None:
 
 
 def out_of_range(context: Context, report: Report) -> None:
-    """A process that trains on a token beyond the vocabulary: it says what is wrong, and it ends."""
+    """A process that trains on a token beyond the vocabulary. A step with one that the host finds is refused, and the next one is right.
+
+    With one that the host cannot find, the process says what is wrong, and it ends.
+    """
     allowed = min(ENDS_WITHIN, max(context.left, 5.0))
     start = time.time()
     command = [sys.executable, "-m", "gpu_stages.out_of_range", str(context.device)]
@@ -225,6 +230,7 @@ def out_of_range(context: Context, report: Report) -> None:
             note=f"it was killed; {said}",
         )
         return
+    refused_step(done.stdout, report)
     said = done.stderr.strip().splitlines() or [""]
     report("seconds until the end", time.time() - start, "s", most=ENDS_WITHIN)
     report.fact("exit status", done.returncode, should="1: an error, not a signal")
@@ -232,3 +238,13 @@ def out_of_range(context: Context, report: Report) -> None:
     report.fact("what it says last", said[-1][-160:], should="IndexError, or a device-side assert that names the operation")
     named = any("IndexError" in line or "device-side assert" in line or "out of range" in line for line in said)
     report("nothing says what is wrong", float(not named), most=0, should="0", note=" / ".join(said[-6:])[-500:])
+
+
+def refused_step(printed: str, report: Report) -> None:
+    """What the process printed of the token that the host finds."""
+    lines = printed.splitlines()
+    refusal = next((line for line in lines if line.startswith(REFUSED)), "")
+    difference = next((float(line.removeprefix(DIFFERENCE)) for line in lines if line.startswith(DIFFERENCE)), math.nan)
+    report.fact("a step with a token that the host finds", refusal[-160:], should="IndexRangeError; on the host IndexError")
+    report("the step is not refused", float(not refusal), most=0, should="0")
+    report("loss of the next step, less that before", difference, most=1e-6, should="0: the process goes on")

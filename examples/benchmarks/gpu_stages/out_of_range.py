@@ -1,4 +1,8 @@
-"""Train one step on a token beyond the vocabulary, and do nothing about what comes of it. The stage `faults` starts it."""
+"""Train on a token beyond the vocabulary. The stage `faults` starts it, and reads what it prints.
+
+The first such token is found on the host: the step is refused, and the next one has to be right. The second one cannot be, since
+floats lead to it. Nothing is done about what comes of it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,9 @@ import torch
 
 from .checkout import find_package
 
+REFUSED = "the step is refused: "
+DIFFERENCE = "difference of the next step: "
+
 
 def main() -> None:
     find_package()
@@ -15,12 +22,30 @@ def main() -> None:
 
     from .transformer import Decoder, Size, build, token_batch
 
+    class OfFloats(Decoder):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return super().forward((input_ids * 1.0).long(), labels)
+
+    def compiled(kind: type[Decoder]):
+        options = {"micro_batches": 2, "device": sys.argv[1], "block_compiler": "eager"}
+        return torch.compile(build(kind, size), backend=l2l_compile.backend.l2l, options=options)
+
     size = Size(layers=2, hidden=64, intermediate=128, heads=4, groups=4, vocabulary=256, tokens=16)
     inputs = token_batch(size, 4)
-    inputs["input_ids"][1, 3] = size.vocabulary + 7
-    options = {"micro_batches": 2, "device": sys.argv[1], "block_compiler": "eager"}
-    model = torch.compile(build(Decoder, size), backend=l2l_compile.backend.l2l, options=options)
-    model(**inputs).backward()
+    wrong = {name: value.clone() for name, value in inputs.items()}
+    wrong["input_ids"][1, 3] = size.vocabulary + 7
+
+    model = compiled(Decoder)
+    expected = model(**inputs).item()
+    try:
+        model(**wrong)
+    except IndexError as error:
+        print(f"{REFUSED}{type(error).__name__}: {error}", flush=True)
+    loss = model(**inputs)
+    loss.backward()
+    print(f"{DIFFERENCE}{abs(loss.item() - expected)}", flush=True)
+
+    compiled(OfFloats)(**wrong).backward()
     print("no error")
 
 

@@ -1,0 +1,98 @@
+"""Values of a captured graph that are known on the host before a step: whole numbers and truth values that no parameter leads to.
+
+Known are inputs, buffers and constants of these types, sizes, and what PyTorch's operations make of them. Unknown is what depends on
+a parameter, on a random draw or on floating point, and what is made inside of a transform of `torch.func`. Memory of the graph's own
+may be written into: the write is then done again as well. Memory of an input may not, and is unknown from its first write on.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from ..devices.host import is_host
+from ..ir.captured import Captured
+from ..ir.values import Dim, dim_of
+from .simplify import is_pure, memory_of
+from .writes import written_operands
+
+
+class KnownValues:
+    """What is known before an operation, for a walk through a graph: `visit` moves behind the operation."""
+
+    def __init__(self, captured: Captured):
+        outside = [n for n in captured.graph.nodes if n.op in ("placeholder", "get_attr")]
+        self._of_others = {memory_of(n) for n in outside}
+        self._parameters = {i.node for i in captured.inputs if i.kind == "parameter"}
+        self._known: set[fx.Node] = set()
+        self._writers: dict[int, list[fx.Node]] = {}  # by memory, in order
+        self._lost: set[int | None] = set()  # memory with contents that are unknown
+
+    def __contains__(self, node: fx.Node) -> bool:
+        return size_of(node) is not None or (node in self._known and memory_of(node) not in self._lost)
+
+    def visit(self, node: fx.Node) -> None:
+        """Go on behind an operation."""
+        written = {memory_of(operand) for operand in written_operands(node)}
+        if not written:
+            if self._can_be_known(node):
+                self._known.add(node)
+        elif _is_of_tensors(node) and not written & self._of_others and self._has(node.all_input_nodes):
+            self._known.add(node)
+            for memory in written:
+                if memory is not None:
+                    self._writers.setdefault(memory, []).append(node)
+        else:
+            self._lost |= written
+
+    def writes_into(self, node: fx.Node) -> list[fx.Node]:
+        """The operations so far that have written into the memory of a known value."""
+        memory = memory_of(node)
+        return self._writers.get(memory, []) if memory is not None else []
+
+    def leads_to(self, node: fx.Node) -> set[fx.Node]:
+        """A known value, all that it is made of but sizes, and the writes into its memory so far."""
+        found: set[fx.Node] = set()
+        waiting = [node]
+        while waiting:
+            found.add(node := waiting.pop())
+            before = [*node.all_input_nodes, *self.writes_into(node)]
+            waiting += [n for n in before if n not in found and size_of(n) is None]
+        return found
+
+    def _has(self, nodes: Iterable[fx.Node]) -> bool:
+        return all(node in self for node in nodes)
+
+    def _can_be_known(self, node: fx.Node) -> bool:
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.Tensor) or value.dtype.is_floating_point or value.dtype.is_complex:
+            return False
+        if memory_of(node) is None or not is_host(value.device):  # inside of a transform, a tensor has no memory
+            return False
+        if node.op == "placeholder":
+            return node not in self._parameters
+        return node.op == "get_attr" or (_is_of_tensors(node) and is_pure(node) and self._has(node.all_input_nodes))
+
+
+def size_of(node: fx.Node) -> Dim | None:
+    """The whole number that a node stands for, made of sizes; None for all else."""
+    value = node.meta.get("example_value")
+    return dim_of(value) if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) else None
+
+
+def _is_of_tensors(node: fx.Node) -> bool:
+    """Whether an operation is PyTorch's own, and draws no random numbers."""
+    if node.op == "call_method":
+        return not _draws(str(node.target))
+    return isinstance(node.target, types.BuiltinFunctionType) and not _draws(node.target.__name__)
+
+
+@functools.cache
+def _draws(name: str) -> bool:
+    operation = getattr(torch.ops.aten, name, None)
+    overloads = [getattr(operation, overload) for overload in operation.overloads()] if operation is not None else []
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
