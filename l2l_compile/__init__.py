@@ -3,7 +3,17 @@
 `explain` shows what would be compiled, `programs` what was, `stats` what the last step moved and held.
 """
 
-from .errors import CheckError, DeviceError, L2LError, LoweringError, OptionError, ParseError, RecompileLimitError, VerifyError
+from .errors import (
+    CheckError,
+    DeviceError,
+    L2LError,
+    LoweringError,
+    OptionError,
+    ParseError,
+    RaceError,
+    RecompileLimitError,
+    VerifyError,
+)
 from .inspection import programs, stats, synchronize
 from .ir.program import Program
 from .ir.segments import Block, Segment
@@ -21,6 +31,7 @@ __all__ = [
     "Options",
     "ParseError",
     "Program",
+    "RaceError",
     "RecompileLimitError",
     "Report",
     "Segment",

@@ -37,6 +37,10 @@ class CheckError(L2LError):
     """A block gives other numbers for rows together than for rows apart (option `check`)."""
 
 
+class RaceError(L2LError):
+    """Two lanes or threads access the same memory, one of them to write, and neither waits for the other (option `check`)."""
+
+
 class RecompileLimitError(L2LError):
     """A function would need more programs than it may have: something in its inputs changes in every call."""
 

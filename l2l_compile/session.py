@@ -10,6 +10,7 @@ from .check import Check
 from .devices.device import Device
 from .devices.host import is_host
 from .devices.registry import kind_of
+from .devices.watched import watch
 from .errors import OptionError
 from .frontend import dynamo, limits
 from .host.server import ParameterServer
@@ -32,6 +33,8 @@ class Session:
     def __init__(self, options: Options, device: Device | None = None):
         self.options = options
         self.device = device or open_device(options)
+        if options.check and not self.device.accesses.watches:
+            watch(self.device)
         self.lowering = Lowering(self.device.torch_device, options.block_compiler)
         self.check = Check(self.device.torch_device) if options.check else None
         self.server = ParameterServer(options, self.device)

@@ -44,6 +44,18 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def watched(request, monkeypatch):
+    """Every program of every test is watched for races, unless the test is marked `unwatched`."""
+    if request.node.get_closest_marker("unwatched") is not None:
+        return
+    from l2l_compile import session
+    from l2l_compile.devices.watched import watch
+
+    open_device = session.open_device
+    monkeypatch.setattr(session, "open_device", lambda options: watch(open_device(options)))
+
+
 @pytest.fixture
 def threaded(monkeypatch):
     """Compiled models run on a device of three threads; `threaded.devices` lists the devices opened so far."""

@@ -52,7 +52,7 @@ class CudaDevice(Device):
         lock, unlock = functools.partial(_page_lock, device), functools.partial(_page_unlock, device)
         self.pinned = PinnedMemory(pinned_memory, lock, unlock)
         self._staging = Staging(self.pinned, self.lanes["h2d"].record, self.wait_on_host)
-        self._pool = Pool(self.pinned, torch.cuda.Event.query)
+        self._pool = Pool(self.pinned, lambda event: event.query())
         self._slabs: list[torch.Tensor] = []
 
     def reserve_slabs(self, count: int, size: int) -> None:

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from ..memory.accesses import UNWATCHED, Unwatched
 from ..memory.layout import aligned
-from ..memory.pages import PinnedMemory
+from ..memory.pages import PinnedMemory, Pool
 from .staging import Staging
 
 LANES = ("compute", "h2d", "d2h")
@@ -86,6 +87,8 @@ class Device(ABC):
     torch_device: torch.device
     lanes: Mapping[str, Lane]
     pinned: PinnedMemory
+    accesses: Unwatched = UNWATCHED
+    _pool: Pool
     _slabs: list[torch.Tensor]
     _staging: Staging
 

@@ -76,7 +76,7 @@ class ThreadedDevice(Device):
         self.locked: dict[int, int] = {}
         self.pinned = PinnedMemory(pinned_memory, self.locked.__setitem__, self.locked.__delitem__)
         self._staging = Staging(self.pinned, lambda: None, threading.Event.wait)  # a copy of a lane's thread is done at once
-        self._pool = Pool(self.pinned, threading.Event.is_set)
+        self._pool = Pool(self.pinned, lambda event: event.is_set())
         self._failures: list[BaseException] = []
         self.lanes = {name: _Thread(name, delay, seed + i, self._failures) for i, name in enumerate(LANES)}
         self.ledger = Ledger()

@@ -35,7 +35,7 @@ class ParameterServer:
 
     def __init__(self, options: Options, device: Device):
         self.options, self.device = options, device
-        self.worker = Worker(threads := device.host_threads())
+        self.worker = Worker(threads := device.host_threads(), device.accesses)
         weakref.finalize(self, self.worker.close)
         self._in_flight: deque[Ticket] = deque()  # the last work on each segment's gradients
         self._memory = GradientMemory()
@@ -56,6 +56,8 @@ class ParameterServer:
     def synchronize(self) -> None:
         """Block until every update made so far can be seen in the parameters. Raises what an update has raised."""
         self.updates.synchronize()
+        if self.device.accesses.watches:
+            self.device.accesses.read_parameters(p for module in self._modules for p in module.parameters())
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -90,7 +92,9 @@ class ParameterServer:
 
         With update='at_step', every forward copies the wire anew: backward lets go of it where gradients take its place.
         """
-        self.updates.wait(step.arguments[i.owner] for i in segment.weights if i.kind == "parameter")
+        owners = [step.arguments[i.owner] for i in segment.weights if i.kind == "parameter"]
+        self.updates.wait(owners)
+        self.device.accesses.read_parameters(owners)
         parameters = [
             (w, spec.dtype)
             for w, spec, i in zip(weights, segment.block.weights, segment.weights, strict=True)
@@ -133,6 +137,7 @@ class ParameterServer:
         """Wait for the gradients, and put each where it belongs (host lane)."""
         if gradients.event is not None:
             self.device.wait_on_host(gradients.event)
+        self.device.accesses.read(gradients.place)
         arrived = {w: g for w, g in zip(segment.weights, gradients.tensors or (), strict=False) if g is not None}
         gradients.tensors = None
         if step.pending is not None:
@@ -147,6 +152,7 @@ class ParameterServer:
         self._memory.widen_together(gradients, [step.arguments[w.index] for w in weights])
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is not None:
+                self.device.accesses.write(step.places[1])
                 gradient = gradient.div_(step.scale) if step.scale != 1.0 else gradient
                 total, owner = step.returned.get(weight.owner), step.arguments[weight.owner]
                 step.returned[weight.owner] = self._memory.collected(total, gradient, owner, weight.part)
@@ -168,6 +174,7 @@ class ParameterServer:
             except BaseException:
                 self.recover(step)
                 raise
+            self.device.accesses.write(step.places[1])
         found, step.returned = step.returned, {}
         step.stats.gradient_squares += self.updates.squares_of_returned(found.values())
         return found

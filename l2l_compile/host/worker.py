@@ -12,15 +12,20 @@ from collections.abc import Callable
 
 import torch
 
+from ..ir.nodes import HOST
+from ..memory.accesses import UNWATCHED, Order, Unwatched
+
 
 class Ticket:
-    """A piece of work of the host lane; `wait` returns when it is done."""
+    """A piece of work of the host lane; `wait` returns when it is done, and all that is in `order`."""
 
-    def __init__(self) -> None:
+    def __init__(self, accesses: Unwatched, order: Order) -> None:
         self._done = threading.Event()
+        self._accesses, self._order = accesses, order
 
     def wait(self) -> None:
         self._done.wait()
+        self._accesses.follow(self._order)
 
     def finish(self) -> None:
         self._done.set()
@@ -32,7 +37,8 @@ class Worker:
     `threads` bounds the intra-op threads of the work: on a device that is the host itself, both compute at once.
     """
 
-    def __init__(self, threads: int):
+    def __init__(self, threads: int, accesses: Unwatched = UNWATCHED):
+        self.accesses = accesses
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._dropping = False
@@ -43,8 +49,9 @@ class Worker:
 
     def submit(self, work: Callable[[], None]) -> Ticket:
         """Queue work; it runs without recording gradients."""
-        ticket = Ticket()
-        self._queue.put((work, ticket))
+        given, order = self.accesses.give(HOST, work)
+        ticket = Ticket(self.accesses, order)
+        self._queue.put((given, ticket))
         return ticket
 
     def drain(self) -> None:

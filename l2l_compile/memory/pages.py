@@ -21,6 +21,7 @@ import torch
 
 from ..errors import L2LError
 from ..units import format_bytes
+from .accesses import UNWATCHED, Order, Place, Unwatched
 
 _WIDEST = 8  # times what a tensor needs: a buffer that is larger still waits for one of its own size
 _SLACK = 1.1  # times what was needed at once
@@ -105,6 +106,7 @@ class Pool:
         self._needed = self._most_needed = 0  # bytes that were asked for and are in use: now, and at most
         self._put_backs = itertools.count()
         self.size = 0
+        self.accesses: Unwatched = UNWATCHED
 
     def empty(self, shape: torch.Size, dtype: torch.dtype, purpose: str) -> torch.Tensor:
         """A tensor in a buffer of its own."""
@@ -127,6 +129,9 @@ class Pool:
                 with self._guard:
                     self.size, self._needed = self.size - size, self._needed - size
                 raise
+        if self.accesses.watches:
+            done = [event.order for event in found.events if self._is_done(event)]
+            self.accesses.write(found.place, knowing=[found.put_back, *done])
         lease = Lease.of(found, size, self)
         self._leases[lease.buffer.memory.data_ptr()] = lease
         return lease
@@ -136,6 +141,7 @@ class Pool:
         lease = self._leases.get(tensor.untyped_storage().data_ptr())
         if lease is not None and event is not None:
             lease.buffer.events.append(event)
+            self.accesses.read(lease.buffer.place)
 
     def _take_free(self, size: int) -> _Buffer | None:
         """The smallest free buffer of at least this size, unless it is far too large."""
@@ -171,16 +177,24 @@ class Pool:
         with self._guard:
             buffer.since = next(self._put_backs)
             self._needed -= needed
+            buffer.put_back = self.accesses.here()
             self._free[buffer.memory.numel()].append(buffer)
 
 
 class _Buffer:
-    """Memory of the pool, the copies out of it that were begun, and since when it is free, in no unit."""
+    """Memory of the pool.
+
+    events    copies out of it, or into it, that were begun
+    since     when it was put back, in no unit
+    put_back  what was done then
+    """
 
     def __init__(self, memory: torch.Tensor):
         self.memory = memory
         self.events: list[Any] = []
         self.since = 0
+        self.put_back = Order()
+        self.place = Place("a buffer of the host")
 
 
 class Lease(ctypes.Array):

@@ -19,6 +19,7 @@ from ..devices.device import Device
 from ..ir import nodes
 from ..ir.segments import Segment
 from ..ir.values import TensorSpec
+from ..memory.accesses import Place
 from .segment_run import run_backward, run_forward
 from .step import RuntimeValue, Step, bytes_of, copies
 from .streaming import GradientStream, OutputStream, StreamedGradient
@@ -43,6 +44,7 @@ class Executor:
     def __init__(self, device: Device, step: Step, segments: Sequence[Segment], slabs: int):
         self.device, self.step, self.segments = device, step, segments
         self.slab_free: list[Any] = [None] * slabs
+        self.slab_places = [Place(f"weight slab {number}") for number in range(slabs)]
         self.next_slab = 0
 
     def run(self, graph: fx.Graph, inputs: Sequence[RuntimeValue]) -> Any:
@@ -52,6 +54,7 @@ class Executor:
         for node in graph.nodes:
             if node.op == "call_function":
                 self.device.begins(node)
+                self.device.accesses.begins(node.name)
                 values[node] = HANDLERS[node.target](self, node, *(_resolved(argument, values) for argument in node.args))
             elif node.op == "placeholder":
                 values[node] = next(arrived)
@@ -65,7 +68,7 @@ class Executor:
         for value in reads:
             if value.lane != lane and value.event is not None:
                 queue.wait(value.event)
-        queue.run(work)
+        queue.run(self.device.accesses.around(reads, fills, work))
         event = queue.record()
         for value in reads:
             if event is not None:
@@ -104,7 +107,7 @@ def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeVal
     fetched, slab = run.segments[segment], run.next_slab
     run.next_slab = (slab + 1) % len(run.slab_free)
     result = RuntimeValue()
-    result.slab = slab
+    result.slab, result.place = slab, run.slab_places[slab]
     weights = [run.step.arguments[w.index] if w.index >= 0 else run.step.constants[w.name] for w in fetched.weights]
     if run.slab_free[slab] is not None:
         run.device.lanes["h2d"].wait(run.slab_free[slab])
@@ -155,6 +158,7 @@ def _offload(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
 @handles(nodes.write_back)
 def _write_back(run: Executor, node: fx.Node, input: int, contents: RuntimeValue) -> RuntimeValue:
     def work() -> None:
+        run.device.accesses.write(run.step.places[0])
         run.step.writes[input] = run.device.download(contents.tensors[0])
 
     run.submit("d2h", (contents,), (), work)
@@ -217,6 +221,7 @@ def _release(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
             compute.wait(event)
 
     def work() -> None:
+        run.device.accesses.write(x.place)
         run.device.free([t for t in x.tensors if t is not None])
         x.tensors = None
 

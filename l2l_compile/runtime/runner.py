@@ -167,12 +167,16 @@ class Runner:
         self.program.bindings = step.bindings
         inputs = [RuntimeValue([inputs_seen[i.index]]) for i in captured.inputs if not i.is_weight and i.node in captured.specs]
         outputs, kept, _ = self._run(self.program.forward.graph, step, inputs)
+        accesses = self.device.accesses
+        accesses.read(step.places[0])
         with torch.no_grad():
             for index, contents in step.writes.items():
                 arguments[index].copy_(contents)
         stashes = Stashes(self.device, kept)
         if to_train:
             self._waiting.add(stashes)
+        for position in self._made:
+            accesses.read(outputs[position].place)
         made = [_joined(outputs[position], captured.specs[self._outputs[position]]) for position in self._made]
         made = [t.contiguous() if position in self._viewed else t for position, t in zip(self._made, made, strict=True)]
         kept_memory = {t.untyped_storage().data_ptr() for value in kept for t in value.tensors}
@@ -196,6 +200,8 @@ class Runner:
         gradients = [g if g is None else g * scale for g in gradients] if scale != 1.0 else gradients
         returned = self._run(module.graph, step, [*stashes, *(RuntimeValue([g]) for g in gradients if g is not None)])
         values = [i.index for i in self.captured.inputs if i.kind == "value"]
+        for value in filter(None, returned):
+            self.device.accesses.read(value.place)
         found = {i: value.tensors[0] for i, value in zip(values, returned, strict=True) if value is not None and not value.absent}
         if scale != 1.0:
             found = {i: g / scale for i, g in found.items()}

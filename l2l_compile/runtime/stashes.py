@@ -53,8 +53,14 @@ class Stashes:
     def _move(self, value: RuntimeValue, lane: str, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
         made: list[torch.Tensor] = []
         source = value.tensors
-        self.device.lanes[lane].run(lambda: made.extend(copies(source, copy)[0]))
+
+        def work() -> None:
+            self.device.accesses.read(value.place)
+            made.extend(copies(source, copy)[0])
+
+        self.device.lanes[lane].run(work)
         self.device.synchronize()
+        self.device.accesses.write(value.place)
         value.tensors, value.lane = made, lane
 
     def __del__(self) -> None:

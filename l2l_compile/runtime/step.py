@@ -15,6 +15,7 @@ from ..devices.device import HostWeights
 from ..ir.segments import Block, Segment
 from ..ir.values import Bindings, TensorSpec, evaluate
 from ..lowering.lower import Lowering
+from ..memory.accesses import Place
 
 
 class RuntimeValue:
@@ -26,9 +27,10 @@ class RuntimeValue:
     absent       a gradient that does not exist
     results      for a node with several results, a value each
     slab         for weights: the number of their slab
+    place        what is watched for races: its memory
     """
 
-    __slots__ = ("absent", "event", "lane", "readers", "results", "slab", "tensors")
+    __slots__ = ("absent", "event", "lane", "place", "readers", "results", "slab", "tensors")
 
     def __init__(self, tensors: list[torch.Tensor] | None = None, absent: bool = False, results: Sequence[RuntimeValue] = ()):
         self.tensors: Any = tensors  # None until its lane fills it, and after its release
@@ -37,11 +39,12 @@ class RuntimeValue:
         self.event: Any = None
         self.readers: dict[str, Any] = {}
         self.slab: int | None = None
+        self.place = Place()
 
     def copy(self) -> RuntimeValue:
         """Another value with the same, complete, tensors."""
         copy = RuntimeValue(self.tensors, self.absent)
-        copy.lane = self.lane
+        copy.lane, copy.place = self.lane, self.place
         return copy
 
 
@@ -161,6 +164,7 @@ class Step:
     scale      the factor on the gradients of the outputs in backward
     pending    the host's own record of this forward, until its backward has run
     returned   gradients for `p.grad` by index of the argument, filled by the host lane
+    places     of `writes` and `returned`: what is watched for races
     last_fetches   how often parameters (by their indices) are still fetched, where their wire is of no use afterwards
     """
 
@@ -180,6 +184,9 @@ class Step:
     scale: float = 1.0
     returned: dict[int, torch.Tensor] = field(default_factory=dict)
     last_fetches: dict[tuple[int, ...], int] = field(default_factory=dict)
+    places: tuple[Place, Place] = field(
+        default_factory=lambda: (Place("new contents of a buffer"), Place("gradients for p.grad"))
+    )
 
     def __post_init__(self) -> None:
         self.sizes = micro_batch_sizes(self.bindings[self.batch], self.micro_batches) if self.batch is not None else [1]

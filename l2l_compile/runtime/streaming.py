@@ -23,17 +23,23 @@ class OutputStream:
 
     def __init__(self, device: Device, step: Step, submit: Submit, outputs: Sequence[RuntimeValue]):
         self.device, self.step, self.submit, self.outputs = device, step, submit, outputs
+        self._parts: list[RuntimeValue] = []  # stand for the outputs of one micro-batch on the device
 
     def run(self, inner_loop: Sequence[Work], reads: Sequence[RuntimeValue], results: Sequence[RuntimeValue]) -> None:
-        copied = None
+        copied, whole = None, [result for result in results if result not in self.outputs]
         for micro_batch, work in enumerate(inner_loop):
-            self.submit("compute", reads, results, work)
+            self.submit("compute", reads, [*whole, self._part(micro_batch)], work)
             if micro_batch:
                 self._free(micro_batch - 1, copied)
             copied = self._send(micro_batch)
         self._free(len(inner_loop) - 1, copied)
         for output in self.outputs:
             output.lane, output.event = "d2h", copied
+
+    def _part(self, micro_batch: int) -> RuntimeValue:
+        while len(self._parts) <= micro_batch:
+            self._parts.append(RuntimeValue())
+        return self._parts[micro_batch]
 
     def _send(self, micro_batch: int) -> Any:
         """Copy the outputs of a micro-batch to the host as soon as they are made; the event after which they are there."""
@@ -42,7 +48,9 @@ class OutputStream:
             d2h.wait(made)
 
         def work() -> None:
+            self.device.accesses.read(self._parts[micro_batch].place)
             for output in self.outputs:
+                self.device.accesses.write(output.place)
                 on_host = self.device.download(output.tensors[micro_batch])
                 self.step.stats.offloaded_bytes += bytes_of([on_host])
                 output.tensors[micro_batch] = (output.tensors[micro_batch], on_host)
@@ -56,6 +64,7 @@ class OutputStream:
             compute.wait(copied)
 
         def work() -> None:
+            self.device.accesses.write(self._parts[micro_batch].place)
             for output in self.outputs:
                 on_device, output.tensors[micro_batch] = output.tensors[micro_batch]
                 self.device.free([on_device])
@@ -77,6 +86,7 @@ class GradientStream:
 
     def __init__(self, device: Device, step: Step, submit: Submit, gradients: Sequence[StreamedGradient]):
         self.device, self.step, self.submit, self.gradients = device, step, submit, gradients
+        self._parts: list[RuntimeValue] = []  # stand for the gradients of one micro-batch on the device
 
     def run(self, inner_loop: Sequence[Work], reads: Sequence[RuntimeValue], results: Sequence[RuntimeValue]) -> None:
         compute, events = self.device.lanes["compute"], [self._bring(0)]
@@ -87,19 +97,22 @@ class GradientStream:
             for event in events[micro_batch : micro_batch + needed]:
                 if event is not None:
                     compute.wait(event)
-            self.submit("compute", reads, results, work)
+            self.submit("compute", [*reads, *self._parts[micro_batch : micro_batch + needed]], results, work)
             compute.run(functools.partial(self._free, micro_batch))
 
     def _bring(self, micro_batch: int) -> Any:
         """Copy the gradients of a micro-batch to the device; the event after which they are there."""
-        h2d = self.device.lanes["h2d"]
+        h2d, part = self.device.lanes["h2d"], RuntimeValue()
+        self._parts.append(part)
 
         def work() -> None:
+            self.device.accesses.write(part.place)
             for gradient in self.gradients:
                 arriving = gradient.arriving
                 arriving.tensors = arriving.tensors or []
-                part = self.step.part(gradient.source.tensors[0], gradient.spec, micro_batch)
-                arriving.tensors.append(self.device.upload(part))
+                self.device.accesses.read(gradient.source.place)
+                rows = self.step.part(gradient.source.tensors[0], gradient.spec, micro_batch)
+                arriving.tensors.append(self.device.upload(rows))
                 self.device.hold(arriving.tensors[micro_batch:])
                 self.step.stats.restored_bytes += bytes_of(arriving.tensors[micro_batch:])
 
@@ -107,6 +120,7 @@ class GradientStream:
         return h2d.record()
 
     def _free(self, micro_batch: int) -> None:
+        self.device.accesses.write(self._parts[micro_batch].place)
         for gradient in self.gradients:
             self.device.free([gradient.arriving.tensors[micro_batch]])
             gradient.arriving.tensors[micro_batch] = None

@@ -60,6 +60,7 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
         if left := self._ledger.take_all():
             self.worker.submit(lambda: self._apply(left, groups))
             self._drain()
+        self.worker.accesses.write(self._place)
         self._norm, self._squares = math.sqrt(self._squares), 0.0
         outside = [p for p in self.managed if p.grad is not None]
         if outside:
@@ -78,6 +79,7 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
 
     def _apply(self, gradients: Mapping[Parameter, torch.Tensor], groups: Hyperparameters) -> None:
         """Update these parameters. Raises `L2LError` if a gradient is not finite."""
+        self.worker.accesses.write(self._place)
         squares = sum_of_squares(self._memory.widened(g, p.dtype) for p, g in gradients.items())
         if not math.isfinite(squares):
             raise L2LError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import L2LError
+from ...memory.accesses import Place
 from ...options import Options
 from ...runtime.step import Stats
 from ..gradients import GradientMemory
@@ -48,6 +49,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         self._segments: dict[tuple[Parameter, ...], None] = {}  # of this step, in the order of backward
         self._tickets: dict[Parameter, Ticket] = {}
         self._looked: Ticket | None = None  # the last step's gradients were looked at
+        self._place_of_norm = Place("the norm of a step")
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
 
@@ -61,6 +63,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         """Figures of the last step, whose gradients have been looked at then."""
         if self._looked is not None:
             self._looked.wait()
+        self.worker.accesses.read(self._place_of_norm)
         super().describe(stats)
         stats.gradient_squares, stats.skipped_steps = self._norm**2, self._skipped
 
@@ -113,6 +116,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
 
     def _look_at(self, step: _Step, gradients: Mapping[Parameter, torch.Tensor]) -> None:
         """Decide on the factor for all gradients of a step."""
+        self.worker.accesses.write(self._place_of_norm)
         scale = self.scale.value if self.scale is not None else 1.0
         norm = self._norm_of(gradients) / scale
         finite = bool(torch.isfinite(norm))

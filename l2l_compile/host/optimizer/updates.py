@@ -18,6 +18,7 @@ import torch
 
 from ...errors import L2LError
 from ...frontend.dynamo import apart_from_compilation, in_data_parallel
+from ...memory.accesses import Place
 from ...options import Options
 from ...runtime.step import Stats
 from ..gradients import GradientMemory
@@ -99,6 +100,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
         )
         self._ledger = GradientLedger(options.update, options.accumulate, memory)
         self._groups = Groups(self.optimizer)
+        self._place = Place("the gradients of a step")
         self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         check_layers_are_independent(self.optimizer)
         handles = [
@@ -169,12 +171,15 @@ class UpdatesBehindTheDevice(Updates, ABC):
             raise
 
     def forget(self, pending: PendingBackward | None = None) -> None:
+        self.worker.accesses.write(self._place)
         self._ledger.forget()
         if pending is not None:  # the traceback of the failure may hold it
             self._ledger.close(pending)
 
     def _before_reading(self, *_: Any) -> None:
         self.synchronize()
+        if self.worker.accesses.watches:
+            self.worker.accesses.read_parameters(self.managed)
 
     def _before_own_step(self, optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
         """`optimizer.step()` is called: the end of a step. What it does itself then finds no gradients of ours."""
@@ -189,6 +194,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
             self.synchronize()
         groups = self._groups.begin_own_step()
         if ends_a_step:
+            self.worker.accesses.write(self._place)
             self._ledger.end_step()
             self._end_step(groups)
 
@@ -202,11 +208,13 @@ class UpdatesBehindTheDevice(Updates, ABC):
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
     def collect(self, pending: PendingBackward, segment: Sequence[Pushed]) -> None:
+        self.worker.accesses.write(self._place)
         self._ledger.collect(pending, segment)
 
     def _step_layer(self, gradients: Mapping[Parameter, torch.Tensor], factor: float, groups: Hyperparameters) -> None:
         """The optimizer's step on these parameters alone, with these gradients times a factor."""
         if gradients:
+            self.worker.accesses.write_parameters(gradients)
             with apart_from_compilation():  # optimizers compute otherwise while something is compiled
                 self._groups.counted(groups, self._step.on(groups, gradients, factor))
 

@@ -1,0 +1,388 @@
+"""No races, by proof: each wait of the executor and of the host, deleted, is refused by the watch, and shows on slow threads.
+
+The waits are found in the source: one that no case here names fails a test. The watch runs on the host, where lanes do their
+work at once and every number is right.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import importlib
+import inspect
+import itertools
+import time
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+import l2l_compile
+from l2l_compile import RaceError
+from l2l_compile import session as sessions
+from l2l_compile.devices.cpu import CpuDevice
+from l2l_compile.devices.device import Device
+from l2l_compile.devices.threaded import ThreadedDevice
+from l2l_compile.devices.watched import watch
+from models import WIDTH, Stack, UNet, compiled
+
+MODULES = (
+    "runtime.executor", "runtime.streaming", "runtime.stashes", "runtime.runner", "runtime.segment_run",
+    "host.server", "host.optimizer.updates", "host.optimizer.in_forward", "host.optimizer.in_backward",
+)  # fmt: skip
+PAUSE = 0.015  # seconds before each piece of work of a slow lane
+WAITS = ("wait", "wait_on_host", "synchronize", "drain", "_drain")
+
+
+# ---- the waits, and the code without one of them -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A statement that waits, the function that it is in, and its place there."""
+
+    module: str
+    function: str
+    statement: str
+    line: int = field(compare=False, hash=False)
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.function}: {self.statement}"
+
+    @contextlib.contextmanager
+    def deleted(self):
+        """The function without the statement."""
+        module = importlib.import_module(f"l2l_compile.{self.module}")
+        tree = ast.parse(inspect.getsource(module))
+        for node in ast.walk(tree):
+            for name, statements in ast.iter_fields(node):
+                if name in ("body", "orelse") and isinstance(statements, list):
+                    statements[:] = [self._never(s) if getattr(s, "lineno", 0) == self.line else s for s in statements]
+        function = module
+        for part in self.function.split("."):
+            function = getattr(function, part)
+        before = function.__code__
+        function.__code__ = _code_of(compile(tree, module.__file__, "exec"), self.function)
+        try:
+            yield
+        finally:
+            function.__code__ = before
+
+    @staticmethod
+    def _never(statement: ast.stmt) -> ast.stmt:
+        if not isinstance(statement, ast.Expr):
+            return statement
+        never = ast.If(ast.Constant(False), [statement], [])
+        return ast.fix_missing_locations(ast.copy_location(never, statement))
+
+
+def _code_of(code: types.CodeType, name: str) -> types.CodeType:
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    found = [c for c in inner if c.co_qualname == name]
+    return found[0] if found else next(filter(None, (_code_of(c, name) for c in inner if name.startswith(f"{c.co_qualname}."))))
+
+
+def waits() -> list[Wait]:
+    """Every statement of the modules that waits."""
+    found = []
+    for name in MODULES:
+        tree = ast.parse(inspect.getsource(importlib.import_module(f"l2l_compile.{name}")))
+        for function, inside in _functions(tree):
+            for node in ast.walk(inside):
+                call = node.value if isinstance(node, ast.Expr) else None
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in WAITS:
+                    found.append(Wait(name, function, ast.unparse(call), node.lineno))
+    return found
+
+
+def _functions(tree: ast.AST, prefix: str = ""):
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield prefix + node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from _functions(node, f"{prefix}{node.name}.")
+
+
+# ---- what is run -------------------------------------------------------------------------------------------------------
+
+
+class Detached(nn.Module):
+    """Its head passes no gradient on: the layers' weights are fetched in backward, and nothing reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack, self.skip = Stack(3), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.stack(x).detach() * self.skip(x)
+
+
+class WithBuffer(nn.Module):
+    """Layers between two uses of a buffer that each step writes into."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = Stack(2)
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return self.stack(x) * self.count
+
+
+def one_step(step, optimizer):
+    step(batch(0)).pow(2).sum().backward()
+
+
+def four_forwards(step, optimizer):
+    """The stashes of the first forwards go to the host until their backward."""
+    outputs = [step(batch(number)) for number in range(4)]
+    for output in outputs:
+        output.pow(2).sum().backward()
+
+
+def training(step, optimizer):
+    for number in range(3):
+        step(batch(number)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def a_failed_step(step, optimizer):
+    """The gradients of a step that fails belong to no other."""
+    output, push, pushes = step(batch(0)), Device.push, itertools.count()
+
+    def fails(self, gradient):
+        if next(pushes) == 21:  # the last one
+            raise OSError("on purpose")
+        return gradient.clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (CpuDevice, ThreadedDevice):
+            patch.setattr(kind, "push", fails)
+        with contextlib.suppress(OSError):
+            output.pow(2).sum().backward()
+    assert push is Device.push and next(pushes) == 22
+    training(step, optimizer)
+
+
+def reading(step, optimizer):
+    """Parameters are read while updates are under way."""
+    step(batch(0)).pow(2).sum().backward()
+    optimizer.step()
+    state = step.state_dict()
+    read.extend(tensor.clone() for tensor in state.values())
+
+
+def a_forward_before_the_step(step, optimizer):
+    step(batch(0)).pow(2).sum().backward()
+    read.append(step(batch(1)).detach())
+    optimizer.step()
+
+
+def the_norm(step, optimizer):
+    for number in range(2):
+        step(batch(number)).pow(2).sum().backward()
+        optimizer.step()
+        read.append(torch.tensor(l2l_compile.stats(step).gradient_norm))
+
+
+def an_output_is_held(step, optimizer):
+    held = step(batch(1))
+    step(batch(0)).pow(2).sum().backward()
+    optimizer.step()
+    read.extend(p.detach().clone() for p in step.parameters())
+    del held
+
+
+read: list[torch.Tensor] = []  # what a run of a case has read on its way
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+
+
+@dataclass(eq=False)
+class Case:
+    """A training loop, and waits that it cannot do without.
+
+    run    the loop, given the compiled model and its optimizer
+    waits  each with the lanes, of the device or of the host, of which any shows its absence if it is slow
+    """
+
+    name: str
+    run: Callable
+    waits: dict[str, str]
+    model: Callable[[], nn.Module] = lambda: Stack(3)
+    options: dict = field(default_factory=dict)
+
+
+def in_(update: str) -> dict:
+    return {"update": f"in_{update}"}
+
+
+CASES = [
+    Case(
+        "a step",
+        one_step,
+        {
+            "runtime.executor.Executor.submit: queue.wait(value.event)": "h2d compute",
+            "runtime.executor._fetch_weights: run.device.lanes['h2d'].wait(run.slab_free[slab])": "compute",
+            "runtime.executor._release: compute.wait(event)": "d2h",
+            "runtime.streaming.OutputStream._send: d2h.wait(made)": "compute",
+            "runtime.streaming.OutputStream._free: compute.wait(copied)": "d2h",
+            "runtime.streaming.GradientStream.run: compute.wait(event)": "h2d",
+            "runtime.runner.Runner._run: self.device.synchronize()": "d2h",
+            "host.server.ParameterServer._collect: self.device.wait_on_host(gradients.event)": "d2h",
+            "host.server.ParameterServer.end_backward: self.worker.drain()": "host",
+        },
+    ),
+    Case(
+        "skips",
+        one_step,
+        {"runtime.executor.Executor.submit: queue.wait(value.event)": "d2h"},
+        model=lambda: nn.Sequential(nn.Linear(5, WIDTH), UNet(4)),
+    ),
+    Case("no gradient", one_step, {"runtime.executor._release: compute.wait(x.event)": "h2d"}, model=Detached),
+    Case("a buffer", one_step, {"runtime.runner.Runner._run: self.device.synchronize()": "d2h"}, model=WithBuffer),
+    Case("several forwards", four_forwards, {"runtime.stashes.Stashes._move: self.device.synchronize()": "d2h h2d"}),
+    Case(
+        "in_backward",
+        a_forward_before_the_step,
+        {"host.optimizer.in_backward.UpdatesInBackward.begin_forward: self.synchronize()": "host"},
+        options=in_("backward"),
+    ),
+    Case(
+        "in_forward",
+        training,
+        {
+            "host.optimizer.in_forward.UpdatesInForward.wait: ticket.wait()": "host",
+            "host.server.ParameterServer.load: self.updates.wait(owners)": "host",
+            "host.optimizer.updates.UpdatesBehindTheDevice._before_own_step: self.synchronize()": "host",
+            "host.server.ParameterServer.synchronize: self.updates.synchronize()": "host",
+            "host.optimizer.updates.UpdatesBehindTheDevice.synchronize: self._drain()": "host",
+            "host.optimizer.updates.UpdatesBehindTheDevice._drain: self.worker.drain()": "host",
+            "host.optimizer.in_forward.UpdatesInForward._drain: super()._drain()": "host",
+        },
+        options=in_("forward"),
+    ),
+    Case(
+        "a failure",
+        a_failed_step,
+        {"host.server.ParameterServer.recover: self.worker.drain()": "host"},
+        options=in_("forward"),
+    ),
+    Case(
+        "state_dict",
+        reading,
+        {"host.optimizer.updates.UpdatesBehindTheDevice._before_reading: self.synchronize()": "host"},
+        options=in_("forward"),
+    ),
+    Case(
+        "the norm",
+        the_norm,
+        {"host.optimizer.in_forward.UpdatesInForward.describe: self._looked.wait()": "host"},
+        options=in_("forward"),
+    ),
+    Case(
+        "a held output",
+        an_output_is_held,
+        {"host.optimizer.in_backward.UpdatesInBackward._end_step: self._drain()": "host"},
+        options=in_("backward"),
+    ),
+]
+NO_RACE = {
+    "host.server.ParameterServer.collect: self._in_flight.popleft().wait()": "bounds the memory of gradients",
+    "host.optimizer.in_forward.UpdatesInForward.wait: super().wait(parameters)": "raises what failed, and waits for nothing",
+}
+
+
+class Run:
+    """A compiled model on a device; each run of its loop begins with the same parameters."""
+
+    def __init__(self, case: Case, device):
+        self.case, self.model = case, case.model().double()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        update = (
+            {"optimizer": self.optimizer, "compile_update": False, **case.options} if "update" in case.options else case.options
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sessions, "open_device", lambda options: device)
+            self.step = compiled(self.model, **update)
+            self.step(batch(0))
+        self.session, self.before = sessions.session_of(self.step), copy.deepcopy(self.model.state_dict())
+
+    def __call__(self) -> list[torch.Tensor]:
+        """What the loop reads, parameters and gradients at its end."""
+        self._begin_anew()
+        read.clear()
+        self.case.run(self.step, self.optimizer)
+        l2l_compile.synchronize(self.step)
+        state = [t.detach().clone() for t in (*self.model.parameters(), *self.model.buffers())]
+        return [*read, *state, *(p.grad for p in self.model.parameters() if p.grad is not None)]
+
+    def _begin_anew(self) -> None:
+        server = self.session.server
+        with contextlib.suppress(Exception):
+            self.session.device.synchronize()
+        with contextlib.suppress(Exception):
+            server.worker.drain()
+        self.session.device.recover()
+        server.recover(types.SimpleNamespace(pending=None))
+        self.model.load_state_dict(self.before)
+        self.model.zero_grad()
+
+
+def slow(session, name: str) -> None:
+    """A lane of the device, or of the host, pauses before each piece of its work; the others do not."""
+    for lane, thread in session.device.lanes.items():
+        thread._delay, thread._random = PAUSE if lane == name else 0.0, types.SimpleNamespace(random=lambda: 1.0)
+    worker = session.server.worker
+    submit = type(worker).submit
+    pause = PAUSE if name == "host" else 0.0
+    worker.submit = lambda work: submit(worker, lambda: (time.sleep(pause), work()))
+
+
+BY_NAME = {str(wait): wait for wait in waits()}
+
+
+def test_every_wait_has_a_case():
+    in_cases = {name for case in CASES for name in case.waits}
+    assert in_cases | set(NO_RACE) == set(BY_NAME) and not in_cases & set(NO_RACE)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_watch_refuses_a_program_without_a_wait(case):
+    run = Run(case, watch(CpuDevice()))
+    run()
+    for name in case.waits:
+        with BY_NAME[name].deleted():
+            try:
+                run()
+            except RaceError:
+                continue
+        pytest.fail(f"nobody misses {name}")
+    run()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_wait_that_is_deleted_shows_on_slow_threads(case):
+    run = Run(case, ThreadedDevice(0.0))
+    for name, lanes in case.waits.items():
+        for lane in lanes.split():
+            slow(run.session, lane)
+            expected = run()
+            with BY_NAME[name].deleted():
+                try:
+                    found = run()
+                except Exception:  # noqa: BLE001 - what is not there yet ends in any error
+                    continue
+            assert len(found) != len(expected) or not all(map(close, found, expected)), f"nobody misses {name}, with {lane} slow"
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
