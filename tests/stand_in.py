@@ -12,11 +12,14 @@ that changes the sizes of its operand in place leaves those of the wrapper as th
 from __future__ import annotations
 
 import functools
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
@@ -38,11 +41,6 @@ UNDER_A_MODE = (  # of real tensors while blocks are traced: there, PyTorch does
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
     torch.ops.aten.copy_.default,
-)
-IN_SIXTEEN_BITS = (  # of the operations that autocast narrows, those of the models in the tests
-    torch.ops.aten.linear.default,
-    torch.ops.aten.matmul.default,
-    torch.ops.aten.scaled_dot_product_attention.default,
 )
 
 
@@ -160,8 +158,8 @@ def register() -> tuple[torch.library.Library, torch.library.Library]:
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for operation in UNDER_A_MODE:
         aten.impl(operation.name(), lambda *args, operation=operation, **kwargs: run(operation, args, kwargs), "PrivateUse1")
-    for operation in IN_SIXTEEN_BITS:
-        aten.impl(operation.name(), functools.partial(_autocast, operation), "AutocastPrivateUse1")
+    for operation, kernel in _with_autocast():
+        aten.impl(operation.name(), kernel, "AutocastPrivateUse1")
     _is_no_subclass_to_a_trace()
     return every, aten
 
@@ -173,12 +171,54 @@ def _is_no_subclass_to_a_trace() -> None:
     proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, DeviceTensor)
 
 
-def _autocast(operation, *args, **kwargs):
-    """An operation of `IN_SIXTEEN_BITS` inside of `torch.autocast`."""
-    dtype = torch.get_autocast_dtype(NAME)
-    narrow = functools.partial(pytree.tree_map_only, torch.Tensor, lambda t: t.to(dtype) if t.dtype is torch.float32 else t)
+def _with_autocast() -> Iterator[tuple[OpOverload, Callable]]:
+    """The operations that autocast casts the operands of, each with a kernel: those of a GPU, as a header of PyTorch lists them."""
+    header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
+    for policy, kernel in POLICIES.items():
+        listed = re.search(rf"#define AT_FORALL_{policy}\(_\)((?:.*\\\n)+.*\n)", header)
+        for name, overload in re.findall(r"_\((\w+)(?:, (\w+))?\)", listed[1]):
+            operation = getattr(getattr(torch.ops.aten, name), overload or "default")
+            yield operation, functools.partial(_autocast, kernel, operation)
+
+
+def _autocast(kernel, operation, *args, **kwargs):
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
-        return operation(*narrow(args), **narrow(kwargs))
+        return kernel(operation, args, kwargs)
+
+
+def _is_cast(value) -> bool:
+    is_there = isinstance(value, torch.Tensor) and value.device.type == NAME
+    return is_there and value.is_floating_point() and value.dtype is not torch.float64
+
+
+def _in(dtype: torch.dtype, operation, args, kwargs):
+    args, kwargs = pytree.tree_map(lambda value: value.to(dtype) if _is_cast(value) else value, (args, kwargs))
+    return operation(*args, **kwargs)
+
+
+def _in_sixteen_bits(operation, args, kwargs):
+    return _in(torch.get_autocast_dtype(NAME), operation, args, kwargs)
+
+
+def _result_in_float32(operation, args, kwargs):
+    position = [argument.name for argument in operation._schema.arguments].index("dtype")
+    chosen = args[position] if position < len(args) else kwargs.get("dtype")
+    if chosen is None and _is_cast(args[0]):
+        args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
+    return operation(*args, **kwargs)
+
+
+def _in_the_widest(operation, args, kwargs):
+    dtypes = {leaf.dtype for leaf in pytree.tree_leaves((args, kwargs)) if _is_cast(leaf)}
+    return _in(max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32), operation, args, kwargs)
+
+
+POLICIES = {  # by their names in the header
+    "LOWER_PRECISION_FP": _in_sixteen_bits,
+    "FP32": functools.partial(_in, torch.float32),
+    "FP32_SET_OPT_DTYPE": _result_in_float32,
+    "PROMOTE": _in_the_widest,
+}
 
 
 class StandIn(ThreadedDevice):
