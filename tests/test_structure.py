@@ -37,7 +37,7 @@ def cut(name: str, depth: int) -> Compilation:
 
 def cut_without_names(name: str, depth: int, monkeypatch) -> Compilation:
     """The same graph, cut again as if no module had a name."""
-    monkeypatch.setattr("l2l_compile.passes.operation_sequence._module_stack", lambda node: [])
+    monkeypatch.setattr("l2l_compile.passes.operation_sequence.module_stack", lambda node: [])
     found = cut(name, depth)
     again = Compilation(found.captured, found.options)
     run(again, (SEQUENCE_OPERATIONS, *CUT), PREPARED)

@@ -154,7 +154,7 @@ def _brackets(node: fx.Node) -> Iterator[Lookup]:
 @_rule(*_tensor_operations("index_put"))
 def _put(node: fx.Node) -> Iterator[Lookup]:
     found = _operands(node, "input", "indices")
-    return _advanced(node, found["input"], [slice(None) if entry is None else entry for entry in found["indices"]])
+    return _advanced(node, found["input"], found["indices"])
 
 
 def _advanced(node: fx.Node, of: Any, entries: Iterable) -> Iterator[Lookup]:
