@@ -137,7 +137,7 @@ class Accesses(Unwatched):
             clock = self._clock_of(actor)
             _join(clock, self.here().clock)
             clock[actor] = clock.get(actor, 0) + 1
-            running, over = _Running(actor, dict(clock), self._during), Order()
+            running = _Running(actor, dict(clock), self._during)
 
         def do() -> Any:
             with self._lock:
@@ -148,9 +148,8 @@ class Accesses(Unwatched):
                 return work()
             finally:
                 self._thread.running = None if before is self._user else before
-                over.clock = running.clock
 
-        return do, over
+        return do, Order(running.clock)  # it learns more while it is done; after a failure, work may be dropped
 
     def reached(self, actor: str) -> Order:
         with self._lock:

@@ -113,6 +113,15 @@ def test_the_order_of_work_is_known_when_it_is_over(accesses):
     accesses.read(place)
 
 
+def test_work_that_is_dropped_comes_after_what_was_done_before_it(accesses):
+    """After a failure: who waits for it waits for the work that failed."""
+    place = Place()
+    on(accesses, "host", lambda: accesses.write(place))
+    _, dropped = accesses.give("host", lambda: None)
+    accesses.follow(dropped)
+    accesses.read(place)
+
+
 def test_the_user_is_one_actor_in_all_threads(accesses):
     """Who calls a model from several threads has them wait for each other: one step at a time."""
     place, raised = Place(), []
