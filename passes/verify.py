@@ -9,7 +9,7 @@ slabs             at most `prefetch` + 1 segments' weights are on the device at 
 alive             nothing is read after it was released
 released_once     every slab and every value of the device is released exactly once, or stashed
 pushed_once       every segment that makes weight gradients pushes them exactly once
-read              what is made is read: no result, no gradient and no write is lost
+read              no result, no gradient of a result and no write is lost: it is read
 updated           in_forward, every segment with parameters to train is updated once before its fetch; in_backward,
                   every push is followed by one update that reads it; at_step, nothing is updated
 stash             backward takes exactly what forward kept, where forward left it
@@ -176,11 +176,14 @@ def _read(graph: fx.Graph) -> None:
 
 
 def _is_for_a_reader(node: fx.Node) -> bool:
-    """Whether a node stands for a value, or a write that is waited for. What is kept for backward is a matter of `stash`."""
-    word = nodes.operation_of(node)
-    if word is None:
-        return node.op == "placeholder" and node.meta.get("kind") == "gradient"
-    return node.target is nodes.write_back or word.result in (nodes.Result.DEVICE, nodes.Result.HOST)
+    """Whether a node stands for a result, a gradient from outside, or a write that is waited for.
+
+    What is kept for backward is a matter of `stash`. Other values may be made in vain: the last write into a tensor that is
+    not looked at any more, and the gradient of a value from before a write.
+    """
+    if node.op == "placeholder":
+        return node.meta.get("kind") == "gradient"
+    return node.target is nodes.write_back or (nodes.operation_of(node) is not None and nodes.on_host(node))
 
 
 def _updated(graph: fx.Graph, compilation: Compilation) -> None:
