@@ -32,6 +32,7 @@ from .writes import settle_writes, with_states
 def capture(gm: fx.GraphModule) -> Captured:
     """Describe Dynamo's graph module. Raises `DeviceError` when a tensor is not on the host."""
     inline_subgraphs(gm)
+    dynamo.name_the_owner_self(gm.graph)
     _refuse_data_dependence(gm.graph)
     simplify(gm.graph)
     settle_writes(gm.graph)

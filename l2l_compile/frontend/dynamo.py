@@ -303,6 +303,13 @@ def compiled_in_place(module: Any) -> Any:
     return getattr(module, "_compiled_call_impl", None) if isinstance(module, torch.nn.Module) else None
 
 
+def uncompiled(model: Any) -> Any:
+    """The module or function behind what `torch.compile` returned; one that is not compiled as it is."""
+    plain = getattr(model, "_orig_mod", model)
+    plain = plain._call_impl if compiled_in_place(plain) is not None else plain
+    return getattr(plain, "_torchdynamo_orig_callable", plain)
+
+
 def options_of(compiled: Any) -> Any:
     """The `options=` of the `torch.compile` call behind a compiled module or function; None if there are none."""
     return getattr(owner_of(compiled), "kwargs", {}).get("options")
@@ -327,8 +334,42 @@ def graph_break(gm: torch.fx.GraphModule) -> str | None:
 
 def source_name(placeholder: torch.fx.Node) -> str:
     """Dynamo's expression for a graph input, such as `L['self']._modules['head']._parameters['weight']`."""
+    if "source_name" in placeholder.meta:
+        return placeholder.meta["source_name"]
     source = getattr(placeholder, "_dynamo_source", None)
     return source.name if source is not None else placeholder.name
+
+
+def name_the_owner_self(graph: torch.fx.Graph) -> None:
+    """Modules in a method that is compiled as `wrapper(*args)`, by a decorator, have the names that they have without it.
+
+    Dynamo calls the owner of the method `L['args'][0]` there. A function of several modules keeps its names.
+    """
+    tx = _translator_at_work()
+    prefix = _owner_among_arguments(tx.output.root_tx) if tx is not None else None
+    if prefix is None:
+        return
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        if any(name.startswith(prefix) for name, _ in stack.values()):
+            node.meta["nn_module_stack"] = {key: (_with_self(name, prefix), kind) for key, (name, kind) in stack.items()}
+        if node.op == "placeholder":
+            node.meta["source_name"] = _with_self(source_name(node), prefix)
+
+
+def _owner_among_arguments(root: Any) -> str | None:
+    """Dynamo's expression for the module in front of the arguments of a frame that has `*args` alone; None if there is none."""
+    code = root.f_code
+    if code.co_argcount or not code.co_flags & inspect.CO_VARARGS:
+        return None
+    name = code.co_varnames[code.co_kwonlyargcount]
+    given = root.f_locals.get(name, ())
+    modules = [isinstance(value, torch.nn.Module) for value in given]
+    return f"L['{name}'][0]" if modules[:1] == [True] and sum(modules) == 1 else None
+
+
+def _with_self(name: str, prefix: str) -> str:
+    return "L['self']" + name.removeprefix(prefix) if name.startswith(prefix) else name
 
 
 def is_module_attribute(placeholder: torch.fx.Node) -> bool:
