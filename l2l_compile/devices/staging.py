@@ -32,13 +32,15 @@ class Staging:
         self._next = 0
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy a contiguous host tensor into device memory, uint8, of as many bytes."""
-        data, size = source.detach().reshape(-1).view(torch.uint8), self._slots[0].numel()
-        for start in range(0, data.numel(), size):
-            part = data[start : start + size]
+        """Copy a host tensor, of any strides, into contiguous device memory, uint8, of as many bytes."""
+        entries, each = source.detach().reshape(-1), source.element_size()
+        count = self._slots[0].numel() // each
+        for start in range(0, entries.numel(), count):
+            part = entries[start : start + count]
             slot, self._next = self._next, (self._next + 1) % _SLOTS
             if self._events[slot] is not None:
                 self._wait(self._events[slot])
-            staged = self._slots[slot][: part.numel()].copy_(part)
-            target[start : start + part.numel()].copy_(staged, non_blocking=True)
+            staged = self._slots[slot][: part.numel() * each]
+            staged.view(part.dtype).copy_(part)
+            target[start * each : start * each + staged.numel()].copy_(staged, non_blocking=True)
             self._events[slot] = self._record()
