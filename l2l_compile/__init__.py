@@ -1,8 +1,10 @@
 """l2l_compile: `torch.compile(model, backend="l2l")` trains models that do not fit on the accelerator.
 
-`explain` shows what would be compiled, `programs` what was, `stats` what the last step moved and held.
+`explain` shows what would be compiled, `simulate` how long a step would take on a machine, `programs` what was compiled, `stats`
+what the last step moved and held.
 """
 
+from .devices.machine import Machine
 from .errors import (
     CheckError,
     DeviceError,
@@ -21,6 +23,9 @@ from .ir.segments import Block, Segment
 from .options import Options
 from .report import Report, explain
 from .runtime.step import Stats
+from .simulation.result import Simulation
+from .simulation.simulate import simulate
+from .timeline import Timeline
 
 __all__ = [
     "Block",
@@ -29,6 +34,7 @@ __all__ = [
     "IndexRangeError",
     "L2LError",
     "LoweringError",
+    "Machine",
     "OptionError",
     "Options",
     "ParseError",
@@ -37,10 +43,13 @@ __all__ = [
     "RecompileLimitError",
     "Report",
     "Segment",
+    "Simulation",
     "Stats",
+    "Timeline",
     "VerifyError",
     "explain",
     "programs",
+    "simulate",
     "stats",
     "synchronize",
 ]

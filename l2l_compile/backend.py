@@ -46,6 +46,13 @@ def l2l(
 
 def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
     """Compile a captured graph for a session and register its program there."""
+    runner = new_runner(gm, session)
+    session.server.watch(dynamo.modules_in_frame())
+    return runner
+
+
+def new_runner(gm: fx.GraphModule, session: Session) -> Runner:
+    """As `make_runner`, without a hook on the user's modules."""
     program, compilation = compile_program(capture(gm), session.options, session.lowering)
     runner = Runner(
         program,
@@ -61,7 +68,6 @@ def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
         check=session.check,
     )
     session.add(runner)
-    session.server.watch(dynamo.modules_in_frame())
     return runner
 
 

@@ -151,16 +151,14 @@ def explain(
     if not callable(model):
         raise TypeError(f"explain takes a module or a function, got {type(model).__name__}")
     chosen = Options.build(options if options is not None else dynamo.options_of(model))
-    plain: Any = getattr(model, "_orig_mod", model)
-    plain = plain._call_impl if dynamo.compiled_in_place(plain) is not None else plain
-    plain = getattr(plain, "_torchdynamo_orig_callable", plain)
+    plain = dynamo.uncompiled(model)
 
     def trace(*args: Any, **kwargs: Any) -> Report:
         explainer = _Explainer(chosen, Dump(dump) if dump is not None else None)
         dynamo.retry_skipped()
         try:
-            with torch.random.fork_rng([]), on_the_host(plain, args, kwargs) as (args, kwargs):
-                torch.compile(_fresh_caller(), backend=explainer)(plain, *args, **kwargs)
+            with torch.random.fork_rng([]), on_the_host(plain, args, kwargs) as call:
+                torch.compile(fresh_caller(), backend=explainer)(plain, *call.args, **call.kwargs)
         finally:
             dynamo.retry_skipped()  # a compilation to come has its own warning, or error
         return explainer.report()
@@ -171,7 +169,7 @@ def explain(
 _numbers = itertools.count()
 
 
-def _fresh_caller() -> Callable:
+def fresh_caller() -> Callable:
     """A function that calls its first argument, with a code object of its own: Dynamo caches by code object."""
 
     def call(self, *args, **kwargs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from .check import Check
@@ -14,8 +15,10 @@ from .devices.watched import watch
 from .errors import OptionError
 from .frontend import dynamo, limits
 from .host.server import ParameterServer
+from .host.worker import Worker
 from .lowering import vector_instructions
 from .lowering.lower import Lowering
+from .memory.accesses import Unwatched
 from .options import Options
 from .runtime.runner import Runner
 from .runtime.stashes import StashQueue
@@ -30,14 +33,20 @@ def open_device(options: Options) -> Device:
 class Session:
     """Programs of one compiled model, with the device and the lowered blocks that they share."""
 
-    def __init__(self, options: Options, device: Device | None = None):
+    def __init__(
+        self,
+        options: Options,
+        device: Device | None = None,
+        lowering: Lowering | None = None,
+        worker: Callable[[int, Unwatched], Worker] = Worker,
+    ):
         self.options = options
         self.device = device or open_device(options)
         if options.check and not self.device.accesses.watches:
             watch(self.device)
-        self.lowering = Lowering(self.device.torch_device, options.block_compiler)
+        self.lowering = lowering or Lowering(self.device.torch_device, options.block_compiler)
         self.check = Check(self.device.torch_device) if options.check else None
-        self.server = ParameterServer(options, self.device)
+        self.server = ParameterServer(options, self.device, worker)
         self.waiting = StashQueue() if options.stash == "host" else StashQueue(near=None)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: what it forgets is gone here as well
         self._step: list[weakref.ref[Runner]] = []

@@ -423,6 +423,5 @@ def test_every_folder_is_installed():
     ]
     modules = {folder.replace("passes", "l2l_compile/passes", 1).replace("/", ".") for folder in folders}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == modules
-    assert (ROOT / "l2l_compile" / "py.typed").exists() and PROJECT["tool"]["setuptools"]["package-data"]["l2l_compile"] == [
-        "py.typed"
-    ]
+    data = PROJECT["tool"]["setuptools"]["package-data"]["l2l_compile"]
+    assert data == ["py.typed", "machines/*.json"] and all(list((ROOT / "l2l_compile").glob(pattern)) for pattern in data)

@@ -1,9 +1,4 @@
-"""An NVIDIA GPU: three streams, pinned host buffers, weight slabs that rotate.
-
-Device memory of values is allocated and freed on the compute stream only; a copy stream waits for the compute stream
-before it writes into new memory, and the executor makes the compute stream wait for every copy that reads a value
-before the value is freed. So PyTorch's caching allocator never hands memory out while a copy still uses it.
-"""
+"""An NVIDIA GPU: each lane is a stream; memory is that of PyTorch's caching allocator."""
 
 from __future__ import annotations
 
@@ -17,8 +12,8 @@ from typing import Any
 import torch
 
 from ..memory.pages import PinnedMemory, Pool
-from .device import Device, DeviceKind, Lane
-from .staging import Staging
+from .accelerator import Accelerator
+from .device import DeviceKind, Lane
 
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
@@ -41,7 +36,7 @@ class _Stream(Lane):
         self.stream.synchronize()
 
 
-class CudaDevice(Device):
+class CudaDevice(Accelerator):
     """Streams a program through a GPU. `peak_bytes` is the caching allocator's peak of allocated bytes."""
 
     assertions_are_final = True
@@ -49,45 +44,21 @@ class CudaDevice(Device):
 
     def __init__(self, device: torch.device, pinned_memory: int | None = None):
         self.torch_device = device
-        self.lanes = {name: _Stream(device) for name in ("compute", "h2d", "d2h")}
         lock, unlock = functools.partial(_page_lock, device), functools.partial(_page_unlock, device)
-        self.pinned = PinnedMemory(pinned_memory, lock, unlock)
-        self._staging = Staging(self.pinned, self.lanes["h2d"].record, self.wait_on_host)
-        self._pool = Pool(self.pinned, lambda event: event.query())
-        self._slabs: list[torch.Tensor] = []
+        pinned = PinnedMemory(pinned_memory, lock, unlock)
+        lanes = {name: _Stream(device) for name in ("compute", "h2d", "d2h")}
+        super().__init__(lanes, pinned, Pool(pinned, lambda event: event.query()))
 
-    def reserve_slabs(self, count: int, size: int) -> None:
-        if len(self._slabs) == count and (not count or self._slabs[0].numel() >= size):
-            return
-        self._slabs = []
-        compute, h2d = self.lanes["compute"].stream, self.lanes["h2d"].stream
-        with torch.cuda.stream(compute):
-            self._slabs = [torch.empty(size, dtype=torch.uint8, device=self.torch_device) for _ in range(count)]
-        # the memory may have belonged to a value that compute still reads, and deterministic mode fills it on compute
-        h2d.wait_stream(compute)
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        with torch.cuda.stream(self.lanes["compute"].stream):
+            return torch.empty(shape, dtype=dtype, device=self.torch_device)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_pinned()
 
     def running(self) -> AbstractContextManager:
         """What is traced, compiled or made for "cuda" meanwhile is for this GPU, whichever one is the caller's."""
         return torch.cuda.device(self.torch_device)
-
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory that is not page-locked goes through the ring: it may be a temporary, which is gone before its copy is done."""
-        compute, h2d = self.lanes["compute"].stream, self.lanes["h2d"].stream
-        with torch.cuda.stream(compute):
-            result = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.torch_device)
-        h2d.wait_stream(compute)  # the memory may have belonged to a value that compute still reads
-        if tensor.is_pinned() and tensor.is_contiguous():
-            result.copy_(tensor.detach(), non_blocking=True)
-            self._pool.reads(tensor, self.lanes["h2d"].record())
-        else:
-            self._staging.send(tensor, result.view(-1).view(torch.uint8))
-        return result
-
-    def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        host = self._pool.empty(tensor.shape, tensor.dtype, "a tensor from the device")
-        host.copy_(tensor, non_blocking=True)
-        self._pool.reads(host, self.lanes["d2h"].record())
-        return host
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:

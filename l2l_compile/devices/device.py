@@ -8,6 +8,7 @@ in the order of the compute lane alone, so an allocator that knows one stream is
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +20,7 @@ from torch import fx
 
 from ..memory.accesses import UNWATCHED, Unwatched
 from ..memory.layout import aligned
-from ..memory.pages import PinnedMemory, Pool
+from ..memory.pages import PinnedMemory, Pool, unlocked
 from .staging import Staging
 
 LANES = ("compute", "h2d", "d2h")
@@ -152,8 +153,19 @@ class Device(ABC):
     def peak_bytes(self) -> int:
         """Peak of device memory in bytes since `start_peak`."""
 
-    def begins(self, node: fx.Node) -> None:
-        """What the lanes are given from now on carries out this node of a program; for devices that measure."""
+    def now(self) -> float:
+        """Seconds on the caller's clock."""
+        return time.perf_counter()
+
+    def begins(self, node: fx.Node, segment: str) -> None:
+        """What the lanes are given from now on carries out this node of a program; `segment` names its segment, "" if it has none."""
+
+    def begins_micro_batch(self, number: int) -> None:
+        """The lane computes this micro-batch of the segment from now on, counted from 0 (compute lane)."""
+
+    def unlocked_pool(self) -> Pool:
+        """Buffers of host memory that is not page-locked."""
+        return Pool(unlocked())
 
     def running(self) -> AbstractContextManager:
         """The caller lowers blocks and gives work to the lanes."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..memory.address import memory_of
+
 
 class Ledger:
     """Counts each storage once, however many values are views of it. Safe to use from several lanes."""
@@ -24,13 +26,23 @@ class Ledger:
         """A program value holds these tensors from now on."""
         with self._lock:
             for tensor in tensors:
-                storage = tensor.untyped_storage()
-                entry = self._readers.setdefault(storage.data_ptr(), [0, 0])
+                entry = self._readers.setdefault(memory_of(tensor), [0, 0])
                 entry[0] += 1
                 if entry[0] == 1:
-                    entry[1] = storage.nbytes()
+                    entry[1] = tensor.untyped_storage().nbytes()
                     self.held += entry[1]
             self.peak = max(self.peak, self.held)
+
+    def take(self, size: int) -> None:
+        """So many bytes more are held, until `give`."""
+        with self._lock:
+            self.held += size
+            self.peak = max(self.peak, self.held)
+
+    def give(self, size: int) -> None:
+        """So many bytes are not held any more."""
+        with self._lock:
+            self.held -= size
 
     def touch(self, size: int) -> None:
         """So many bytes more are in use for a moment."""
@@ -42,7 +54,7 @@ class Ledger:
         gone = []
         with self._lock:
             for tensor in tensors:
-                key = tensor.untyped_storage().data_ptr()
+                key = memory_of(tensor)
                 entry = self._readers.get(key)
                 if entry is None:
                     continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +14,26 @@ from torch.utils._pytree import tree_any, tree_map_only
 from ..devices.host import HOST
 
 
-@contextmanager
-def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
-    """Within it, meta tensors of a module, and of these arguments, are fake tensors of the host; the arguments to use.
+@dataclass(frozen=True)
+class OnTheHost:
+    """Arguments of a model whose tensors are taken for tensors of the host; `fake` gives the one in the place of another tensor."""
 
-    Nothing changes where neither has any. Behind it, the module has its own tensors again.
+    args: tuple
+    kwargs: dict[str, Any]
+    fake: Callable[[torch.Tensor], torch.Tensor]
+
+
+@contextmanager
+def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fake: bool = False) -> Iterator[OnTheHost]:
+    """Within it, meta tensors of a module, and of these arguments, are fake tensors of the host; with `all_fake`, its others as well.
+
+    Nothing changes where there are none. Behind it, the module has its own tensors again.
     """
     module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
-    places = list(_meta_tensors(module)) if isinstance(module, torch.nn.Module) else []
-    if not places and not tree_any(_is_meta, (args, kwargs)):
-        yield args, kwargs
+    chosen = _is_tensor if all_fake else _is_meta
+    places = list(_tensors_of(module, chosen)) if isinstance(module, torch.nn.Module) else []
+    if not places and not tree_any(chosen, (args, kwargs)) and not all_fake:
+        yield OnTheHost(args, kwargs, lambda tensor: tensor)
         return
     made: dict[int, torch.Tensor] = {}  # a tensor that is in several places stays one
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -35,21 +46,26 @@ def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Iter
         try:
             for values, name, tensor in places:
                 values[name] = fake(tensor)
-            yield tree_map_only(torch.Tensor, fake, (args, kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, fake, (args, kwargs))
+            yield OnTheHost(args, kwargs, fake)
         finally:
             for values, name, tensor in places:
                 values[name] = tensor
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _is_meta(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
-def _meta_tensors(module: torch.nn.Module) -> Iterator[tuple[dict, str, torch.Tensor]]:
-    """The meta tensors that a module and those in it hold, parameters or not, with the dictionaries that they are in."""
+def _tensors_of(module: torch.nn.Module, chosen: Callable[[object], bool]) -> Iterator[tuple[dict, str, torch.Tensor]]:
+    """The chosen tensors that a module and those in it hold, parameters or not, with the dictionaries that they are in."""
     for part in module.modules():
         for values in (part._parameters, part._buffers, part.__dict__):
-            yield from ((values, name, value) for name, value in list(values.items()) if _is_meta(value))
+            yield from ((values, name, value) for name, value in list(values.items()) if chosen(value))
 
 
 def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,8 @@ class GradientMemory:
     can share a buffer, which is a wire's while there are none.
     """
 
-    def __init__(self) -> None:
-        self._pool = Pool(unlocked())
+    def __init__(self, pool: Pool | None = None) -> None:
+        self._pool = pool or Pool(unlocked())
 
     def widened(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The gradient in this dtype; the same tensor if it has it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
@@ -14,6 +14,7 @@ from ..errors import L2LError
 from ..ir import nodes
 from ..ir.captured import Input
 from ..ir.segments import Segment
+from ..memory.accesses import Unwatched
 from ..options import Options
 from ..runtime.step import RuntimeValue, Stats, Step
 from .gradients import GradientMemory
@@ -33,12 +34,12 @@ class ParameterServer:
     With `update="at_step"`, gradients go to `p.grad`; else they end here, and parameters change behind the device.
     """
 
-    def __init__(self, options: Options, device: Device):
+    def __init__(self, options: Options, device: Device, worker: Callable[[int, Unwatched], Worker] = Worker):
         self.options, self.device = options, device
-        self.worker = Worker(threads := device.host_threads(), device.accesses)
+        self.worker = worker(threads := device.host_threads(), device.accesses)
         weakref.finalize(self, self.worker.close)
         self._in_flight: deque[Ticket] = deque()  # the last work on each segment's gradients
-        self._memory = GradientMemory()
+        self._memory = GradientMemory(device.unlocked_pool())
         kind = _UPDATES[options.update]
         self.wires = Wires(device.pinned, None if kind.keeps_wires else self._memory)
         self.updates = kind(options, self.worker, self.wires, threads, self._memory)

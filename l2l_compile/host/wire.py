@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..memory.address import address
 from ..memory.layout import aligned
 from ..memory.pages import PinnedMemory
 from .gradients import GradientMemory
@@ -66,7 +67,7 @@ class Copy:
 
     def __init__(self, parameter: torch.Tensor, view: torch.Tensor):
         self.parameter, self.view, self.generation = parameter, view, 0
-        self._of: tuple[int, int] | None = None
+        self._of: tuple[int, ...] | None = None
         self._written = False
 
     def unchanged(self) -> bool:
@@ -149,5 +150,5 @@ class Wires:
             copy.written()
 
 
-def _identity(parameter: torch.Tensor) -> tuple[int, int]:
-    return parameter._version, parameter.data_ptr()
+def _identity(parameter: torch.Tensor) -> tuple[int, ...]:
+    return parameter._version, *address(parameter)

@@ -132,16 +132,22 @@ class Pool:
         if self.accesses.watches:
             done = [event.order for event in found.events if self._is_done(event)]
             self.accesses.write(found.place, knowing=[found.put_back, *done])
-        lease = Lease.of(found, size, self)
-        self._leases[lease.buffer.memory.data_ptr()] = lease
+        return self._lease(found, size)
+
+    def _lease(self, buffer: _Buffer, size: int) -> Lease:
+        lease = Lease.of(buffer, size, self)
+        self._leases[buffer.memory.data_ptr()] = lease
         return lease
 
     def reads(self, tensor: torch.Tensor, event: Any) -> None:
         """A copy out of a tensor, if it is one of this pool, is done when the event has happened."""
-        lease = self._leases.get(tensor.untyped_storage().data_ptr())
+        lease = self._lease_of(tensor)
         if lease is not None and event is not None:
             lease.buffer.events.append(event)
             self.accesses.read(lease.buffer.place)
+
+    def _lease_of(self, tensor: torch.Tensor) -> Lease | None:
+        return self._leases.get(tensor.untyped_storage().data_ptr())
 
     def _take_free(self, size: int) -> _Buffer | None:
         """The smallest free buffer of at least this size, unless it is far too large."""

@@ -53,7 +53,7 @@ class Executor:
         arrived = iter(inputs)
         for node in graph.nodes:
             if node.op == "call_function":
-                self.device.begins(node)
+                self.device.begins(node, self._segment_of(node))
                 self.device.accesses.begins(node.name)
                 values[node] = HANDLERS[node.target](self, node, *(_resolved(argument, values) for argument in node.args))
             elif node.op == "placeholder":
@@ -61,6 +61,10 @@ class Executor:
             else:
                 return _resolved(node.args[0], values)
         raise AssertionError("a program graph ends with its output")
+
+    def _segment_of(self, node: fx.Node) -> str:
+        index = nodes.segment_of(node)
+        return self.segments[index].name if index is not None else ""
 
     def submit(self, lane: str, reads: Sequence[RuntimeValue], fills: Sequence[RuntimeValue], work: Callable[[], Any]) -> None:
         """Queue work on a lane after the events of what it reads; it fills values."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from ..ir.captured import Captured, Part
 from ..ir.program import Program
 from ..ir.values import TensorSpec, dim_of, evaluate
 from ..lowering.lower import Lowering
+from ..memory.address import address, memory_of
 from ..memory.layout import aligned
 from ..options import Options
 from .executor import Executor
@@ -123,7 +123,8 @@ class Runner:
         whole = arguments[part.of]
         if index in self._parts:
             before, view = self._parts[index]
-            if before is whole and view.data_ptr() == whole.data_ptr() + part.start * whole.element_size():
+            memory, start = address(whole)
+            if before is whole and address(view) == (memory, start + part.start * whole.element_size()):
                 return view
         view = part.view(whole)
         self._parts[index] = (whole, view)
@@ -141,7 +142,7 @@ class Runner:
 
         `to_train` says whether a backward may follow.
         """
-        start = time.perf_counter()
+        start = self.device.now()
         self._started(self)
         self.stats = Stats()
         self.device.start_peak()
@@ -181,9 +182,9 @@ class Runner:
             accesses.read(outputs[position].place)
         made = [_joined(outputs[position], captured.specs[self._outputs[position]]) for position in self._made]
         made = [t.contiguous() if position in self._viewed else t for position, t in zip(self._made, made, strict=True)]
-        kept_memory = {t.untyped_storage().data_ptr() for value in kept for t in value.tensors}
-        made = [t.clone() if t.untyped_storage().data_ptr() in kept_memory else _no_view(t) for t in made]
-        self.stats.forward_seconds = time.perf_counter() - start
+        kept_memory = {memory_of(t) for value in kept for t in value.tensors}
+        made = [t.clone() if memory_of(t) in kept_memory else _no_view(t) for t in made]
+        self.stats.forward_seconds = self.device.now() - start
         self.stats.peak_device_bytes = self.device.peak_bytes()
         return made, step, stashes
 
@@ -191,7 +192,7 @@ class Runner:
         self, step: Step, stashes: list[RuntimeValue], gradients: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor]:
         """Run the backward graph for gradients of the outputs that forward made; gradients by index of the argument."""
-        start = time.perf_counter()
+        start = self.device.now()
         self.stats = step.stats  # torch.utils.checkpoint has run another forward since
         mask = [False] * len(self._outputs)
         for position, gradient in zip(self._made, gradients, strict=True):
@@ -208,7 +209,7 @@ class Runner:
         if scale != 1.0:
             found = {i: g / scale for i, g in found.items()}
         found |= self.server.end_backward(step)
-        self.stats.backward_seconds += time.perf_counter() - start
+        self.stats.backward_seconds += self.device.now() - start
         self.stats.peak_device_bytes = max(self.stats.peak_device_bytes, self.device.peak_bytes())
         return found
 

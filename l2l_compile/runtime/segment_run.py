@@ -124,6 +124,7 @@ class _Run(ABC):
 
     def call(self, code: Lowered, number: int, arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run code with the random draws of a micro-batch."""
+        self.device.begins_micro_batch(number)
         self.device.use_workspace(code.workspace_bytes)
         try:
             if not code.random:

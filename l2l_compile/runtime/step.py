@@ -16,6 +16,7 @@ from ..ir.segments import Block, Segment
 from ..ir.values import Bindings, TensorSpec, evaluate
 from ..lowering.lower import Lowering
 from ..memory.accesses import Place
+from ..memory.address import address
 
 
 class RuntimeValue:
@@ -51,7 +52,7 @@ class RuntimeValue:
 def copies(tensors: Sequence[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[torch.Tensor], int]:
     """Copies of tensors and their bytes; what several micro-batches share is copied once."""
     made: dict[tuple, torch.Tensor] = {}
-    keys = [(t.data_ptr(), t.shape) for t in tensors]
+    keys = [(*address(t), t.shape) for t in tensors]
     for key, tensor in zip(keys, tensors, strict=True):
         if key not in made:
             made[key] = copy(tensor)

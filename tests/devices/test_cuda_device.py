@@ -105,8 +105,8 @@ class Stream:
     def __init__(self, name, asked):
         self.name, self.asked = name, asked
 
-    def wait_stream(self, other):
-        self.asked.append((self.name, "waits for", other.name))
+    def wait_event(self, event):
+        self.asked.append((self.name, "waits for", event))
 
     def record_event(self):
         return f"event of {self.name}"
@@ -135,7 +135,7 @@ def test_the_first_fetch_waits_for_new_slabs(monkeypatch, device):
     monkeypatch.setattr(torch, "empty", lambda *_, **__: device.asked.append("slab") or Made())
     device.reserve_slabs(2, 8)
     device.reserve_slabs(2, 8)
-    assert device.asked == ["slab", "slab", ("h2d", "waits for", "compute")]
+    assert device.asked == ["slab", "slab", ("h2d", "waits for", "event of compute")]
 
 
 @pytest.mark.parametrize("kind", ["a temporary of the caller", "a view of page-locked memory"])
@@ -150,7 +150,22 @@ def test_a_temporary_stays_until_its_copy_is_done(monkeypatch, device, kind):
     found = device.upload(tensor)
     assert torch.equal(found, tensor) and found.is_contiguous()
     assert "a copy" in device._staging._events  # it came out of the ring
-    assert device.asked == [("h2d", "waits for", "compute")]
+    assert device.asked == [("h2d", "waits for", "event of compute")]
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 1), (0,)])
+def test_the_ring_takes_tensors_of_any_strides(shape):
+    """The gradient of a sum is one number that is expanded; a batch may be a transposed view."""
+    memory = PinnedMemory(64, lambda address, size: None, lambda address: None)
+    staging = Staging(memory, lambda: "a copy", lambda event: None)
+    for source in (
+        torch.ones(shape).expand(3, shape[0]),
+        torch.arange(12.0).view(3, 4).t(),
+        torch.arange(7, dtype=torch.int16)[::3],
+    ):
+        target = torch.zeros(source.numel() * source.element_size(), dtype=torch.uint8)
+        staging.send(source, target)
+        assert torch.equal(target.view(source.dtype).view(source.shape), source)
 
 
 def test_blocks_are_compiled_for_the_gpu_that_runs_them(runtime, device):

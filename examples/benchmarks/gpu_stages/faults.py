@@ -125,7 +125,7 @@ class Refusing(Around):
         super().__init__(lane)
         self._device, self._backwards, self._done = device, 0, False
 
-    def begins(self, node: fx.Node) -> None:
+    def begins(self, node: fx.Node, segment: str) -> None:
         self._backwards += node.target is nodes.backward
 
     def run(self, work: Work) -> None:

@@ -146,10 +146,10 @@ class _Measured(Around):
 class Timeline:
     """Notes begin and end of every piece of work of a device; `stop` before the pieces are read."""
 
-    def __init__(self, device: Device, names: Callable[[int], str] = str):
+    def __init__(self, device: Device):
         self.pieces: list[Piece] = []
         self.label = ""
-        self._device, self._names = device, names
+        self._device = device
         device.begins = self._begins
         for name in LANES:
             device.lanes[name] = _Measured(device.lanes[name], self, name)
@@ -159,12 +159,10 @@ class Timeline:
         del self._device.begins
         self._device.synchronize()
 
-    def _begins(self, node: fx.Node) -> None:
+    def _begins(self, node: fx.Node, segment: str) -> None:
         kind = getattr(node.target, "__name__", str(node.target))
-        self.label = kind
-        if node.target in (nodes.forward, nodes.backward, nodes.fetch_weights, nodes.push_gradients):
-            self.label = f"{kind} {self._names(node.args[0])}"
-        elif node.target is nodes.release:  # compute waits there for copies: say for which
+        self.label = f"{kind} {segment}".rstrip()
+        if node.target is nodes.release:  # compute waits there for copies: say for which
             readers = {getattr(user.target, "__name__", user.op) for user in node.args[0].users if user is not node}
             self.label = f"{kind} behind {', '.join(sorted(readers))}"
 

@@ -101,8 +101,7 @@ def stream(context: Context, on: Load, options: dict[str, Any], report: Report) 
     report.fact("peak of device memory", compiled.stats.peak_device_bytes / 1e9, "GB", should="less than resident's")
     report.fact("page-locked", compiled.device.pinned.used / 1e9, "GB")
     if context.left > 5:
-        segments = compiled.session.runners[0].program.segments
-        timeline = Timeline(compiled.device, lambda index: segments[index].name)
+        timeline = Timeline(compiled.device)
         step()
         compiled.synchronize()
         timeline.stop()

@@ -1,0 +1,62 @@
+"""A device with memory of its own and copies that run by themselves: page-locked buffers, slabs, the order of copies and compute.
+
+Device memory of values is allocated and freed on the compute lane only; a copy lane waits for the compute lane
+before it writes into new memory, and the executor makes the compute lane wait for every copy that reads a value
+before the value is freed. So an allocator that knows one stream never hands memory out while a copy still uses it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+import torch
+
+from ..memory.pages import PinnedMemory, Pool
+from .device import Device, Lane
+from .staging import Staging
+
+
+class Accelerator(Device):
+    """The part of a device that does not depend on how its lanes work."""
+
+    def __init__(self, lanes: Mapping[str, Lane], pinned: PinnedMemory, pool: Pool):
+        self.lanes, self.pinned, self._pool = lanes, pinned, pool
+        self._staging = Staging(pinned, self.lanes["h2d"].record, self.wait_on_host)
+        self._slabs: list[torch.Tensor] = []
+
+    @abstractmethod
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """New memory of the device, allocated on the compute lane."""
+
+    @abstractmethod
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a host tensor is in page-locked memory."""
+
+    def reserve_slabs(self, count: int, size: int) -> None:
+        if len(self._slabs) == count and (not count or self._slabs[0].numel() >= size):
+            return
+        self._slabs = []
+        self._slabs = [self.empty(torch.Size([size]), torch.uint8) for _ in range(count)]
+        # the memory may have belonged to a value that compute still reads, and deterministic mode fills it on compute
+        self._h2d_after_compute()
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory that is not page-locked goes through the ring: it may be a temporary, which is gone before its copy is done."""
+        result = self.empty(tensor.shape, tensor.dtype)
+        self._h2d_after_compute()  # the memory may have belonged to a value that compute still reads
+        if self.is_pinned(tensor) and tensor.is_contiguous():
+            result.copy_(tensor.detach(), non_blocking=True)
+            self._pool.reads(tensor, self.lanes["h2d"].record())
+        else:
+            self._staging.send(tensor, result.view(-1).view(torch.uint8))
+        return result
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = self._pool.empty(tensor.shape, tensor.dtype, "a tensor from the device")
+        host.copy_(tensor, non_blocking=True)
+        self._pool.reads(host, self.lanes["d2h"].record())
+        return host
+
+    def _h2d_after_compute(self) -> None:
+        self.lanes["h2d"].wait(self.lanes["compute"].record())

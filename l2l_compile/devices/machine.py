@@ -1,0 +1,103 @@
+"""A machine as figures: how fast its device computes, how fast its links and its host are. Simulations run on one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import OptionError
+
+FOLDER = "machines"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Figures of a machine; bytes, bytes per second, FLOP per second, seconds.
+
+    name               what it is
+    flops              dense FLOP/s of matrix products by dtype ("float32", "bfloat16", ...)
+    flops_share        the share of `flops` that matrix products reach
+    memory_bandwidth   of the device's memory
+    memory_share       the share of `memory_bandwidth` that kernels reach
+    device_memory      bytes of the device
+    h2d, d2h           bandwidth of the link from page-locked memory, each way
+    pageable           bandwidth of the link from and to other memory, which the caller waits for
+    latency            of a copy over the link
+    host_bandwidth     bytes that elementwise work of the host reads and writes in a second, all threads together
+    host_memory        bytes of the host
+    launch             the caller's time for a kernel or a copy
+    node               the caller's time for a node of a program
+    overlaps           whether device and host work at the same time; where it is False the host is the device
+    sources            where each figure is from
+    """
+
+    name: str
+    flops: dict[str, float]
+    memory_bandwidth: float
+    device_memory: float
+    h2d: float
+    d2h: float
+    pageable: float
+    host_bandwidth: float
+    host_memory: float
+    flops_share: float = 1.0
+    memory_share: float = 1.0
+    latency: float = 1e-5
+    launch: float = 8e-6
+    node: float = 2e-5
+    overlaps: bool = True
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """FLOP/s that matrix products of a dtype reach. Raises `OptionError` for one that the machine has no figure for."""
+        name = str(dtype).removeprefix("torch.")
+        if name not in self.flops:
+            raise OptionError(f"machine '{self.name}' has no figure for FLOP/s in {name}; it has {', '.join(self.flops)}")
+        return self.flops[name] * self.flops_share
+
+    @property
+    def kernel_bandwidth(self) -> float:
+        """Bytes that kernels of the device read and write in a second."""
+        return self.memory_bandwidth * self.memory_share
+
+    def save(self, path: str | Path) -> None:
+        """Write the figures as JSON."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, name: str | Path) -> Machine:
+        """A machine from a JSON file, or one that comes with the package, by its name ("h200").
+
+        Raises `OptionError` for a name that is neither, with the names that there are, and for a file with other figures.
+        """
+        path = Path(name)
+        shipped = resources.files("l2l_compile") / FOLDER / f"{name}.json"
+        if path.suffix == ".json" and path.is_file():
+            text = path.read_text()
+        elif shipped.is_file():
+            text = shipped.read_text()
+        else:
+            raise OptionError(f"no machine {str(name)!r}: give the path of a JSON file, or one of {', '.join(names())}")
+        return cls.of(json.loads(text), str(name))
+
+    @classmethod
+    def of(cls, figures: dict[str, Any], name: str) -> Machine:
+        """A machine from the content of its file."""
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(figures.keys() - known):
+            raise OptionError(f"machine {name!r}: unknown figures {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        try:
+            return cls(**figures)
+        except TypeError as error:
+            raise OptionError(f"machine {name!r}: {error}") from error
+
+
+def names() -> list[str]:
+    """The machines that come with the package."""
+    folder = resources.files("l2l_compile") / FOLDER
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))

@@ -1,0 +1,294 @@
+"""A device whose clock is simulated: the executor, the programs, slabs, waits and releases are the real ones, the time is not.
+
+Tensors are fake: they have sizes and no memory. Lanes and threads have clocks. A piece of work of a lane begins when the lane has
+done what it was given before, when the events that it waits for have happened, and when the thread that gives the work has come
+that far. All three are known when the work is given, so no queue has to be simulated: times are computed as work is given.
+
+Who computes is told apart by memory: that of the device is marked, what is made from it is as well.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ..ir import nodes
+from ..memory.pages import Lease, PinnedMemory, Pool, _Buffer
+from ..timeline import CALLER, LANES, Piece, Timeline
+from .accelerator import Accelerator
+from .cpu import CpuDevice
+from .device import Device, Lane
+from .host import HOST
+from .ledger import Ledger
+from .machine import Machine
+
+
+@dataclass(frozen=True)
+class SimulatedEvent:
+    """When everything that a lane or a thread was given is done, and what was the last of it."""
+
+    time: float
+    label: str
+
+
+class Clock:
+    """The time at which a lane or a thread can begin something new, and what it has waited for since its last piece of work."""
+
+    def __init__(self, name: str):
+        self.name, self.now, self.waited_for, self.label = name, 0.0, "", ""
+
+    def wait(self, event: SimulatedEvent) -> None:
+        """Nothing new begins before the event."""
+        if event.time > self.now:
+            self.now, self.waited_for = event.time, event.label
+
+    def event(self) -> SimulatedEvent:
+        return SimulatedEvent(self.now, self.label)
+
+
+class Clocks:
+    """The clocks of a machine, and what has run on them.
+
+    thread  that of the thread whose code runs: the caller's, or the one that updates
+    lane    that of the lane whose work is being given, None outside of it
+    label   what the caller is about
+    """
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.lanes = {name: Clock(name) for name in LANES}
+        self.thread = self.caller = Clock(CALLER)
+        self.lane: Clock | None = None
+        self.label = ""
+        self._pieces: list[list] = []  # as in `Piece`; the last one of each clock may still grow
+        self._last: dict[str, list] = {}
+
+    def spend(self, seconds: float, label: str = "") -> None:
+        """The thread works."""
+        self._note(self.thread, self.thread.now, seconds, label or self.label, self.thread.waited_for)
+
+    def queue(self, seconds: float, launches: int = 1) -> None:
+        """The lane is given work by the thread. Where the host is the device, the thread does it."""
+        assert self.lane is not None, "device memory is touched outside of a lane"
+        if not self.machine.overlaps:
+            self.spend(seconds)
+            return
+        self.spend(launches * self.machine.launch)
+        thread, lane = self.thread, self.lane
+        by_thread = thread.now > lane.now
+        waited_for = f"{thread.name}: {thread.waited_for or self.label}" if by_thread else lane.waited_for
+        self._note(lane, max(thread.now, lane.now), seconds, self.label, waited_for)
+
+    def copy(self, size: int, bandwidth: float, asynchronous: bool) -> None:
+        """The lane copies bytes over the link; unless `asynchronous`, the thread waits for it."""
+        if not asynchronous:
+            bandwidth = self.machine.pageable
+        self.queue(self.machine.latency + size / bandwidth)
+        if not asynchronous and self.lane is not None:
+            self.thread.wait(self.lane.event())
+
+    @contextmanager
+    def on_thread(self, clock: Clock) -> Iterator[None]:
+        """What runs meanwhile is given by the current thread to another one, which does it after what it was given before."""
+        before, label = (self.thread, self.lane), self.label
+        clock.wait(SimulatedEvent(self.thread.now, f"{self.thread.name}: {self.label}"))
+        self.thread, self.lane = clock, None
+        try:
+            yield
+        finally:
+            (self.thread, self.lane), self.label = before, label
+
+    def timeline(self, start: float, end: float) -> Timeline:
+        """What ran between two times."""
+        return Timeline(0.0, end, tuple(Piece(*piece) for piece in self._pieces)).between(start, end)
+
+    def _note(self, clock: Clock, start: float, seconds: float, label: str, waited_for: str) -> None:
+        end, last = start + seconds, self._last.get(clock.name)
+        if last is not None and last[1] == label and last[3] == start:
+            last[3] = end
+        elif seconds > 0:
+            self._last[clock.name] = piece = [clock.name, label, start, end, waited_for if last and start > last[3] else ""]
+            self._pieces.append(piece)
+        clock.now, clock.label = end, label
+        if seconds > 0:
+            clock.waited_for = ""
+
+
+class _SimulatedLane(Lane):
+    """Runs work at once, which says on the lane's clock how long it takes."""
+
+    def __init__(self, clocks: Clocks, name: str):
+        self._clocks, self._clock = clocks, clocks.lanes[name] if clocks.machine.overlaps else clocks.caller
+
+    def run(self, work: Callable[[], None]) -> None:
+        before, self._clocks.lane = self._clocks.lane, self._clock
+        try:
+            work()
+        finally:
+            self._clocks.lane = before
+
+    def record(self) -> SimulatedEvent:
+        return self._clock.event()
+
+    def wait(self, event: SimulatedEvent) -> None:
+        self._clock.wait(event)
+
+    def synchronize(self) -> None:
+        self._clocks.thread.wait(self._clock.event())
+
+
+def mark(tensor: torch.Tensor) -> torch.Tensor:
+    """This memory is the device's."""
+    tensor.untyped_storage().on_device = True  # type: ignore[attr-defined]  # an attribute of ours; storages keep them
+    return tensor
+
+
+def is_marked(tensor: torch.Tensor) -> bool:
+    """Whether memory is the device's."""
+    return getattr(tensor.untyped_storage(), "on_device", False)
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether memory is the host's, and page-locked."""
+    storage = tensor.untyped_storage()
+    lease = getattr(storage, "lease", None)
+    return getattr(lease.buffer.memory.untyped_storage() if lease is not None else storage, "pinned", False)
+
+
+class SimulatedMemory(PinnedMemory):
+    """Host memory that is counted and not there. `taken` counts all, `locked` what is page-locked."""
+
+    def __init__(self, budget: int | None, taken: Ledger, locked: Ledger):
+        super().__init__(budget, lambda address, size: None, lambda address: None)
+        self._taken, self._locked = taken, locked
+
+    def take(self, size: int, purpose: str) -> tuple[torch.Tensor, bool]:
+        buffer = torch.empty(max(size, 1), dtype=torch.uint8)[:size]
+        pinned = self.has_room(size)
+        buffer.untyped_storage().pinned = pinned  # type: ignore[attr-defined]
+        for ledger in (self._taken, self._locked)[: 1 + pinned]:
+            ledger.take(size)
+            weakref.finalize(buffer.untyped_storage(), ledger.give, size)
+        if pinned:
+            self.used += size
+            weakref.finalize(buffer.untyped_storage(), self._give_back, size)
+        return buffer, pinned
+
+
+class _SimulatedLease:
+    """What fake tensors of the pool hold on to, through their storages."""
+
+    def __init__(self, buffer: _Buffer, needed: int, pool: Pool):
+        self.buffer, self.needed, self.pool = buffer, needed, pool
+        buffer.events = []
+
+    def tensor(self, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with a storage of its own."""
+        made = torch.empty(shape, dtype=dtype)
+        made.untyped_storage().lease = self  # type: ignore[attr-defined]
+        return made
+
+    def __del__(self) -> None:
+        self.pool._put_back(self.buffer, self.needed)
+
+
+class SimulatedPool(Pool):
+    """A pool of memory that is not there: the same buffers are used again at the same moments."""
+
+    def _lease(self, buffer: _Buffer, size: int) -> Lease:
+        return _SimulatedLease(buffer, size, self)  # type: ignore[return-value]  # the same interface
+
+    def _lease_of(self, tensor: torch.Tensor) -> Lease | None:
+        return getattr(tensor.untyped_storage(), "lease", None)
+
+
+class _InVirtualTime(Device):
+    """The part of a simulated device that does not depend on where its memory is. To be opened, and used, in a fake mode.
+
+    clocks  when what has run
+    taken, locked  bytes of host memory that were taken for wires, buffers and gradients; and page-locked
+    """
+
+    machine: Machine
+    clocks: Clocks
+    ledger: Ledger
+    taken: Ledger
+    locked: Ledger
+
+    @abstractmethod
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """New memory for a result of a block."""
+
+    def unlocked_pool(self) -> Pool:
+        return SimulatedPool(SimulatedMemory(0, self.taken, self.locked))
+
+    def wait_on_host(self, event: SimulatedEvent) -> None:
+        self.clocks.thread.wait(event)
+
+    def now(self) -> float:
+        return self.clocks.caller.now
+
+    def begins(self, node: fx.Node, segment: str) -> None:
+        self.clocks.label = f"{nodes.called(node).name} {segment}".rstrip()
+        self.clocks.spend(self.machine.node)
+
+    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.ledger.hold(tensors)
+
+    def free(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.ledger.drop(tensors)
+
+    def use_workspace(self, size: int) -> None:
+        self.ledger.touch(size)
+
+    def host_threads(self) -> int:
+        return 1
+
+    def start_peak(self) -> None:
+        self.ledger.start_peak()
+
+    def peak_bytes(self) -> int:
+        return self.ledger.peak
+
+
+class SimulatedDevice(_InVirtualTime, Accelerator):
+    """The accelerator of a machine."""
+
+    def __init__(self, machine: Machine, pinned_memory: int | None = None):
+        self.torch_device, self.machine, self.clocks = HOST, machine, Clocks(machine)
+        self.ledger, self.taken, self.locked = Ledger(), Ledger(), Ledger()
+        pinned, thread = SimulatedMemory(pinned_memory, self.taken, self.locked), self.clocks
+        pool = SimulatedPool(pinned, lambda event: event.time <= thread.thread.now)
+        super().__init__({name: _SimulatedLane(self.clocks, name) for name in LANES}, pinned, pool)
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return mark(torch.empty(shape, dtype=dtype))
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return is_pinned(tensor)
+
+
+class SimulatedHost(_InVirtualTime, CpuDevice):
+    """A machine whose host is the device: one thread does everything but updates, and nothing is copied."""
+
+    def __init__(self, machine: Machine):
+        super().__init__()
+        self.machine, self.clocks = machine, Clocks(machine)
+        self.taken, self.locked = Ledger(), Ledger()
+        self.lanes = {name: _SimulatedLane(self.clocks, name) for name in LANES}
+        self.pinned = SimulatedMemory(0, self.taken, self.locked)
+        self._pool = SimulatedPool(self.pinned)
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+
+def open_simulated(machine: Machine, pinned_memory: int | None) -> SimulatedDevice | SimulatedHost:
+    """The device of a machine, with a budget of page-locked host memory in bytes (None: no bound)."""
+    return SimulatedDevice(machine, pinned_memory) if machine.overlaps else SimulatedHost(machine)

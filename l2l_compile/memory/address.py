@@ -1,0 +1,16 @@
+"""Which memory a tensor is in, also for tensors without any (fake tensors), where the storage itself has to stand for it."""
+
+from __future__ import annotations
+
+import torch
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that two tensors have in common where their memory begins at the same address."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if storage.device.type == "meta" else storage.data_ptr()
+
+
+def address(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the first entry of a tensor is: the memory, and bytes into it."""
+    return memory_of(tensor), int(tensor.storage_offset()) * tensor.element_size()

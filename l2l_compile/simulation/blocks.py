@@ -1,0 +1,96 @@
+"""Blocks that take time and compute nothing: their real traces give sizes of results, FLOPs and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..devices.host import HOST
+from ..devices.simulated import SimulatedDevice, SimulatedHost
+from ..ir.fx_types import arguments
+from ..ir.segments import Block
+from ..ir.values import Bindings, dim_of, evaluate
+from ..lowering.codes import Lowered
+from ..lowering.lower import Lowering, Request
+from .costs import kernels_of
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A result of a block: memory of its own, or a view of the memory of an operand or of an earlier result.
+
+    of    the position of the operand, or behind the operands that of the result; None for memory of its own
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    of: int | None
+
+
+@dataclass(frozen=True)
+class _Simulated:
+    """What is called in the place of a block's code."""
+
+    device: SimulatedDevice | SimulatedHost
+    results: tuple[_Result, ...]
+    seconds: float
+    kernels: int
+
+    def __call__(self, *operands: torch.Tensor) -> list[torch.Tensor]:
+        self.device.clocks.queue(self.seconds, self.kernels)
+        there = list(operands)
+        for result in self.results:
+            if result.of is None:
+                made = self.device.empty(torch.Size(result.shape), result.dtype)
+            else:
+                made = there[result.of].as_strided(result.shape, result.stride, result.offset)
+            there.append(made)
+        return there[len(operands) :]
+
+
+class SimulatedLowering(Lowering):
+    """Traces blocks as they are, and gives code that moves the clock of a device by what its kernels take."""
+
+    def __init__(self, device: SimulatedDevice | SimulatedHost, compiled: bool):
+        super().__init__(HOST, "eager")
+        self.simulated, self.compiled = device, compiled
+
+    def ahead(self, requests: Iterable[Request]) -> None:
+        """Nothing is compiled."""
+
+    def _at(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Lowered:
+        key = (block, which, wanted, *map(bindings.__getitem__, block.symbols))
+        if key not in self._done:
+            with _disable_current_modes():
+                code, sizes = self._code(block, bindings, which, wanted)
+                self._done[key] = self._in_virtual_time(code.at(sizes), dict(zip(code.guards.symbols, sizes, strict=True)))
+        return self._done[key]
+
+    def _in_virtual_time(self, lowered: Lowered, bindings: Bindings) -> Lowered:
+        graph = lowered.graph.graph
+        kernels = kernels_of(graph, bindings, fused=self.compiled)
+        seconds = sum(kernel.seconds(self.simulated.machine) for kernel in kernels)
+        run = _Simulated(self.simulated, _results_of(graph, bindings), seconds, len(kernels))
+        return Lowered(lowered.traced, run, (), lowered.workspace_bytes)
+
+
+def _results_of(graph: fx.Graph, bindings: Bindings) -> tuple[_Result, ...]:
+    """The results of an ATen graph at these sizes."""
+    operands = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    memory = [value.untyped_storage()._cdata for value in operands if isinstance(value, torch.Tensor)]
+    (returned,) = arguments(graph.output_node())
+    found = []
+    for node in returned:
+        value = node.meta["val"]
+        storage = value.untyped_storage()._cdata
+        shape, stride = (tuple(evaluate(dim_of(size), bindings) for size in sizes) for sizes in (value.shape, value.stride()))
+        offset = evaluate(dim_of(value.storage_offset()), bindings)
+        found.append(_Result(shape, stride, offset, value.dtype, memory.index(storage) if storage in memory else None))
+        memory.append(storage)
+    return tuple(found)

@@ -1,0 +1,168 @@
+"""How long operations take on a machine, from their FLOPs and bytes (a roofline: Williams, Waterman and Patterson, CACM 2009)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils import flop_counter
+
+from ..devices.machine import Machine
+from ..ir.values import Bindings, dim_of, evaluate
+
+aten = torch.ops.aten
+_FREE = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.detach, aten.alias)
+_WRITTEN_ONLY = (aten.copy_, aten.fill_, aten.zero_)  # they do not read what they write into
+
+
+def _attention(query, key, value, *_, out_val=None, **__) -> int:
+    return flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(gradient, query, key, value, *_, out_val=None, **__) -> int:
+    return flop_counter.sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_counter.flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,  # blocks are traced on the host
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs of matrix products in a dtype, and bytes that are read and written."""
+
+    flops: int = 0
+    dtype: torch.dtype = torch.float32
+    bytes: int = 0
+
+    def seconds(self, machine: Machine) -> float:
+        """On the device of a machine: what takes longer, computing or moving."""
+        computing = self.flops / machine.flops_of(self.dtype) if self.flops else 0.0
+        return max(computing, self.bytes / machine.kernel_bandwidth)
+
+
+def is_free(operation: OpOverload) -> bool:
+    """Whether an operation computes nothing and moves nothing: a view, memory without contents."""
+    if operation.overloadpacket in _FREE:
+        return True
+    returns = operation._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of all entries."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested arguments."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def written(operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The operands that an operation writes into."""
+    found: list[torch.Tensor] = []
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def moved(operation: OpOverload, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes that an operation reads and writes when it runs by itself."""
+    if is_free(operation):
+        return 0
+    into = written(operation, args, kwargs)
+    read = tensors_in((args, kwargs))
+    if operation.overloadpacket in _WRITTEN_ONLY:
+        read = read[1:]
+    made = [] if into else tensors_in(result)
+    return nbytes(read) + nbytes(into) + nbytes(made)
+
+
+def cost_of(operation: OpOverload, args: tuple, kwargs: dict[str, Any], result: Any) -> Cost:
+    """The cost of an operation that runs by itself."""
+    formula = _FORMULAS.get(operation.overloadpacket)
+    flops = formula(*args, **kwargs, out_val=result) if formula is not None else 0
+    floating = [t.dtype for t in tensors_in(args) if t.is_floating_point()]
+    return Cost(flops, floating[0] if floating else torch.float32, moved(operation, args, kwargs, result))
+
+
+def kernels_of(graph: fx.Graph, bindings: Bindings, fused: bool) -> list[Cost]:
+    """The kernels that an ATen graph is run as, at these sizes.
+
+    With `fused`, neighbouring elementwise operations and reductions are one kernel, which reads what comes from outside of it and
+    writes what is read there, as those of Inductor are. Else each operation is a kernel.
+    """
+    values = {node: _concrete(node.meta.get("val"), bindings) for node in graph.nodes}
+    found: list[Cost] = []
+    group: list[fx.Node] = []
+    for node in graph.nodes:
+        if not isinstance(node.target, OpOverload) or is_free(node.target):
+            continue
+        if fused and _is_light(node.target):
+            group.append(node)
+            continue
+        found += _joined(group, values)
+        group = []
+        args, kwargs = pytree.tree_map_only(fx.Node, values.__getitem__, (node.args, node.kwargs))
+        found.append(cost_of(node.target, args, kwargs, values[node]))
+    return found + _joined(group, values)
+
+
+def _is_light(operation: OpOverload) -> bool:
+    """Whether a compiler fuses it with its neighbours: elementwise operations, reductions, fillings."""
+    tags = operation.tags
+    return torch.Tag.pointwise in tags or operation.overloadpacket in _REDUCTIONS or not operation._schema.arguments
+
+
+_REDUCTIONS = (
+    *(aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.var_mean, aten._softmax, aten._log_softmax),
+    *(aten._softmax_backward_data, aten._log_softmax_backward_data, aten.native_layer_norm, aten.native_layer_norm_backward),
+    *(aten.clone, aten._to_copy, aten.cat, aten.full, aten.full_like, aten.zeros, aten.zeros_like, aten.ones_like, aten.arange),
+    *(aten.nll_loss_forward, aten.nll_loss_backward, aten.scalar_tensor, aten.slice_backward, aten.select_backward),
+    *(aten._fused_rms_norm, aten._fused_rms_norm_backward, aten.constant_pad_nd, aten.new_zeros, aten.copy_, aten.add_),
+)
+
+
+def _joined(group: Sequence[fx.Node], values: dict[fx.Node, Any]) -> list[Cost]:
+    """One kernel for a run of light operations."""
+    if not group:
+        return []
+    inside = set(group)
+    read = dict.fromkeys(_source(r) for node in group for r in node.all_input_nodes)
+    outside = [node for node in read if node not in inside]
+    kept = [node for node in group if any(_is_read_outside(user, inside) for user in node.users)]
+    return [Cost(bytes=sum(nbytes(tensors_in(values[node])) for node in (*outside, *kept)))]
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a view is a view of."""
+    while isinstance(node.target, OpOverload) and is_free(node.target) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_read_outside(user: fx.Node, inside: set[fx.Node]) -> bool:
+    if isinstance(user.target, OpOverload) and is_free(user.target):
+        return any(_is_read_outside(further, inside) for further in user.users)
+    return user not in inside
+
+
+def _concrete(value: Any, bindings: Bindings) -> Any:
+    """A tensor without memory, of the size that a value has at these bindings."""
+
+    def at(tensor: torch.Tensor) -> torch.Tensor:
+        shape = [evaluate(dim_of(size), bindings) for size in tensor.shape]
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    value = pytree.tree_map_only(torch.Tensor, at, value)
+    return pytree.tree_map_only(torch.SymInt, lambda size: evaluate(dim_of(size), bindings), value)

@@ -1,0 +1,72 @@
+"""The host side in virtual time: the thread that updates, and an optimizer's step that is one pass over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from ..devices.simulated import Clock, Clocks, SimulatedEvent
+from ..host.optimizer.torch_step import Hyperparameters
+from ..host.wire import Wires
+from ..host.worker import Ticket, Worker
+from ..memory.accesses import Order, Unwatched
+from ..timeline import HOST
+from .costs import nbytes
+
+
+class SimulatedTicket(Ticket):
+    """A piece of work that is done at a time."""
+
+    def __init__(self, accesses: Unwatched, clocks: Clocks, done: SimulatedEvent):
+        super().__init__(accesses, Order())
+        self._clocks, self._at = clocks, done
+
+    def wait(self) -> None:
+        self._clocks.thread.wait(self._at)
+
+
+class SimulatedWorker(Worker):
+    """Does work when it is submitted, on a clock of its own. What it raises reaches the caller at once."""
+
+    def __init__(self, clocks: Clocks, accesses: Unwatched):
+        self.accesses, self.finished = accesses, 0
+        self._clocks, self._clock = clocks, Clock(HOST)
+
+    def submit(self, work: Callable[[], None]) -> Ticket:
+        with self._clocks.on_thread(self._clock), torch.no_grad():
+            work()
+        self.finished += 1
+        return SimulatedTicket(self.accesses, self._clocks, self._clock.event())
+
+    def drain(self) -> None:
+        self._clocks.thread.wait(self._clock.event())
+
+    def raise_failure(self) -> None:
+        """Nothing is kept to be raised later."""
+
+    def close(self) -> None:
+        """There is no thread."""
+
+
+class OnePass:
+    """The step of an optimizer that is compiled: reads gradient, parameter and state once, writes parameter, state and wire.
+
+    state_bytes  of the optimizer for each entry of a parameter
+    """
+
+    def __init__(self, clocks: Clocks, wires: Wires, state_bytes: int):
+        self._clocks, self._wires, self._state_bytes = clocks, wires, state_bytes
+
+    def on(self, groups: Hyperparameters, gradients: Mapping[torch.nn.Parameter, torch.Tensor], factor: float) -> Hyperparameters:
+        """As `CompiledStep.on`."""
+        moved = 0
+        for parameter, gradient in gradients.items():
+            moved += nbytes([gradient]) + 2 * nbytes([parameter]) + 2 * self._state_bytes * parameter.numel()
+            copy = self._wires.latest(parameter)
+            moved += nbytes([copy.view]) if copy is not None else 0
+        self._clocks.spend(moved / self._clocks.machine.host_bandwidth, "update")
+        torch.autograd.graph.increment_version(gradients)
+        for parameter in gradients:
+            self._wires.written(parameter)
+        return groups

@@ -1,0 +1,64 @@
+"""What a simulation found: seconds, lanes, memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..devices.machine import Machine
+from ..runtime.step import Stats
+from ..timeline import LANES, ORDER, Gap, Timeline
+from ..units import format_bytes
+
+_SHOWN = 3  # gaps of each lane
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A training step in virtual time; `print` shows it as a table. A simulated figure is no measurement.
+
+    timeline           what ran when
+    stats              bytes moved, and the peak of device memory
+    taken_bytes        most bytes of host memory for wires, stashes, gradients and staging
+    pinned_bytes       of them, page-locked
+    """
+
+    machine: Machine
+    timeline: Timeline = field(repr=False)
+    stats: Stats
+    taken_bytes: int
+    pinned_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, in the steady state."""
+        return self.timeline.seconds
+
+    @property
+    def peak_device_bytes(self) -> int:
+        return self.stats.peak_device_bytes
+
+    def busy(self, lane: str) -> float:
+        """The share of the step in which a lane ("compute", "h2d", "d2h", "host") is at work."""
+        return self.timeline.busy(lane) / self.seconds
+
+    def gaps(self, lane: str) -> list[Gap]:
+        """Where a lane stands still, the longest first, each with the node that it waits for."""
+        return self.timeline.gaps(lane)
+
+    def save(self, path: str | Path) -> None:
+        """Write the step as a Chrome trace, which https://ui.perfetto.dev opens."""
+        self.timeline.save(path, f"simulated on {self.machine.name}")
+
+    def __str__(self) -> str:
+        lines = [f"simulated on {self.machine.name}: {self.seconds:.4g} s a step"]
+        for lane in ORDER:
+            lines.append(f"  {lane:8} {self.timeline.busy(lane):8.4g} s at work, {self.busy(lane):6.1%} of the step")
+            lines += [f"    {gap}" for gap in self.gaps(lane)[:_SHOWN] if lane in LANES]
+        lines.append(
+            f"device memory at its peak: {format_bytes(self.peak_device_bytes)} of {format_bytes(int(self.machine.device_memory))}"
+        )
+        lines.append(
+            f"host memory besides parameters and optimizer: {format_bytes(self.taken_bytes)}, pinned {format_bytes(self.pinned_bytes)}"
+        )
+        return "\n".join(lines)

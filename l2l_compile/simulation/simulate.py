@@ -1,0 +1,187 @@
+"""`simulate`: training steps of a model in virtual time, without the machine and without memory for the model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..backend import new_runner
+from ..devices.host import HOST
+from ..devices.machine import Machine
+from ..devices.simulated import open_simulated
+from ..frontend import dynamo
+from ..frontend.meta_models import OnTheHost, on_the_host
+from ..host.optimizer.compiled_step import CompiledStep, why_not_compiled
+from ..host.optimizer.torch_step import check_layers_are_independent, state_bytes_of_trial
+from ..host.optimizer.updates import UpdatesBehindTheDevice
+from ..options import Options
+from ..report import fresh_caller
+from ..session import Session
+from .blocks import SimulatedLowering
+from .charges import Charges
+from .host import OnePass, SimulatedWorker
+from .result import Simulation
+
+_STEPS = 4  # the last one is measured: what the first ones leave behind, such as updates that are put off, is under way then
+
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+def simulate(
+    model: Callable, machine: str | Path | Machine, options: Mapping[str, Any] | None = None, *, loss: Loss | None = None
+) -> Callable[..., Simulation]:
+    """`simulate(model, "h200", options)(**batch)`: a training step of a compiled model on a machine, in virtual time.
+
+    model    a module or a function, compiled or not (then its own options hold, unless others are given); its tensors may be on
+             the meta device
+    machine  the name of one that comes with the package, the path of a file that `measure_machine` wrote, or a `Machine`
+    options  those of the backend. `device` is left out, and so is `check`. With `optimizer`, its step is a part of the time
+    loss     a number from what the model returns, computed on the host; by default the model's own loss if it returns one (an
+             attribute or an entry `loss`, or a single number), else the sum of all entries of its outputs
+
+    The arguments are those of a training step, on the host or on meta. Programs, executor, waits and host side are those of a real
+    step; what takes time is computed from the machine's figures. Nothing is computed, and the model and the optimizer stay as they
+    are. Raises what compilation would raise.
+    """
+    given = dict(options if options is not None else dynamo.options_of(model) or {})
+    chosen = Options.build({**given, "device": HOST, "check": False})
+    figures = machine if isinstance(machine, Machine) else Machine.load(machine)
+    plain = dynamo.uncompiled(model)
+
+    def run(*args: Any, **kwargs: Any) -> Simulation:
+        state_bytes = _state_bytes(chosen)
+        dynamo.retry_skipped()
+        try:
+            with torch.random.fork_rng([]), on_the_host(plain, args, kwargs, all_fake=True) as call:
+                return _Training(plain, call, figures, chosen, state_bytes, loss or _loss_of).simulation()
+        finally:
+            dynamo.retry_skipped()
+
+    return run
+
+
+def _state_bytes(options: Options) -> int | None:
+    """Of the optimizer, for each entry of a parameter, where its step is compiled; tried on real tensors."""
+    if options.optimizer is None:
+        return None
+    if options.update != "at_step":
+        check_layers_are_independent(options.optimizer)
+        if options.compile_update and why_not_compiled(options.optimizer) is None:
+            return state_bytes_of_trial(options.optimizer)
+    return None
+
+
+class _Training:
+    """A training loop on fake tensors. Made and used in their mode."""
+
+    def __init__(self, plain: Callable, call: OnTheHost, machine: Machine, options: Options, state_bytes: int | None, loss: Loss):
+        self.plain, self.call, self.machine, self.loss = plain, call, machine, loss
+        self.optimizer = _on_fakes(options.optimizer, call.fake) if options.optimizer is not None else None
+        self.options = dataclasses.replace(options, optimizer=self.optimizer)
+        self.device = open_simulated(machine, options.pinned_memory)
+        self.charges = Charges(self.device)
+        with self.charges:
+            self.session = Session(
+                self.options,
+                self.device,
+                SimulatedLowering(self.device, compiled=options.block_compiler == "inductor"),
+                lambda threads, accesses: SimulatedWorker(self.device.clocks, accesses),
+            )
+        updates = self.session.server.updates
+        if state_bytes is not None and isinstance(updates, UpdatesBehindTheDevice) and isinstance(updates._step, CompiledStep):
+            updates._step = OnePass(self.device.clocks, self.session.server.wires, state_bytes)  # type: ignore[assignment]
+        self.state_bytes = state_bytes or 0
+
+    def simulation(self) -> Simulation:
+        """Steps until one is like the one before; the last one."""
+        compiled = torch.compile(fresh_caller(), backend=_Simulator(self))
+        starts = []
+        for _ in range(_STEPS):
+            starts.append(self.device.now())
+            self._start_peaks()
+            self._step(compiled)
+        end = self.device.now()
+        stats = self.session.stats
+        timeline = self.device.clocks.timeline(starts[-1], end)
+        return Simulation(self.machine, timeline, stats, self.device.taken.peak, self.device.locked.peak)
+
+    def _start_peaks(self) -> None:
+        for ledger in (self.device.taken, self.device.locked):
+            ledger.start_peak()
+
+    def _step(self, compiled: Callable) -> None:
+        outputs = compiled(self.plain, *self.call.args, **self.call.kwargs)
+        clocks = self.device.clocks
+        clocks.label = "loss outside of the model"
+        with self.charges:
+            loss = self.loss(outputs)
+        loss.backward()
+        del outputs, loss
+        clocks.label = "optimizer.step()"
+        with self.charges:
+            if self.optimizer is not None:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        for module in self._modules():
+            for parameter in module.parameters():
+                parameter.grad = None
+
+    def _modules(self) -> list[torch.nn.Module]:
+        found = (self.plain, getattr(self.plain, "__self__", None))
+        return [module for module in found if isinstance(module, torch.nn.Module)]
+
+
+class _Simulator:
+    """The backend: programs run in virtual time."""
+
+    streams_layers = True  # what `dynamo.mark_batches` looks for
+    __name__ = "l2l_simulate"
+
+    def __init__(self, training: _Training):
+        self.training = training
+        self.skipped: list[dynamo.SkippedFrame] = []
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        runner = new_runner(gm, self.training.session)
+        charges = self.training.charges
+        backward = runner.backward
+
+        @functools.wraps(backward)
+        def charged(*arguments: Any) -> Any:
+            with charges:
+                return backward(*arguments)
+
+        runner.backward = charged  # type: ignore[method-assign, assignment]
+
+        def call(*arguments: Any) -> list:
+            with charges:
+                return runner(*arguments)
+
+        return call
+
+
+def _on_fakes(optimizer: torch.optim.Optimizer, fake: Callable[[torch.Tensor], torch.Tensor]) -> torch.optim.Optimizer:
+    """A copy of an optimizer over the fake tensors in the place of its parameters and state."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return copy.deepcopy(optimizer, {id(tensor): fake(tensor) for tensor in held})
+
+
+def _loss_of(outputs: Any) -> torch.Tensor:
+    """The model's own loss if it returns one, else the sum of all entries of what takes a gradient."""
+    own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    tensors = [t for t in torch.utils._pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    return tensors[0] if tensors and tensors[0].dim() == 0 else sum((t.sum() for t in tensors), torch.zeros(()))

@@ -1,0 +1,156 @@
+"""A step in virtual time moves and holds what a real one does, on any machine, and leaves the model alone."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import l2l_compile
+from l2l_compile import Machine, OptionError, simulate
+from l2l_compile.devices.threaded import _Thread
+from models import WIDTH, Shared, Stack, TwoHeads, UNet, loss_of, rows
+
+MACHINE = Machine(
+    "a machine",
+    flops={"float32": 1e9, "float64": 1e9, "bfloat16": 4e9},
+    memory_bandwidth=1e9,
+    device_memory=1e9,
+    h2d=1e8,
+    d2h=1e8,
+    pageable=1e8,
+    host_bandwidth=1e9,
+    host_memory=1e9,
+)
+MODELS = {
+    "stack": lambda: Stack(4),
+    "skips": lambda: nn.Sequential(nn.Linear(5, WIDTH), UNet(4)),
+    "shared, several outputs": lambda: nn.Sequential(Shared(), nn.Linear(WIDTH, 5), TwoHeads()),
+}
+OPTIONS = [{}, {"prefetch": 0}, {"stash": "device", "prefetch": 2}, {"precision": "bf16"}]
+MOVED = ("fetched_bytes", "pushed_bytes", "offloaded_bytes", "restored_bytes", "peak_device_bytes")
+
+
+@pytest.fixture
+def in_order(threaded, monkeypatch):
+    """A device with memory of its own, on which each piece of work is done before the next is given to any lane."""
+
+    def run(lane, work):
+        lane._work.put(work)
+        lane.synchronize()
+
+    monkeypatch.setattr(_Thread, "run", run)
+    threaded.delay = 0.0
+
+
+def real_step(model, x, options):
+    step = torch.compile(model, backend="l2l", options={"block_compiler": "eager", **options})
+    for _ in range(2):
+        loss_of(step(x)).backward()
+    return l2l_compile.stats(step)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_are_those_of_a_real_step(in_order, name, options):
+    """Moved, and held at the peak: to the byte."""
+    options = {"micro_batches": 3, **options}
+    model, x = MODELS[name](), rows(6, dtype=torch.float32)
+    real = real_step(model, x, options)
+    found = simulate(copy.deepcopy(model), MACHINE, {"block_compiler": "eager", **options}, loss=loss_of)(x)
+    assert {n: getattr(found.stats, n) for n in MOVED} == {n: getattr(real, n) for n in MOVED}
+
+
+def held(model):
+    """All tensors of a model by name, with where they are."""
+    return {name: (id(t), t.data_ptr(), type(t)) for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+@pytest.mark.parametrize("update", ["at_step", "in_backward", "in_forward"])
+def test_the_model_and_the_optimizer_stay_as_they_are(update):
+    model, x = Stack(3), rows(6, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before, values = held(model), copy.deepcopy(model.state_dict())
+    found = simulate(model, MACHINE, {"micro_batches": 2, "optimizer": optimizer, "update": update})(x)
+    assert found.seconds > 0
+    assert held(model) == before and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state and not any(isinstance(p, FakeTensor) for p in optimizer.param_groups[0]["params"])
+    hooks = (optimizer._optimizer_step_pre_hooks, *(m._state_dict_pre_hooks for m in model.modules()))
+    assert not any(hooks)
+    step = torch.compile(model, backend="l2l", options={"optimizer": optimizer, "update": update, "block_compiler": "eager"})
+    loss_of(step(x)).backward()  # and the model trains afterwards
+    optimizer.step()
+    l2l_compile.synchronize(step)
+    assert any(not torch.equal(value, values[name]) for name, value in model.state_dict().items())
+
+
+def test_an_optimizer_that_has_state_keeps_it():
+    model, x = Stack(2), rows(4, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model(x)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = copy.deepcopy(optimizer.state_dict())
+    simulate(model, MACHINE, {"optimizer": optimizer, "update": "in_backward"})(x)
+    torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
+
+
+def test_a_model_on_meta_takes_as_long_as_a_real_one():
+    with torch.device("meta"):
+        model, x = Stack(3).float(), torch.empty(6, 5)
+    options = {"micro_batches": 3, "precision": "bf16"}
+    assert simulate(model, MACHINE, options)(x) == simulate(Stack(3).float(), MACHINE, options)(torch.randn(6, 5))
+
+
+def test_an_optimizer_that_is_not_compiled_takes_longer():
+    """Its operations pass over memory one by one."""
+    model, x = Stack(3), rows(6, dtype=torch.float32)
+    taken = []
+    for compile_update in (True, False):
+        options = {"optimizer": torch.optim.AdamW(model.parameters()), "update": "in_backward", "compile_update": compile_update}
+        taken.append(simulate(model, MACHINE, options)(x).timeline.busy("host"))
+    assert taken[0] < taken[1]
+
+
+def test_where_the_host_is_the_device_nothing_overlaps():
+    model, x = Stack(3), rows(6, dtype=torch.float32)
+    found = simulate(model, dataclasses.replace(MACHINE, overlaps=False), {"micro_batches": 3})(x)
+    assert {piece.lane for piece in found.timeline.pieces} <= {"caller", "host"}
+    assert found.timeline.busy("caller") <= found.seconds
+
+
+def test_pieces_of_a_lane_are_in_order_and_gaps_say_what_they_wait_for():
+    model, x = Stack(6), rows(12, dtype=torch.float32)
+    found = simulate(model, dataclasses.replace(MACHINE, h2d=1e6), {"micro_batches": 3, "precision": "bf16"})(x)
+    for lane in ("compute", "h2d", "d2h", "caller"):
+        pieces = found.timeline.of(lane)
+        assert pieces and all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(pieces))
+        assert all(gap.waited_for for gap in found.gaps(lane))
+    assert any("fetch_weights" in gap.waited_for for gap in found.gaps("compute"))  # the link is slow
+
+
+def test_a_simulation_is_saved_as_a_chrome_trace(tmp_path):
+    found = simulate(Stack(3), MACHINE, {"micro_batches": 3})(rows(6, dtype=torch.float32))
+    found.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    seconds = dict.fromkeys(threads.values(), 0.0)
+    for span in spans:
+        seconds[threads[span["tid"]]] += span["dur"] / 1e6
+    for lane in ("compute", "h2d", "d2h"):
+        assert seconds[lane] == pytest.approx(found.timeline.busy(lane))
+    assert any(span["name"].startswith("backward layers.") for span in spans)
+
+
+def test_a_machine_without_a_figure_for_a_dtype_is_named():
+    machine = dataclasses.replace(MACHINE, flops={"bfloat16": 1e9})
+    with pytest.raises(OptionError, match=r"'a machine' has no figure for FLOP/s in float32; it has bfloat16"):
+        simulate(Stack(2), machine, {})(rows(4, dtype=torch.float32))
