@@ -81,10 +81,12 @@ def moved(operation: OpOverload, args: tuple, kwargs: dict[str, Any], result: An
     if is_free(operation):
         return 0
     into = written(operation, args, kwargs)
+    made = [] if into else tensors_in(result)
+    if not into and not made:  # it asks for a device or a size
+        return 0
     read = tensors_in((args, kwargs))
     if operation.overloadpacket in _WRITTEN_ONLY:
         read = read[1:]
-    made = [] if into else tensors_in(result)
     return nbytes(read) + nbytes(into) + nbytes(made)
 
 

@@ -1,0 +1,104 @@
+"""How much of a training step the device works, in virtual time: the programs and the executor on a machine that is given as figures.
+
+The model has the shape of Llama-3-8B, in bf16, 64 x 2048 tokens in 16 micro-batches. A step is compared with the work of its
+compute lane; where weights cross the link more slowly than they are used, the share of the step in which the link works counts.
+Nothing is computed; a case takes some 20 s. A simulated figure is no measurement.
+
+    python examples/benchmarks/schedule.py
+    python examples/benchmarks/schedule.py --machine rtx4090 --layers 16
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+import l2l_compile
+from measuring import Limit, arguments, report
+
+TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Case:
+    """Options of a step, its rows, and the most that it may take of the work of its compute lane (None: no limit).
+
+    link  the least share of the step in which the lane to the device has to work
+    """
+
+    name: str
+    rows: int
+    most: float | None
+    options: dict[str, Any] = field(default_factory=dict)
+    link: float | None = None
+
+
+def cases(rows: int) -> list[Case]:
+    """The cases, for a batch of so many rows."""
+    clipped = {"update": "in_forward", "max_grad_norm": 1.0}
+    backward = {"update": "in_backward"}
+    return [
+        Case("in_backward", rows, 1.03, backward),
+        Case("in_forward, clipped", rows, 1.05, clipped),
+        Case("in_backward, an eighth of the rows", rows // 8, 1.10, backward),
+        Case("in_forward, an eighth of the rows", rows // 8, 1.10, clipped),
+        Case("in_backward, fp32", rows, 1.06, {**backward, "precision": "fp32"}),
+        Case("at_step", rows, None, {"update": "at_step"}),
+        Case("in_backward, one row", 1, None, {**backward, "micro_batches": 1}, link=0.95),
+    ]
+
+
+def model_of(layers: int) -> transformers.LlamaForCausalLM:
+    """The shape of Llama-3-8B, without memory."""
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=4096,
+                intermediate_size=14336,
+                num_hidden_layers=layers,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                vocab_size=128256,
+                max_position_embeddings=TOKENS,
+                use_cache=False,
+            )
+        )
+
+
+def simulated(case: Case, layers: int, machine: str) -> l2l_compile.Simulation:
+    """A step of a case."""
+    model, ids = model_of(layers), torch.zeros(case.rows, TOKENS, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    micro_batches = max(min(16, case.rows), 1)
+    options = {"micro_batches": micro_batches, "precision": "bf16", "outputs": "loss", "optimizer": optimizer, **case.options}
+    return l2l_compile.simulate(model, machine, options)(input_ids=ids, labels=ids)
+
+
+def main() -> int:
+    parser = arguments(__doc__, layers=32, rows=64)
+    parser.add_argument("--machine", default="h200", help="a machine of the package, or the path of a file")
+    options = parser.parse_args()
+    if options.quick:
+        options.layers = 3
+    rows, limits = [], []
+    for case in cases(options.rows):
+        found = simulated(case, options.layers, options.machine)
+        compute = found.timeline.busy("compute")
+        row = {"case": case.name, "step s": found.seconds, "compute s": compute, "of compute": found.seconds / compute}
+        row |= {f"{lane} busy": found.busy(lane) for lane in ("h2d", "d2h", "host", "caller")}
+        gap = next(iter(found.gaps("compute")), None)
+        rows.append(row | {"longest gap of compute": str(gap)})
+        if case.most is not None:
+            limits.append(Limit(f"{case.name}: step, of its compute", found.seconds / compute, case.most))
+        if case.link is not None:
+            limits.append(Limit(f"{case.name}: idle share of the link", 1 - found.busy("h2d"), 1 - case.link))
+        torch._dynamo.reset()
+    return report(options, torch.device("cpu"), rows, limits, simulated_on=options.machine)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
