@@ -163,13 +163,15 @@ class GradientLedger:
                 whole = pending.sums.pop(parameter)
                 self.gradients[parameter] = self._memory.added(self.gradients.get(parameter), whole, parameter.dtype)
 
-    def take_settled(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> dict[Parameter, torch.Tensor]:
-        """Remove and return the gradients of those of these parameters that nothing more of this step will add to.
+    def settled(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> list[Parameter]:
+        """Those of these parameters whose gradient is there and complete: nothing more of this step will add to it."""
+        if not pending.last:
+            return []
+        return [p for p in dict.fromkeys(parameters) if p in self.gradients and p in pending.settled and pending.pushes[p] == 0]
 
-        To be asked in the last round of a step.
-        """
-        due = [p for p in dict.fromkeys(parameters) if p in self.gradients and p in pending.settled and pending.pushes[p] == 0]
-        return {p: self.gradients.pop(p) for p in due}
+    def take_settled(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> dict[Parameter, torch.Tensor]:
+        """Remove and return the gradients of those of these parameters that are complete."""
+        return {p: self.gradients.pop(p) for p in self.settled(pending, parameters)}
 
     def take_all(self) -> dict[Parameter, torch.Tensor]:
         """Remove and return all gradients."""

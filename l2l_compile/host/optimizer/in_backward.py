@@ -73,8 +73,6 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
 
     def _update(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> None:
         """Update those of these parameters whose gradients are complete."""
-        if not pending.last:
-            return
         self._apply(self._ledger.take_settled(pending, parameters), pending.groups)
 
     def _apply(self, gradients: Mapping[Parameter, torch.Tensor], groups: Hyperparameters) -> None:

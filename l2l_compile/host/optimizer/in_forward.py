@@ -44,6 +44,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         self._memory, self._max_norm = memory, options.max_grad_norm
         self.scale = LossScale() if options.precision == "fp16" else None
         self._norm = 0.0
+        self._norms: dict[Parameter, tuple[torch.Tensor, torch.Tensor]] = {}  # complete gradients of this step, and their norms
         self._skipped = 0
         self._order: dict[Parameter, int] = {}  # of the model's parameters: norms are summed in it
         self._segments: dict[tuple[Parameter, ...], None] = {}  # of this step, in the order of backward
@@ -81,6 +82,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         super().forget(pending)
         self._segments.clear()
         self._tickets.clear()
+        self._norms.clear()
 
     def _end_step(self, groups: Hyperparameters) -> None:
         """Queue a look at all gradients, and then an update for each segment, in the order of the next forward."""
@@ -111,8 +113,13 @@ class UpdatesInForward(UpdatesBehindTheDevice):
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
     def collect(self, pending: PendingBackward, segment: Sequence[Pushed]) -> None:
-        self._segments.setdefault(tuple(pushed.parameter for pushed in segment))
+        """Norms are taken as gradients arrive: none is left to be read between the last one and the first update."""
+        parameters = tuple(pushed.parameter for pushed in segment)
+        self._segments.setdefault(parameters)
         super().collect(pending, segment)
+        for parameter in self._ledger.settled(pending, parameters):
+            gradient = self._ledger.gradients[parameter]
+            self._norms[parameter] = gradient, self._norm_of_one(parameter, gradient)
 
     def _look_at(self, step: _Step, gradients: Mapping[Parameter, torch.Tensor]) -> None:
         """Decide on the factor for all gradients of a step."""
@@ -130,10 +137,19 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         step.factor = float(clip / scale)
 
     def _norm_of(self, gradients: Mapping[Parameter, torch.Tensor]) -> torch.Tensor:
-        """The global norm, summed in the order of the model's parameters; one wide copy of a gradient at a time."""
+        """The global norm, summed in the order of the model's parameters."""
+        known, self._norms = self._norms, {}
         ordered = sorted(gradients, key=lambda p: self._order.get(p, len(self._order)))
-        norms = [torch.linalg.vector_norm(self._memory.widened(gradients[p], p.dtype)) for p in ordered]
+        norms = []
+        for parameter in ordered:
+            gradient, norm = known.get(parameter, (None, None))
+            is_of_this = norm is not None and gradient is gradients[parameter]  # not if one from outside was added
+            norms.append(norm if is_of_this else self._norm_of_one(parameter, gradients[parameter]))
         return torch.nn.utils.get_total_norm(norms)
+
+    def _norm_of_one(self, parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        """The norm of a gradient as wide as its parameter; one wide copy at a time."""
+        return torch.linalg.vector_norm(self._memory.widened(gradient, parameter.dtype))
 
     def _skip_step(self) -> None:
         self._skipped += 1
