@@ -20,6 +20,8 @@ from .staging import Staging
 class Accelerator(Device):
     """The part of a device that does not depend on how its lanes work."""
 
+    launches_first = True
+
     def __init__(self, lanes: Mapping[str, Lane], pinned: PinnedMemory, pool: Pool):
         self.lanes, self.pinned, self._pool = lanes, pinned, pool
         self._staging = Staging(pinned, self.lanes["h2d"].record, self.wait_on_host)

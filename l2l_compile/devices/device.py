@@ -86,9 +86,11 @@ class Device(ABC):
     """Lanes, copies and slabs. Copies are called inside of `Lane.run` on the lane that the vocabulary names.
 
     assertions_are_final  whether a kernel that meets an index out of range ends the process, instead of raising an error
+    launches_first        whether a fetch may hold up the caller, who gives compute its next work before
     """
 
     assertions_are_final = False
+    launches_first = False
     torch_device: torch.device
     lanes: Mapping[str, Lane]
     pinned: PinnedMemory

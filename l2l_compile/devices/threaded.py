@@ -71,6 +71,8 @@ class ThreadedDevice(Device):
     Tensors of the device are on `torch_device`: on the host, unless a test has another type of device.
     """
 
+    launches_first = True
+
     def __init__(self, delay: float = 0.001, seed: int = 0, pinned_memory: int | None = None, torch_device: torch.device = HOST):
         self.torch_device = torch_device
         self.locked: dict[int, int] = {}

@@ -48,19 +48,37 @@ class Executor:
         self.next_slab = 0
 
     def run(self, graph: fx.Graph, inputs: Sequence[RuntimeValue]) -> Any:
-        """Give every node to its lane; the values of the graph's output, in its structure. Does not wait for lanes."""
+        """Give every node to its lane; the values of the graph's output, in its structure. Does not wait for lanes.
+
+        On a device whose fetches may hold up the caller (`Device.launches_first`), fetches are given behind the next launch of a
+        segment: the device then has work while the host stages weights, or waits for their update.
+        """
         values: dict[fx.Node, RuntimeValue] = {}
         arrived = iter(inputs)
+        put_off: list[fx.Node] = []
         for node in graph.nodes:
-            if node.op == "call_function":
-                self.device.begins(node, self._segment_of(node))
-                self.device.accesses.begins(node.name)
-                values[node] = HANDLERS[node.target](self, node, *(_resolved(argument, values) for argument in node.args))
-            elif node.op == "placeholder":
+            if node.op == "placeholder":
                 values[node] = next(arrived)
+            elif node.target is nodes.fetch_weights and self.device.launches_first:
+                put_off.append(node)
             else:
-                return _resolved(node.args[0], values)
+                read = [i for i, fetch in enumerate(put_off, 1) if fetch in node.all_input_nodes]
+                self._give(put_off, max(read, default=0), values)
+                if node.op == "output":
+                    self._give(put_off, len(put_off), values)
+                    return _resolved(node.args[0], values)
+                self._give([node], 1, values)
+                if nodes.runs_segment(node):
+                    self._give(put_off, len(put_off), values)
         raise AssertionError("a program graph ends with its output")
+
+    def _give(self, waiting: list[fx.Node], count: int, values: dict[fx.Node, RuntimeValue]) -> None:
+        """Give the first nodes of those that wait to their lanes, in order: slabs rotate."""
+        for node in waiting[:count]:
+            self.device.begins(node, self._segment_of(node))
+            self.device.accesses.begins(node.name)
+            values[node] = HANDLERS[node.target](self, node, *(_resolved(argument, values) for argument in node.args))
+        del waiting[:count]
 
     def _segment_of(self, node: fx.Node) -> str:
         index = nodes.segment_of(node)

@@ -179,6 +179,7 @@ def test_an_output_that_is_held_holds_no_step_up(update):
     reference(data(3)).pow(2).mean().backward()
     plain.step()
     assert l2l_compile.stats(step).gradient_norm == pytest.approx(norm_of(reference), rel=1e-5)
+    l2l_compile.synchronize(step)
     assert_same_state(model, reference, 1e-5)
     with pytest.raises(RuntimeError, match="ran before optimizer.step|modified by an inplace operation"):
         held.sum().backward()
