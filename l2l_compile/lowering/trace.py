@@ -16,6 +16,7 @@ from torch import fx
 from torch._C import _functorch as functorch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -311,7 +312,7 @@ def _trace(
         # the Python dispatcher turns operators whose schema hides a write (native_batch_norm) into ones that show it
         anomaly = torch.autograd.set_detect_anomaly(False)  # it would look at values, and there are none
         one_thread = torch.autograd.set_multithreading_enabled(False)  # a device's thread of autograd would not be traced
-        with anomaly, one_thread, unseen_by_saved_tensors_hooks(), fake, enable_python_dispatcher():
+        with anomaly, one_thread, unseen_by_saved_tensors_hooks(), fake, enable_python_dispatcher(), _use_lazy_graph_module(True):
             tensors = example_operands(specs, sizes.with_symbols(sizes.numbers), device)
             module = with_room(make_fx(flat), *sizes.numbers, *tensors)
     except LoweringError:
