@@ -35,6 +35,7 @@ from torch._dynamo.variables import builder
 from torch.nn.modules import rnn
 
 from . import collection, limits
+from .frames import with_room
 from .patches import is_replaced, replace
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
@@ -160,6 +161,11 @@ class SkippedFrame:
         return f"{self.function} ({self.file}:{self.line}): {self.reason}"
 
 
+# The cache of fake tensors takes longer than it saves: a result with symbolic sizes is made a second time to be kept, and
+# operations that come again are known without it (`propagation.py`).
+_SETTINGS = {"allow_rnn": True, "fake_tensor_cache_enabled": False}
+
+
 def watch_frames(
     is_ours: Callable[[Any], bool],
     skipped: Callable[[Any, SkippedFrame], None],
@@ -181,8 +187,8 @@ def watch_frames(
         _seen.append(Counter(counters["unimplemented"]))
         begun(innermost_backend(self._torchdynamo_orig_backend))
         try:
-            with collection.rests(), limits.raised(self, frame, recompiled), torch._dynamo.config.patch(allow_rnn=True):
-                return original(self, frame, *args, **kwargs)
+            with collection.rests(), limits.raised(self, frame, recompiled), torch._dynamo.config.patch(_SETTINGS):
+                return with_room(original, self, frame, *args, **kwargs)
         except (Unsupported, UserError) as error:
             if not (self._one_graph or self._box.error_on_graph_break):  # else the user gets the error itself
                 _skipped_codes.add(frame.f_code)

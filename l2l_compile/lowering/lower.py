@@ -19,6 +19,7 @@ import sympy
 import torch
 import torch._inductor.config
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from ..devices.host import is_host
 from ..devices.registry import kind_of
@@ -233,6 +234,7 @@ class Lowering:
         graph = waiting.traced.graph
         if self.block_compiler == "eager" or not _gains(graph, self.device):
             _reshape_where_needed(graph)
+            _LazyGraphModule.force_recompile(graph)  # its Python code, once, and before threads run it
             return Code(waiting.traced, graph, waiting.sizes.guards())
         run = self._inductor(waiting)
         return Code(waiting.traced, run, waiting.sizes.guards())

@@ -16,6 +16,7 @@ from torch import fx
 from torch._C import _functorch as functorch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..devices.host import HOST, is_host
 from ..errors import LoweringError
 from ..frontend.dynamo import unseen_by_saved_tensors_hooks
+from ..frontend.frames import with_room
 from ..ir.segments import Block, symbolic_size
 from ..ir.values import Bindings, TensorSpec, evaluate
 from .sizes import Sizes
@@ -305,13 +307,14 @@ def _trace(
 
     grad, transforms = torch.is_grad_enabled(), functorch.get_dynamic_layer_stack_depth()
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.environment)
+    fake.cache_enabled = False  # few operations of a block come again, and a result with symbols is made twice to be kept
     try:
         # the Python dispatcher turns operators whose schema hides a write (native_batch_norm) into ones that show it
         anomaly = torch.autograd.set_detect_anomaly(False)  # it would look at values, and there are none
         one_thread = torch.autograd.set_multithreading_enabled(False)  # a device's thread of autograd would not be traced
-        with anomaly, one_thread, unseen_by_saved_tensors_hooks(), fake, enable_python_dispatcher():
+        with anomaly, one_thread, unseen_by_saved_tensors_hooks(), fake, enable_python_dispatcher(), _use_lazy_graph_module(True):
             tensors = example_operands(specs, sizes.with_symbols(sizes.numbers), device)
-            module = make_fx(flat)(*sizes.numbers, *tensors)
+            module = with_room(make_fx(flat), *sizes.numbers, *tensors)
     except LoweringError:
         raise
     except Exception as error:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import threading
 import time
 
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 
 import l2l_compile
+from forked import Launcher
 from l2l_compile import L2LError
 from l2l_compile.session import session_of
 from l2l_compile.testing import training_equivalent
@@ -311,7 +310,14 @@ def test_the_device_goes_on_while_the_host_updates(threaded):
     assert StashQueue.device_went_on.is_set()
 
 
-def test_python_exits_cleanly_with_updates_under_way():
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory):
+    launcher = Launcher(tmp_path_factory.mktemp("scripts"))
+    yield launcher
+    launcher.close()
+
+
+def test_python_exits_cleanly_with_updates_under_way(launcher):
     script = """
 import torch
 model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(40)])
@@ -322,7 +328,7 @@ for _ in range(2):
     step(torch.randn(4, 64)).sum().backward()
     optimizer.step()
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    done = launcher.run(script)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -341,15 +347,15 @@ begun.wait()
 @pytest.mark.parametrize(
     "end, code, said", [("raise ValueError('the data ran out')", 1, "the data ran out"), ("", 0, "ends without an update")]
 )
-def test_python_ends_though_an_update_does_not(end, code, said):
+def test_python_ends_though_an_update_does_not(launcher, end, code, said):
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", STUCK + end], capture_output=True, text=True, timeout=50)
+    done = launcher.run(STUCK + end)
     assert (done.returncode, done.stdout) == (code, "")
     assert said in done.stderr
-    assert time.monotonic() - begin < 45  # most of it for the import, on a busy machine
+    assert time.monotonic() - begin < 45  # on a busy machine
 
 
-def test_what_is_queued_is_done_before_python_ends():
+def test_what_is_queued_is_done_before_python_ends(launcher):
     script = """
 import time
 from l2l_compile.host.worker import Worker
@@ -358,7 +364,7 @@ for number in range(4):
     worker.submit(lambda number=number: (time.sleep(0.2), print(number, flush=True)))
 """
     for end, expected in (("", "0\n1\n2\n3\n"), ("raise SystemExit(3)", "0\n1\n2\n3\n")):
-        done = subprocess.run([sys.executable, "-W", "ignore", "-c", script + end], capture_output=True, text=True)
+        done = launcher.run(script + end)
         assert (done.stdout, done.stderr) == (expected, "")
 
 
