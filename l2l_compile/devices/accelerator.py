@@ -20,7 +20,7 @@ from .staging import Staging
 class Accelerator(Device):
     """The part of a device that does not depend on how its lanes work."""
 
-    launches_first = True
+    launches_first = takes_norms = True
 
     def __init__(self, lanes: Mapping[str, Lane], pinned: PinnedMemory, pool: Pool):
         self.lanes, self.pinned, self._pool = lanes, pinned, pool

@@ -87,10 +87,12 @@ class Device(ABC):
 
     assertions_are_final  whether a kernel that meets an index out of range ends the process, instead of raising an error
     launches_first        whether a fetch may hold up the caller, who gives compute its next work before
+    takes_norms           whether norms of gradients are better taken before they cross the link: the host has no time to lose
     """
 
     assertions_are_final = False
     launches_first = False
+    takes_norms = False
     torch_device: torch.device
     lanes: Mapping[str, Lane]
     pinned: PinnedMemory

@@ -71,7 +71,7 @@ class ThreadedDevice(Device):
     Tensors of the device are on `torch_device`: on the host, unless a test has another type of device.
     """
 
-    launches_first = True
+    launches_first = takes_norms = True
 
     def __init__(self, delay: float = 0.001, seed: int = 0, pinned_memory: int | None = None, torch_device: torch.device = HOST):
         self.torch_device = torch_device

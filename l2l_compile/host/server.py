@@ -121,6 +121,7 @@ class ParameterServer:
             fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
             step.last_fetches = Counter(_indices(segments[nodes.operands(n).segment]) for n in fetches)
         pushing = [segments[nodes.operands(n).segment] for n in graph.find_nodes(op="call_function", target=nodes.push_gradients)]
+        step.wants_norms = self.updates.wants_norms and step.pending is not None
         self.updates.begin_backward(step.pending, Counter(p for s in pushing for p in _managed(step, s).values()))
 
     def collect(self, step: Step, segment: Segment, gradients: RuntimeValue) -> None:
@@ -139,11 +140,14 @@ class ParameterServer:
         if gradients.event is not None:
             self.device.wait_on_host(gradients.event)
         self.device.accesses.read(gradients.place)
-        arrived = {w: g for w, g in zip(segment.weights, gradients.tensors or (), strict=False) if g is not None}
+        tensors: list[torch.Tensor | None] = gradients.tensors or []
+        arrived = {w: g for w, g in zip(segment.weights, tensors, strict=False) if g is not None}
+        norms = dict(zip(arrived, tensors[-1].tolist(), strict=True)) if len(tensors) > len(segment.weights) else {}
         gradients.tensors = None
         if step.pending is not None:
             managed = _managed(step, segment)
-            self.updates.collect(step.pending, [Pushed(p, arrived.pop(w, None), w.part) for w, p in managed.items()])
+            pushed = [Pushed(p, arrived.pop(w, None), w.part, norms.get(w)) for w, p in managed.items()]
+            self.updates.collect(step.pending, pushed)
         self._return(step, segment, arrived)
 
     def _return(self, step: Step, segment: Segment, arrived: dict[Input, torch.Tensor]) -> None:

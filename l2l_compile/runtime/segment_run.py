@@ -267,6 +267,8 @@ class _Backward(_Run):
                 self.device.hold(result.tensors)
         if not self.bundle.absent:
             self.bundle.tensors = [self._for_the_link(spec, self.sums.get(i)) for i, spec in enumerate(self.block.weights)]
+            if self.step.wants_norms and self.device.takes_norms:
+                self.bundle.tensors.append(_norms(self.bundle.tensors))
             self.device.hold([gradient for gradient in self.bundle.tensors if gradient is not None])
         self.device.free(self.gathered)
 
@@ -283,6 +285,13 @@ class _Backward(_Run):
 
     def _for_the_link(self, spec: TensorSpec, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return gradient if gradient is None else gradient.to(gradient_dtype(spec, self.step.gradient_wire))
+
+
+def _norms(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The norm of each gradient that there is, summed in float32 at least; float64, on the device."""
+    there = [g for g in gradients if g is not None]
+    wide = [torch.promote_types(g.dtype, torch.float32) for g in there]
+    return torch.stack([torch.linalg.vector_norm(g, dtype=dtype).double() for g, dtype in zip(there, wide, strict=True)])
 
 
 def _split(block: Block, spec: TensorSpec) -> bool:

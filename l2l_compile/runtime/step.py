@@ -164,6 +164,7 @@ class Step:
 
     scale      the factor on the gradients of the outputs in backward
     pending    the host's own record of this forward, until its backward has run
+    wants_norms  whether the host asks for the norm of each gradient of a weight, which the device may take
     returned   gradients for `p.grad` by index of the argument, filled by the host lane
     places     of `writes` and `returned`: what is watched for races
     last_fetches   how often parameters (by their indices) are still fetched, where their wire is of no use afterwards
@@ -180,6 +181,7 @@ class Step:
     check: BlockCheck | None = None
     gradient_wire: str | None = None
     pending: Any = None
+    wants_norms: bool = False
     writes: dict[int, torch.Tensor] = field(default_factory=dict)
     seed: int | None = None
     scale: float = 1.0

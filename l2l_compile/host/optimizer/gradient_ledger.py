@@ -24,11 +24,15 @@ Parameter = torch.nn.Parameter
 
 @dataclass(frozen=True, eq=False)
 class Pushed:
-    """A gradient of a parameter, or of a part of it, that a segment has pushed; None where there is none."""
+    """A gradient of a parameter, or of a part of it, that a segment has pushed; None where there is none.
+
+    norm  of the gradient, where the device has taken it
+    """
 
     parameter: Parameter
     gradient: torch.Tensor | None
     part: Part | None
+    norm: float | None = None
 
 
 _NEVER_STEPPED = (

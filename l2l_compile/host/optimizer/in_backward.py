@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from ...runtime.step import Stats
 from ..gradients import GradientMemory
 from ..wire import Wires
 from ..worker import Ticket, Worker
-from .gradient_ledger import Parameter, PendingBackward
+from .gradient_ledger import Parameter, PendingBackward, Pushed
 from .torch_step import Hyperparameters, hyperparameters
 from .updates import UpdatesBehindTheDevice, sum_of_squares
 
@@ -22,11 +22,14 @@ from .updates import UpdatesBehindTheDevice, sum_of_squares
 class UpdatesInBackward(UpdatesBehindTheDevice):
     """Updates in the backward that closes the last pending use of a parameter, in the last round of a step."""
 
+    wants_norms = True
+
     def __init__(self, options: Options, worker: Worker, wires: Wires, threads: int, memory: GradientMemory):
         super().__init__(options, worker, wires, threads, memory)
         self._memory = memory
         self._norm = 0.0
         self._squares = 0.0  # of the gradients of this step that were applied
+        self._squares_of: dict[Parameter, float | None] = {}  # of gradients that came in one piece; None for those of several
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
 
@@ -54,6 +57,7 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
     def forget(self, pending: PendingBackward | None = None) -> None:
         super().forget(pending)
         self._squares = 0.0
+        self._squares_of.clear()
 
     def _end_step(self, groups: Hyperparameters) -> None:
         """Update what a held forward kept from its update, and note the norm. Raises `L2LError` if a gradient came from elsewhere."""
@@ -71,6 +75,14 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
 
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
+    def collect(self, pending: PendingBackward, segment: Sequence[Pushed]) -> None:
+        super().collect(pending, segment)
+        for pushed in segment:
+            if pushed.gradient is not None:
+                in_pieces = pushed.part is not None or pushed.parameter in self._squares_of
+                norm = None if in_pieces else pushed.norm
+                self._squares_of[pushed.parameter] = norm**2 if norm is not None else None
+
     def _update(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> None:
         """Update those of these parameters whose gradients are complete."""
         self._apply(self._ledger.take_settled(pending, parameters), pending.groups)
@@ -78,7 +90,9 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
     def _apply(self, gradients: Mapping[Parameter, torch.Tensor], groups: Hyperparameters) -> None:
         """Update these parameters. Raises `L2LError` if a gradient is not finite."""
         self.worker.accesses.write(self._place)
-        squares = sum_of_squares(self._memory.widened(g, p.dtype) for p, g in gradients.items())
+        known = {p: self._squares_of.pop(p, None) for p in gradients}
+        unknown = (self._memory.widened(g, p.dtype) for p, g in gradients.items() if known[p] is None)
+        squares = sum(square for square in known.values() if square is not None) + sum_of_squares(unknown)
         if not math.isfinite(squares):
             raise L2LError(
                 "a gradient is not finite, and update='in_backward' has already updated the layers above: "

@@ -37,10 +37,12 @@ class Updates:
 
     keeps_wires   whether a wire is of use after backward has read it: an update writes it together with the parameters
     scale         the factor on the loss (fp16), None for none
+    wants_norms   whether the norm of each gradient is of use when it arrives
     """
 
     keeps_wires: ClassVar[bool] = False
     scale: LossScale | None = None
+    wants_norms: ClassVar[bool] = False
 
     def watch(self, modules: Iterable[torch.nn.Module]) -> None:
         """The modules that own the parameters."""
