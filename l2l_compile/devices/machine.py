@@ -73,7 +73,7 @@ class Machine:
     def load(cls, name: str | Path) -> Machine:
         """A machine from a JSON file, or one that comes with the package, by its name ("h200").
 
-        Raises `OptionError` for a name that is neither, with the names that there are, and for a file with other figures.
+        Raises `OptionError` for a name that is neither, with the names that there are, and for a file with other contents.
         """
         path = Path(name)
         shipped = resources.files("l2l_compile") / FOLDER / f"{name}.json"
@@ -83,7 +83,7 @@ class Machine:
             text = shipped.read_text()
         else:
             raise OptionError(f"no machine {str(name)!r}: give the path of a JSON file, or one of {', '.join(names())}")
-        return cls.of(json.loads(text), str(name))
+        return cls.of(_figures_in(text, str(name)), str(name))
 
     @classmethod
     def of(cls, figures: dict[str, Any], name: str) -> Machine:
@@ -95,6 +95,17 @@ class Machine:
             return cls(**figures)
         except TypeError as error:
             raise OptionError(f"machine {name!r}: {error}") from error
+
+
+def _figures_in(text: str, name: str) -> dict[str, Any]:
+    """The content of a machine's file."""
+    try:
+        figures = json.loads(text)
+    except ValueError as error:
+        raise OptionError(f"machine {name!r}: the file is not JSON: {error}") from error
+    if not isinstance(figures, dict):
+        raise OptionError(f"machine {name!r}: the file holds no figures by name; `Machine.save` writes one")
+    return figures
 
 
 def names() -> list[str]:
