@@ -30,8 +30,9 @@ class Machine:
     latency            of a copy over the link
     host_bandwidth     bytes that elementwise work of the host reads and writes in a second, all threads together
     host_memory        bytes of the host
-    launch             the caller's time for a kernel or a copy
+    launch             the caller's time for a kernel or a copy; where the host is the device, for an operation that it calls
     node               the caller's time for a node of a program
+    micro_batch        the caller's time for each micro-batch of a segment, beside its kernels
     overlaps           whether device and host work at the same time; where it is False the host is the device
     sources            where each figure is from
     """
@@ -50,6 +51,7 @@ class Machine:
     latency: float = 1e-5
     launch: float = 8e-6
     node: float = 2e-5
+    micro_batch: float = 2e-5
     overlaps: bool = True
     sources: dict[str, str] = field(default_factory=dict)
 

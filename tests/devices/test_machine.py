@@ -48,7 +48,17 @@ def test_units_of_an_accelerator(name):
 @pytest.mark.parametrize("name", ACCELERATORS)
 def test_shares_and_host_figures_count_as_assumed(name):
     sources = Machine.load(name).sources
-    for figure in ("flops_share", "memory_share", "pageable", "latency", "host_bandwidth", "host_memory", "launch", "node"):
+    for figure in (
+        "flops_share",
+        "memory_share",
+        "pageable",
+        "latency",
+        "host_bandwidth",
+        "host_memory",
+        "launch",
+        "node",
+        "micro_batch",
+    ):
         assert sources[figure].startswith("assumed"), figure
 
 
