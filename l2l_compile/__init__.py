@@ -1,7 +1,7 @@
 """l2l_compile: `torch.compile(model, backend="l2l")` trains models that do not fit on the accelerator.
 
 `explain` shows what would be compiled, `simulate` how long a step would take on a machine, `measure_machine` gives the figures of
-this one, `programs` what was compiled, `stats` what the last step moved and held.
+this one, `programs` what was compiled, `stats` what the last step moved and held, `trace` what ran when.
 """
 
 from .devices.machine import Machine
@@ -27,6 +27,7 @@ from .simulation.measure import measure_machine
 from .simulation.result import Simulation
 from .simulation.simulate import simulate
 from .timeline import Timeline
+from .tracing import Trace, trace
 
 __all__ = [
     "Block",
@@ -47,6 +48,7 @@ __all__ = [
     "Simulation",
     "Stats",
     "Timeline",
+    "Trace",
     "VerifyError",
     "explain",
     "measure_machine",
@@ -54,5 +56,6 @@ __all__ = [
     "simulate",
     "stats",
     "synchronize",
+    "trace",
 ]
 __version__ = "0.1.0"

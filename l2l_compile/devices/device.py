@@ -86,9 +86,13 @@ class Device(ABC):
     """Lanes, copies and slabs. Copies are called inside of `Lane.run` on the lane that the vocabulary names.
 
     assertions_are_final  whether a kernel that meets an index out of range ends the process, instead of raising an error
+    overlaps              whether it works while the caller does
+    traced                whether its lanes are measured now
     """
 
     assertions_are_final = False
+    overlaps = True
+    traced = False
     torch_device: torch.device
     lanes: Mapping[str, Lane]
     pinned: PinnedMemory

@@ -127,11 +127,11 @@ class _SimulatedLane(Lane):
         self._clocks, self._clock = clocks, clocks.lanes[name] if clocks.machine.overlaps else clocks.caller
 
     def run(self, work: Callable[[], None]) -> None:
-        before, self._clocks.lane = self._clocks.lane, self._clock
+        before, label, self._clocks.lane = self._clocks.lane, self._clocks.label, self._clock
         try:
             work()
         finally:
-            self._clocks.lane = before
+            self._clocks.lane, self._clocks.label = before, label
 
     def record(self) -> SimulatedEvent:
         return self._clock.event()
