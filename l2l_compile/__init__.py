@@ -1,7 +1,7 @@
 """l2l_compile: `torch.compile(model, backend="l2l")` trains models that do not fit on the accelerator.
 
-`explain` shows what would be compiled, `simulate` how long a step would take on a machine, `programs` what was compiled, `stats`
-what the last step moved and held.
+`explain` shows what would be compiled, `simulate` how long a step would take on a machine, `measure_machine` gives the figures of
+this one, `programs` what was compiled, `stats` what the last step moved and held, `trace` what ran when.
 """
 
 from .devices.machine import Machine
@@ -23,9 +23,11 @@ from .ir.segments import Block, Segment
 from .options import Options
 from .report import Report, explain
 from .runtime.step import Stats
+from .simulation.measure import measure_machine
 from .simulation.result import Simulation
 from .simulation.simulate import simulate
 from .timeline import Timeline
+from .tracing import Trace, trace
 
 __all__ = [
     "Block",
@@ -46,11 +48,14 @@ __all__ = [
     "Simulation",
     "Stats",
     "Timeline",
+    "Trace",
     "VerifyError",
     "explain",
+    "measure_machine",
     "programs",
     "simulate",
     "stats",
     "synchronize",
+    "trace",
 ]
 __version__ = "0.1.0"

@@ -38,6 +38,8 @@ class CpuDevice(Device):
     values hold them, and within a block what its operations make, each by itself.
     """
 
+    overlaps = False
+
     def __init__(self) -> None:
         self.torch_device = HOST
         self.lanes = dict.fromkeys(LANES, _Inline())

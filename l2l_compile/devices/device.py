@@ -88,11 +88,15 @@ class Device(ABC):
     assertions_are_final  whether a kernel that meets an index out of range ends the process, instead of raising an error
     launches_first        whether a fetch may hold up the caller, who gives compute its next work before
     takes_norms           whether norms of gradients are better taken before they cross the link: the host has no time to lose
+    overlaps              whether it works while the caller does
+    traced                whether its lanes are measured now
     """
 
     assertions_are_final = False
     launches_first = False
     takes_norms = False
+    overlaps = True
+    traced = False
     torch_device: torch.device
     lanes: Mapping[str, Lane]
     pinned: PinnedMemory

@@ -30,8 +30,9 @@ class Machine:
     latency            of a copy over the link
     host_bandwidth     bytes that elementwise work of the host reads and writes in a second, all threads together
     host_memory        bytes of the host
-    launch             the caller's time for a kernel or a copy
+    launch             the caller's time for a kernel or a copy; where the host is the device, for an operation that it calls
     node               the caller's time for a node of a program
+    micro_batch        the caller's time for each micro-batch of a segment, beside its kernels
     overlaps           whether device and host work at the same time; where it is False the host is the device
     sources            where each figure is from
     """
@@ -50,6 +51,7 @@ class Machine:
     latency: float = 1e-5
     launch: float = 8e-6
     node: float = 2e-5
+    micro_batch: float = 2e-5
     overlaps: bool = True
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -73,7 +75,7 @@ class Machine:
     def load(cls, name: str | Path) -> Machine:
         """A machine from a JSON file, or one that comes with the package, by its name ("h200").
 
-        Raises `OptionError` for a name that is neither, with the names that there are, and for a file with other figures.
+        Raises `OptionError` for a name that is neither, with the names that there are, and for a file with other contents.
         """
         path = Path(name)
         shipped = resources.files("l2l_compile") / FOLDER / f"{name}.json"
@@ -83,7 +85,7 @@ class Machine:
             text = shipped.read_text()
         else:
             raise OptionError(f"no machine {str(name)!r}: give the path of a JSON file, or one of {', '.join(names())}")
-        return cls.of(json.loads(text), str(name))
+        return cls.of(_figures_in(text, str(name)), str(name))
 
     @classmethod
     def of(cls, figures: dict[str, Any], name: str) -> Machine:
@@ -95,6 +97,17 @@ class Machine:
             return cls(**figures)
         except TypeError as error:
             raise OptionError(f"machine {name!r}: {error}") from error
+
+
+def _figures_in(text: str, name: str) -> dict[str, Any]:
+    """The content of a machine's file."""
+    try:
+        figures = json.loads(text)
+    except ValueError as error:
+        raise OptionError(f"machine {name!r}: the file is not JSON: {error}") from error
+    if not isinstance(figures, dict):
+        raise OptionError(f"machine {name!r}: the file holds no figures by name; `Machine.save` writes one")
+    return figures
 
 
 def names() -> list[str]:

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..ir import nodes
 from ..memory.pages import Lease, PinnedMemory, Pool, _Buffer
 from ..timeline import CALLER, LANES, Piece, Timeline
 from .accelerator import Accelerator
 from .cpu import CpuDevice
 from .device import Device, Lane
 from .host import HOST
+from .labels import label_of, label_of_micro_batch
 from .ledger import Ledger
 from .machine import Machine
 
@@ -77,7 +77,7 @@ class Clocks:
         """The lane is given work by the thread. Where the host is the device, the thread does it."""
         assert self.lane is not None, "device memory is touched outside of a lane"
         if not self.machine.overlaps:
-            self.spend(seconds)
+            self.spend(launches * self.machine.launch + seconds)
             return
         self.spend(launches * self.machine.launch)
         thread, lane = self.thread, self.lane
@@ -127,11 +127,11 @@ class _SimulatedLane(Lane):
         self._clocks, self._clock = clocks, clocks.lanes[name] if clocks.machine.overlaps else clocks.caller
 
     def run(self, work: Callable[[], None]) -> None:
-        before, self._clocks.lane = self._clocks.lane, self._clock
+        before, label, self._clocks.lane = self._clocks.lane, self._clocks.label, self._clock
         try:
             work()
         finally:
-            self._clocks.lane = before
+            self._clocks.lane, self._clocks.label = before, label
 
     def record(self) -> SimulatedEvent:
         return self._clock.event()
@@ -212,11 +212,13 @@ class _InVirtualTime(Device):
     """The part of a simulated device that does not depend on where its memory is. To be opened, and used, in a fake mode.
 
     clocks  when what has run
+    node    the label of the node that is given to lanes
     taken, locked  bytes of host memory that were taken for wires, buffers and gradients; and page-locked
     """
 
     machine: Machine
     clocks: Clocks
+    node: str = ""
     ledger: Ledger
     taken: Ledger
     locked: Ledger
@@ -235,8 +237,12 @@ class _InVirtualTime(Device):
         return self.clocks.caller.now
 
     def begins(self, node: fx.Node, segment: str) -> None:
-        self.clocks.label = f"{nodes.called(node).name} {segment}".rstrip()
+        self.node = self.clocks.label = label_of(node, segment)
         self.clocks.spend(self.machine.node)
+
+    def begins_micro_batch(self, number: int) -> None:
+        self.clocks.label = label_of_micro_batch(self.node, number)
+        self.clocks.spend(self.machine.micro_batch)
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         self.ledger.hold(tensors)

@@ -10,6 +10,7 @@ from torch import fx
 
 from ..devices.device import Device
 from ..devices.host import without_autocast
+from ..devices.ranges import ranges
 from ..errors import DeviceError, L2LError
 from ..frontend.dynamo import graph_is_kept
 from ..ir import nodes
@@ -222,7 +223,7 @@ class Runner:
     def _run(self, graph: fx.Graph, step: Step, inputs: Sequence[RuntimeValue]) -> Any:
         slabs = self.options.prefetch + 1
         try:
-            with self.device.running(), torch.no_grad(), without_autocast(self.device.torch_device):
+            with self.device.running(), ranges(self.device), torch.no_grad(), without_autocast(self.device.torch_device):
                 self.device.reserve_slabs(slabs, self._slab_bytes)
                 result = Executor(self.device, step, self.program.segments, slabs).run(graph, inputs)
                 self.device.synchronize()

@@ -65,7 +65,7 @@ class OnePass:
             moved += nbytes([gradient]) + 2 * nbytes([parameter]) + 2 * self._state_bytes * parameter.numel()
             copy = self._wires.latest(parameter)
             moved += nbytes([copy.view]) if copy is not None else 0
-        self._clocks.spend(moved / self._clocks.machine.host_bandwidth, "update")
+        self._clocks.spend(moved / self._clocks.machine.host_bandwidth)
         torch.autograd.graph.increment_version(gradients)
         for parameter in gradients:
             self._wires.written(parameter)

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from l2l_compile.tracing import Trace
+
 from .cases import Case, Context, Report, Unfit
-from .lanes import Timeline
 from .timeline_report import tell_lanes
 from .training import Compiled, device_options, reference_kernels, stand_in, warm_up
 from .transformer import LLAMA_8B_WIDTH, Decoder, Size, build, token_batch
@@ -101,11 +102,10 @@ def stream(context: Context, on: Load, options: dict[str, Any], report: Report) 
     report.fact("peak of device memory", compiled.stats.peak_device_bytes / 1e9, "GB", should="less than resident's")
     report.fact("page-locked", compiled.device.pinned.used / 1e9, "GB")
     if context.left > 5:
-        timeline = Timeline(compiled.device)
-        step()
-        compiled.synchronize()
-        timeline.stop()
-        tell_lanes(timeline, compiled.stats, report)
+        with Trace(compiled.session, None) as traced:
+            step()
+            compiled.synchronize()
+        tell_lanes(traced.timeline, compiled.stats, report)
 
 
 def measure(context: Context, on: Load, step: Callable[[], float], report: Report) -> None:

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
-
 from l2l_compile.runtime.step import Stats
+from l2l_compile.timeline import Piece, Timeline
 
 from .cases import Report
-from .lanes import Piece, Timeline
 
 LONGEST = 6  # gaps that are named
 
 
 def tell_lanes(timeline: Timeline, stats: Stats, report: Report) -> None:
     """Rows for the idle time of compute, its longest gaps, and GB/s of the copy lanes while they are at work."""
-    compute = timeline.of("compute")
-    gaps = sorted(((a.seconds_until(b), a, b) for a, b in itertools.pairwise(compute)), key=lambda gap: -gap[0])
-    busy, idle = sum(piece.seconds for piece in compute), sum(gap for gap, _, _ in gaps)
+    busy, gaps = timeline.busy("compute"), timeline.gaps("compute")
+    idle = sum(gap.seconds for gap in gaps)
     report.fact("compute at work", busy, "s")
     report.fact("compute idle between pieces", idle, "s", should="near 0: copies and updates are hidden")
     report.fact("idle, of the step", idle / max(busy + idle, 1e-12), "", should="below 0.05")
-    for number, (gap, before, after) in enumerate(gaps[:LONGEST], 1):
-        report.fact(f"gap {number}", gap * 1e3, "ms", note=f"between {before.label} and {after.label}")
-        report.fact(f"gap {number} is between", f"{before.label} | {after.label}")
+    for number, gap in enumerate(gaps[:LONGEST], 1):
+        report.fact(f"gap {number}", gap.seconds * 1e3, "ms", note=f"before {gap.before}, which waits for {gap.waited_for}")
+        report.fact(f"gap {number} is before", f"{gap.before} | waits for {gap.waited_for}")
     moved = {"h2d": stats.fetched_bytes + stats.restored_bytes, "d2h": stats.pushed_bytes + stats.offloaded_bytes}
     for lane, count in moved.items():
-        seconds = sum(piece.seconds for piece in timeline.of(lane))
+        seconds = timeline.busy(lane)
         report.fact(f"{lane}: bytes", count)
         should = "that of pinned copies (stage copies), less casts on the host and waits for compute"
         report.fact(f"{lane}: while at work", count / max(seconds, 1e-12) / 1e9, "GB/s", should=should)
-    for name, seconds in by_kind(compute).items():
+    for name, seconds in by_kind(timeline.of("compute")).items():
         report.fact(f"compute in {name}", seconds, "s")
 
 

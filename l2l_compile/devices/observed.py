@@ -1,0 +1,113 @@
+"""A device whose lanes are observed for a while: an observer learns what each piece of work is for, and where it begins and ends.
+
+Lanes hand everything on, and are the plain ones again behind `observe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import fx
+
+from .device import Device, Lane
+from .labels import label_of
+
+Work = Callable[[], None]
+
+
+class Observer:
+    """What an observer may learn. By itself, it notes nothing."""
+
+    def begins(self, label: str) -> None:
+        """The caller carries out another node of a program, "" for none (caller)."""
+
+    def gives(self, lane: str, label: str, work: Work) -> Work:
+        """A lane is given work; what the lane does in its place (caller)."""
+        return work
+
+    def begins_micro_batch(self, number: int) -> None:
+        """The compute lane has come to a micro-batch, counted from 0 (compute lane)."""
+
+    def recorded(self, lane: str, event: Any) -> None:
+        """An event of a lane was made."""
+
+    def waits(self, lane: str, event: Any) -> None:
+        """What a lane is given from now on starts after an event."""
+
+    def waiting(self) -> AbstractContextManager:
+        """A thread waits."""
+        return nullcontext()
+
+
+class _ObservedLane(Lane):
+    """Another lane, to which everything is handed on."""
+
+    def __init__(self, name: str, lane: Lane, observer: Observer, labels: _Labels):
+        self.name, self.lane, self._observer, self._labels = name, lane, observer, labels
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.lane, name)
+
+    def run(self, work: Work) -> None:
+        self.lane.run(self._observer.gives(self.name, self._labels.node, work))
+
+    def record(self) -> Any:
+        event = self.lane.record()
+        self._observer.recorded(self.name, event)
+        return event
+
+    def wait(self, event: Any) -> None:
+        self._observer.waits(self.name, event)
+        self.lane.wait(event)
+
+    def synchronize(self) -> None:
+        with self._observer.waiting():
+            self.lane.synchronize()
+
+
+class _Labels:
+    """The label of the node that the caller carries out."""
+
+    node = ""
+
+
+@contextmanager
+def observe(device: Device, observer: Observer) -> Iterator[None]:
+    """Within it, the observer learns what the device is given. The device is to be idle at its end."""
+    labels, lanes = _Labels(), device.lanes
+    begins, begins_micro_batch, wait, synchronize = (getattr(device, name) for name in _REPLACED)
+
+    def observed_begins(node: fx.Node, segment: str) -> None:
+        labels.node = label_of(node, segment)
+        observer.begins(labels.node)
+        begins(node, segment)
+
+    def observed_micro_batch(number: int) -> None:
+        observer.begins_micro_batch(number)
+        begins_micro_batch(number)
+
+    def observed_wait(event: Any) -> None:
+        with observer.waiting():
+            wait(event)
+
+    def observed_synchronize() -> None:
+        labels.node = ""
+        observer.begins("")
+        synchronize()
+
+    before = {name: vars(device)[name] for name in _REPLACED if name in vars(device)}
+    replaced = (observed_begins, observed_micro_batch, observed_wait, observed_synchronize)
+    vars(device).update(zip(_REPLACED, replaced, strict=True))
+    device.lanes = {name: _ObservedLane(name, lane, observer, labels) for name, lane in lanes.items()}
+    try:
+        yield
+    finally:
+        device.lanes = lanes
+        for name in _REPLACED:
+            del vars(device)[name]
+        vars(device).update(before)
+
+
+_REPLACED = ("begins", "begins_micro_batch", "wait_on_host", "synchronize")

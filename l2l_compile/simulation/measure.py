@@ -1,0 +1,151 @@
+"""`measure_machine`: the figures of this machine, by small measurements."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+from ..devices.host import HOST, is_host
+from ..devices.machine import Machine
+from ..devices.registry import default_device
+from .clocks import HostStopwatch, Stopwatch, WaitingStopwatch, stopwatch_of
+from .overhead import Overhead, measured_overhead
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_HOST_SIZE, _DEVICE_SIZE = 512, 4096  # rows and columns of the matrices
+_HOST_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 28  # of a tensor: more than the caches hold
+_SMALL_BYTES = 1 << 12  # of a copy that takes as long as its latency
+_LAUNCHES = 500  # operations that are launched one behind the other
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bytes per second and seconds of a copy, from two of them."""
+
+    bandwidth: float
+    latency: float
+
+
+def measure_machine(device: torch.device | str | None = None) -> Machine:
+    """The figures of this machine, with a device of it (by default that on which layers run), in a few seconds.
+
+    Each figure is a median of repeats. With one thread (`torch.set_num_threads`), those of the host are seconds of that thread at
+    work, so that other processes do not count. On the host as its own device, "link" is a copy in its memory, and nothing overlaps.
+    The measurements of a CUDA device have not run on one: check what they give against the machine's datasheet.
+    """
+    chosen = torch.device(device) if device is not None else default_device()
+    with torch.random.fork_rng([] if is_host(chosen) else [chosen]):
+        with torch.no_grad():
+            figures = _host_as_device() if is_host(chosen) else _accelerator(chosen)
+        return _machine(chosen, figures, measured_overhead(chosen))
+
+
+def _machine(device: torch.device, figures: dict, overhead: Overhead) -> Machine:
+    figures |= {"node": overhead.node, "micro_batch": overhead.micro_batch}
+    figures |= {"host_memory": _physical_memory(), "overlaps": not is_host(device)}
+    how = f"measured by measure_machine, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    sources = {field.name: how for field in fields(Machine) if field.name in figures and field.name != "overlaps"}
+    sources |= {"flops_share": "1: flops are measured", "memory_share": "1: memory_bandwidth is measured"}
+    sources |= {"host_memory": "of the operating system"}
+    sources |= {"device_memory": "of the operating system" if is_host(device) else "of the device's driver"}
+    return Machine(name=_name_of(device), sources=sources, **figures)
+
+
+def _host_as_device() -> dict:
+    watch = HostStopwatch()
+    bandwidth = elementwise_bandwidth(watch, HOST, _HOST_BYTES)
+    copies = link(watch, HOST, HOST, _HOST_BYTES)
+    return {
+        "flops": flops(watch, HOST, _HOST_SIZE),
+        "memory_bandwidth": bandwidth,
+        "host_bandwidth": bandwidth,
+        "device_memory": _physical_memory(),
+        **{"h2d": copies.bandwidth, "d2h": copies.bandwidth, "pageable": copies.bandwidth, "latency": copies.latency},
+        "launch": launch(HOST),
+    }
+
+
+def _accelerator(device: torch.device) -> dict:
+    with torch.cuda.device(device):
+        watch = stopwatch_of(device)
+        to_device, to_host = (link(watch, *ends, _DEVICE_BYTES, pinned=True) for ends in ((HOST, device), (device, HOST)))
+        waiting = WaitingStopwatch(lambda: torch.cuda.synchronize(device))
+        pageable = [link(waiting, *ends, _HOST_BYTES) for ends in ((HOST, device), (device, HOST))]
+        return {
+            "flops": flops(watch, device, _DEVICE_SIZE),
+            "memory_bandwidth": elementwise_bandwidth(watch, device, _DEVICE_BYTES),
+            "host_bandwidth": elementwise_bandwidth(HostStopwatch(), HOST, _HOST_BYTES),
+            "device_memory": torch.cuda.get_device_properties(device).total_memory,
+            "h2d": to_device.bandwidth,
+            "d2h": to_host.bandwidth,
+            "pageable": min(copies.bandwidth for copies in pageable),
+            "latency": max(to_device.latency, to_host.latency),
+            "launch": launch(device),
+        }
+
+
+def flops(watch: Stopwatch, device: torch.device, size: int) -> dict[str, float]:
+    """FLOP/s of a product of square matrices, by dtype."""
+    return {str(dtype).removeprefix("torch."): 2 * size**3 / watch.seconds(_product(device, size, dtype)) for dtype in _DTYPES}
+
+
+def _product(device: torch.device, size: int, dtype: torch.dtype) -> Callable[[], object]:
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    into = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=into)
+
+
+def elementwise_bandwidth(watch: Stopwatch, device: torch.device, size: int) -> float:
+    """Bytes per second that a sum of two tensors reads and writes."""
+    a, b, c = (torch.zeros(size // 4, device=device) for _ in range(3))
+    return 3 * size / watch.seconds(lambda: torch.add(a, b, out=c))
+
+
+def link(watch: Stopwatch, source: torch.device, target: torch.device, size: int, pinned: bool = False) -> Link:
+    """Copies from one place to another; host memory is page-locked with `pinned`."""
+    return link_of(*((count, watch.seconds(_copy(source, target, count, pinned))) for count in (_SMALL_BYTES, size)))
+
+
+def link_of(small: tuple[int, float], large: tuple[int, float]) -> Link:
+    """From the bytes and seconds of two copies."""
+    bandwidth = (large[0] - small[0]) / max(large[1] - small[1], 1e-9)
+    return Link(bandwidth, max(small[1] - small[0] / bandwidth, 1e-9))
+
+
+def _copy(source: torch.device, target: torch.device, size: int, pinned: bool) -> Callable[[], object]:
+    there, here = (
+        torch.zeros(size, dtype=torch.uint8, device=place, pin_memory=pinned and is_host(place)) for place in (source, target)
+    )
+    return lambda: here.copy_(there, non_blocking=pinned)
+
+
+def launch(device: torch.device) -> float:
+    """The caller's seconds for an operation on next to nothing."""
+    x = torch.zeros(1, device=device)
+    watch = HostStopwatch()
+
+    def launches() -> None:
+        for _ in range(_LAUNCHES):
+            torch.ops.aten.add.Tensor(x, x)
+
+    return watch.seconds(launches) / _LAUNCHES
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _name_of(device: torch.device) -> str:
+    return _cpu_model() if is_host(device) else torch.cuda.get_device_name(device)
+
+
+def _cpu_model() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())

@@ -1,0 +1,110 @@
+"""`trace`: the measured timeline of real steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .devices.observed import observe
+from .devices.timed import Timing
+from .errors import L2LError
+from .frontend import dynamo
+from .host.worker import Ticket, Worker
+from .options import Options
+from .session import Session, session_for, session_of
+from .timeline import Timeline
+
+
+def trace(compiled: Any, path: str | Path | None = None) -> Trace:
+    """Measure when the lanes of a compiled model are at work: `with l2l_compile.trace(model, "step.json"): step()`.
+
+    path   where the Chrome trace of the steps goes, at the end of the block; https://ui.perfetto.dev opens it. None: nowhere
+
+    `with ... as traced` gives a `Trace`, whose `timeline` is in the form of a simulated one. The model computes the same numbers, and may
+    not have run before; then the compilation is in the trace. Lanes of a GPU are measured by events on their streams, which has not
+    run on one yet. On the host as device, everything but updates is work of the caller. Raises `TypeError` for what is no compiled
+    model of this backend, and `L2LError` at the end of a block in which the model did not run.
+    """
+    session = session_of(compiled) or session_for(dynamo.owner_of(compiled), Options.build(dynamo.options_of(compiled)))
+    return Trace(session, path)
+
+
+class Trace:
+    """A measurement of steps, which lasts as long as its `with` block."""
+
+    def __init__(self, session: Session, path: str | Path | None):
+        self._session, self._path = session, path
+        self._timeline: Timeline | None = None
+        self._open = ExitStack()
+
+    @property
+    def timeline(self) -> Timeline:
+        """What ran when. Raises `L2LError` before the end of the block."""
+        if self._timeline is None:
+            raise L2LError("the timeline of a trace is there behind its 'with' block")
+        return self._timeline
+
+    def __enter__(self) -> Trace:
+        device = self._session.device
+        if device.traced:
+            raise L2LError("this model is traced already: a trace cannot begin inside of another one")
+        device.synchronize()
+        self._timing = Timing(device)
+        self._open.enter_context(_as_traced(device))
+        self._open.enter_context(observe(device, self._timing))
+        self._open.enter_context(_timed(self._session.server.worker, self._timing))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._session.device.synchronize()
+        finally:
+            self._open.close()
+        self._session.server.worker.submit(_nothing).wait()
+        self._timeline = self._timing.timeline()
+        if kind is None:
+            self._save()
+
+    def _save(self) -> None:
+        if not self.timeline.pieces:
+            raise L2LError(
+                "the model did not run within the trace. If another model was compiled with equal options, run a step before the trace"
+            )
+        if self._path is not None:
+            self.timeline.save(self._path, "measured")
+
+
+@contextmanager
+def _as_traced(device: Any) -> Iterator[None]:
+    device.traced = True
+    try:
+        yield
+    finally:
+        device.traced = False
+
+
+@contextmanager
+def _timed(worker: Worker, timing: Timing) -> Iterator[None]:
+    """Within it, the work of the host lane is timed, and the waits for it."""
+    submit = worker.submit
+
+    @functools.wraps(submit)
+    def timed(work: Callable[[], None]) -> Ticket:
+        ticket = submit(timing.on_host_lane(work))
+        ticket.wait = timing.wait_of(ticket.wait)  # type: ignore[method-assign]
+        return ticket
+
+    worker.submit = timed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del worker.submit
+
+
+def _nothing() -> None:
+    """Done when everything before it is done."""
