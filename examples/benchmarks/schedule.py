@@ -10,6 +10,7 @@ Nothing is computed; a case takes some 20 s. A simulated figure is no measuremen
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ class Case:
     """Options of a step, its rows, and the most that it may take of the work of its compute lane (None: no limit).
 
     link  the least share of the step in which the lane to the device has to work
+    tf32  whether products in float32 run at half of the rate of bf16, as TF32 does
     """
 
     name: str
@@ -35,20 +37,20 @@ class Case:
     most: float | None
     options: dict[str, Any] = field(default_factory=dict)
     link: float | None = None
+    tf32: bool = False
 
 
 def cases(rows: int) -> list[Case]:
     """The cases, for a batch of so many rows."""
-    clipped = {"update": "in_forward", "max_grad_norm": 1.0}
-    backward = {"update": "in_backward"}
+    backward, forward = {"update": "in_backward"}, {"update": "in_forward", "max_grad_norm": 1.0}
     return [
         Case("in_backward", rows, 1.03, backward),
-        Case("in_forward, clipped", rows, 1.05, clipped),
-        Case("in_backward, an eighth of the rows", rows // 8, 1.10, backward),
-        Case("in_forward, an eighth of the rows", rows // 8, 1.10, clipped),
-        Case("in_backward, fp32", rows, 1.06, {**backward, "precision": "fp32"}),
+        Case("in_forward, clipped", rows, 1.05, forward),
         Case("at_step", rows, None, {"update": "at_step"}),
-        Case("in_backward, one row", 1, None, {**backward, "micro_batches": 1}, link=0.95),
+        Case("in_backward, an eighth of the rows", rows // 8, 1.10, backward),
+        Case("in_forward, an eighth of the rows", rows // 8, None, forward),  # all updates have to fit behind a forward
+        Case("in_backward, fp32 (TF32)", rows, 1.06, {**backward, "precision": "fp32"}, tf32=True),
+        Case("no optimizer, one row", 1, None, {"micro_batches": 1, "optimizer": None}, link=0.95),
     ]
 
 
@@ -75,7 +77,10 @@ def simulated(case: Case, layers: int, machine: str) -> l2l_compile.Simulation:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     micro_batches = max(min(16, case.rows), 1)
     options = {"micro_batches": micro_batches, "precision": "bf16", "outputs": "loss", "optimizer": optimizer, **case.options}
-    return l2l_compile.simulate(model, machine, options)(input_ids=ids, labels=ids)
+    figures = l2l_compile.Machine.load(machine)
+    if case.tf32:
+        figures = dataclasses.replace(figures, flops={**figures.flops, "float32": figures.flops["bfloat16"] / 2})
+    return l2l_compile.simulate(model, figures, options)(input_ids=ids, labels=ids)
 
 
 def main() -> int:

@@ -1,0 +1,102 @@
+"""What a schedule hides, in virtual time: a step takes little more than the work of its compute lane."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from l2l_compile import Machine, simulate
+from l2l_compile.devices.simulated import SimulatedDevice
+from l2l_compile.host.optimizer.in_forward import UpdatesInForward
+
+WIDTH, ROWS = 256, 512
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Layers(nn.Module):
+    """Equal layers, a loss behind them."""
+
+    def __init__(self, depth: int):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+PARAMETERS = 8 * WIDTH * WIDTH + 5 * WIDTH  # of a layer
+FLOPS = 2 * PARAMETERS * ROWS  # of a layer's forward
+SECOND = 1.0  # that a layer's forward takes
+
+
+def machine(**figures: float) -> Machine:
+    """A machine on which a layer's forward takes a second, its weights cross the link in half of that, and launches are free."""
+    link = 2 * 4 * PARAMETERS / SECOND
+    given = {
+        "memory_bandwidth": 1e15,
+        "device_memory": 1e12,
+        "h2d": 4 * link,
+        "d2h": 4 * link,
+        "pageable": link,
+        "host_bandwidth": 40 * link,
+        "host_memory": 1e12,
+        "latency": 0.0,
+        "launch": 0.0,
+        "node": 0.0,
+        **figures,
+    }
+    return Machine("test", flops={"float32": FLOPS / SECOND, "bfloat16": FLOPS / SECOND}, **given)
+
+
+def step_over_compute(on: Machine, depth: int = 12, **options) -> float:
+    model = Layers(depth)
+    if "update" in options:
+        options["optimizer"] = torch.optim.AdamW(model.parameters(), fused=True)
+    found = simulate(model, on, {"micro_batches": 4, **options})(torch.empty(ROWS, WIDTH))
+    return found.seconds / found.timeline.busy("compute")
+
+
+@pytest.mark.parametrize("options", [{}, {"update": "in_backward"}, {"update": "in_forward", "max_grad_norm": 1.0}], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_copies_and_updates_are_hidden(options, precision):
+    assert step_over_compute(machine(), precision=precision, **options) < 1.06
+
+
+def test_staging_on_the_callers_thread_is_hidden_by_launches_before_it(monkeypatch):
+    """In fp32, weights go through the ring of page-locked buffers."""
+    slow = machine(host_bandwidth=2 * 2 * 4 * PARAMETERS / SECOND)  # half a second to stage a layer
+    hidden = step_over_compute(slow)
+    monkeypatch.setattr(SimulatedDevice, "launches_first", False)
+    assert step_over_compute(slow) > hidden + 0.02
+
+
+def test_the_first_update_waits_for_the_norm_of_the_last_gradient_alone(monkeypatch):
+    slow = machine(host_bandwidth=10 * 4 * PARAMETERS / SECOND)
+    options = {"update": "in_forward", "max_grad_norm": 1.0, "precision": "bf16"}
+    hidden = step_over_compute(slow, **options)
+    monkeypatch.setattr(UpdatesInForward, "_norm_of", _all_at_once)
+    assert step_over_compute(slow, **options) > hidden + 0.03
+
+
+def _all_at_once(updates, gradients):
+    updates._norms.clear()
+    return torch.nn.utils.get_total_norm([updates._norm_of_one(p, g) for p, g in gradients.items()])
+
+
+def test_the_host_has_time_for_updates_where_the_device_takes_norms(monkeypatch):
+    slow = machine(host_bandwidth=11 * 4 * PARAMETERS / SECOND)
+    options = {"update": "in_backward", "precision": "bf16"}
+    hidden = step_over_compute(slow, **options)
+    monkeypatch.setattr(SimulatedDevice, "takes_norms", False)
+    assert step_over_compute(slow, **options) > hidden
