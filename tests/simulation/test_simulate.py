@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import l2l_compile
 from l2l_compile import Machine, OptionError, simulate
+from l2l_compile.devices.simulated import SimulatedStaging
+from l2l_compile.devices.staging import Staging
 from l2l_compile.devices.threaded import _Thread
 from l2l_compile.simulation.block_times import MeasuredTimes
 from models import WIDTH, Shared, Stack, TwoHeads, UNet, loss_of, rows
@@ -182,3 +184,14 @@ def test_blocks_are_measured_on_the_host_alone():
         simulate(Stack(2), MACHINE, {}, blocks="measured")
     with pytest.raises(OptionError, match=r"blocks is 'roofline' or 'measured', not 'guessed'"):
         simulate(Stack(2), MACHINE, {}, blocks="guessed")
+
+
+@pytest.mark.parametrize("pinned_memory", [None, "1MiB"])
+def test_copies_through_the_ring_take_as_long_as_part_by_part(monkeypatch, pinned_memory):
+    """Weights without a wire, gradients and inputs go through it; the real ring copies them by operations."""
+    model, x = Stack(4).float(), torch.zeros(60_000, 5)  # ten parts in a small ring
+    options = {"micro_batches": 3, "precision": "fp32", "pinned_memory": pinned_memory}
+    found = simulate(model, MACHINE, options)(x)
+    calls = []
+    monkeypatch.setattr(SimulatedStaging, "send", lambda *arguments: calls.append(Staging.send(*arguments)))
+    assert simulate(model, MACHINE, options)(x) == found and calls
