@@ -22,9 +22,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l_compile
+from l2l_compile.devices.machine import names
 from l2l_compile.ir import nodes, text
 from l2l_compile.options import Options
 from l2l_compile.passes.pipeline import PIPELINE
+from l2l_compile.timeline import save_together
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -170,6 +172,29 @@ def test_the_lines_on_programs_print(shown, capsys):
     run(block.text, {"l2l_compile": l2l_compile, "model": model, "batch": loader[0]})
     printed = capsys.readouterr().out
     assert "fetch_weights('model.layers.0')" in printed and "peak_device_bytes" in printed
+
+
+@checks(
+    "docs/simulation.md: Simulated and measured steps",
+    "docs/simulation.md: Machines",
+    "docs/simulation.md: A measured timeline",
+)
+def test_the_lines_on_simulation_run(shown, tmp_path, capsys):
+    (block,) = shown
+    plain, loader = tiny_llama()
+    compiled = torch.compile(plain, backend="l2l", options={"micro_batches": 2, "block_compiler": "eager", "device": "cpu"})
+    found = l2l_compile.simulate(plain, "h200", {"micro_batches": 2})(**loader[0])
+    scope = {"l2l_compile": l2l_compile, "model": plain, "compiled": compiled, "batch": loader[0], "folder": tmp_path}
+    scope |= {"save_together": save_together, "found": found}
+    run(block.text, scope)
+    assert list(tmp_path.glob("*.json")) and scope["found"].seconds > 0
+    if "print" in block.text:
+        assert capsys.readouterr().out.startswith("simulated on NVIDIA H200 SXM: ")
+
+
+def test_machines_of_the_package_are_named():
+    (named,) = re.findall(r"memory\. (`h200`.*?) come with", " ".join(text_of("docs/simulation.md").split()))
+    assert sorted(re.findall(r"`(\w+)`", named)) == names()
 
 
 @checks("docs/saving.md: Saving and resuming")

@@ -24,8 +24,11 @@ class Accelerator(Device):
 
     def __init__(self, lanes: Mapping[str, Lane], pinned: PinnedMemory, pool: Pool):
         self.lanes, self.pinned, self._pool = lanes, pinned, pool
-        self._staging = Staging(pinned, self.lanes["h2d"].record, self.wait_on_host)
+        self._staging = self._new_staging()
         self._slabs: list[torch.Tensor] = []
+
+    def _new_staging(self) -> Staging:
+        return Staging(self.pinned, self.lanes["h2d"].record, self.wait_on_host)
 
     @abstractmethod
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

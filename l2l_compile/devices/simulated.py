@@ -27,6 +27,7 @@ from .host import HOST
 from .labels import label_of, label_of_micro_batch
 from .ledger import Ledger
 from .machine import Machine
+from .staging import Staging
 
 
 @dataclass(frozen=True)
@@ -263,6 +264,24 @@ class _InVirtualTime(Device):
         return self.ledger.peak
 
 
+class SimulatedStaging(Staging):
+    """A ring of buffers, part by part as the real one, without an operation on fake tensors for each part."""
+
+    clocks: Clocks
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        entries, ring, machine = source.detach().reshape(-1), self._slots[0].numel(), self.clocks.machine
+        total, most = target.numel(), ring // entries.element_size() * entries.element_size()
+        for start in range(0, total, most):
+            size = min(most, total - start)
+            slot, self._next = self._next, (self._next + 1) % len(self._slots)
+            if self._events[slot] is not None:
+                self._wait(self._events[slot])
+            self.clocks.spend(2 * size / machine.host_bandwidth)
+            self.clocks.copy(size, machine.h2d, asynchronous=is_pinned(self._slots[slot]))
+            self._events[slot] = self._record()
+
+
 class SimulatedDevice(_InVirtualTime, Accelerator):
     """The accelerator of a machine."""
 
@@ -272,6 +291,11 @@ class SimulatedDevice(_InVirtualTime, Accelerator):
         pinned, thread = SimulatedMemory(pinned_memory, self.taken, self.locked), self.clocks
         pool = SimulatedPool(pinned, lambda event: event.time <= thread.thread.now)
         super().__init__({name: _SimulatedLane(self.clocks, name) for name in LANES}, pinned, pool)
+
+    def _new_staging(self) -> Staging:
+        staging = SimulatedStaging(self.pinned, self.lanes["h2d"].record, self.wait_on_host)
+        staging.clocks = self.clocks
+        return staging
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         return mark(torch.empty(shape, dtype=dtype))

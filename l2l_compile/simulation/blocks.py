@@ -16,6 +16,7 @@ from ..ir.segments import Block
 from ..ir.values import Bindings, dim_of, evaluate
 from ..lowering.codes import Lowered
 from ..lowering.lower import Lowering, Request
+from .block_times import BlockTimes
 from .costs import kernels_of
 
 
@@ -55,11 +56,14 @@ class _Simulated:
 
 
 class SimulatedLowering(Lowering):
-    """Traces blocks as they are, and gives code that moves the clock of a device by what its kernels take."""
+    """Traces blocks as they are, and gives code that moves the clock of a device by what its kernels take.
 
-    def __init__(self, device: SimulatedDevice | SimulatedHost, compiled: bool):
+    times  what a block takes: a roofline of its kernels if None
+    """
+
+    def __init__(self, device: SimulatedDevice | SimulatedHost, compiled: bool, times: BlockTimes | None = None):
         super().__init__(HOST, "eager")
-        self.simulated, self.compiled = device, compiled
+        self.simulated, self.compiled, self.times = device, compiled, times
 
     def ahead(self, requests: Iterable[Request]) -> None:
         """Nothing is compiled."""
@@ -69,15 +73,18 @@ class SimulatedLowering(Lowering):
         if key not in self._done:
             with _disable_current_modes():
                 code, sizes = self._code(block, bindings, which, wanted)
-                self._done[key] = self._in_virtual_time(code.at(sizes), dict(zip(code.guards.symbols, sizes, strict=True)))
+                lowered, at = code.at(sizes), dict(zip(code.guards.symbols, sizes, strict=True))
+                seconds, kernels = self._times_of(lowered.graph.graph, at, (block, bindings, which, wanted))
+                run = _Simulated(self.simulated, _results_of(lowered.graph.graph, at), seconds, kernels)
+                self._done[key] = Lowered(lowered.traced, run, (), lowered.workspace_bytes)
         return self._done[key]
 
-    def _in_virtual_time(self, lowered: Lowered, bindings: Bindings) -> Lowered:
-        graph = lowered.graph.graph
+    def _times_of(self, graph: fx.Graph, bindings: Bindings, request: Request) -> tuple[float, int]:
+        """Seconds of a block, and the launches that come on top of them."""
+        if self.times is not None:
+            return self.times.seconds(request), 0
         kernels = kernels_of(graph, bindings, fused=self.compiled)
-        seconds = sum(kernel.seconds(self.simulated.machine) for kernel in kernels)
-        run = _Simulated(self.simulated, _results_of(graph, bindings), seconds, len(kernels))
-        return Lowered(lowered.traced, run, (), lowered.workspace_bytes)
+        return sum(kernel.seconds(self.simulated.machine) for kernel in kernels), len(kernels)
 
 
 def _results_of(graph: fx.Graph, bindings: Bindings) -> tuple[_Result, ...]:

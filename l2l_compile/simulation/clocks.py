@@ -22,9 +22,13 @@ def caller_clock() -> Callable[[], float]:
 class Stopwatch(ABC):
     """Measures work in seconds: the median of repeats, behind a warm-up."""
 
-    def seconds(self, work: Work, repeats: int = 7) -> float:
+    def seconds(self, work: Work, repeats: int = 7, at_least: float = 0.0) -> float:
+        """Of a run; there are as many `repeats`, and more until `at_least` seconds are over: other processes come and go."""
         work()
-        return statistics.median(self.once(work) for _ in range(repeats))
+        found: list[float] = []
+        while len(found) < repeats or sum(found) < at_least:
+            found.append(self.once(work))
+        return statistics.median(found)
 
     @abstractmethod
     def once(self, work: Work) -> float:

@@ -16,6 +16,7 @@ from ..backend import new_runner
 from ..devices.host import HOST
 from ..devices.machine import Machine
 from ..devices.simulated import open_simulated
+from ..errors import OptionError
 from ..frontend import dynamo
 from ..frontend.meta_models import OnTheHost, on_the_host
 from ..host.optimizer.compiled_step import CompiledStep, why_not_compiled
@@ -24,6 +25,7 @@ from ..host.optimizer.updates import UpdatesBehindTheDevice
 from ..options import Options
 from ..report import fresh_caller
 from ..session import Session
+from .block_times import MeasuredTimes
 from .blocks import SimulatedLowering
 from .charges import Charges
 from .host import OnePass, SimulatedWorker
@@ -36,7 +38,12 @@ Loss = Callable[[Any], torch.Tensor]
 
 
 def simulate(
-    model: Callable, machine: str | Path | Machine, options: Mapping[str, Any] | None = None, *, loss: Loss | None = None
+    model: Callable,
+    machine: str | Path | Machine,
+    options: Mapping[str, Any] | None = None,
+    *,
+    loss: Loss | None = None,
+    blocks: str = "roofline",
 ) -> Callable[..., Simulation]:
     """`simulate(model, "h200", options)(**batch)`: a training step of a compiled model on a machine, in virtual time.
 
@@ -46,6 +53,8 @@ def simulate(
     options  those of the backend. `device` is left out, and so is `check`. With `optimizer`, its step is a part of the time
     loss     a number from what the model returns, computed on the host; by default the model's own loss if it returns one (an
              attribute or an entry `loss`, or a single number), else the sum of all entries of its outputs
+    blocks   "roofline": seconds of a block are computed from FLOPs, bytes and the machine's figures. "measured": its code is run on
+             random numbers of its sizes, on this host, which has to be the device of the machine (`measure_machine("cpu")`)
 
     The arguments are those of a training step, on the host or on meta. Programs, executor, waits and host side are those of a real
     step; what takes time is computed from the machine's figures. Nothing is computed, and the model and the optimizer stay as they
@@ -54,6 +63,7 @@ def simulate(
     given = dict(options if options is not None else dynamo.options_of(model) or {})
     chosen = Options.build({**given, "device": HOST, "check": False})
     figures = machine if isinstance(machine, Machine) else Machine.load(machine)
+    _check_blocks(blocks, figures)
     plain = dynamo.uncompiled(model)
 
     def run(*args: Any, **kwargs: Any) -> Simulation:
@@ -61,11 +71,21 @@ def simulate(
         dynamo.retry_skipped()
         try:
             with torch.random.fork_rng([]), on_the_host(plain, args, kwargs, all_fake=True) as call:
-                return _Training(plain, call, figures, chosen, state_bytes, loss or _loss_of).simulation()
+                return _Training(plain, call, figures, chosen, state_bytes, loss or _loss_of, blocks).simulation()
         finally:
             dynamo.retry_skipped()
 
     return run
+
+
+def _check_blocks(blocks: str, machine: Machine) -> None:
+    if blocks not in ("roofline", "measured"):
+        raise OptionError(f"blocks is 'roofline' or 'measured', not {blocks!r}")
+    if blocks == "measured" and machine.overlaps:
+        raise OptionError(
+            f"blocks='measured' runs blocks on this host, but layers of machine '{machine.name}' run on an accelerator: "
+            "take measure_machine('cpu'), or blocks='roofline'"
+        )
 
 
 def _state_bytes(options: Options) -> int | None:
@@ -82,17 +102,27 @@ def _state_bytes(options: Options) -> int | None:
 class _Training:
     """A training loop on fake tensors. Made and used in their mode."""
 
-    def __init__(self, plain: Callable, call: OnTheHost, machine: Machine, options: Options, state_bytes: int | None, loss: Loss):
+    def __init__(
+        self,
+        plain: Callable,
+        call: OnTheHost,
+        machine: Machine,
+        options: Options,
+        state_bytes: int | None,
+        loss: Loss,
+        blocks: str,
+    ):
         self.plain, self.call, self.machine, self.loss = plain, call, machine, loss
         self.optimizer = _on_fakes(options.optimizer, call.fake) if options.optimizer is not None else None
         self.options = dataclasses.replace(options, optimizer=self.optimizer)
         self.device = open_simulated(machine, options.pinned_memory)
         self.charges = Charges(self.device)
+        times = MeasuredTimes(options.block_compiler) if blocks == "measured" else None
         with self.charges:
             self.session = Session(
                 self.options,
                 self.device,
-                SimulatedLowering(self.device, compiled=options.block_compiler == "inductor"),
+                SimulatedLowering(self.device, options.block_compiler == "inductor", times),
                 lambda threads, accesses: SimulatedWorker(self.device.clocks, accesses),
             )
         updates = self.session.server.updates

@@ -14,7 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import l2l_compile
 from l2l_compile import Machine, OptionError, simulate
+from l2l_compile.devices.simulated import SimulatedStaging
+from l2l_compile.devices.staging import Staging
 from l2l_compile.devices.threaded import _Thread
+from l2l_compile.simulation.block_times import MeasuredTimes
 from models import WIDTH, Shared, Stack, TwoHeads, UNet, loss_of, rows
 
 MACHINE = Machine(
@@ -154,3 +157,41 @@ def test_a_machine_without_a_figure_for_a_dtype_is_named():
     machine = dataclasses.replace(MACHINE, flops={"bfloat16": 1e9})
     with pytest.raises(OptionError, match=r"'a machine' has no figure for FLOP/s in float32; it has bfloat16"):
         simulate(Stack(2), machine, {})(rows(4, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
+def test_measured_blocks_take_the_time_of_their_code(monkeypatch, block_compiler):
+    """Each block is run once for a size. Here it counts as a second; the rest of a step is computed from the machine's figures."""
+    asked = []
+
+    def seconds(self, request):
+        asked.append(original(self, request))
+        return 1.0
+
+    original = MeasuredTimes.seconds
+    monkeypatch.setattr(MeasuredTimes, "seconds", seconds)
+    machine = dataclasses.replace(MACHINE, overlaps=False)
+    model, x = nn.Sequential(nn.Embedding(7, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))), torch.arange(6)
+    options = {"micro_batches": 3, "block_compiler": block_compiler}
+    found = simulate(model, machine, options, blocks="measured")(x)
+    calls = 2 * 3 * 4  # forward and backward, micro-batches, segments
+    assert calls <= found.timeline.busy("caller") < calls + 0.1
+    assert len(asked) == 4 and all(0 < seconds < 1 for seconds in asked)  # two blocks
+
+
+def test_blocks_are_measured_on_the_host_alone():
+    with pytest.raises(OptionError, match=r"blocks='measured' runs blocks on this host, but layers of machine 'a machine' run"):
+        simulate(Stack(2), MACHINE, {}, blocks="measured")
+    with pytest.raises(OptionError, match=r"blocks is 'roofline' or 'measured', not 'guessed'"):
+        simulate(Stack(2), MACHINE, {}, blocks="guessed")
+
+
+@pytest.mark.parametrize("pinned_memory", [None, "1MiB"])
+def test_copies_through_the_ring_take_as_long_as_part_by_part(monkeypatch, pinned_memory):
+    """Weights without a wire, gradients and inputs go through it; the real ring copies them by operations."""
+    model, x = Stack(4).float(), torch.zeros(60_000, 5)  # ten parts in a small ring
+    options = {"micro_batches": 3, "precision": "fp32", "pinned_memory": pinned_memory}
+    found = simulate(model, MACHINE, options)(x)
+    calls = []
+    monkeypatch.setattr(SimulatedStaging, "send", lambda *arguments: calls.append(Staging.send(*arguments)))
+    assert simulate(model, MACHINE, options)(x) == found and calls

@@ -1,0 +1,66 @@
+"""Seconds of blocks by measurement: the code that a real step would run, on random numbers of the sizes of that step."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from ..devices.cpu import CpuDevice
+from ..devices.host import HOST
+from ..ir.values import Bindings, dim_of, evaluate
+from ..lowering.codes import Lowered
+from ..lowering.lower import Lowering, Request
+from .clocks import Stopwatch, stopwatch_of
+
+_SETS = 3  # of operands that take turns, as those of micro-batches do
+_HELD = 4  # results of runs
+_AT_LEAST = 0.3  # seconds for a block
+
+
+class BlockTimes(Protocol):
+    """What a block takes."""
+
+    def seconds(self, request: Request) -> float:
+        """Of a block at its sizes, with the launches of its kernels."""
+
+
+class MeasuredTimes:
+    """Runs blocks on this host. Called outside of fake modes."""
+
+    def __init__(self, block_compiler: str):
+        self._lowering, self._watch = Lowering(HOST, block_compiler), stopwatch_of(HOST)
+
+    def seconds(self, request: Request) -> float:
+        block, bindings, which, wanted = request
+        code, sizes = self._lowering._code(block, bindings, which, wanted)
+        at = dict(zip(code.guards.symbols, sizes, strict=True))
+        with torch.no_grad(), torch.random.fork_rng([]), CpuDevice().running():
+            return time_of(code.at(sizes), at, len(block.weights), self._watch)
+
+
+def time_of(lowered: Lowered, bindings: Bindings, weights: int, watch: Stopwatch) -> float:
+    """Seconds of a lowered block on random operands, of which the first ones are weights, the same in each run."""
+    first, *others = (list(_operands(lowered.graph.graph, bindings)) for _ in range(_SETS))
+    sets = itertools.cycle([first, *([*first[:weights], *other[weights:]] for other in others)])
+    return watch.seconds(_runs(lowered.run, sets), at_least=_AT_LEAST)
+
+
+def _runs(run: Callable, sets: Iterator[list[torch.Tensor]]) -> Callable[[], object]:
+    """Runs with one set of operands after the other. Results stay for a while, as those of the micro-batches of a step do."""
+    held: deque = deque(maxlen=_HELD)
+    return lambda: held.append(run(*next(sets)))
+
+
+def _operands(graph: fx.Graph, bindings: Bindings) -> Iterator[torch.Tensor]:
+    """Random numbers in the place of the operands; whole numbers are 0, which is an index into everything."""
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            shape, stride = ([evaluate(dim_of(size), bindings) for size in sizes] for sizes in (value.shape, value.stride()))
+            made = torch.empty_strided(shape, stride, dtype=value.dtype)
+            yield made.normal_(std=0.1) if value.is_floating_point() else made.zero_()
