@@ -1,6 +1,7 @@
-"""How large a model a simulation can be of: seconds and memory for a step of a GPT with 175 billion parameters, on the meta device.
+"""How large a model a simulation can be of: seconds and memory for a step of 175 billion parameters, on the meta device.
 
-The shape is that of GPT-3: 96 layers, a hidden size of 12288, 96 heads, 50257 tokens, sequences of 2048 (Brown et al., 2020, table 2.1).
+The size is that of GPT-3: 96 layers, a hidden size of 12288, 96 heads, 50257 tokens, sequences of 2048 (Brown et al., 2020, table
+2.1). The layers are those of Llama, with as many parameters: a GPT-2 of transformers breaks its graph where it logs.
 
     python examples/benchmarks/simulation_size.py
 """
@@ -19,12 +20,13 @@ from measuring import Limit, arguments, report, seconds
 MOST_SECONDS, MOST_GB = 60.0, 4.0
 
 
-def model_of(layers: int) -> transformers.GPT2LMHeadModel:
+def model_of(layers: int) -> transformers.LlamaForCausalLM:
     """The model, without memory."""
+    sizes = {"num_hidden_layers": layers, "hidden_size": 12288, "intermediate_size": 32768, "num_attention_heads": 96}
     with torch.device("meta"):
-        sizes = {"n_layer": layers, "n_embd": 12288, "n_head": 96, "vocab_size": 50257, "n_positions": 2048}
-        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout, use_cache=False))
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**sizes, vocab_size=50257, max_position_embeddings=2048, use_cache=False)
+        )
 
 
 def main() -> int:

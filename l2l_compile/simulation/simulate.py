@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from .charges import Charges
 from .host import OnePass, SimulatedWorker
 from .result import Simulation
 
-_STEPS = 4  # the last one is measured: what the first ones leave behind, such as updates that are put off, is under way then
+_MOST_STEPS = 6  # until one takes as long as the one before: first steps make state, last updates end in the next step
 
 
 Loss = Callable[[Any], torch.Tensor]
@@ -133,14 +135,12 @@ class _Training:
     def simulation(self) -> Simulation:
         """Steps until one is like the one before; the last one."""
         compiled = torch.compile(fresh_caller(), backend=_Simulator(self))
-        starts = []
-        for _ in range(_STEPS):
-            starts.append(self.device.now())
+        times = [self.device.now()]
+        while len(times) <= _MOST_STEPS and not _is_steady(times):
             self._start_peaks()
             self._step(compiled)
-        end = self.device.now()
-        stats = self.session.stats
-        timeline = self.device.clocks.timeline(starts[-1], end)
+            times.append(self.device.now())
+        stats, timeline = self.session.stats, self.device.clocks.timeline(*times[-2:])
         return Simulation(self.machine, timeline, stats, self.device.taken.peak, self.device.locked.peak)
 
     def _start_peaks(self) -> None:
@@ -170,6 +170,12 @@ class _Training:
     def _modules(self) -> list[torch.nn.Module]:
         found = (self.plain, getattr(self.plain, "__self__", None))
         return [module for module in found if isinstance(module, torch.nn.Module)]
+
+
+def _is_steady(times: Sequence[float]) -> bool:
+    """Whether the last step took as long as the one before, but for the rounding of clocks."""
+    seconds = [after - before for before, after in itertools.pairwise(times)]
+    return len(seconds) > 1 and math.isclose(seconds[-1], seconds[-2], rel_tol=1e-6)
 
 
 class _Simulator:
