@@ -56,6 +56,16 @@ def watched(request, monkeypatch):
     monkeypatch.setattr(session, "open_device", lambda options: watch(open_device(options)))
 
 
+@pytest.fixture(scope="session")
+def launcher(tmp_path_factory):
+    """Runs scripts in processes of their own. One for all files: it imports PyTorch and the package once."""
+    from forked import Launcher
+
+    launcher = Launcher(tmp_path_factory.mktemp("scripts"))
+    yield launcher
+    launcher.close()
+
+
 @pytest.fixture
 def threaded(monkeypatch):
     """Compiled models run on a device of three threads; `threaded.devices` lists the devices opened so far."""

@@ -90,6 +90,16 @@ def in_a_process(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-def test_in_two_processes(tmp_path):
-    """Both checks in the same processes: to start them takes longer than to check."""
-    torch.multiprocessing.spawn(in_a_process, (tmp_path,), nprocs=PROCESSES)
+def test_in_two_processes(launcher, tmp_path):
+    """Both checks in the same processes, which are forked from one that has imported everything."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+import torch.multiprocessing
+from test_data_parallel import PROCESSES, in_a_process
+torch.set_num_threads(1)
+torch.multiprocessing.start_processes(in_a_process, (Path({str(tmp_path)!r}),), nprocs=PROCESSES, start_method="fork")
+"""
+    done = launcher.run(script, seconds=200)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -55,6 +55,12 @@ def stage(name: str, code: str, seconds: float = 1.0, workers: int = 1):
     return module("processes").Stage(name, seconds, (sys.executable, "-c", PROTOCOL + textwrap.dedent(code)), workers)
 
 
+@pytest.fixture(autouse=True)
+def quick_starts(monkeypatch):
+    """The processes of these stages import nothing large."""
+    monkeypatch.setattr(module("record"), "START", 1.0)
+
+
 def run(tmp_path, *stages, seconds: float = 20.0):
     """The JSON after all stages; it was whole whenever it was looked at."""
     record = module("record")
@@ -144,7 +150,7 @@ def test_a_process_that_asks_for_a_new_one_without_progress_gets_none(tmp_path):
 
 def test_cases_that_were_not_reached_are_named(tmp_path):
     code = "write('plan', ['a', 'b', 'c']); begin('a'); row('a'); end('a'); time.sleep(1000)"
-    found = run(tmp_path, stage("s", code), seconds=9.0)["s"]
+    found = run(tmp_path, stage("s", code), seconds=6.5)["s"]
     (missed,) = (row for row in found["rows"] if row["verdict"] == "not reached")
     assert missed["value"] == 2 and missed["note"] == "2 of 3 cases: b, c"
 

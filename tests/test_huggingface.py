@@ -23,7 +23,7 @@ def language(model):
 
 
 def llama():
-    return language(T.LlamaForCausalLM(T.LlamaConfig(**DECODER, num_hidden_layers=3)))
+    return language(T.LlamaForCausalLM(T.LlamaConfig(**DECODER, num_hidden_layers=2)))
 
 
 def gpt2():
@@ -33,7 +33,7 @@ def gpt2():
                 vocab_size=VOCAB,
                 n_positions=32,
                 n_embd=16,
-                n_layer=3,
+                n_layer=2,
                 n_head=2,
                 use_cache=False,
                 resid_pdrop=0.0,
@@ -73,7 +73,7 @@ def t5():
 
 
 def bert():
-    model = T.BertForSequenceClassification(T.BertConfig(**SIZES, **QUIET, num_hidden_layers=3))
+    model = T.BertForSequenceClassification(T.BertConfig(**SIZES, **QUIET, num_hidden_layers=2))
     mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
     mask[1, -3:] = 0
     return model, {
@@ -87,7 +87,7 @@ def vit():
     model = T.ViTForImageClassification(
         T.ViTConfig(
             hidden_size=16,
-            num_hidden_layers=3,
+            num_hidden_layers=2,
             num_attention_heads=2,
             intermediate_size=24,
             image_size=16,

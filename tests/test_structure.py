@@ -56,7 +56,7 @@ def test_no_segment_holds_two_layers_and_blocks_do_not_grow_with_depth(name, nam
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_exact_and_the_peak_does_not_grow_with_depth(name):
     peaks = []
-    for depth in (5, 9):  # deep enough for copies that overlap with compute to be at their most
+    for depth in (5, 7):  # deep enough for copies that overlap with compute to be at their most
         torch.manual_seed(0)
         pair = pair_of(MODELS[name](depth).double())
         pair.run(backward_of_loss, *inputs()).check()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,7 @@ from torch._C import _functorch as functorch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -25,6 +26,7 @@ from ..devices.host import HOST, is_host
 from ..errors import LoweringError
 from ..frontend.dynamo import unseen_by_saved_tensors_hooks
 from ..frontend.frames import with_room
+from ..frontend.patches import replace as put_in_place
 from ..ir.segments import Block, symbolic_size
 from ..ir.values import Bindings, TensorSpec, evaluate
 from .sizes import Sizes
@@ -296,6 +298,21 @@ def _own(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> l
     return owned
 
 
+_traced: ContextVar[FakeTensorMode | None] = ContextVar("traced", default=None)  # the mode of the trace that is under way
+_extract_tensor_metadata = proxy_tensor._extract_tensor_metadata
+
+
+def _metadata(value: torch.Tensor, *settings: bool) -> object:
+    """`meta["tensor_meta"]` of a node: here nobody reads it beside `meta["val"]`, and it is a tenth of the time."""
+    mode = _traced.get()
+    if mode is not None and getattr(value, "fake_mode", None) is mode:
+        return None
+    return _extract_tensor_metadata(value, *settings)
+
+
+put_in_place(proxy_tensor, "_extract_tensor_metadata", _metadata)
+
+
 def _trace(
     block: Block, function: Callable, specs: Sequence[TensorSpec], sizes: Sizes, device: torch.device, which: str
 ) -> fx.GraphModule:
@@ -308,24 +325,27 @@ def _trace(
     grad, transforms = torch.is_grad_enabled(), functorch.get_dynamic_layer_stack_depth()
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.environment)
     fake.cache_enabled = False  # few operations of a block come again, and a result with symbols is made twice to be kept
+    token = _traced.set(fake)
     try:
         # the Python dispatcher turns operators whose schema hides a write (native_batch_norm) into ones that show it
         anomaly = torch.autograd.set_detect_anomaly(False)  # it would look at values, and there are none
         one_thread = torch.autograd.set_multithreading_enabled(False)  # a device's thread of autograd would not be traced
         with anomaly, one_thread, unseen_by_saved_tensors_hooks(), fake, enable_python_dispatcher(), _use_lazy_graph_module(True):
             tensors = example_operands(specs, sizes.with_symbols(sizes.numbers), device)
-            module = with_room(make_fx(flat), *sizes.numbers, *tensors)
+            module = with_room(proxy_tensor.make_fx(flat), *sizes.numbers, *tensors)
     except LoweringError:
         raise
     except Exception as error:
         raise LoweringError(f"{which} of {block.name} cannot be traced: {type(error).__name__}: {error}") from error
     finally:
+        _traced.reset(token)  # Inductor traces in the same mode, and its rules for quantized tensors read the other
         torch.set_grad_enabled(grad)
         while functorch.get_dynamic_layer_stack_depth() > transforms:  # a failure inside of a vmap leaves it open
             functorch.pop_dynamic_layer_stack()
     _check_constants(block, module)
     _erase_aliases(module.graph)
     for node in reversed(module.graph.nodes):
+        node.meta.pop("tensor_meta", None)
         if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), _SIZES):
             module.graph.erase_node(node)
     return module

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import l2l_compile
-from forked import Launcher
 from l2l_compile import L2LError
 from l2l_compile.session import session_of
 from l2l_compile.testing import training_equivalent
@@ -308,13 +307,6 @@ def test_the_device_goes_on_while_the_host_updates(threaded):
     optimizer.__class__ = torch.optim.SGD
     optimizer.step()
     assert StashQueue.device_went_on.is_set()
-
-
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory):
-    launcher = Launcher(tmp_path_factory.mktemp("scripts"))
-    yield launcher
-    launcher.close()
 
 
 def test_python_exits_cleanly_with_updates_under_way(launcher):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import l2l_compile
 import l2l_compile.lowering.codes
@@ -82,6 +83,16 @@ def test_nothing_is_lowered_from_the_third_length_on(lowered):
     model = model_of()
     counts = counted(lowered, model, compiled(model), [(6, t) for t in (9, 12, 17, 12, 9, 20, 64)])
     assert counts[0] > 0 and counts[1] > 0 and not any(counts[2:])
+
+
+def test_nodes_keep_values_alone_and_those_of_other_traces_all_that_pytorch_keeps(lowered):
+    step = compiled(model_of())
+    step(rows(6, 9, WIDTH)).sum().backward()
+    for block in l2l_compile.programs(step)[0].blocks:
+        made = [n for graph in (block.forward, block.backward) for n in graph.graph.find_nodes(op="placeholder")]
+        assert made and all("val" in n.meta and "tensor_meta" not in n.meta for n in made)
+    (other,) = make_fx(torch.tanh, tracing_mode="fake")(rows(2)).graph.find_nodes(op="placeholder")
+    assert other.meta["tensor_meta"].shape == (2, 5)
 
 
 def test_dynamic_is_symbolic_at_once(lowered):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, find, given, settings
@@ -85,9 +82,10 @@ def test_a_model_that_is_drawn_is_made_of_its_plan_alone():
     assert torch.equal(model.example(), again.example())
 
 
-def test_without_hypothesis_the_rest_works_and_strategies_say_what_to_install():
+def test_without_hypothesis_the_rest_works_and_strategies_say_what_to_install(launcher):
     script = """
 import sys
+assert "hypothesis" not in sys.modules
 sys.modules["hypothesis"] = None
 import torch
 from l2l_compile.testing import assert_equivalent, batches, options, stacks
@@ -98,7 +96,7 @@ for strategy in (options, stacks, lambda: batches(torch.zeros(3))):
     except Exception as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    done = launcher.run(script)
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == [f"l2l_compile.testing.{name}" for name in ("options", "stacks", "batches")]
