@@ -47,8 +47,8 @@ def cut_without_names(name: str, depth: int, monkeypatch) -> Compilation:
 @pytest.mark.parametrize("named", [True, False], ids=["names", "no names"])
 @pytest.mark.parametrize("name", MODELS)
 def test_no_segment_holds_two_layers_and_blocks_do_not_grow_with_depth(name, named, monkeypatch):
-    shallow, deep = (cut(name, depth) if named else cut_without_names(name, depth, monkeypatch) for depth in (4, 8))
-    assert layers_in_segments(MODELS[name](8), deep.segments) <= 1
+    shallow, deep = (cut(name, depth) if named else cut_without_names(name, depth, monkeypatch) for depth in (4, 6))
+    assert layers_in_segments(MODELS[name](6), deep.segments) <= 1
     assert len(deep.blocks) <= len(shallow.blocks)
     assert max(s.parameter_bytes for s in deep.segments) <= max(s.parameter_bytes for s in shallow.segments)
 
