@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import fx
@@ -142,7 +142,7 @@ class ParameterServer:
         self.device.accesses.read(gradients.place)
         tensors: list[torch.Tensor | None] = gradients.tensors or []
         arrived = {w: g for w, g in zip(segment.weights, tensors, strict=False) if g is not None}
-        norms = dict(zip(arrived, tensors[-1].tolist(), strict=True)) if len(tensors) > len(segment.weights) else {}
+        norms = _by_weight(arrived, tensors[len(segment.weights) :])
         gradients.tensors = None
         if step.pending is not None:
             managed = _managed(step, segment)
@@ -192,6 +192,11 @@ class ParameterServer:
             pass
         self._in_flight.clear()
         self.updates.forget(step.pending)
+
+
+def _by_weight(arrived: Iterable[Input], norms: Sequence[torch.Tensor | None]) -> dict[Input, float]:
+    """The norms that the device has taken of the gradients that have arrived: none, or one tensor with all."""
+    return {w: norm for taken in norms if taken is not None for w, norm in zip(arrived, taken.tolist(), strict=True)}
 
 
 def segments_in_flight(options: Options) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -77,7 +77,8 @@ class Executor:
         for node in waiting[:count]:
             self.device.begins(node, self._segment_of(node))
             self.device.accesses.begins(node.name)
-            values[node] = HANDLERS[node.target](self, node, *(_resolved(argument, values) for argument in node.args))
+            handler = HANDLERS[cast(Callable, node.target)]
+            values[node] = handler(self, node, *(_resolved(argument, values) for argument in node.args))
         del waiting[:count]
 
     def _segment_of(self, node: fx.Node) -> str:

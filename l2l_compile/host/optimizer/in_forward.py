@@ -142,9 +142,11 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         ordered = sorted(gradients, key=lambda p: self._order.get(p, len(self._order)))
         norms = []
         for parameter in ordered:
-            gradient, norm = known.get(parameter, (None, None))
-            is_of_this = norm is not None and gradient is gradients[parameter]  # not if one from outside was added
-            norms.append(norm if is_of_this else self._norm_of_one(parameter, gradients[parameter]))
+            gradient, taken = gradients[parameter], known.get(parameter)
+            if taken is not None and taken[0] is gradient:  # it is not if one from outside was added
+                norms.append(taken[1])
+            else:
+                norms.append(self._norm_of_one(parameter, gradient))
         return torch.nn.utils.get_total_norm(norms)
 
     def _norm_of_one(self, parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor:
