@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from ..ir.segments import Segment
 from ..memory.accesses import UNWATCHED, Unwatched
 from ..memory.layout import aligned
 from ..memory.pages import PinnedMemory, Pool, unlocked
@@ -165,8 +166,8 @@ class Device(ABC):
         """Seconds on the caller's clock."""
         return time.perf_counter()
 
-    def begins(self, node: fx.Node, segment: str) -> None:
-        """What the lanes are given from now on carries out this node of a program; `segment` names its segment, "" if it has none."""
+    def begins(self, node: fx.Node, segments: Sequence[Segment]) -> None:
+        """What the lanes are given from now on carries out this node of a program with these segments."""
 
     def begins_micro_batch(self, number: int) -> None:
         """The lane computes this micro-batch of the segment from now on, counted from 0 (compute lane)."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from ..ir import nodes
+from ..ir.segments import Segment
 
 
-def label_of(node: fx.Node, segment: str) -> str:
-    """The label of a node of a program: its kind, and its segment if it has one."""
-    return f"{nodes.called(node).name} {segment}".rstrip()
+def label_of(node: fx.Node, segments: Sequence[Segment]) -> str:
+    """The label of a node of a program with these segments: its kind, and its segment if it has one."""
+    index = nodes.segment_of(node)
+    return nodes.called(node).name if index is None else f"{nodes.called(node).name} {segments[index].name}"
 
 
 def label_of_micro_batch(node: str, number: int) -> str:

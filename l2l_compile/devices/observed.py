@@ -5,12 +5,13 @@ Lanes hand everything on, and are the plain ones again behind `observe`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import fx
 
+from ..ir.segments import Segment
 from .device import Device, Lane
 from .labels import label_of
 
@@ -79,10 +80,10 @@ def observe(device: Device, observer: Observer) -> Iterator[None]:
     labels, lanes = _Labels(), device.lanes
     begins, begins_micro_batch, wait, synchronize = (getattr(device, name) for name in _REPLACED)
 
-    def observed_begins(node: fx.Node, segment: str) -> None:
-        labels.node = label_of(node, segment)
+    def observed_begins(node: fx.Node, segments: Sequence[Segment]) -> None:
+        labels.node = label_of(node, segments)
         observer.begins(labels.node)
-        begins(node, segment)
+        begins(node, segments)
 
     def observed_micro_batch(number: int) -> None:
         observer.begins_micro_batch(number)

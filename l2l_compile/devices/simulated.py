@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from ..ir.segments import Segment
 from ..memory.pages import Lease, PinnedMemory, Pool, _Buffer
 from ..timeline import CALLER, LANES, Piece, Timeline
 from .accelerator import Accelerator
@@ -237,8 +238,8 @@ class _InVirtualTime(Device):
     def now(self) -> float:
         return self.clocks.caller.now
 
-    def begins(self, node: fx.Node, segment: str) -> None:
-        self.node = self.clocks.label = label_of(node, segment)
+    def begins(self, node: fx.Node, segments: Sequence[Segment]) -> None:
+        self.node = self.clocks.label = label_of(node, segments)
         self.clocks.spend(self.machine.node)
 
     def begins_micro_batch(self, number: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -62,28 +62,28 @@ class Executor:
             elif node.target is nodes.fetch_weights and self.device.launches_first:
                 put_off.append(node)
             else:
-                read = [i for i, fetch in enumerate(put_off, 1) if fetch in node.all_input_nodes]
-                self._give(put_off, max(read, default=0), values)
+                if put_off:
+                    read = [i for i, fetch in enumerate(put_off, 1) if fetch in node.all_input_nodes]
+                    self._give_first(put_off, len(put_off) if node.op == "output" else max(read, default=0), values)
                 if node.op == "output":
-                    self._give(put_off, len(put_off), values)
                     return _resolved(node.args[0], values)
-                self._give([node], 1, values)
-                if nodes.runs_segment(node):
-                    self._give(put_off, len(put_off), values)
+                self._give(node, values)
+                if put_off and nodes.runs_segment(node):
+                    self._give_first(put_off, len(put_off), values)
         raise AssertionError("a program graph ends with its output")
 
-    def _give(self, waiting: list[fx.Node], count: int, values: dict[fx.Node, RuntimeValue]) -> None:
+    def _give_first(self, waiting: list[fx.Node], count: int, values: dict[fx.Node, RuntimeValue]) -> None:
         """Give the first nodes of those that wait to their lanes, in order: slabs rotate."""
         for node in waiting[:count]:
-            self.device.begins(node, self._segment_of(node))
-            self.device.accesses.begins(node.name)
-            handler = HANDLERS[cast(Callable, node.target)]
-            values[node] = handler(self, node, *(_resolved(argument, values) for argument in node.args))
+            self._give(node, values)
         del waiting[:count]
 
-    def _segment_of(self, node: fx.Node) -> str:
-        index = nodes.segment_of(node)
-        return self.segments[index].name if index is not None else ""
+    def _give(self, node: fx.Node, values: dict[fx.Node, RuntimeValue]) -> None:
+        """Give a node to its lane."""
+        self.device.begins(node, self.segments)
+        self.device.accesses.begins(node.name)
+        handler = HANDLERS[node.target]  # type: ignore[index]  # a call of the vocabulary
+        values[node] = handler(self, node, *(_resolved(argument, values) for argument in node.args))
 
     def submit(self, lane: str, reads: Sequence[RuntimeValue], fills: Sequence[RuntimeValue], work: Callable[[], Any]) -> None:
         """Queue work on a lane after the events of what it reads; it fills values."""

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import fx
 
 from l2l_compile.devices.device import Device, Lane
 from l2l_compile.ir import nodes
+from l2l_compile.ir.segments import Segment
 from l2l_compile.memory.pages import PinnedMemory
 
 from .cases import Case, Context, Report
@@ -125,7 +127,7 @@ class Refusing(Around):
         super().__init__(lane)
         self._device, self._backwards, self._done = device, 0, False
 
-    def begins(self, node: fx.Node, segment: str) -> None:
+    def begins(self, node: fx.Node, segments: Sequence[Segment]) -> None:
         self._backwards += node.target is nodes.backward
 
     def run(self, work: Work) -> None:
