@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def memory_of(tensor: torch.Tensor) -> int:
     """A number that two tensors have in common where their memory begins at the same address."""
     storage = tensor.untyped_storage()
-    return storage._cdata if storage.device.type == "meta" else storage.data_ptr()
+    return storage._cdata if isinstance(tensor, FakeTensor) else storage.data_ptr()
 
 
 def address(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where the first entry of a tensor is: the memory, and bytes into it."""
-    return memory_of(tensor), int(tensor.storage_offset()) * tensor.element_size()
+    """Where the first entry of a tensor is: equal for two tensors that begin there."""
+    if isinstance(tensor, FakeTensor):
+        return memory_of(tensor), int(tensor.storage_offset()) * tensor.element_size()
+    return tensor.data_ptr(), 0

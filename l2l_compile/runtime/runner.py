@@ -122,12 +122,11 @@ class Runner:
     def _part_of(self, arguments: Sequence, index: int, part: Part) -> torch.Tensor:
         """A slice of a parameter; the same tensor in every step, unless the parameter has moved."""
         whole = arguments[part.of]
-        if index in self._parts:
-            before, view = self._parts[index]
-            memory, start = address(whole)
-            if before is whole and address(view) == (memory, start + part.start * whole.element_size()):
-                return view
         view = part.view(whole)
+        if index in self._parts:
+            before, known = self._parts[index]
+            if before is whole and address(known) == address(view):
+                return known
         self._parts[index] = (whole, view)
         return view
 
