@@ -47,8 +47,8 @@ def cut_without_names(name: str, depth: int, monkeypatch) -> Compilation:
 @pytest.mark.parametrize("named", [True, False], ids=["names", "no names"])
 @pytest.mark.parametrize("name", MODELS)
 def test_no_segment_holds_two_layers_and_blocks_do_not_grow_with_depth(name, named, monkeypatch):
-    shallow, deep = (cut(name, depth) if named else cut_without_names(name, depth, monkeypatch) for depth in (4, 6))
-    assert layers_in_segments(MODELS[name](6), deep.segments) <= 1
+    shallow, deep = (cut(name, depth) if named else cut_without_names(name, depth, monkeypatch) for depth in (4, 8))
+    assert layers_in_segments(MODELS[name](8), deep.segments) <= 1
     assert len(deep.blocks) <= len(shallow.blocks)
     assert max(s.parameter_bytes for s in deep.segments) <= max(s.parameter_bytes for s in shallow.segments)
 
@@ -56,7 +56,7 @@ def test_no_segment_holds_two_layers_and_blocks_do_not_grow_with_depth(name, nam
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_exact_and_the_peak_does_not_grow_with_depth(name):
     peaks = []
-    for depth in (5, 7):  # deep enough for copies that overlap with compute to be at their most
+    for depth in (5, 9):  # deep enough for copies that overlap with compute to be at their most
         torch.manual_seed(0)
         pair = pair_of(MODELS[name](depth).double())
         pair.run(backward_of_loss, *inputs()).check()

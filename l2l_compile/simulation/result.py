@@ -21,6 +21,7 @@ class Simulation:
     stats              bytes moved, and the peak of device memory
     taken_bytes        most bytes of host memory for wires, stashes, gradients and staging
     pinned_bytes       of them, page-locked
+    steady             whether the step took as long as the one before; the seconds are those of one step among others if not
     """
 
     machine: Machine
@@ -28,10 +29,11 @@ class Simulation:
     stats: Stats
     taken_bytes: int
     pinned_bytes: int
+    steady: bool = True
 
     @property
     def seconds(self) -> float:
-        """Of a step, in the steady state."""
+        """Of the last step that was simulated."""
         return self.timeline.seconds
 
     @property
@@ -52,6 +54,8 @@ class Simulation:
 
     def __str__(self) -> str:
         lines = [f"simulated on {self.machine.name}: {self.seconds:.4g} s a step"]
+        if not self.steady:
+            lines.append("  no two steps in a row took as long: this is the last one")
         for lane in ORDER:
             lines.append(f"  {lane:8} {self.timeline.busy(lane):8.4g} s at work, {self.busy(lane):6.1%} of the step")
             lines += [f"    {gap}" for gap in self.gaps(lane)[:_SHOWN] if lane in LANES]

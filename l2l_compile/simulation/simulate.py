@@ -130,7 +130,6 @@ class _Training:
         updates = self.session.server.updates
         if state_bytes is not None and isinstance(updates, UpdatesBehindTheDevice) and isinstance(updates._step, CompiledStep):
             updates._step = OnePass(self.device.clocks, self.session.server.wires, state_bytes)  # type: ignore[assignment]
-        self.state_bytes = state_bytes or 0
 
     def simulation(self) -> Simulation:
         """Steps until one is like the one before; the last one."""
@@ -140,8 +139,8 @@ class _Training:
             self._start_peaks()
             self._step(compiled)
             times.append(self.device.now())
-        stats, timeline = self.session.stats, self.device.clocks.timeline(*times[-2:])
-        return Simulation(self.machine, timeline, stats, self.device.taken.peak, self.device.locked.peak)
+        stats, timeline, steady = self.session.stats, self.device.clocks.timeline(*times[-2:]), _is_steady(times)
+        return Simulation(self.machine, timeline, stats, self.device.taken.peak, self.device.locked.peak, steady)
 
     def _start_peaks(self) -> None:
         for ledger in (self.device.taken, self.device.locked):

@@ -17,6 +17,7 @@ from l2l_compile import Machine, OptionError, simulate
 from l2l_compile.devices.simulated import SimulatedStaging
 from l2l_compile.devices.staging import Staging
 from l2l_compile.devices.threaded import _Thread
+from l2l_compile.simulation import simulate as simulation
 from l2l_compile.simulation.block_times import MeasuredTimes
 from models import WIDTH, Shared, Stack, TwoHeads, UNet, loss_of, rows
 
@@ -195,3 +196,11 @@ def test_copies_through_the_ring_take_as_long_as_part_by_part(monkeypatch, pinne
     calls = []
     monkeypatch.setattr(SimulatedStaging, "send", lambda *arguments: calls.append(Staging.send(*arguments)))
     assert simulate(model, MACHINE, options)(x) == found and calls
+
+
+def test_a_step_that_differs_from_the_one_before_says_so(monkeypatch):
+    model, x, options = Stack(3), rows(6, dtype=torch.float32), {"micro_batches": 3}
+    assert simulate(model, MACHINE, options)(x).steady
+    monkeypatch.setattr(simulation, "_is_steady", lambda times: False)
+    found = simulate(model, MACHINE, options)(x)
+    assert not found.steady and "no two steps in a row took as long" in str(found)
