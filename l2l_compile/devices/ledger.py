@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ..memory.address import memory_of
-
 
 class Ledger:
-    """Counts each storage once, however many values are views of it. Safe to use from several lanes."""
+    """Counts each storage once, however many values are views of it. Safe to use from several lanes.
 
-    def __init__(self) -> None:
+    `key` gives a number of a storage, which two storages have in common where they are the same memory.
+    """
+
+    def __init__(self, key: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr) -> None:
+        self._key = key
         self._lock = threading.Lock()
         self._readers: dict[int, list] = {}
         self.held = self.peak = 0
@@ -26,11 +28,15 @@ class Ledger:
         """A program value holds these tensors from now on."""
         with self._lock:
             for tensor in tensors:
-                entry = self._readers.setdefault(memory_of(tensor), [0, 0])
-                entry[0] += 1
-                if entry[0] == 1:
-                    entry[1] = tensor.untyped_storage().nbytes()
-                    self.held += entry[1]
+                storage = tensor.untyped_storage()
+                key = self._key(storage)
+                entry = self._readers.get(key)
+                if entry is None:
+                    size = storage.nbytes()
+                    self._readers[key] = [1, size]
+                    self.held += size
+                else:
+                    entry[0] += 1
             self.peak = max(self.peak, self.held)
 
     def take(self, size: int) -> None:
@@ -54,7 +60,7 @@ class Ledger:
         gone = []
         with self._lock:
             for tensor in tensors:
-                key = memory_of(tensor)
+                key = self._key(tensor.untyped_storage())
                 entry = self._readers.get(key)
                 if entry is None:
                     continue

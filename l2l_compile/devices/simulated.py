@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from ..ir.segments import Segment
+from ..memory.address import memory_of_storage
 from ..memory.pages import Lease, PinnedMemory, Pool, _Buffer
 from ..timeline import CALLER, LANES, Piece, Timeline
 from .accelerator import Accelerator
@@ -288,7 +289,7 @@ class SimulatedDevice(_InVirtualTime, Accelerator):
 
     def __init__(self, machine: Machine, pinned_memory: int | None = None):
         self.torch_device, self.machine, self.clocks = HOST, machine, Clocks(machine)
-        self.ledger, self.taken, self.locked = Ledger(), Ledger(), Ledger()
+        self.ledger, self.taken, self.locked = (Ledger(memory_of_storage) for _ in range(3))
         pinned, thread = SimulatedMemory(pinned_memory, self.taken, self.locked), self.clocks
         pool = SimulatedPool(pinned, lambda event: event.time <= thread.thread.now)
         super().__init__({name: _SimulatedLane(self.clocks, name) for name in LANES}, pinned, pool)
@@ -311,7 +312,7 @@ class SimulatedHost(_InVirtualTime, CpuDevice):
     def __init__(self, machine: Machine):
         super().__init__()
         self.machine, self.clocks = machine, Clocks(machine)
-        self.taken, self.locked = Ledger(), Ledger()
+        self.ledger, self.taken, self.locked = (Ledger(memory_of_storage) for _ in range(3))
         self.lanes = {name: _SimulatedLane(self.clocks, name) for name in LANES}
         self.pinned = SimulatedMemory(0, self.taken, self.locked)
         self._pool = SimulatedPool(self.pinned)

@@ -8,8 +8,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 def memory_of(tensor: torch.Tensor) -> int:
     """A number that two tensors have in common where their memory begins at the same address."""
-    storage = tensor.untyped_storage()
-    return storage._cdata if isinstance(tensor, FakeTensor) else storage.data_ptr()
+    return memory_of_storage(tensor.untyped_storage())
+
+
+def memory_of_storage(storage: torch.UntypedStorage) -> int:
+    """`memory_of`, for the storage of a tensor: that of a fake tensor is on `meta`."""
+    return storage._cdata if storage.device.type == "meta" else storage.data_ptr()
 
 
 def address(tensor: torch.Tensor) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import mmap
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -151,12 +151,18 @@ class Pool:
 
     def _take_free(self, size: int) -> _Buffer | None:
         """The smallest free buffer of at least this size, unless it is far too large."""
-        for there in sorted(s for s in self._free if size <= s <= _WIDEST * size):
+        for there in self._sizes_for(size):
             for buffer in self._free[there]:
                 if self._is_free(buffer):
                     self._remove(buffer)
                     return buffer
         return None
+
+    def _sizes_for(self, size: int) -> Iterator[int]:
+        """Sizes of free buffers that this size may take, the smallest first."""
+        if size in self._free:
+            yield size
+        yield from sorted(s for s in self._free if size < s <= _WIDEST * size)
 
     def _drop_free(self, bound: int) -> None:
         """Give free buffers back to the system until the pool holds no more than so many bytes."""

@@ -20,6 +20,7 @@ from ..ir import nodes
 from ..ir.segments import Segment
 from ..ir.values import TensorSpec
 from ..memory.accesses import Place
+from .instructions import Instructions
 from .segment_run import run_backward, run_forward
 from .step import RuntimeValue, Step, bytes_of, copies
 from .streaming import GradientStream, OutputStream, StreamedGradient
@@ -47,43 +48,17 @@ class Executor:
         self.slab_places = [Place(f"weight slab {number}") for number in range(slabs)]
         self.next_slab = 0
 
-    def run(self, graph: fx.Graph, inputs: Sequence[RuntimeValue]) -> Any:
-        """Give every node to its lane; the values of the graph's output, in its structure. Does not wait for lanes.
-
-        On a device whose fetches may hold up the caller (`Device.launches_first`), fetches are given behind the next launch of a
-        segment: the device then has work while the host stages weights, or waits for their update.
-        """
-        values: dict[fx.Node, RuntimeValue] = {}
-        arrived = iter(inputs)
-        put_off: list[fx.Node] = []
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(arrived)
-            elif node.target is nodes.fetch_weights and self.device.launches_first:
-                put_off.append(node)
-            else:
-                if put_off:
-                    read = [i for i, fetch in enumerate(put_off, 1) if fetch in node.all_input_nodes]
-                    self._give_first(put_off, len(put_off) if node.op == "output" else max(read, default=0), values)
-                if node.op == "output":
-                    return _resolved(node.args[0], values)
-                self._give(node, values)
-                if put_off and nodes.runs_segment(node):
-                    self._give_first(put_off, len(put_off), values)
-        raise AssertionError("a program graph ends with its output")
-
-    def _give_first(self, waiting: list[fx.Node], count: int, values: dict[fx.Node, RuntimeValue]) -> None:
-        """Give the first nodes of those that wait to their lanes, in order: slabs rotate."""
-        for node in waiting[:count]:
-            self._give(node, values)
-        del waiting[:count]
-
-    def _give(self, node: fx.Node, values: dict[fx.Node, RuntimeValue]) -> None:
-        """Give a node to its lane."""
-        self.device.begins(node, self.segments)
-        self.device.accesses.begins(node.name)
-        handler = HANDLERS[node.target]  # type: ignore[index]  # a call of the vocabulary
-        values[node] = handler(self, node, *(_resolved(argument, values) for argument in node.args))
+    def run(self, instructions: Instructions, inputs: Sequence[RuntimeValue]) -> Any:
+        """Give every node to its lane; the values of the graph's output, in its structure. Does not wait for lanes."""
+        values = instructions.values(inputs)
+        device, segments = self.device, self.segments
+        for instruction in instructions.nodes:
+            node = instruction.node
+            device.begins(node, segments)
+            device.accesses.begins(node.name)
+            handler = HANDLERS[node.target]  # type: ignore[index]  # a call of the vocabulary
+            values[instruction.value] = handler(self, node, *instruction.operands(values))
+        return instructions.output(values)
 
     def submit(self, lane: str, reads: Sequence[RuntimeValue], fills: Sequence[RuntimeValue], work: Callable[[], Any]) -> None:
         """Queue work on a lane after the events of what it reads; it fills values."""
@@ -91,7 +66,8 @@ class Executor:
         for value in reads:
             if value.lane != lane and value.event is not None:
                 queue.wait(value.event)
-        queue.run(self.device.accesses.around(reads, fills, work))
+        accesses = self.device.accesses
+        queue.run(accesses.around(reads, fills, work) if accesses.watches else work)
         event = queue.record()
         for value in reads:
             if event is not None:
@@ -111,15 +87,6 @@ class Executor:
 
         self.submit("compute", (source,), (result,), work)
         return result
-
-
-def _resolved(argument: Any, values: dict[fx.Node, RuntimeValue]) -> Any:
-    """An argument with runtime values in the place of nodes."""
-    if isinstance(argument, fx.Node):
-        return values[argument]
-    if isinstance(argument, (tuple, list)):
-        return tuple(_resolved(a, values) for a in argument)
-    return argument
 
 
 # ---- copies -------------------------------------------------------------------------------------------------------------

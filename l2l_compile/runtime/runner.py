@@ -22,6 +22,7 @@ from ..memory.address import address, memory_of
 from ..memory.layout import aligned
 from ..options import Options
 from .executor import Executor
+from .instructions import instructions_of
 from .segment_run import lowerings
 from .stashes import Stashes, StashQueue
 from .step import BlockCheck, Host, RuntimeValue, Stats, Step
@@ -224,7 +225,8 @@ class Runner:
         try:
             with self.device.running(), ranges(self.device), torch.no_grad(), without_autocast(self.device.torch_device):
                 self.device.reserve_slabs(slabs, self._slab_bytes)
-                result = Executor(self.device, step, self.program.segments, slabs).run(graph, inputs)
+                instructions = instructions_of(graph, self.device.launches_first)
+                result = Executor(self.device, step, self.program.segments, slabs).run(instructions, inputs)
                 self.device.synchronize()
             return result
         except BaseException:

@@ -14,6 +14,7 @@ from l2l_compile.devices.registry import KINDS
 from l2l_compile.devices.threaded import ThreadedDevice
 from l2l_compile.ir import nodes
 from l2l_compile.runtime import executor
+from l2l_compile.runtime.instructions import edited
 from models import Layer, Shared, Stack, TwoHeads, UNet, assert_parity, compilation, compiled, loss_of, rows
 
 
@@ -136,6 +137,7 @@ def test_release_moved_early_gives_nan(threaded, what):
     run = graph.find_nodes(op="call_function", target=nodes.forward)[0]
     release = next(r for r in graph.find_nodes(op="call_function", target=nodes.release) if nodes.operands(r).x.target is what)
     run.prepend(release)
+    edited(graph)
     keep = executor.HANDLERS[nodes.release]
 
     def free_but_keep(run, node, x):

@@ -1,0 +1,109 @@
+"""A program graph made ready to be run many times: its nodes in the order in which they are given to their lanes.
+
+Values are numbered. An operand is a number, or a tuple of them, so that nothing of the graph is looked at during a step.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from ..ir import nodes
+
+Read = Callable[[list], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """A node, the number of its value, and what reads its operands out of all values."""
+
+    node: fx.Node
+    value: int
+    operands: Read
+
+
+class Instructions:
+    """The nodes of a graph in the order in which they are given to their lanes.
+
+    With `launches_first`, a fetch of weights is given behind the next launch of a segment, unless that segment reads it.
+
+    inputs    how many values come first: those of the placeholders, in order
+    nodes     the instructions
+    output    reads what the graph returns, in its structure
+    """
+
+    def __init__(self, graph: fx.Graph, launches_first: bool):
+        self._numbers: dict[fx.Node, int] = {}
+        self._values: list[Any] = []  # at the beginning: constants in their place
+        inputs = graph.find_nodes(op="placeholder")
+        *given, end = (node for node in graph.nodes if node.op != "placeholder")
+        for node in [*inputs, *given]:
+            self._numbers[node] = self._number(None)
+        self.inputs = len(inputs)
+        ordered = _launches_before_fetches(given) if launches_first else given
+        self.nodes = [Instruction(node, self._numbers[node], self._all(node.args)) for node in ordered]
+        self.output = self._read(end.args[0])
+
+    def values(self, inputs: Sequence[Any]) -> list[Any]:
+        """The values at the beginning of a run."""
+        values = self._values.copy()
+        values[: self.inputs] = inputs
+        return values
+
+    def _number(self, content: Any) -> int:
+        self._values.append(content)
+        return len(self._values) - 1
+
+    def _read(self, argument: Any) -> Read:
+        if isinstance(argument, (tuple, list)):
+            return self._all(argument)
+        number = self._numbers[argument] if isinstance(argument, fx.Node) else self._number(argument)
+        return operator.itemgetter(number)
+
+    def _all(self, arguments: Sequence[Any]) -> Read:
+        """Reads all of these arguments, as a tuple."""
+        if len(arguments) > 1 and not any(isinstance(argument, (tuple, list)) for argument in arguments):
+            numbers = [self._numbers[a] if isinstance(a, fx.Node) else self._number(a) for a in arguments]
+            return operator.itemgetter(*numbers)
+        reads = [self._read(argument) for argument in arguments]
+        return lambda values: tuple([read(values) for read in reads])
+
+
+_made: weakref.WeakKeyDictionary[fx.Graph, dict[bool, Instructions]] = weakref.WeakKeyDictionary()
+
+
+def instructions_of(graph: fx.Graph, launches_first: bool) -> Instructions:
+    """The instructions of a graph, made when they are first asked for. Who edits the graph behind that calls `edited`."""
+    known = _made.setdefault(graph, {})
+    if launches_first not in known:
+        known[launches_first] = Instructions(graph, launches_first)
+    return known[launches_first]
+
+
+def edited(graph: fx.Graph) -> None:
+    """A graph that may have run was changed: its instructions are made anew."""
+    _made.pop(graph, None)
+
+
+def _launches_before_fetches(given: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes in an order in which fetches stand behind the next launch that does not read them. Slabs rotate: fetches keep
+    their order among themselves."""
+    ordered: list[fx.Node] = []
+    put_off: list[fx.Node] = []
+    for node in given:
+        if node.target is nodes.fetch_weights:
+            put_off.append(node)
+            continue
+        read = [i for i, fetch in enumerate(put_off, 1) if fetch in node.all_input_nodes]
+        count = max(read, default=0)
+        ordered += [*put_off[:count], node]
+        del put_off[:count]
+        if nodes.runs_segment(node):
+            ordered += put_off
+            put_off.clear()
+    return ordered + put_off
