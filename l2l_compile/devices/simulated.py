@@ -207,8 +207,9 @@ class SimulatedPool(Pool):
     def _lease(self, buffer: _Buffer, size: int) -> Lease:
         return _SimulatedLease(buffer, size, self)  # type: ignore[return-value]  # the same interface
 
-    def _lease_of(self, tensor: torch.Tensor) -> Lease | None:
-        return getattr(tensor.untyped_storage(), "lease", None)
+    def _buffer_of(self, tensor: torch.Tensor) -> _Buffer | None:
+        lease = getattr(tensor.untyped_storage(), "lease", None)
+        return lease.buffer if lease is not None else None
 
 
 class _InVirtualTime(Device):

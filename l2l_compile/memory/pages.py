@@ -13,8 +13,7 @@ import itertools
 import mmap
 import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ import torch
 from ..errors import L2LError
 from ..units import format_bytes
 from .accesses import UNWATCHED, Order, Place, Unwatched
+from .address import memory_of
 
 _WIDEST = 8  # times what a tensor needs: a buffer that is larger still waits for one of its own size
 _SLACK = 1.1  # times what was needed at once
@@ -100,9 +100,9 @@ class Pool:
 
     def __init__(self, memory: PinnedMemory, is_done: Callable[[Any], bool] = lambda event: True):
         self._memory, self._is_done = memory, is_done
-        self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)  # by size, the one that has been free for longest first
+        self._free: dict[int, list[_Buffer]] = {}  # by size, the one that has been free for longest first
         self._guard = threading.RLock()  # a buffer may be given back at any moment, by the garbage collector
-        self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
+        self._leased: dict[int, _Buffer] = {}  # by address
         self._needed = self._most_needed = 0  # bytes that were asked for and are in use: now, and at most
         self._put_backs = itertools.count()
         self.size = 0
@@ -135,34 +135,33 @@ class Pool:
         return self._lease(found, size)
 
     def _lease(self, buffer: _Buffer, size: int) -> Lease:
-        lease = Lease.of(buffer, size, self)
-        self._leases[buffer.memory.data_ptr()] = lease
-        return lease
+        self._leased[buffer.address] = buffer
+        return Lease.of(buffer, size, self)
 
     def reads(self, tensor: torch.Tensor, event: Any) -> None:
         """A copy out of a tensor, if it is one of this pool, is done when the event has happened."""
-        lease = self._lease_of(tensor)
-        if lease is not None and event is not None:
-            lease.buffer.events.append(event)
-            self.accesses.read(lease.buffer.place)
+        buffer = self._buffer_of(tensor)
+        if buffer is not None and event is not None:
+            buffer.events.append(event)
+            self.accesses.read(buffer.place)
 
-    def _lease_of(self, tensor: torch.Tensor) -> Lease | None:
-        return self._leases.get(tensor.untyped_storage().data_ptr())
+    def _buffer_of(self, tensor: torch.Tensor) -> _Buffer | None:
+        return self._leased.get(tensor.untyped_storage().data_ptr())
 
     def _take_free(self, size: int) -> _Buffer | None:
         """The smallest free buffer of at least this size, unless it is far too large."""
-        for there in self._sizes_for(size):
-            for buffer in self._free[there]:
-                if self._is_free(buffer):
-                    self._remove(buffer)
-                    return buffer
-        return None
+        found = self._take_of_size(size)
+        if found is None:
+            larger = sorted(s for s in self._free if size < s <= _WIDEST * size)
+            found = next(filter(None, map(self._take_of_size, larger)), None)
+        return found
 
-    def _sizes_for(self, size: int) -> Iterator[int]:
-        """Sizes of free buffers that this size may take, the smallest first."""
-        if size in self._free:
-            yield size
-        yield from sorted(s for s in self._free if size < s <= _WIDEST * size)
+    def _take_of_size(self, size: int) -> _Buffer | None:
+        for buffer in self._free.get(size, ()):
+            if self._is_free(buffer):
+                self._remove(buffer)
+                return buffer
+        return None
 
     def _drop_free(self, bound: int) -> None:
         """Give free buffers back to the system until the pool holds no more than so many bytes."""
@@ -174,35 +173,38 @@ class Pool:
                 return
             if self._is_free(buffer):
                 self._remove(buffer)
-                self.size -= buffer.memory.numel()
+                self.size -= buffer.size
 
     def _is_free(self, buffer: _Buffer) -> bool:
-        return all(map(self._is_done, buffer.events))
+        return not buffer.events or all(map(self._is_done, buffer.events))
 
     def _remove(self, buffer: _Buffer) -> None:
-        size = buffer.memory.numel()
-        self._free[size].remove(buffer)
-        if not self._free[size]:
-            del self._free[size]
+        free = self._free[buffer.size]
+        free.remove(buffer)
+        if not free:
+            del self._free[buffer.size]
 
     def _put_back(self, buffer: _Buffer, needed: int) -> None:
         with self._guard:
             buffer.since = next(self._put_backs)
             self._needed -= needed
-            buffer.put_back = self.accesses.here()
-            self._free[buffer.memory.numel()].append(buffer)
+            if self.accesses.watches:
+                buffer.put_back = self.accesses.here()
+            self._leased.pop(buffer.address, None)
+            self._free.setdefault(buffer.size, []).append(buffer)
 
 
 class _Buffer:
     """Memory of the pool.
 
+    size      in bytes; `address` is where it begins
     events    copies out of it, or into it, that were begun
     since     when it was put back, in no unit
     put_back  what was done then
     """
 
     def __init__(self, memory: torch.Tensor):
-        self.memory = memory
+        self.memory, self.size, self.address = memory, memory.numel(), memory_of(memory)
         self.events: list[Any] = []
         self.since = 0
         self.put_back = Order()
@@ -219,7 +221,7 @@ class Lease(ctypes.Array):
 
     @staticmethod
     def of(buffer: _Buffer, needed: int, pool: Pool) -> Lease:
-        lease = _lease_of_size(needed).from_address(buffer.memory.data_ptr())
+        lease = _lease_of_size(needed).from_address(buffer.address)
         buffer.events = []
         lease.buffer, lease.needed, lease.pool = buffer, needed, pool
         return lease
