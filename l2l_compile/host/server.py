@@ -93,7 +93,7 @@ class ParameterServer:
 
         With update='at_step', every forward copies the wire anew: backward lets go of it where gradients take its place.
         """
-        owners = [step.arguments[i.owner] for i in segment.weights if i.kind == "parameter"]
+        owners = [step.given[i.owner] for i in segment.weights if i.kind == "parameter"]
         self.updates.wait(owners)
         self.device.accesses.read_parameters(owners)
         parameters = [
@@ -209,7 +209,7 @@ def _managed(step: Step, segment: Segment) -> dict[Input, Parameter]:
     if step.pending is None:
         return {}
     weights = zip(segment.weights, segment.block.weights, strict=True)
-    found = {w: step.arguments[w.owner] for w, spec in weights if w.index >= 0 and spec.differentiable}
+    found = {w: step.given[w.owner] for w, spec in weights if w.index >= 0 and spec.differentiable}
     return {w: p for w, p in found.items() if p in step.pending.parameters}
 
 
@@ -217,7 +217,7 @@ def _returns_gradients(step: Step) -> bool:
     """Whether a backward may have gradients for `p.grad`: they are waited for."""
     if step.pending is None:
         return True
-    return any(p.requires_grad and p not in step.pending.parameters for p in step.arguments if isinstance(p, Parameter))
+    return any(p.requires_grad and p not in step.pending.parameters for p in step.given if isinstance(p, Parameter))
 
 
 def _indices(segment: Segment) -> tuple[int, ...]:

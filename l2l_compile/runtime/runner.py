@@ -19,10 +19,11 @@ from ..ir.program import Program
 from ..ir.values import TensorSpec, dim_of, evaluate
 from ..lowering.lower import Lowering
 from ..memory.address import address, memory_of
-from ..memory.layout import aligned
 from ..options import Options
+from ..ranks.sharded import divided_as, local
 from .executor import Executor
 from .segment_run import lowerings
+from .slab import slab_bytes
 from .stashes import Stashes, StashQueue
 from .step import BlockCheck, Host, RuntimeValue, Stats, Step
 
@@ -73,8 +74,7 @@ class Runner:
             self._backwards[gradient_mask] = program.backward
         self._lowered: set[tuple] = set()  # sizes for which compilation has begun
         self._rebuild, self._started, self._waiting, self._check_blocks = rebuild, started, waiting, check
-        hints = self.captured.hints
-        self._slab_bytes = max((sum(aligned(w.bytes(hints)) for w in s.block.weights) for s in program.segments), default=0)
+        self._slab_bytes = slab_bytes(program.segments, self.captured.hints)
         self._argument_of = {i.node: i.index for i in self.captured.inputs}
         self._parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by index: a parameter, and its slice
         result = nodes.returned(program.forward.graph)
@@ -147,11 +147,13 @@ class Runner:
         self.stats = Stats()
         self.device.start_peak()
         captured = self.captured
-        inputs_seen = [*arguments, *(self._part_of(arguments, i.index, i.part) for i in captured.parts if i.part is not None)]
+        pieces = map(local, arguments)
+        inputs_seen = [*pieces, *(self._part_of(arguments, i.index, i.part) for i in captured.parts if i.part is not None)]
         for index in self._written:  # backward recomputes from what forward saw, not from what it wrote
             inputs_seen[index] = arguments[index].detach().clone()
         step = Step(
             inputs_seen,
+            arguments,
             captured.constants,
             captured.bindings(arguments),
             captured.batch,
@@ -160,6 +162,7 @@ class Runner:
             self.stats,
             self.server,
             check=self._check_blocks,
+            world=captured.world,
         )
         if (sizes := (to_train, *step.bindings.values())) not in self._lowered:
             self._lowered.add(sizes)
@@ -208,7 +211,7 @@ class Runner:
         found = {i: value.tensors[0] for i, value in zip(values, returned, strict=True) if value is not None and not value.absent}
         if scale != 1.0:
             found = {i: g / scale for i, g in found.items()}
-        found |= self.server.end_backward(step)
+        found |= {i: divided_as(g, step.given[i]) for i, g in self.server.end_backward(step).items()}
         self.stats.backward_seconds += self.device.now() - start
         self.stats.peak_device_bytes = max(self.stats.peak_device_bytes, self.device.peak_bytes())
         return found

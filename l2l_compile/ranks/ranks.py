@@ -1,0 +1,111 @@
+"""The ranks among which a model is divided: their process groups, one for each thread that talks to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import L2LError
+from . import collectives
+from .pieces import Pieces
+
+REDUCED_BYTES = 16 << 20  # of the buffer in which gradients are summed (ZeRO's C_B, arXiv 1910.02054, section 6.2)
+
+
+class Ranks:
+    """The ranks of a mesh of one dimension. What is called together has to be called by all of them, in the same order.
+
+    Three groups, so that collectives of different threads cannot meet: weights and gradients (the lane `comm`), the thread that
+    updates (`host`), and the caller (`control`).
+    """
+
+    def __init__(self, mesh: DeviceMesh):
+        self.size, self.rank = mesh.size(), mesh.get_local_rank()
+        self.device_group = mesh.get_group()
+        members = dist.get_process_group_ranks(self.device_group)
+        self.control_group, self.host_group = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
+
+    def check(self) -> None:
+        """Raises if a rank has failed."""
+
+    # ---- the lane comm -------------------------------------------------------------------------------------------------
+
+    def gather(self, whole: torch.Tensor) -> None:
+        """Complete a contiguous tensor, of which each rank has filled its own piece."""
+        piece = whole.view(self.size, -1)[self.rank]
+        if piece.numel():
+            collectives.all_gather(whole, piece, self.device_group, self.check)
+
+    def mean_pieces(self, gradients: Sequence[torch.Tensor | None], pieces: Sequence[Pieces]) -> list[torch.Tensor | None]:
+        """The mean over all ranks of each gradient, as far as it belongs to this rank, in float32 at least.
+
+        Gradients go through a buffer of constant size. Where one rank lacks a gradient, all do: they run the same program.
+        """
+        there = [(g, p) for g, p in zip(gradients, pieces, strict=True) if g is not None]
+        found: dict[int, torch.Tensor] = {}
+        for dtype in dict.fromkeys(torch.promote_types(g.dtype, torch.float32) for g, _ in there):
+            mine = [(g, p) for g, p in there if torch.promote_types(g.dtype, torch.float32) == dtype]
+            shared = [(g, p) for g, p in mine if p.replicated]
+            divided = [(g, p) for g, p in mine if not p.replicated]
+            found |= self._mean_shared([g for g, _ in shared], dtype) | self._mean_divided(divided, dtype)
+        return [None if g is None else found[id(g)] for g in gradients]
+
+    def _mean_shared(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """Of parameters that every rank has whole."""
+        if not gradients:
+            return {}
+        joined = torch.cat([g.reshape(-1).to(dtype) for g in gradients])
+        mean = collectives.sum_everywhere(joined, self.device_group, self.check) / self.size
+        parts = mean.split([g.numel() for g in gradients])
+        return {id(g): part.view(g.shape) for g, part in zip(gradients, parts, strict=True)}
+
+    def _mean_divided(self, gradients: Sequence[tuple[torch.Tensor, Pieces]], dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """The pieces of all gradients, one after another, are a row for each rank; the buffer takes a range of columns at a time."""
+        total = sum(p.entries for _, p in gradients)
+        if not total:
+            return {id(g): g.new_empty(p.shape_of(self.rank), dtype=dtype) for g, p in gradients}
+        width = min(total, max(1, REDUCED_BYTES // (self.size * dtype.itemsize)))
+        device = gradients[0][0].device
+        buffer = torch.zeros((self.size, width), dtype=dtype, device=device)
+        mine = torch.empty(total, dtype=dtype, device=device)
+        for first in range(0, total, width):
+            columns = buffer[:, : min(width, total - first)]
+            self._fill(columns, first, gradients)
+            rows = columns.contiguous()
+            mine[first : first + rows.shape[1]] = collectives.sum_to_owners(rows, self.device_group, self.check)
+        mine /= self.size
+        found, start = {}, 0
+        for gradient, piece in gradients:
+            shape = piece.shape_of(self.rank)
+            found[id(gradient)] = mine[start : start + torch.Size(shape).numel()].view(shape)
+            start += piece.entries
+        return found
+
+    def _fill(self, columns: torch.Tensor, first: int, gradients: Sequence[tuple[torch.Tensor, Pieces]]) -> None:
+        """Put the entries of each rank's row, from `first` on, into the buffer; padding is zero."""
+        start, end = 0, first + columns.shape[1]
+        columns.zero_()
+        for gradient, piece in gradients:
+            low, high = max(start, first), min(start + piece.entries, end)
+            if low < high:
+                flat = gradient.reshape(-1)
+                for rank in range(self.size):
+                    offset = rank * piece.entries - start
+                    part = flat[low + offset : high + offset]
+                    columns[rank, low - first : low - first + part.numel()] = part
+            start += piece.entries
+
+
+_known: dict[DeviceMesh, Ranks] = {}
+
+
+def ranks_of(mesh: DeviceMesh, make: bool = False) -> Ranks:
+    """The ranks of a mesh. Raises `L2LError` if `shard` has made none for it."""
+    if mesh not in _known:
+        if not make:
+            raise L2LError(f"a parameter is a DTensor on {mesh}, which l2l_compile.shard has not seen: divide the model with it")
+        _known[mesh] = Ranks(mesh)
+    return _known[mesh]
