@@ -34,7 +34,8 @@ def capture(gm: fx.GraphModule) -> Captured:
     """Describe Dynamo's graph module. Raises `DeviceError` when a tensor is not on the host."""
     inline_subgraphs(gm)
     dynamo.name_the_owner_self(gm.graph)
-    divided, world = make_whole(gm.graph)
+    divided, ranks = make_whole(gm.graph)
+    world = ranks if ranks is not None and ranks.size > 1 else None
     _refuse_data_dependence(gm.graph)
     simplify(gm.graph)
     settle_writes(gm.graph)

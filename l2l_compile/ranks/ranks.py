@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import L2LError
-from . import collectives
+from ..errors import L2LError, RankError
+from . import collectives as exchange
+from .announcements import Kind, Path, difference
+from .collectives import finish, own_store
 from .pieces import Pieces
+from .watch import Watch
 
+_TOLD = 4  # whole numbers beside a path
 REDUCED_BYTES = 16 << 20  # of the buffer in which gradients are summed (ZeRO's C_B, arXiv 1910.02054, section 6.2)
 
 
@@ -27,9 +32,58 @@ class Ranks:
         self.device_group = mesh.get_group()
         members = dist.get_process_group_ranks(self.device_group)
         self.control_group, self.host_group = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
+        self.forwards = self.steps = 0
+        self._watch: Watch | None = None
+
+    @property
+    def watch(self) -> Watch:
+        """Watches over the other ranks from the first use on."""
+        if self._watch is None:
+            name = "/".join(map(str, dist.get_process_group_ranks(self.device_group)))
+            self._watch = Watch(own_store(f"l2l/{name}"), self.rank, self.size)
+        return self._watch
 
     def check(self) -> None:
-        """Raises if a rank has failed."""
+        """Raises `RankError` if a rank has failed."""
+        self.watch.check()
+
+    def close(self) -> None:
+        """The process groups are gone."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def failed(self, error: BaseException) -> None:
+        """This rank has failed in the middle of something that all do together."""
+        self.watch.tell(error)
+
+    # ---- the caller ----------------------------------------------------------------------------------------------------
+
+    def announce(
+        self, kind: Kind, collectives: tuple[str, ...] = (), train: bool = False, told: Sequence[int] = ()
+    ) -> list[list[int]]:
+        """Begin something together; what each rank tells beside it, up to four whole numbers.
+
+        Raises `RankError` on every rank if one of them begins something else.
+        """
+        path = Path(kind, collectives, self.forwards, self.steps, train)
+        numbers = path.numbers()
+        mine = torch.tensor([*numbers, *told, *[0] * (_TOLD - len(told))])
+        gathered = mine.new_empty((self.size, len(mine)))
+        exchange.all_gather(gathered, mine, self.control_group, self._finish)
+        rows: list[list[int]] = gathered.tolist()
+        if any(row[: len(numbers)] != numbers for row in rows):
+            paths: list[Any] = [None] * self.size
+            dist.all_gather_object(paths, path, group=self.control_group)
+            raise RankError(difference(paths))
+        return [row[len(numbers) :] for row in rows]
+
+    def sum_on_host(self, values: Sequence[float]) -> list[float]:
+        """Sums over all ranks, in float64 and in their order: the same bits on each (host lane)."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        return exchange.sum_everywhere(mine, self.host_group, self._finish).tolist()
+
+    def _finish(self, work: dist.Work) -> None:
+        finish(work, self.check, self.watch.explain)
 
     # ---- the lane comm -------------------------------------------------------------------------------------------------
 
@@ -37,7 +91,7 @@ class Ranks:
         """Complete a contiguous tensor, of which each rank has filled its own piece."""
         piece = whole.view(self.size, -1)[self.rank]
         if piece.numel():
-            collectives.all_gather(whole, piece, self.device_group, self.check)
+            exchange.all_gather(whole, piece, self.device_group, self._finish)
 
     def mean_pieces(self, gradients: Sequence[torch.Tensor | None], pieces: Sequence[Pieces]) -> list[torch.Tensor | None]:
         """The mean over all ranks of each gradient, as far as it belongs to this rank, in float32 at least.
@@ -58,7 +112,7 @@ class Ranks:
         if not gradients:
             return {}
         joined = torch.cat([g.reshape(-1).to(dtype) for g in gradients])
-        mean = collectives.sum_everywhere(joined, self.device_group, self.check) / self.size
+        mean = exchange.sum_everywhere(joined, self.device_group, self._finish) / self.size
         parts = mean.split([g.numel() for g in gradients])
         return {id(g): part.view(g.shape) for g, part in zip(gradients, parts, strict=True)}
 
@@ -75,7 +129,7 @@ class Ranks:
             columns = buffer[:, : min(width, total - first)]
             self._fill(columns, first, gradients)
             rows = columns.contiguous()
-            mine[first : first + rows.shape[1]] = collectives.sum_to_owners(rows, self.device_group, self.check)
+            mine[first : first + rows.shape[1]] = exchange.sum_to_owners(rows, self.device_group, self._finish)
         mine /= self.size
         found, start = {}, 0
         for gradient, piece in gradients:
@@ -104,8 +158,11 @@ _known: dict[DeviceMesh, Ranks] = {}
 
 def ranks_of(mesh: DeviceMesh, make: bool = False) -> Ranks:
     """The ranks of a mesh. Raises `L2LError` if `shard` has made none for it."""
-    if mesh not in _known:
-        if not make:
-            raise L2LError(f"a parameter is a DTensor on {mesh}, which l2l_compile.shard has not seen: divide the model with it")
-        _known[mesh] = Ranks(mesh)
-    return _known[mesh]
+    known = _known.get(mesh)
+    if make and (known is None or known.device_group is not mesh.get_group()):  # torch.distributed may have begun anew
+        if known is not None:
+            known.close()
+        known = _known[mesh] = Ranks(mesh)
+    if known is None:
+        raise L2LError(f"a parameter is a DTensor on {mesh}, which l2l_compile.shard has not seen: divide the model with it")
+    return known

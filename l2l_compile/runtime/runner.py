@@ -16,10 +16,13 @@ from ..frontend.dynamo import graph_is_kept
 from ..ir import nodes
 from ..ir.captured import Captured, Part
 from ..ir.program import Program
+from ..ir.segments import Segment
 from ..ir.values import TensorSpec, dim_of, evaluate
 from ..lowering.lower import Lowering
 from ..memory.address import address, memory_of
 from ..options import Options
+from ..ranks.announcements import Kind
+from ..ranks.ranks import Ranks
 from ..ranks.sharded import divided_as, local
 from .executor import Executor
 from .segment_run import lowerings
@@ -167,6 +170,8 @@ class Runner:
         if (sizes := (to_train, *step.bindings.values())) not in self._lowered:
             self._lowered.add(sizes)
             self.lowering.ahead(lowerings(step, self.program, to_train))
+        if captured.world is not None:
+            self._announce_forward(captured.world, step, to_train)
         self.server.begin_forward(
             step, [a for a, i in zip(arguments, captured.inputs, strict=True) if i.kind == "parameter"], to_train
         )
@@ -201,6 +206,8 @@ class Runner:
         for position, gradient in zip(self._made, gradients, strict=True):
             mask[position] = gradient is not None
         module = self._backward_for(tuple(mask))
+        if step.world is not None:
+            step.world.announce(Kind.BACKWARD, collectives_of(module.graph, self.program.segments))
         self.server.begin_backward(step, module.graph, self.program.segments)
         scale = step.scale
         gradients = [g if g is None else g * scale for g in gradients] if scale != 1.0 else gradients
@@ -222,6 +229,16 @@ class Runner:
         module = self.program.backward = self._backwards[mask]
         return module
 
+    def _announce_forward(self, world: Ranks, step: Step, to_train: bool) -> None:
+        """Begin a forward together with the other ranks. Raises `RankError` and, for a rank without rows, `L2LError`."""
+        world.forwards += 1
+        collectives = collectives_of(self.program.forward.graph, self.program.segments)
+        rows = world.announce(Kind.FORWARD, collectives, to_train, (step.rows, len(step.sizes), step.base_seed()))
+        empty = [rank for rank, (count, *_) in enumerate(rows) if count == 0]
+        if empty:
+            raise L2LError(f"rank {empty[0]} has a batch of no rows: every rank needs one row at least (drop_last=True, or pad)")
+        step.seed = rows[0][2]
+
     def _run(self, graph: fx.Graph, step: Step, inputs: Sequence[RuntimeValue]) -> Any:
         slabs = self.options.prefetch + 1
         try:
@@ -230,10 +247,18 @@ class Runner:
                 result = Executor(self.device, step, self.program.segments, slabs).run(graph, inputs)
                 self.device.synchronize()
             return result
-        except BaseException:
+        except BaseException as error:
+            if step.world is not None:
+                step.world.failed(error)
             self.device.recover()
             self.server.recover(step)
             raise
+
+
+def collectives_of(graph: fx.Graph, segments: Sequence[Segment]) -> tuple[str, ...]:
+    """The collectives of a graph, in order."""
+    found = (node for node in graph.nodes if nodes.lane_of(node) == nodes.COMM)
+    return tuple(f"{nodes.called(n).name} {segments[nodes.operands(n).segment].name}" for n in found)
 
 
 class _Streamed(torch.autograd.Function):

@@ -207,6 +207,11 @@ class Step:
     def __post_init__(self) -> None:
         self.sizes = micro_batch_sizes(self.bindings[self.batch], self.micro_batches) if self.batch is not None else [1]
 
+    @property
+    def rows(self) -> int:
+        """Rows of the batch; 1 if the batch is not known."""
+        return self.bindings[self.batch] if self.batch is not None else 1
+
     def split(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
         """Slices of a whole value, contiguous; views where the batch is the first dimension."""
         return [self.part(tensor, spec, micro_batch).contiguous() for micro_batch in range(len(self.sizes))]
