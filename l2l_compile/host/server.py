@@ -16,6 +16,7 @@ from ..ir.captured import Input
 from ..ir.segments import Segment
 from ..memory.accesses import Unwatched
 from ..options import Options
+from ..ranks.sharded import divided_as
 from ..runtime.step import RuntimeValue, Stats, Step
 from .gradients import GradientMemory
 from .optimizer.at_step import UpdatesAtStep
@@ -97,7 +98,7 @@ class ParameterServer:
         self.updates.wait(owners)
         self.device.accesses.read_parameters(owners)
         parameters = [
-            (w, spec.dtype)
+            (w if i.pieces is None else step.given[i.index], spec.dtype)
             for w, spec, i in zip(weights, segment.block.weights, segment.weights, strict=True)
             if i.kind == "parameter"
         ]
@@ -181,7 +182,8 @@ class ParameterServer:
                 raise
             self.device.accesses.write(step.places[1])
         found, step.returned = step.returned, {}
-        step.stats.gradient_squares += self.updates.squares_of_returned(found.values())
+        returned = (divided_as(g, step.given[i]) for i, g in found.items())
+        step.stats.gradient_squares += self.updates.squares_of_returned(returned)
         return found
 
     def recover(self, step: Step) -> None:

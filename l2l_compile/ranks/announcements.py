@@ -14,7 +14,8 @@ class Kind(enum.IntEnum):
 
     FORWARD = 1
     BACKWARD = 2
-    STEP = 3
+    NORM = 3
+    STEP = 4
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Path:
         what = {
             Kind.FORWARD: f"begins forward {self.forwards}, {'to train' if self.train else 'without gradients'}",
             Kind.BACKWARD: f"begins a backward behind forward {self.forwards}",
+            Kind.NORM: f"sums the norm of the gradients of forward {self.forwards}",
             Kind.STEP: f"begins optimizer step {self.steps + 1}",
         }[self.kind]
         return f"{what}, after {self.steps} optimizer step{'s' * (self.steps != 1)}"

@@ -153,6 +153,16 @@ class Ranks:
             start += piece.entries
 
 
+def numbers_of(values: Sequence[float]) -> list[int]:
+    """Numbers in float64 as whole numbers with the same bits, to be told."""
+    return torch.tensor(values, dtype=torch.float64).view(torch.int64).tolist()
+
+
+def floats_of(numbers: Sequence[int]) -> list[float]:
+    """What `numbers_of` was given."""
+    return torch.tensor(numbers, dtype=torch.int64).view(torch.float64).tolist()
+
+
 _known: dict[DeviceMesh, Ranks] = {}
 
 

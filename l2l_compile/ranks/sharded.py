@@ -56,7 +56,7 @@ def _divided(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> nn.Paramet
         raise L2LError(f"parameter '{name}' is on {parameter.device}: leave the model on the host, or on meta")
     placement = Shard(0) if parameter.dim() else Replicate()
     divided = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [placement]), requires_grad=parameter.requires_grad)
-    divided.__dict__.update(parameter.__dict__)
+    divided.__dict__.update(attributes(parameter))
     return divided
 
 
@@ -91,6 +91,11 @@ def pieces_of(tensor: DTensor) -> Pieces:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The piece of this rank, the same object in every call; a tensor that is not divided as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def attributes(parameter: torch.Tensor) -> dict[str, Any]:
+    """What somebody has set on a parameter."""
+    return {name: value for name, value in parameter.__dict__.items() if name != "_is_param"}  # which is DTensor's
 
 
 def divided_as(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from steps import assert_same, divided, mean_of_eager, whole
 from torch import nn
 
 import l2l_compile
 from l2l_compile.ir import nodes
 from models import Stack
-from steps import assert_same, divided, mean_of_eager, whole
 
 FLOOR = 1e-10  # in float64
 
@@ -67,7 +67,7 @@ def each_gradient_is_the_mean(rank, world, kind, options):
     for number in range(2):
         model.zero_grad()
         loss(step, batch(rank, number)).backward()
-        expected = mean_of_eager(eager, [lambda m, r=r: loss(m, batch(r, number)) for r in range(world)])
+        expected = mean_of_eager(eager, [lambda m, r=r, number=number: loss(m, batch(r, number)) for r in range(world)])
         assert_same(whole(model, gradients=True), expected, FLOOR)
     (program,) = l2l_compile.programs(step)
     assert len(program.segments) >= 4
@@ -88,7 +88,7 @@ def updates_as_eager_does(rank, world):
     eager, model, step = divided(Stack(3).double(), world)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (eager, model)]
     for number in range(3):
-        expected = mean_of_eager(eager, [lambda m, r=r: m(numbers(r, number)).pow(2).mean() for r in range(world)])
+        expected = mean_of_eager(eager, [lambda m, r=r, number=number: m(numbers(r, number)).pow(2).mean() for r in range(world)])
         for name, parameter in eager.named_parameters():
             parameter.grad = expected[name]
         step(numbers(rank, number)).pow(2).mean().backward()
