@@ -21,6 +21,7 @@ from .inspection import programs, stats, synchronize
 from .ir.program import Program
 from .ir.segments import Block, Segment
 from .options import Options
+from .ranks.sharded import shard
 from .report import Report, explain
 from .runtime.step import Stats
 from .simulation.measure import measure_machine
@@ -53,6 +54,7 @@ __all__ = [
     "explain",
     "measure_machine",
     "programs",
+    "shard",
     "simulate",
     "stats",
     "synchronize",

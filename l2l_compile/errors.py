@@ -63,3 +63,7 @@ class VerifyError(L2LError):
     def __init__(self, rule: str, node: str, message: str):
         super().__init__(f"{rule}: node '{node}' {message}")
         self.rule, self.node, self.finding = rule, node, message
+
+
+class RankError(L2LError):
+    """A rank has failed, has ended or does not answer, or has taken another path than the others."""

@@ -29,6 +29,7 @@ class Fact(enum.StrEnum):
     PROGRAM = "program"
     STASHES_PLACED = "stashes_placed"
     PREFETCHED = "prefetched"
+    RANKS_PLACED = "ranks_placed"
     RELEASED = "released"
     UPDATES_PLACED = "updates_placed"
 

@@ -4,6 +4,9 @@ known_node        only nodes of the vocabulary, with the operands that it declar
 defined           a node reads only what stands before it
 lane              every operand is where its kind says, on the host or on the device
 weights           a segment runs on the weights that were fetched for it
+gathered          a segment whose weights are divided among ranks runs on a slab that was gathered, and the gather alone reads what
+                  was fetched; no other segment has collectives
+reduced_once      such a segment pushes gradients that were reduced, each bundle exactly once
 form              an inner-looped segment reads its batched operands split, another one whole; only the former streams gradients
 slabs             at most `prefetch` + 1 segments' weights are on the device at once
 alive             nothing is read after it was released
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Iterable
 
 from torch import fx
 
@@ -55,6 +59,9 @@ def verify_graph(graph: fx.Graph, compilation: Compilation, facts: frozenset[Fac
         _alive(graph)
         _released_once(graph)
     _pushed_once(graph, compilation)
+    if Fact.RANKS_PLACED in facts:
+        _gathered(graph, compilation)
+        _reduced_once(graph, compilation)
     _read(graph)
     if Fact.UPDATES_PLACED in facts:
         _updated(graph, compilation)
@@ -95,8 +102,11 @@ def _weights(node: fx.Node, segment: Segment) -> None:
     weights = nodes.operands(node).weights
     if not segment.block.weights:
         return
-    fetched = isinstance(weights, fx.Node) and weights.target is nodes.fetch_weights
-    if not fetched or nodes.operands(weights).segment != segment.index:
+    read = [weights]
+    if isinstance(weights, fx.Node) and weights.target is nodes.gather_weights:
+        read.append(nodes.operands(weights).slab)
+    fetched = isinstance(read[-1], fx.Node) and read[-1].target is nodes.fetch_weights
+    if not fetched or any(nodes.operands(slab).segment != segment.index for slab in read):
         raise VerifyError("weights", node.name, f"runs '{segment.name}' without the weights fetched for it")
 
 
@@ -130,12 +140,44 @@ def _slabs(graph: fx.Graph, slabs: int, position: dict[fx.Node, int]) -> None:
     events = []
     for node in graph.find_nodes(op="call_function", target=nodes.fetch_weights):
         if node.users:  # a slab is free after its release; before releases are placed, after its last reader
-            events += [(position[node], 1, node), (max(position[u] for u in node.users), -1, node)]
+            readers = {reader for user in node.users for reader in (user, *_readers_of_slab(user))}
+            events += [(position[node], 1, node), (max(position[u] for u in readers), -1, node)]
     taken = 0
     for _, change, node in sorted(events, key=lambda e: e[:2]):
         taken += change
         if taken > slabs:
             raise VerifyError("slabs", node.name, f"needs slab {taken} of {slabs}")
+
+
+def _readers_of_slab(node: fx.Node) -> Iterable[fx.Node]:
+    """What reads a slab behind the gather that has completed it."""
+    return node.users if node.target is nodes.gather_weights else ()
+
+
+def _gathered(graph: fx.Graph, compilation: Compilation) -> None:
+    for node in graph.find_nodes(op="call_function", target=nodes.fetch_weights):
+        segment = compilation.segments[nodes.operands(node).segment]
+        gathers = [user for user in node.users if user.target is nodes.gather_weights]
+        if len(gathers) != int(segment.divided):
+            raise VerifyError("gathered", node.name, f"of '{segment.name}' is gathered {len(gathers)} times")
+        if gathers and len(node.users) > 1:
+            raise VerifyError("gathered", node.name, f"of '{segment.name}' is read before it is gathered")
+        if any(nodes.operands(gather).segment != segment.index for gather in gathers):
+            raise VerifyError("gathered", gathers[0].name, f"gathers the slab of '{segment.name}' as that of another segment")
+
+
+def _reduced_once(graph: fx.Graph, compilation: Compilation) -> None:
+    counted = Counter(nodes.operands(n).gradients for n in graph.find_nodes(op="call_function", target=nodes.reduce_gradients))
+    for node in graph.find_nodes(op="call_function", target=nodes.push_gradients):
+        index, pushed = nodes.operands(node)
+        segment, is_reduced = compilation.segments[index], pushed.target is nodes.reduce_gradients
+        if is_reduced != segment.divided:
+            how = "without a reduction over the ranks" if segment.divided else "reduced over ranks, among which it is not divided"
+            raise VerifyError("reduced_once", node.name, f"pushes the gradients of '{segment.name}' {how}")
+        if is_reduced and (counted.pop(nodes.operands(pushed).gradients) != 1 or nodes.operands(pushed).segment != index):
+            raise VerifyError("reduced_once", pushed.name, f"does not reduce the gradients of '{segment.name}' exactly once")
+    if counted:
+        raise VerifyError("reduced_once", next(iter(counted)).name, "is reduced, and not pushed")
 
 
 def _alive(graph: fx.Graph) -> None:

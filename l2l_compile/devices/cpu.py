@@ -10,7 +10,7 @@ import torch
 
 from ..memory.heap import apart_from_the_heap
 from ..memory.pages import Pool, unlocked
-from .device import LANES, Device, DeviceKind, HostWeights, Lane
+from .device import LANES, Device, DeviceKind, HostWeights, Lane, Piece
 from .host import HOST, half_of_the_cores
 from .ledger import Ledger
 
@@ -44,12 +44,23 @@ class CpuDevice(Device):
         self.torch_device = HOST
         self.lanes = dict.fromkeys(LANES, _Inline())
         self.ledger = Ledger()
+        self._slabs: list[torch.Tensor] = []
         self.pinned = unlocked()  # nothing is copied by itself
         self._pool = Pool(self.pinned)
 
     def reserve_slabs(self, count: int, size: int) -> None:
         if count == 0:
             self.ledger.clear()
+        if len(self._slabs) != count or not count:
+            self._slabs = [torch.empty(0, dtype=torch.uint8)] * count  # until a slab takes pieces: nothing else needs one
+
+    def load_pieces(self, slab: int, pieces: Sequence[Piece], size: int) -> torch.Tensor:
+        if self._slabs[slab].numel() < size:
+            self._slabs[slab] = torch.empty(size, dtype=torch.uint8)
+        for piece in pieces:
+            flat = piece.tensor.detach().reshape(-1).view(torch.uint8)
+            self._slabs[slab][piece.start : piece.start + flat.numel()] = flat
+        return self._slabs[slab][:size]
 
     def load_weights(self, slab: int, wire: HostWeights | None, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [*(wire.views if wire is not None else ()), *(_alone(w.detach().contiguous()) for w in weights)]

@@ -13,7 +13,7 @@ import torch
 
 from ..memory.pages import PinnedMemory, Pool
 from .accelerator import Accelerator
-from .device import DeviceKind, Lane
+from .device import LANES, DeviceKind, Lane
 
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
@@ -46,7 +46,7 @@ class CudaDevice(Accelerator):
         self.torch_device = device
         lock, unlock = functools.partial(_page_lock, device), functools.partial(_page_unlock, device)
         pinned = PinnedMemory(pinned_memory, lock, unlock)
-        lanes = {name: _Stream(device) for name in ("compute", "h2d", "d2h")}
+        lanes = {name: _Stream(device) for name in LANES}
         super().__init__(lanes, pinned, Pool(pinned, lambda event: event.query()))
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The interface between the executor and a device: three lanes with events, copies, and weight slabs.
+"""The interface between the executor and a device: four lanes with events, copies, and weight slabs.
 
 A *lane* runs what it is given in order; different lanes run at the same time and meet only at events. The executor
 says which lane does what and which events it waits for; a device says how. Memory of values is taken and given back
@@ -24,7 +24,7 @@ from ..memory.layout import aligned
 from ..memory.pages import PinnedMemory, Pool, unlocked
 from .staging import Staging
 
-LANES = ("compute", "h2d", "d2h")
+LANES = ("compute", "h2d", "d2h", "comm")
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,15 @@ class HostWeights(Protocol):
         """The weights as views of another buffer with this layout."""
 
 
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A contiguous host tensor on its way into a slab: where to, in bytes, and whether the device can copy from it directly."""
+
+    tensor: torch.Tensor
+    start: int
+    pinned: bool
+
+
 class Device(ABC):
     """Lanes, copies and slabs. Copies are called inside of `Lane.run` on the lane that the vocabulary names.
 
@@ -128,6 +137,17 @@ class Device(ABC):
             loaded.append(part.view(weight.dtype).view(weight.shape))
             offset += aligned(part.numel())
         return loaded
+
+    def load_pieces(self, slab: int, pieces: Sequence[Piece], size: int) -> torch.Tensor:
+        """Copy host tensors into a slab, each to its place; the first `size` bytes of the slab, uint8 (h2d lane)."""
+        target = self._slabs[slab]
+        for piece in pieces:
+            part = target[piece.start : piece.start + piece.tensor.numel() * piece.tensor.element_size()]
+            if piece.pinned:
+                part.copy_(piece.tensor.view(-1).view(torch.uint8), non_blocking=True)
+            elif part.numel():
+                self._staging.send(piece.tensor, part)
+        return target[:size]
 
     @abstractmethod
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:

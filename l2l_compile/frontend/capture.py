@@ -23,6 +23,7 @@ from ..ir.values import TensorSpec, dim_of
 from . import dynamo
 from .indices import IndexCheck
 from .inline import inline_subgraphs
+from .shards import make_whole
 from .simplify import simplify
 from .stacked import take_slices_apart
 from .views import take_views
@@ -33,11 +34,13 @@ def capture(gm: fx.GraphModule) -> Captured:
     """Describe Dynamo's graph module. Raises `DeviceError` when a tensor is not on the host."""
     inline_subgraphs(gm)
     dynamo.name_the_owner_self(gm.graph)
+    divided, ranks = make_whole(gm.graph)
+    world = ranks if ranks is not None and ranks.size > 1 else None
     _refuse_data_dependence(gm.graph)
     simplify(gm.graph)
     settle_writes(gm.graph)
     _check_on_host(gm)
-    inputs = tuple(_describe(i, n) for i, n in enumerate(gm.graph.find_nodes(op="placeholder")))
+    inputs = tuple(replace(_describe(i, n), pieces=divided.get(n)) for i, n in enumerate(gm.graph.find_nodes(op="placeholder")))
     batch, why_static = _batch_symbol(inputs)
     inputs = with_states([_functional_weight(i, batch) for i in inputs], gm.graph)
     views = take_views(gm.graph, inputs)
@@ -62,6 +65,8 @@ def capture(gm: fx.GraphModule) -> Captured:
         break_reason=dynamo.graph_break(gm),
         parts=parts,
         views=views,
+        ranks=world.size if world is not None else 1,
+        world=world,
     )
     _lift_constants(captured)
     captured.indices = IndexCheck(captured)

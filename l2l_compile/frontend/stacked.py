@@ -32,7 +32,7 @@ def take_slices_apart(graph: fx.Graph, inputs: tuple[Input, ...]) -> tuple[Input
     """Give each slice of a stacked parameter a node of its own; these as inputs of kind "parameter", behind the others."""
     found: list[Input] = []
     for whole in inputs:
-        if whole.kind == "parameter":
+        if whole.kind == "parameter" and whole.pieces is None:  # a slice of it is no slice of its pieces
             found += _slices(graph, whole, len(inputs) + len(found))
     return tuple(found)
 

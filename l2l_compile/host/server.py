@@ -16,6 +16,7 @@ from ..ir.captured import Input
 from ..ir.segments import Segment
 from ..memory.accesses import Unwatched
 from ..options import Options
+from ..ranks.sharded import divided_as
 from ..runtime.step import RuntimeValue, Stats, Step
 from .gradients import GradientMemory
 from .optimizer.at_step import UpdatesAtStep
@@ -93,11 +94,11 @@ class ParameterServer:
 
         With update='at_step', every forward copies the wire anew: backward lets go of it where gradients take its place.
         """
-        owners = [step.arguments[i.owner] for i in segment.weights if i.kind == "parameter"]
+        owners = [step.given[i.owner] for i in segment.weights if i.kind == "parameter"]
         self.updates.wait(owners)
         self.device.accesses.read_parameters(owners)
         parameters = [
-            (w, spec.dtype)
+            (w if i.pieces is None else step.given[i.index], spec.dtype)
             for w, spec, i in zip(weights, segment.block.weights, segment.weights, strict=True)
             if i.kind == "parameter"
         ]
@@ -181,7 +182,8 @@ class ParameterServer:
                 raise
             self.device.accesses.write(step.places[1])
         found, step.returned = step.returned, {}
-        step.stats.gradient_squares += self.updates.squares_of_returned(found.values())
+        returned = (divided_as(g, step.given[i]) for i, g in found.items())
+        step.stats.gradient_squares += self.updates.squares_of_returned(returned)
         return found
 
     def recover(self, step: Step) -> None:
@@ -209,7 +211,7 @@ def _managed(step: Step, segment: Segment) -> dict[Input, Parameter]:
     if step.pending is None:
         return {}
     weights = zip(segment.weights, segment.block.weights, strict=True)
-    found = {w: step.arguments[w.owner] for w, spec in weights if w.index >= 0 and spec.differentiable}
+    found = {w: step.given[w.owner] for w, spec in weights if w.index >= 0 and spec.differentiable}
     return {w: p for w, p in found.items() if p in step.pending.parameters}
 
 
@@ -217,7 +219,7 @@ def _returns_gradients(step: Step) -> bool:
     """Whether a backward may have gradients for `p.grad`: they are waited for."""
     if step.pending is None:
         return True
-    return any(p.requires_grad and p not in step.pending.parameters for p in step.arguments if isinstance(p, Parameter))
+    return any(p.requires_grad and p not in step.pending.parameters for p in step.given if isinstance(p, Parameter))
 
 
 def _indices(segment: Segment) -> tuple[int, ...]:

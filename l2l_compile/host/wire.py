@@ -10,6 +10,7 @@ import torch
 from ..memory.address import address
 from ..memory.layout import aligned
 from ..memory.pages import PinnedMemory
+from ..ranks.sharded import local
 from .gradients import GradientMemory
 
 _STRIDE = 251  # prime: entries that far apart fall into every column of a matrix, and into every run of 251 entries
@@ -20,7 +21,7 @@ class Wire:
 
     buffer   uint8
     pinned   whether the device can copy from it directly
-    views    the copies, one per parameter, in the order given
+    views    the copies, one per parameter, in the order given; of one that is divided among ranks, of this rank's piece
 
     spare   where there is memory if none can be page-locked, which the wire gives back when it goes
     """
@@ -33,13 +34,15 @@ class Wire:
         spare: GradientMemory | None = None,
     ):
         self.parameters = tuple(parameters)
-        sizes = [p.numel() * dtype.itemsize for p, dtype in zip(parameters, dtypes, strict=True)]
+        pieces = [local(p) for p in parameters]
+        sizes = [p.numel() * dtype.itemsize for p, dtype in zip(pieces, dtypes, strict=True)]
+        self.shapes = [p.shape for p in pieces]
         self.spans, end = [], 0
         for size in sizes:
             self.spans.append((end, end + size))
             end += aligned(size)
         if spare is not None and end and not memory.has_room(end):
-            self.buffer, self.pinned = spare.wire(parameters, end), False
+            self.buffer, self.pinned = spare.wire(pieces, end), False
         else:
             self.buffer, self.pinned = memory.take(end, "the weights that cross the link")
         self.dtypes = tuple(dtypes)
@@ -49,8 +52,8 @@ class Wire:
     def in_slab(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """The parameters as views of a buffer with this layout."""
         return [
-            slab[start:end].view(dtype).view(p.shape)
-            for p, dtype, (start, end) in zip(self.parameters, self.dtypes, self.spans, strict=True)
+            slab[start:end].view(dtype).view(shape)
+            for shape, dtype, (start, end) in zip(self.shapes, self.dtypes, self.spans, strict=True)
         ]
 
     def refresh(self, generation: int) -> None:
@@ -87,13 +90,14 @@ class Copy:
         self.generation = generation
         if self._written and self.unchanged() and self._same_sample(generation):
             return
-        self.view.copy_(self.parameter.detach())
+        self.view.copy_(local(self.parameter).detach())
         self._of, self._written = _identity(self.parameter), False
 
     def _same_sample(self, generation: int) -> bool:
-        stride = _STRIDE if self.parameter.numel() > 16 * _STRIDE else 1
+        parameter = local(self.parameter).detach()
+        stride = _STRIDE if parameter.numel() > 16 * _STRIDE else 1
         entries = slice(generation % stride, None, stride)
-        return torch.equal(self.view.view(-1)[entries], self.parameter.detach().view(-1)[entries].to(self.view.dtype))
+        return torch.equal(self.view.view(-1)[entries], parameter.view(-1)[entries].to(self.view.dtype))
 
 
 class Wires:
@@ -146,9 +150,10 @@ class Wires:
             return
         for copy in self._copies[parameter]:
             if copy is not latest:
-                copy.view.copy_(latest.view if latest.view.dtype is copy.view.dtype else parameter.detach())
+                copy.view.copy_(latest.view if latest.view.dtype is copy.view.dtype else local(parameter).detach())
             copy.written()
 
 
 def _identity(parameter: torch.Tensor) -> tuple[int, ...]:
-    return parameter._version, *address(parameter)
+    piece = local(parameter)
+    return parameter._version, piece._version, *address(piece)

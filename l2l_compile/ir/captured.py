@@ -10,6 +10,8 @@ import sympy
 import torch
 from torch import fx
 
+from ..ranks.pieces import Pieces
+from ..ranks.ranks import Ranks
 from .values import Bindings, Dim, TensorSpec, evaluate
 
 LOSS_TERM = "loss_term"  # in the meta of a node that stands for what rows contribute to a loss: never rounded to 16 bits
@@ -36,6 +38,7 @@ class Input:
             "value" or "symbol"
     index   its place among the arguments of a call, and behind them for a part
     part    which part of a parameter it is; None for an argument
+    pieces  how it is divided among ranks; None if every rank has it for itself
     """
 
     index: int
@@ -43,6 +46,7 @@ class Input:
     name: str
     kind: str
     part: Part | None = None
+    pieces: Pieces | None = None
 
     @property
     def is_weight(self) -> bool:
@@ -102,6 +106,8 @@ class Captured:
     dropped      outputs that are not made, by position: there is None in their place
     views        outputs that are views of an argument or of another output, by position: there is None in their place as well
     indices      checks the indices in the arguments of a call, for these sizes; None if none was made
+    ranks        among how many ranks the parameters are divided
+    world        those ranks; None for one rank, and in a program that was parsed
     """
 
     graph: fx.Graph
@@ -121,6 +127,8 @@ class Captured:
     views: dict[int, View] = field(default_factory=dict)
     parts: tuple[Input, ...] = ()
     indices: Callable[[Sequence, Bindings], None] | None = None
+    ranks: int = 1
+    world: Ranks | None = None
 
     @property
     def weights(self) -> tuple[Input, ...]:

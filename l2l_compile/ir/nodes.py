@@ -22,7 +22,7 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
-COMPUTE, H2D, D2H, HOST, NONE = "compute", "h2d", "d2h", "host", "none"
+COMPUTE, H2D, D2H, COMM, HOST, NONE = "compute", "h2d", "d2h", "comm", "host", "none"
 
 
 class SegmentIndex:
@@ -59,6 +59,7 @@ class Result(enum.Enum):
     HOST = "a value on the host"
     SEVERAL = "a tuple of values, of which `getitem` picks one"
     KEPT = "the value that it reads, which stays on the device for backward"
+    TAKEN = "the memory of what it reads, which is released in its place"
     DONE = "no value: others may wait until it is done"
     NOTHING = "no value"
 
@@ -174,6 +175,12 @@ def fetch_weights(segment: SegmentIndex, after: Done | None = None):
     _not_run("fetch_weights")
 
 
+@operation(COMM, Result.TAKEN)
+def gather_weights(segment: SegmentIndex, slab: OnDevice):
+    """Complete a slab, of which the fetch has brought this rank's pieces, with those of all ranks, in place; asynchronous."""
+    _not_run("gather_weights")
+
+
 @operation(COMPUTE, Result.SEVERAL)
 def forward(
     segment: SegmentIndex, weights: OnDevice | None, values: tuple[OnDevice, ...], streamed_outputs: tuple[int, ...] = ()
@@ -226,6 +233,12 @@ def backward(
 def accumulate(a: OnDevice, b: OnDevice):
     """The sum of two gradients of one value, in the form of the first."""
     _not_run("accumulate")
+
+
+@operation(COMM, Result.DEVICE)
+def reduce_gradients(segment: SegmentIndex, gradients: OnDevice):
+    """The mean over all ranks of a segment's weight gradients, as far as it belongs to this rank's pieces; asynchronous."""
+    _not_run("reduce_gradients")
 
 
 @operation(D2H, Result.DONE)
@@ -312,17 +325,23 @@ def on_host(node: fx.Node) -> bool:
     return node.meta.get("host", False) or (word is not None and word.result is Result.HOST)
 
 
+def _result_of(node: fx.Node) -> Result | None:
+    word = operation_of(node)
+    return word.result if word is not None else None
+
+
 def holds_device_memory(node: fx.Node) -> bool:
     """Whether a node stands for memory of the device that must be released."""
     if on_host(node) or node.op == "output":
         return False
-    word = operation_of(node)
-    return node.op == "placeholder" or (word is not None and word.result is Result.DEVICE)
+    if any(_result_of(user) is Result.TAKEN for user in node.users):
+        return False
+    return node.op == "placeholder" or _result_of(node) in (Result.DEVICE, Result.TAKEN)
 
 
 def is_kept(node: fx.Node) -> bool:
     """Whether a value of the device stays there for backward: the graph that makes it does not release it."""
-    return any((word := operation_of(user)) is not None and word.result is Result.KEPT for user in node.users)
+    return any(_result_of(user) is Result.KEPT for user in node.users)
 
 
 def reads(node: fx.Node, kind: type) -> list[fx.Node]:

@@ -24,7 +24,7 @@ from .segments import Block, Segment
 from .values import Bindings, Dim, TensorSpec, find_batch
 
 _BLOCK = re.compile(r"  (?P<name>\S+)\s+x(?P<repeats>\d+)\s+(?P<how>inner loop|whole batch: (?P<reason>.*))")
-_NODE = re.compile(r"  (?P<call>.+?)\s\s+(?P<lane>compute|h2d|d2h|host|device|none)\b\s*(?P<right>.*)")
+_NODE = re.compile(r"  (?P<call>.+?)\s\s+(?P<lane>compute|h2d|d2h|comm|host|device|none)\b\s*(?P<right>.*)")
 _VALUE = re.compile(r"(?P<value>[^:]+): (?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?P<flags>(?:, [\w ]+?)*)  (?P<bytes>.+)")
 _SIZE = re.compile(r"(?P<symbol>\w+) = (?P<value>\d+)(?P<batch> \(batch\))?")
 _TOKEN = re.compile(
@@ -43,6 +43,7 @@ class Parsed:
     inputs: tuple[str, ...]
     bindings: Bindings
     batch: sympy.Symbol | None
+    ranks: int
 
 
 def parse(printed: str) -> Parsed:
@@ -73,6 +74,7 @@ class _Parser:
     def parse(self) -> Parsed:
         sections = self._sections()
         self._sizes(sections.pop("sizes", []))
+        ranks = self._ranks(sections.pop("ranks", []))
         self._blocks(sections.pop("blocks", []))
         if "forward" not in sections:
             raise ParseError(len(self.lines), "a program has a section 'forward:'")
@@ -82,18 +84,25 @@ class _Parser:
             self.graphs[title] = _Graph(self, body, output).graph
         self._describe_blocks()
         return Parsed(
-            self.graphs, tuple(self.blocks.values()), tuple(self.segments.values()), tuple(self.inputs), self.bindings, self.batch
+            self.graphs,
+            tuple(self.blocks.values()),
+            tuple(self.segments.values()),
+            tuple(self.inputs),
+            self.bindings,
+            self.batch,
+            ranks,
         )
 
     def _sections(self) -> dict[str, list[tuple[int, str]]]:
-        """The lines below each heading; `sizes` is a heading and a line in one."""
+        """The lines below each heading; `ranks` and `sizes` are a heading and a line in one."""
         found: dict[str, list[tuple[int, str]]] = {}
         current: list[tuple[int, str]] | None = None
         for number, line in self.lines:
             if not line.strip():
                 continue
-            if line.startswith("sizes: "):
-                found["sizes"] = [(number, line.removeprefix("sizes: "))]
+            if line.startswith(("sizes: ", "ranks: ")):
+                heading, _, rest = line.partition(": ")
+                found[heading] = [(number, rest)]
             elif not line.startswith(" "):
                 title = line.rstrip().removesuffix(":")
                 if title not in ("blocks", "forward", "backward") or not line.rstrip().endswith(":"):
@@ -114,6 +123,13 @@ class _Parser:
                 symbol = sympy.Symbol(match["symbol"], positive=True, integer=True)
                 self.bindings[symbol] = int(match["value"])
                 self.batch = symbol if match["batch"] else self.batch
+
+    def _ranks(self, lines: Sequence[tuple[int, str]]) -> int:
+        for number, line in lines:
+            if not line.strip().isdigit():
+                raise ParseError(number, f"expected a number of ranks, got {line!r}")
+            return int(line)
+        return 1
 
     def _blocks(self, lines: Sequence[tuple[int, str]]) -> None:
         for number, line in lines:
@@ -163,8 +179,18 @@ class _Parser:
                     self._describe(self.segment_at(nodes.operands(node).segment).block, node)
         for graph in self.graphs.values():
             for node in graph.nodes:
-                if "bytes" in node.meta:
+                if "bytes" in node.meta and not self._is_of_pieces(node):
                     self._weigh(self.segment_at(nodes.operands(node).segment).block, node.target, node.meta.pop("bytes"))
+
+    def _is_of_pieces(self, node: fx.Node) -> bool:
+        """Whether a node moves this rank's pieces of a segment, whose whole weights are named elsewhere."""
+        segment = self.segment_at(nodes.operands(node).segment)
+        segment.divided = (
+            segment.divided
+            or node.target in (nodes.gather_weights, nodes.reduce_gradients)
+            or any(user.target is nodes.gather_weights for user in node.users)
+        )
+        return segment.divided and node.target in (nodes.fetch_weights, nodes.push_gradients)
 
     def segment_at(self, index: int) -> Segment:
         return list(self.segments.values())[index]
@@ -180,8 +206,9 @@ class _Parser:
 
     def _weigh(self, block: Block, target: Any, size: int) -> None:
         """Stand-ins for a block's weights: one that is trained, and one for the rest, as long as the text says."""
-        trained = size if target is nodes.push_gradients else block.gradient_bytes({})
-        whole = size if target is nodes.fetch_weights else max(block.weight_bytes({}), trained)
+        is_of_gradients = target in (nodes.push_gradients, nodes.reduce_gradients)
+        trained = size if is_of_gradients else block.gradient_bytes({})
+        whole = max(block.weight_bytes({}), trained) if is_of_gradients else size
         specs = (
             TensorSpec((trained,), torch.float8_e4m3fn, requires_grad=True),
             TensorSpec((whole - trained,), torch.uint8),
@@ -277,7 +304,7 @@ class _Graph:
             node.meta.update(value=match["value"], spec=self.parser.spec(match, line.number), split=text.SPLIT in flags)
             if text.STREAMED in flags:
                 node.meta["host"] = True
-        elif node.target in (nodes.fetch_weights, nodes.push_gradients):
+        elif node.target in (nodes.fetch_weights, nodes.gather_weights, nodes.reduce_gradients, nodes.push_gradients):
             node.meta["bytes"] = parse_bytes(line.right)
         elif line.right and not nodes.runs_segment(node):
             raise ParseError(line.number, f"expected 'name: dtype[shape], flags  bytes', got {line.right!r}")

@@ -49,7 +49,9 @@ class Program:
 
     def __str__(self) -> str:
         names = {i.index: i.name for i in self.captured.inputs}
-        return print_program(self.graphs, self.blocks, self.segments, names, self.bindings, self.captured.batch)
+        return print_program(
+            self.graphs, self.blocks, self.segments, names, self.bindings, self.captured.batch, self.captured.ranks
+        )
 
     @property
     def graphs(self) -> Mapping[str, fx.Graph]:
@@ -74,4 +76,16 @@ def _captured(found: Parsed) -> Captured:
     graph = fx.Graph()
     inputs = tuple(Input(index, graph.placeholder(f"written_{index}"), name, "buffer") for index, name in enumerate(found.inputs))
     graph.output(())
-    return Captured(graph, torch.nn.Module(), inputs, {}, found.batch, "", found.bindings, {}, grad_enabled=True, autocast=None)
+    return Captured(
+        graph,
+        torch.nn.Module(),
+        inputs,
+        {},
+        found.batch,
+        "",
+        found.bindings,
+        {},
+        grad_enabled=True,
+        autocast=None,
+        ranks=found.ranks,
+    )

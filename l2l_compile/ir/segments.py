@@ -164,6 +164,7 @@ class Segment:
     outputs   the values that it makes, in the block's order; where the block writes into a weight operand, the new
               contents of that weight
     span      its operations, by position in the line of the captured graph
+    divided   whether weights of it are divided among ranks
     """
 
     index: int
@@ -175,6 +176,7 @@ class Segment:
     micro_batches: int = 1
     parameter_bytes: int = 0
     span: range = range(0)
+    divided: bool = False
 
     def __repr__(self) -> str:
         return f"<Segment {self.name} of {self.block.name}, {format_bytes(self.parameter_bytes)}>"

@@ -41,10 +41,13 @@ def print_program(
     inputs: Mapping[int, str],
     bindings: Bindings,
     batch: sympy.Symbol | None,
+    ranks: int = 1,
 ) -> str:
     """The graphs of a program by title, after its sizes and a line per block. `inputs` are names by index."""
     printer = _Printer({s.index: s for s in segments}, inputs, bindings)
-    lines = [printer.sizes(batch), "", "blocks:"] if bindings else ["blocks:"]
+    lines = [f"ranks: {ranks}"] if ranks > 1 else []
+    lines += [printer.sizes(batch), ""] if bindings else [""] * len(lines)
+    lines.append("blocks:")
     lines += map(_block, blocks)
     for title, graph in graphs.items():
         lines += ["", f"{title}:", *printer.graph(graph)]
@@ -106,9 +109,12 @@ class _Printer:
         block, count = self.segments[index].block, self.segments[index].micro_batches
         if nodes.runs_segment(node):
             return f"{block.name} x {count} micro-batches" if block.inner_looped else block.name
-        if node.target is nodes.fetch_weights:
+        if "bytes" in node.meta:  # of this rank's pieces
+            return format_bytes(node.meta["bytes"])
+        if node.target in (nodes.fetch_weights, nodes.gather_weights):
             return format_bytes(block.weight_bytes(self.bindings))
-        return format_bytes(block.gradient_bytes(self.bindings)) if node.target is nodes.push_gradients else ""
+        with_gradients = node.target in (nodes.push_gradients, nodes.reduce_gradients)
+        return format_bytes(block.gradient_bytes(self.bindings)) if with_gradients else ""
 
     def _value(self, node: fx.Node) -> str:
         spec = node.meta["spec"]

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..devices.device import Device
+from ..devices.device import Device, HostWeights, Piece
 from ..ir import nodes
 from ..ir.segments import Segment
 from ..ir.values import TensorSpec
 from ..memory.accesses import Place
+from ..ranks.pieces import Pieces
 from .instructions import Instructions
-from .segment_run import run_backward, run_forward
+from .segment_run import for_the_link, norms, run_backward, run_forward
+from .slab import slots
 from .step import RuntimeValue, Step, bytes_of, copies
 from .streaming import GradientStream, OutputStream, StreamedGradient
 
@@ -104,6 +106,10 @@ def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeVal
 
     def work() -> None:
         wire, loose = run.step.server.load(run.step, fetched, weights)
+        if fetched.divided:
+            result.tensors = _load_pieces(run, fetched, slab, wire, loose)
+            run.device.hold(result.tensors)
+            return
         loaded = run.device.load_weights(slab, wire, loose)
         run.step.stats.fetched_bytes += bytes_of(loaded)
         count = len(loaded) - len(loose)
@@ -114,6 +120,48 @@ def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeVal
 
     run.submit("h2d", (), (result,), work)
     return result
+
+
+def _load_pieces(
+    run: Executor, segment: Segment, slab: int, wire: HostWeights | None, loose: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Fetch this rank's pieces of a segment's weights; the weights as they will be gathered, with padding."""
+    ranks = run.step.ranks
+    from_wire, others = iter(wire.views if wire is not None else ()), iter(loose)
+    on_wire = [wire is not None and w.kind == "parameter" for w in segment.weights]
+    sources = [next(from_wire if is_on_wire else others) for is_on_wire in on_wire]
+    places = slots(segment, run.step.bindings)
+    pieces = [
+        Piece(source.detach(), slot.own(ranks.rank), pinned=is_on_wire and wire is not None and wire.pinned)
+        for source, slot, is_on_wire in zip(sources, places, on_wire, strict=True)
+    ]
+    last = places[-1]
+    memory = run.device.load_pieces(slab, pieces, last.start + last.bytes)
+    run.step.stats.fetched_bytes += bytes_of(sources)
+    return [slot.padded(memory) for slot in places]
+
+
+@handles(nodes.gather_weights)
+def _gather_weights(run: Executor, node: fx.Node, segment: int, slab: RuntimeValue) -> RuntimeValue:
+    gathered, ranks = run.segments[segment], run.step.ranks
+    result = RuntimeValue()
+    result.slab, result.place = slab.slab, slab.place
+
+    def work() -> None:
+        places = slots(gathered, run.step.bindings)
+        for weight, slot in zip(slab.tensors, places, strict=True):
+            if slot.is_gathered:
+                ranks.gather(weight)
+                run.step.stats.gathered_bytes += slot.bytes - slot.bytes // ranks.size
+        weights = zip(slab.tensors, places, strict=True)
+        result.tensors = [weight if slot.pieces is None else _unpadded(weight, slot.pieces) for weight, slot in weights]
+
+    run.submit("comm", (slab,), (result,), work)
+    return result
+
+
+def _unpadded(weight: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    return weight if pieces.replicated else weight[: pieces.shape[0]]
 
 
 @handles(nodes.restore)
@@ -272,6 +320,28 @@ def _backward(
 
 
 # ---- the host -----------------------------------------------------------------------------------------------------------
+
+
+@handles(nodes.reduce_gradients)
+def _reduce_gradients(run: Executor, node: fx.Node, segment: int, gradients: RuntimeValue) -> RuntimeValue:
+    reduced, ranks, device = run.segments[segment], run.step.ranks, run.device
+    result = RuntimeValue(absent=gradients.absent)
+    if result.absent:
+        return result
+    if (released := device.lanes["compute"].record()) is not None:
+        device.lanes["comm"].wait(released)  # new memory may be that of an earlier result, which compute has released
+
+    def work() -> None:
+        pieces = [weight.pieces for weight in reduced.weights]
+        mean = ranks.mean_pieces(gradients.tensors, pieces)
+        run.step.stats.reduced_bytes += sum(bytes_of([g]) for g in gradients.tensors if g is not None)
+        result.tensors = [for_the_link(run.step, spec, g) for spec, g in zip(reduced.block.weights, mean, strict=True)]
+        if run.step.wants_norms and device.takes_norms:
+            result.tensors.append(norms(result.tensors))
+        device.hold([g for g in result.tensors if g is not None])
+
+    run.submit("comm", (gradients,), (result,), work)
+    return result
 
 
 @handles(nodes.push_gradients)

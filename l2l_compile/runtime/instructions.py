@@ -30,7 +30,7 @@ class Instruction:
 class Instructions:
     """The nodes of a graph in the order in which they are given to their lanes.
 
-    With `launches_first`, a fetch of weights is given behind the next launch of a segment, unless that segment reads it.
+    With `launches_first`, weights are fetched and gathered behind the next launch of a segment, unless that segment reads them.
 
     inputs    how many values come first: those of the placeholders, in order
     nodes     the instructions
@@ -96,7 +96,7 @@ def _launches_before_fetches(given: Sequence[fx.Node]) -> list[fx.Node]:
     ordered: list[fx.Node] = []
     put_off: list[fx.Node] = []
     for node in given:
-        if node.target is nodes.fetch_weights:
+        if node.target in (nodes.fetch_weights, nodes.gather_weights):
             put_off.append(node)
             continue
         read = [i for i, fetch in enumerate(put_off, 1) if fetch in node.all_input_nodes]

@@ -16,14 +16,18 @@ from ..frontend.dynamo import graph_is_kept
 from ..ir import nodes
 from ..ir.captured import Captured, Part
 from ..ir.program import Program
+from ..ir.segments import Segment
 from ..ir.values import TensorSpec, dim_of, evaluate
 from ..lowering.lower import Lowering
 from ..memory.address import address, memory_of
-from ..memory.layout import aligned
 from ..options import Options
+from ..ranks.announcements import Kind
+from ..ranks.ranks import Ranks
+from ..ranks.sharded import divided_as, local
 from .executor import Executor
 from .instructions import instructions_of
 from .segment_run import lowerings
+from .slab import slab_bytes
 from .stashes import Stashes, StashQueue
 from .step import BlockCheck, Host, RuntimeValue, Stats, Step
 
@@ -74,8 +78,7 @@ class Runner:
             self._backwards[gradient_mask] = program.backward
         self._lowered: set[tuple] = set()  # sizes for which compilation has begun
         self._rebuild, self._started, self._waiting, self._check_blocks = rebuild, started, waiting, check
-        hints = self.captured.hints
-        self._slab_bytes = max((sum(aligned(w.bytes(hints)) for w in s.block.weights) for s in program.segments), default=0)
+        self._slab_bytes = slab_bytes(program.segments, self.captured.hints)
         self._argument_of = {i.node: i.index for i in self.captured.inputs}
         self._parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by index: a parameter, and its slice
         result = nodes.returned(program.forward.graph)
@@ -148,11 +151,13 @@ class Runner:
         self.stats = Stats()
         self.device.start_peak()
         captured = self.captured
-        inputs_seen = [*arguments, *(self._part_of(arguments, i.index, i.part) for i in captured.parts if i.part is not None)]
+        pieces = map(local, arguments)
+        inputs_seen = [*pieces, *(self._part_of(arguments, i.index, i.part) for i in captured.parts if i.part is not None)]
         for index in self._written:  # backward recomputes from what forward saw, not from what it wrote
             inputs_seen[index] = arguments[index].detach().clone()
         step = Step(
             inputs_seen,
+            arguments,
             captured.constants,
             captured.bindings(arguments),
             captured.batch,
@@ -161,10 +166,13 @@ class Runner:
             self.stats,
             self.server,
             check=self._check_blocks,
+            world=captured.world,
         )
         if (sizes := (to_train, *step.bindings.values())) not in self._lowered:
             self._lowered.add(sizes)
             self.lowering.ahead(lowerings(step, self.program, to_train))
+        if captured.world is not None:
+            self._announce_forward(captured.world, step, to_train)
         self.server.begin_forward(
             step, [a for a, i in zip(arguments, captured.inputs, strict=True) if i.kind == "parameter"], to_train
         )
@@ -199,6 +207,8 @@ class Runner:
         for position, gradient in zip(self._made, gradients, strict=True):
             mask[position] = gradient is not None
         module = self._backward_for(tuple(mask))
+        if step.world is not None:
+            step.world.announce(Kind.BACKWARD, collectives_of(module.graph, self.program.segments))
         self.server.begin_backward(step, module.graph, self.program.segments)
         scale = step.scale
         gradients = [g if g is None else g * scale for g in gradients] if scale != 1.0 else gradients
@@ -209,7 +219,7 @@ class Runner:
         found = {i: value.tensors[0] for i, value in zip(values, returned, strict=True) if value is not None and not value.absent}
         if scale != 1.0:
             found = {i: g / scale for i, g in found.items()}
-        found |= self.server.end_backward(step)
+        found |= {i: divided_as(g, step.given[i]) for i, g in self.server.end_backward(step).items()}
         self.stats.backward_seconds += self.device.now() - start
         self.stats.peak_device_bytes = max(self.stats.peak_device_bytes, self.device.peak_bytes())
         return found
@@ -220,6 +230,16 @@ class Runner:
         module = self.program.backward = self._backwards[mask]
         return module
 
+    def _announce_forward(self, world: Ranks, step: Step, to_train: bool) -> None:
+        """Begin a forward together with the other ranks. Raises `RankError` and, for a rank without rows, `L2LError`."""
+        world.forwards += 1
+        collectives = collectives_of(self.program.forward.graph, self.program.segments)
+        rows = world.announce(Kind.FORWARD, collectives, to_train, (step.rows, len(step.sizes), step.base_seed()))
+        empty = [rank for rank, (count, *_) in enumerate(rows) if count == 0]
+        if empty:
+            raise L2LError(f"rank {empty[0]} has a batch of no rows: every rank needs one row at least (drop_last=True, or pad)")
+        step.seed = rows[0][2]
+
     def _run(self, graph: fx.Graph, step: Step, inputs: Sequence[RuntimeValue]) -> Any:
         slabs = self.options.prefetch + 1
         try:
@@ -229,10 +249,18 @@ class Runner:
                 result = Executor(self.device, step, self.program.segments, slabs).run(instructions, inputs)
                 self.device.synchronize()
             return result
-        except BaseException:
+        except BaseException as error:
+            if step.world is not None:
+                step.world.failed(error)
             self.device.recover()
             self.server.recover(step)
             raise
+
+
+def collectives_of(graph: fx.Graph, segments: Sequence[Segment]) -> tuple[str, ...]:
+    """The collectives of a graph, in order."""
+    found = (node for node in graph.nodes if nodes.lane_of(node) == nodes.COMM)
+    return tuple(f"{nodes.called(n).name} {segments[nodes.operands(n).segment].name}" for n in found)
 
 
 class _Streamed(torch.autograd.Function):

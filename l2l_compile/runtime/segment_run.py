@@ -266,9 +266,9 @@ class _Backward(_Run):
                 result.tensors = self.parts[index] if index in self.parts else [self.sums[index].to(spec.gradient_dtype)]
                 self.device.hold(result.tensors)
         if not self.bundle.absent:
-            self.bundle.tensors = [self._for_the_link(spec, self.sums.get(i)) for i, spec in enumerate(self.block.weights)]
-            if self.step.wants_norms and self.device.takes_norms:
-                self.bundle.tensors.append(_norms(self.bundle.tensors))
+            self.bundle.tensors = [self.sums.get(i) for i in range(len(self.block.weights))]
+            if not self.segment.divided:  # else the reduction over the ranks does this, behind the last sum
+                self._finish_bundle()
             self.device.hold([gradient for gradient in self.bundle.tensors if gradient is not None])
         self.device.free(self.gathered)
 
@@ -283,11 +283,19 @@ class _Backward(_Run):
             if index in self.block.summed_whole:
                 self.sums[index] = gradient
 
-    def _for_the_link(self, spec: TensorSpec, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        return gradient if gradient is None else gradient.to(gradient_dtype(spec, self.step.gradient_wire))
+    def _finish_bundle(self) -> None:
+        bundle = zip(self.block.weights, self.bundle.tensors, strict=True)
+        self.bundle.tensors = [for_the_link(self.step, spec, gradient) for spec, gradient in bundle]
+        if self.step.wants_norms and self.device.takes_norms:
+            self.bundle.tensors.append(norms(self.bundle.tensors))
 
 
-def _norms(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+def for_the_link(step: Step, spec: TensorSpec, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient of a weight in the dtype in which it crosses the link."""
+    return gradient if gradient is None else gradient.to(gradient_dtype(spec, step.gradient_wire))
+
+
+def norms(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """The norm of each gradient that there is, summed in float32 at least; float64, on the device."""
     there = [g for g in gradients if g is not None]
     wide = [torch.promote_types(g.dtype, torch.float32) for g in there]

@@ -17,6 +17,7 @@ from ..ir.values import Bindings, TensorSpec, evaluate
 from ..lowering.lower import Lowering
 from ..memory.accesses import Place
 from ..memory.address import address
+from ..ranks.ranks import Ranks
 
 
 class RuntimeValue:
@@ -76,6 +77,8 @@ class Stats:
     peak_device_bytes: int = 0
     fetched_bytes: int = 0
     pushed_bytes: int = 0
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0
     offloaded_bytes: int = 0
     restored_bytes: int = 0
     forward_seconds: float = 0.0
@@ -162,6 +165,8 @@ class BlockCheck(Protocol):
 class Step:
     """What one forward and its backward share: arguments, sizes, seeds, and what comes back to the host.
 
+    arguments  what the program reads: of a parameter that is divided among ranks, this rank's piece
+    given      the arguments as the caller has them
     scale      the factor on the gradients of the outputs in backward
     pending    the host's own record of this forward, until its backward has run
     wants_norms  whether the host asks for the norm of each gradient of a weight, which the device may take
@@ -171,6 +176,7 @@ class Step:
     """
 
     arguments: Sequence
+    given: Sequence
     constants: dict[str, torch.Tensor]
     bindings: Bindings
     batch: sympy.Symbol | None
@@ -179,6 +185,7 @@ class Step:
     stats: Stats
     server: Host
     check: BlockCheck | None = None
+    world: Ranks | None = None
     gradient_wire: str | None = None
     pending: Any = None
     wants_norms: bool = False
@@ -191,8 +198,19 @@ class Step:
         default_factory=lambda: (Place("new contents of a buffer"), Place("gradients for p.grad"))
     )
 
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks among which the parameters are divided."""
+        assert self.world is not None, "one rank has no collectives"
+        return self.world
+
     def __post_init__(self) -> None:
         self.sizes = micro_batch_sizes(self.bindings[self.batch], self.micro_batches) if self.batch is not None else [1]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch; 1 if the batch is not known."""
+        return self.bindings[self.batch] if self.batch is not None else 1
 
     def split(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
         """Slices of a whole value, contiguous; views where the batch is the first dimension."""

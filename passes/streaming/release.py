@@ -28,7 +28,7 @@ class Release:
     """Provides `released`."""
 
     name: ClassVar[str] = "release"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PREFETCHED})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.RANKS_PLACED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED})
 
     def apply(self, compilation: Compilation) -> None:
@@ -55,13 +55,13 @@ def _released(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_copied(node: fx.Node) -> bool:
-    """Whether a copy to the host reads it."""
-    return any(nodes.lane_of(user) == nodes.D2H for user in node.users)
+    """Whether a copy to the host, or a collective, reads it."""
+    return any(nodes.lane_of(user) in (nodes.D2H, nodes.COMM) for user in node.users)
 
 
 def _end(reader: fx.Node) -> fx.Node:
-    """The node behind which a reader does not hold compute up any more: a copy to the host has the time of the next segment."""
-    if nodes.lane_of(reader) != nodes.D2H:
+    """The node behind which a reader does not hold compute up any more: a copy or a collective has the time of the next segment."""
+    if nodes.lane_of(reader) not in (nodes.D2H, nodes.COMM):
         return reader
     later = reader.next
     while later.op != "output" and not nodes.runs_segment(later):

@@ -57,7 +57,7 @@ def test_at_step_a_wire_is_where_gradients_were():
     in_forward, in_backward = [], []
     for _ in range(3):
         output = step(rows(4, dtype=torch.float32)).sum()
-        leases = session_of(step).server._memory._pool._leases  # by address, those in use
+        leases = session_of(step).server._memory._pool._leased  # by address, those in use
         in_forward.append(set(leases))
         output.backward()
         del output

@@ -8,10 +8,13 @@ from collections.abc import Iterable
 import torch
 
 from ...options import Options
+from ...ranks.announcements import Kind
+from ...ranks.sharded import local
 from ...runtime.step import Stats
 from ..gradients import GradientMemory
 from ..wire import Wires
 from ..worker import Worker
+from .divided import counts_here, ranks_among, summed_over
 from .first_step import FirstStepMemory
 from .gradient_ledger import Parameter, PendingBackward
 from .scaled_step import ScaledStep
@@ -40,4 +43,9 @@ class UpdatesAtStep(Updates):
             self._scaled.used = True
 
     def squares_of_returned(self, gradients: Iterable[torch.Tensor]) -> float:
-        return sum_of_squares(gradients) if self._optimizer is not None else 0.0
+        if self._optimizer is None:
+            return 0.0
+        found = list(gradients)
+        ranks = ranks_among(found)
+        here = sum_of_squares(local(g) for g in found if counts_here(g, ranks))
+        return summed_over(ranks, Kind.NORM, (here,))[0]

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 import torch
 
 from ...errors import L2LError
+from ...ranks.sharded import attributes, local
 from ..gradients import GradientMemory
 from ..wire import Wires
+from .divided import own_state
 from .kernel import Kernel, Launch, address_of, run_all
 from .record import NotElementwise, Recipe, record, vectors
 from .torch_step import Hyperparameters, hyperparameters, scaled, step_on, with_state_of_trial
@@ -50,23 +52,23 @@ class CompiledStep:
         return after
 
     def _recipe(self, group: int, parameter: Parameter, gradient: torch.Tensor) -> Recipe | None:
-        state = self.optimizer.state.get(parameter, {})
-        names = vectors(parameter, state)
-        if parameter.dtype not in _WIDTHS or not all(t.is_contiguous() for t in (parameter, gradient, *map(state.get, names))):
+        state, piece = own_state(self.optimizer.state.get(parameter, {}), parameter), local(parameter)
+        names = vectors(piece, state)
+        if piece.dtype not in _WIDTHS or not all(t.is_contiguous() for t in (piece, gradient, *map(state.get, names))):
             return None
         rest = tuple(
             v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in state.items() if k not in names
         )
-        special = id(parameter) if parameter.__dict__ else 0  # attributes that the optimizer may look at
+        special = id(parameter) if attributes(parameter) else 0  # attributes that the optimizer may look at
         key = (group, parameter.dtype, tuple(state), str(rest), special)
-        for place in ((*key, "any shape"), (*key, parameter.shape)):
+        for place in ((*key, "any shape"), (*key, piece.shape)):
             if place in self._recipes:
                 return self._recipes[place]
         try:
             recipe = record(self.optimizer, self._groups, group, parameter)
         except NotElementwise:
             recipe = None
-        self._recipes[*key, "any shape" if recipe is not None and recipe.any_shape else parameter.shape] = recipe
+        self._recipes[*key, "any shape" if recipe is not None and recipe.any_shape else piece.shape] = recipe
         return recipe
 
     def _launch(self, recipe: Recipe, parameter: Parameter, gradient: torch.Tensor, factor: float) -> Launch:
@@ -77,7 +79,7 @@ class CompiledStep:
         state = self.optimizer.state[parameter] if recipe.reads or recipe.state else {}
         for name, value in recipe.state.items():
             state[name] = value.clone() if isinstance(value, torch.Tensor) else value
-        tensors = [gradient, parameter, *map(state.get, recipe.reads)]
+        tensors = [gradient, local(parameter), *map(own_state(state, parameter).get, recipe.reads)]
         if copy is None:
             return Launch(function, scalars, tensors)
         return Launch(function, scalars, [*tensors, copy.view], checked=copy.unchanged())

@@ -10,10 +10,12 @@ import torch
 
 from ...errors import L2LError
 from ...options import Options
+from ...ranks.announcements import Kind
 from ...runtime.step import Stats
 from ..gradients import GradientMemory
 from ..wire import Wires
 from ..worker import Ticket, Worker
+from .divided import counts_here, ranks_among, summed_over
 from .gradient_ledger import Parameter, PendingBackward, Pushed
 from .torch_step import Hyperparameters, hyperparameters
 from .updates import UpdatesBehindTheDevice, sum_of_squares
@@ -65,7 +67,8 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
             self.worker.submit(lambda: self._apply(left, groups))
             self._drain()
         self.worker.accesses.write(self._place)
-        self._norm, self._squares = math.sqrt(self._squares), 0.0
+        (squares,) = summed_over(ranks_among(self.managed), Kind.STEP, (self._squares,))
+        self._norm, self._squares = math.sqrt(squares), 0.0
         outside = [p for p in self.managed if p.grad is not None]
         if outside:
             raise L2LError(
@@ -91,8 +94,11 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
         """Update these parameters. Raises `L2LError` if a gradient is not finite."""
         self.worker.accesses.write(self._place)
         known = {p: self._squares_of.pop(p, None) for p in gradients}
-        unknown = (self._memory.widened(g, p.dtype) for p, g in gradients.items() if known[p] is None)
-        squares = sum(square for square in known.values() if square is not None) + sum_of_squares(unknown)
+        unknown = {p: self._memory.widened(g, p.dtype) for p, g in gradients.items() if known[p] is None}
+        ranks = ranks_among(gradients)
+        here = {p for p in gradients if counts_here(p, ranks)}
+        squares = sum(square for p, square in known.items() if square is not None and p in here)
+        squares += sum_of_squares(g for p, g in unknown.items() if p in here)
         if not math.isfinite(squares):
             raise L2LError(
                 "a gradient is not finite, and update='in_backward' has already updated the layers above: "

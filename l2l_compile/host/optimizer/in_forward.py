@@ -12,10 +12,13 @@ import torch
 from ...errors import L2LError
 from ...memory.accesses import Place
 from ...options import Options
+from ...ranks.announcements import Kind
+from ...ranks.sharded import local
 from ...runtime.step import Stats
 from ..gradients import GradientMemory
 from ..wire import Wires
 from ..worker import Ticket, Worker
+from .divided import counts_here, ranks_among, summed_over
 from .gradient_ledger import Parameter, PendingBackward, Pushed
 from .loss_scale import LossScale
 from .torch_step import Hyperparameters
@@ -87,6 +90,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
     def _end_step(self, groups: Hyperparameters) -> None:
         """Queue a look at all gradients, and then an update for each segment, in the order of the next forward."""
         gradients = self._with_gradients_from_outside(self._ledger.take_all())
+        summed_over(ranks_among(self.managed), Kind.STEP, ())
         step = _Step(groups, {p: p._version for p in gradients})
         self._looked = self.worker.submit(functools.partial(self._look_at, step, gradients))
         for mine in self._in_order_of_forward(gradients):
@@ -98,7 +102,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         """Move gradients that are in `p.grad`, from outside of the compiled model, to ours."""
         for parameter in gradients:
             if parameter.grad is not None:
-                gradients[parameter] = gradients[parameter].float() + parameter.grad
+                gradients[parameter] = gradients[parameter].float() + local(parameter.grad)
                 parameter.grad = None
         return gradients
 
@@ -125,7 +129,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         """Decide on the factor for all gradients of a step."""
         self.worker.accesses.write(self._place_of_norm)
         scale = self.scale.value if self.scale is not None else 1.0
-        norm = self._norm_of(gradients) / scale
+        norm = self._norm_over_ranks(gradients) / scale
         finite = bool(torch.isfinite(norm))
         if self.scale is not None:
             self.scale.update(overflow=not finite)
@@ -135,6 +139,15 @@ class UpdatesInForward(UpdatesBehindTheDevice):
             return
         clip = torch.clamp(self._max_norm / (norm + 1e-6), max=1.0) if self._max_norm is not None else 1.0  # as clip_grad_norm_
         step.factor = float(clip / scale)
+
+    def _norm_over_ranks(self, gradients: Mapping[Parameter, torch.Tensor]) -> torch.Tensor:
+        """The global norm of gradients of which each rank has pieces: the same bits on all."""
+        ranks = ranks_among(self.managed)
+        norm = self._norm_of({p: g for p, g in gradients.items() if counts_here(p, ranks)})
+        if ranks is None:
+            return norm
+        (squares,) = ranks.sum_on_host([float(norm.double() ** 2)])
+        return torch.tensor(squares, dtype=torch.float64).sqrt()
 
     def _norm_of(self, gradients: Mapping[Parameter, torch.Tensor]) -> torch.Tensor:
         """The global norm, summed in the order of the model's parameters."""

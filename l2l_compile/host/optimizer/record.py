@@ -14,6 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...ranks.sharded import attributes, local
+from .divided import own_state
 from .formulas import COMPARISONS, IGNORED, formula_of
 from .torch_step import Hyperparameters, shadow_of
 
@@ -67,12 +69,13 @@ def record(optimizer: torch.optim.Optimizer, groups: Hyperparameters, group: int
 
     Raises `NotElementwise`.
     """
-    state = optimizer.state.get(parameter, {})
+    state = own_state(optimizer.state.get(parameter, {}), parameter)
+    special, parameter = attributes(parameter), local(parameter)
     names = vectors(parameter, state)
     if parameter.dim() == 0:
         raise NotElementwise("a parameter without dimensions")
     stand_in = _without_data(parameter).requires_grad_()
-    stand_in.__dict__.update(parameter.__dict__)
+    stand_in.__dict__.update(special)
     stand_in.grad = _without_data(parameter)
     held = {name: _stand_in_of_state(name, state[name], name in names, parameter) for name in state}
     plain = [{k: False if k in ("foreach", "fused") else v for k, v in g.items()} for g in groups]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 from ...errors import L2LError
+from ...ranks.announcements import Kind
+from ...ranks.sharded import local
 from ..hooks import weakly
+from .divided import ranks_among, summed_over
 from .loss_scale import LossScale
 
 
@@ -27,7 +30,10 @@ class ScaledStep:
             return
         self.used = False
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        overflow = not all(bool(torch.isfinite(p.grad).all()) for p in held)
+        pieces = [local(p.grad) for p in held if p.grad is not None]
+        ranks = ranks_among(p for group in optimizer.param_groups for p in group["params"])
+        (overflows,) = summed_over(ranks, Kind.STEP, (float(not all(bool(torch.isfinite(g).all()) for g in pieces)),))
+        overflow = overflows > 0
         self.scale.update(overflow)
         if overflow:
             self.skipped += 1

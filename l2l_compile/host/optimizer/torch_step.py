@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,9 @@ import torch
 
 from ...errors import L2LError
 from ...memory.heap import apart_from_the_heap
+from ...ranks.sharded import attributes, is_divided, local
 from ..gradients import GradientMemory
+from .divided import check_pieces_are_independent, kept_state, own_state
 
 Hyperparameters = list[dict[str, Any]]
 _stateless: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # their steps were seen to make no state
@@ -56,7 +59,7 @@ def step_on(
     shadow, step = shadow_of(optimizer, groups, [[stand_ins[p] for p in own] for own in chosen])
     for parameter, stand_in in stand_ins.items():
         if parameter in optimizer.state:
-            shadow.state[stand_in] = optimizer.state[parameter]
+            shadow.state[stand_in] = own_state(optimizer.state[parameter], parameter)
     makes_state = optimizer not in _stateless and any(p not in optimizer.state for p in stand_ins)
     with apart_from_the_heap() if makes_state else nullcontext():
         step()
@@ -64,7 +67,10 @@ def step_on(
         _stateless.add(optimizer)
     for parameter, stand_in in stand_ins.items():
         if stand_in in shadow.state:
-            optimizer.state[parameter] = shadow.state[stand_in]
+            before = optimizer.state.get(parameter, {})
+            optimizer.state[parameter] = kept_state(shadow.state[stand_in], parameter, before, lambda: names_of_trial(optimizer))
+        if is_divided(parameter):
+            torch.autograd.graph.increment_version(parameter)  # the step was on its piece
     return [{k: v for k, v in group.items() if k != "params"} for group in shadow.param_groups]
 
 
@@ -88,8 +94,8 @@ class TorchStep:
 
 
 def _stand_in(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    stand_in = parameter.detach().requires_grad_()
-    stand_in.__dict__.update(parameter.__dict__)
+    stand_in = local(parameter).detach().requires_grad_()
+    stand_in.__dict__.update(attributes(parameter))
     stand_in.grad = gradient
     return stand_in
 
@@ -112,6 +118,8 @@ def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} does not update parameters independently of each other (a norm over all of them, "
             "or a count of its own), so it cannot update layer by layer: use update='at_step'"
         )
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    check_pieces_are_independent(optimizer, functools.partial(_trial_in_pieces, optimizer), trained)
 
 
 def with_state_of_trial(optimizer: torch.optim.Optimizer, entries: int = 128) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
@@ -120,6 +128,12 @@ def with_state_of_trial(optimizer: torch.optim.Optimizer, entries: int = 128) ->
     trial = _small_copy(optimizer, [parameter])
     step_on(trial, hyperparameters(optimizer)[:1], {parameter: torch.ones(entries, entries)})
     return trial, parameter
+
+
+def names_of_trial(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the state that has an entry for each of a parameter, from a step on a small matrix."""
+    trial, parameter = with_state_of_trial(optimizer, entries=2)
+    return [k for k, v in trial.state[parameter].items() if isinstance(v, torch.Tensor) and v.shape == parameter.shape]
 
 
 def state_bytes_of_trial(optimizer: torch.optim.Optimizer) -> int:
@@ -158,15 +172,30 @@ def _trial(optimizer: torch.optim.Optimizer, together: bool) -> tuple[list[torch
     return [p.detach() for p in parameters], left
 
 
+def _trial_in_pieces(optimizer: torch.optim.Optimizer, rows: Sequence[int]) -> torch.Tensor:
+    """A small matrix after three steps, in pieces of so many rows."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(p) for p in torch.randn(6, 4, generator=generator).split(list(rows))]
+    trial, groups = _small_copy(optimizer, parameters), hyperparameters(optimizer)[:1]
+    for _ in range(3):
+        gradients = torch.randn(6, 4, generator=generator).split(list(rows))
+        groups = step_on(trial, groups, dict(zip(parameters, gradients, strict=True)))
+    return torch.cat([p.detach() for p in parameters])
+
+
 def _state_like(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
     """State for a small parameter, with values of a real one's: Adagrad and others make theirs when they are built."""
     for owner, state in optimizer.state.items():
+        if not owner.dim():
+            continue  # its state does not tell which of it has an entry for each of the parameter
         made = {}
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 if value.shape != owner.shape:
                     return {}  # made in the step, or the step will say what it lacks
-                value = torch.full_like(parameter, value.flatten()[0].item(), dtype=value.dtype)
+                entries = local(value).flatten()
+                dtype = parameter.dtype if value.dtype is owner.dtype else value.dtype
+                value = torch.full_like(parameter, entries[0].item() if len(entries) else 0.0, dtype=dtype)
             made[name] = value.clone() if isinstance(value, torch.Tensor) else value
         return made
     return {}

@@ -1,0 +1,81 @@
+"""Parameters that are divided among ranks: the calls that make them whole are taken out of the graph.
+
+    %w = placeholder            (DTensor)
+    %r = redistribute(%w)                        =>      %w = placeholder            (the whole)
+    %x = to_local(%r)
+         linear(..., %x)                                      linear(..., %w)
+
+A program gathers a layer's weights before it runs the layer (`passes/streaming/place_ranks.py`). A weight that several modules share
+is one input.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ..errors import L2LError
+from ..ranks.pieces import Pieces
+from ..ranks.ranks import Ranks
+from ..ranks.sharded import is_divided, pieces_of, ranks_behind
+from . import dynamo
+
+
+def make_whole(graph: fx.Graph) -> tuple[dict[fx.Node, Pieces], Ranks | None]:
+    """Take the calls out; how each input is divided, and the ranks, None if there are none.
+
+    Raises `L2LError` for a parameter that is divided otherwise, is read otherwise, or is divided among other ranks than the rest.
+    """
+    divided: dict[fx.Node, Pieces] = {}
+    ranks: Ranks | None = None
+    for placeholder in graph.find_nodes(op="placeholder"):
+        example = placeholder.meta.get("example_value")
+        if not is_divided(example):
+            continue
+        behind = ranks_behind(example)
+        if ranks is not None and behind is not ranks:
+            raise L2LError(f"parameter '{_name(placeholder)}' is divided among other ranks than those before it: use one mesh")
+        ranks, divided[placeholder] = behind, pieces_of(example)
+        _peel(graph, placeholder)
+    if ranks is not None:
+        _refuse_whole_parameters(graph, divided)
+    return divided, ranks
+
+
+def _peel(graph: fx.Graph, placeholder: fx.Node) -> None:
+    whole = None
+    for redistributed in list(placeholder.users):
+        for made in list(redistributed.users):
+            if (redistributed.target, made.target) != ("redistribute", "to_local"):
+                raise _read_otherwise(placeholder, redistributed)
+            whole = made.meta["example_value"]
+            made.replace_all_uses_with(placeholder)
+            graph.erase_node(made)
+        if redistributed.target != "redistribute":
+            raise _read_otherwise(placeholder, redistributed)
+        graph.erase_node(redistributed)
+    if whole is None:  # nobody reads it
+        example = placeholder.meta["example_value"]
+        whole = example.to_local().new_empty(example.shape)
+    placeholder.meta["example_value"] = torch.nn.Parameter(whole.detach(), placeholder.meta["example_value"].requires_grad)
+
+
+def _read_otherwise(placeholder: fx.Node, reader: fx.Node) -> L2LError:
+    return L2LError(
+        f"parameter '{_name(placeholder)}' is divided among ranks, and '{reader.name}' reads it by another way than as an attribute "
+        "of its module (`module.weight`), which makes it whole: read it there"
+    )
+
+
+def _refuse_whole_parameters(graph: fx.Graph, divided: dict[fx.Node, Pieces]) -> None:
+    """Raise for a parameter that trains and that every rank has for itself: its gradients would stay apart."""
+    for node in graph.find_nodes(op="placeholder"):
+        example = node.meta.get("example_value")
+        if isinstance(example, torch.nn.Parameter) and example.requires_grad and node not in divided:
+            raise L2LError(
+                f"parameter '{_name(node)}' is not divided among ranks, but others are: call l2l_compile.shard behind it"
+            )
+
+
+def _name(placeholder: fx.Node) -> str:
+    return dynamo.source_name(placeholder)

@@ -1,0 +1,80 @@
+"""Parameters that are divided among ranks: an optimizer steps on this rank's piece of each, with this rank's pieces of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ...errors import L2LError
+from ...ranks.announcements import Kind
+from ...ranks.ranks import Ranks, floats_of, numbers_of
+from ...ranks.sharded import divided_as, is_divided, local, pieces_of, ranks_behind
+
+
+def own_state(state: Mapping[str, Any], parameter: torch.Tensor) -> Any:
+    """The state of a parameter as its piece has it; of one that is not divided, the state itself."""
+    if not is_divided(parameter):
+        return state
+    return {name: local(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
+def kept_state(
+    made: dict[str, Any], parameter: torch.Tensor, before: Mapping[str, Any], of_entries: Callable[[], Collection[str]]
+) -> dict[str, Any]:
+    """State that a step on a piece has left, divided as the parameter is: a checkpoint would take plain tensors for whole ones.
+
+    before      the state before the step
+    of_entries  names of state that has an entry for each of the parameter; asked for where sizes do not tell
+    """
+    if not is_divided(parameter):
+        return made
+    piece, kept = local(parameter), {}
+    for name, value in made.items():
+        earlier = before.get(name)
+        if not isinstance(value, torch.Tensor) or value.shape != piece.shape:
+            kept[name] = value
+        elif earlier is not None:
+            kept[name] = earlier if local(earlier) is value else _like(earlier, value, parameter)
+        else:
+            kept[name] = divided_as(value, parameter) if piece.dim() or name in of_entries() else value
+    return kept
+
+
+def _like(earlier: torch.Tensor, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """State that a step has made anew, in the kind that it had."""
+    return divided_as(value, parameter) if is_divided(earlier) else value
+
+
+def ranks_among(parameters: Iterable[torch.Tensor]) -> Ranks | None:
+    """The ranks among which parameters are divided; None if there is one rank, or none of them is."""
+    ranks = next((ranks_behind(p) for p in parameters if is_divided(p)), None)
+    return ranks if ranks is not None and ranks.size > 1 else None
+
+
+def counts_here(parameter: torch.Tensor, ranks: Ranks | None) -> bool:
+    """Whether this rank's piece counts in a sum over all ranks: every rank has a parameter without dimensions as a whole."""
+    return ranks is None or ranks.rank == 0 or not is_divided(parameter) or not pieces_of(parameter).replicated
+
+
+def summed_over(ranks: Ranks | None, kind: Kind, values: tuple[float, ...]) -> list[float]:
+    """Begin something together with the other ranks; the sums of these numbers over all ranks, the same bits on each (caller)."""
+    if ranks is None:
+        return list(values)
+    told = ranks.announce(kind, told=numbers_of(values))
+    return [sum(column) for column in zip(*map(floats_of, told), strict=True)][: len(values)]
+
+
+def check_pieces_are_independent(optimizer: torch.optim.Optimizer, trial: Any, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise `L2LError` if a step on a matrix is not that on its rows in two pieces: a norm of the whole, factored state.
+
+    `trial(rows)` gives the matrix after some steps on pieces of so many rows.
+    """
+    if ranks_among(parameters) is None:
+        return
+    if not torch.equal(trial([6]), trial([3, 3])):
+        raise L2LError(
+            f"{type(optimizer).__name__} looks at a parameter as a whole (its norm, its rows and columns), and each rank has a piece "
+            "of it: use update='at_step', where PyTorch's DTensor gathers what it asks for"
+        )

@@ -1,0 +1,78 @@
+"""What ranks tell each other before they do something together: a few whole numbers, the same for all if all is well."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class Kind(enum.IntEnum):
+    """What a rank is about to do."""
+
+    FORWARD = 1
+    BACKWARD = 2
+    NORM = 3
+    STEP = 4
+
+
+@dataclass(frozen=True)
+class Path:
+    """What has to be alike on all ranks.
+
+    kind         what begins
+    collectives  the collectives that it consists of, one a line
+    forwards     how many forwards have begun so far
+    steps        how many steps optimizers of divided parameters have taken
+    train        whether a backward may follow
+    """
+
+    kind: Kind
+    collectives: tuple[str, ...]
+    forwards: int
+    steps: int
+    train: bool
+
+    def numbers(self) -> list[int]:
+        text = "\n".join(self.collectives).encode()
+        return [
+            self.kind,
+            int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True),
+            self.forwards,
+            self.steps,
+            self.train,
+        ]
+
+    def __str__(self) -> str:
+        what = {
+            Kind.FORWARD: f"begins forward {self.forwards}, {'to train' if self.train else 'without gradients'}",
+            Kind.BACKWARD: f"begins a backward behind forward {self.forwards}",
+            Kind.NORM: f"sums the norm of the gradients of forward {self.forwards}",
+            Kind.STEP: f"begins optimizer step {self.steps + 1}",
+        }[self.kind]
+        return f"{what}, after {self.steps} optimizer step{'s' * (self.steps != 1)}"
+
+
+_SHOWN = 3  # collectives on each side of the first difference
+
+
+def difference(paths: Sequence[Path]) -> str:
+    """Who does what, and where the sequences of collectives part."""
+    members: dict[Path, list[int]] = {}
+    for rank, path in enumerate(paths):
+        members.setdefault(path, []).append(rank)
+    lines = ["the ranks have taken different paths; all of them have to run the same programs in the same order"]
+    for path, ranks in members.items():
+        lines.append(f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {path}")
+    first, *others = [path.collectives for path in members]
+    for other, (_, ranks) in zip(others, list(members.items())[1:], strict=True):
+        if first != other:
+            pairs = itertools.zip_longest(first, other)
+            place = next(i for i, (a, b) in enumerate(pairs) if a != b)
+            shown = slice(max(0, place - _SHOWN), place + _SHOWN)
+            lines.append(
+                f"  collectives part at number {place + 1}: on rank 0 {list(first[shown])}, on rank {ranks[0]} {list(other[shown])}"
+            )
+    return "\n".join(lines)

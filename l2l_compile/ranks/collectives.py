@@ -1,0 +1,76 @@
+"""Collectives on tensors of the host and of devices: one adapter for the names of PyTorch 2.11 and 2.13.
+
+On the host, a collective is asynchronous and is polled: a rank that has failed releases those that wait for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two looks at a collective
+
+Group = dist.ProcessGroup
+Finish = Callable[[dist.Work], None]  # waits for a collective of the host
+
+
+def own_store(prefix: str) -> dist.Store:
+    """The store of the default process group, through a connection of its own and under a name of its own."""
+    return dist.PrefixStore(prefix, distributed_c10d._get_default_store().clone())
+
+
+def finish(work: dist.Work, check: Callable[[], None], explain: Callable[[Exception], Exception]) -> None:
+    """Wait for a collective of the host. Raises what `check` raises, and what `explain` makes of the collective's own error."""
+    pause = _SHORTEST
+    while not work.is_completed():
+        check()
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise explain(error) from error
+
+
+def all_gather(whole: torch.Tensor, piece: torch.Tensor, group: Group, done: Finish) -> None:
+    """Fill a contiguous tensor with the pieces of all ranks, in their order; `piece` may be its own place in it."""
+    if whole.device.type != "cpu":
+        _all_gather(whole, piece, group=group)
+        return
+    work = _all_gather(whole.view(-1).view(torch.uint8), piece.view(-1).view(torch.uint8), group=group, async_op=True)
+    done(work)
+
+
+def sum_to_owners(rows: torch.Tensor, group: Group, done: Finish) -> torch.Tensor:
+    """`rows[r]` is for rank r: the sum over all ranks of what is for this one.
+
+    On the host, each rank adds up what it has received, in the order of ranks: the same bits in every run.
+    """
+    if rows.device.type != "cpu":
+        mine = torch.empty_like(rows[0])
+        _reduce_scatter(mine, rows, group=group)
+        return mine
+    received = torch.empty_like(rows)
+    bytes_of = lambda t: t.view(-1).view(torch.uint8)  # noqa: E731
+    done(dist.all_to_all_single(bytes_of(received), bytes_of(rows), group=group, async_op=True))
+    return _in_order(received)
+
+
+def sum_everywhere(values: torch.Tensor, group: Group, done: Finish) -> torch.Tensor:
+    """The sum over all ranks, the same bits on each: every rank gathers all, and adds up in the order of ranks."""
+    gathered = values.new_empty((group.size(), *values.shape))
+    all_gather(gathered, values.contiguous(), group, done)
+    return _in_order(gathered)
+
+
+def _in_order(parts: torch.Tensor) -> torch.Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total

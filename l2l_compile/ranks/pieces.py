@@ -1,0 +1,51 @@
+"""How a tensor is divided among ranks: where the piece of each is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A tensor of `shape` on `ranks` ranks: `Shard(0)` of DTensor, or the whole on each.
+
+    Pieces have `rows` rows each. The last ones may have fewer or none, so pieces that are padded to `rows` and put one after another
+    begin with the tensor itself: `padded` is their shape together.
+    """
+
+    shape: tuple[int, ...]
+    ranks: int
+    replicated: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of a piece, padding included."""
+        return -(-self.shape[0] // self.ranks)
+
+    @property
+    def padded(self) -> tuple[int, ...]:
+        """The shape of all pieces, one after another, padding included; that of the tensor if each rank has it whole."""
+        return self.shape if self.replicated else (self.rows * self.ranks, *self.shape[1:])
+
+    @property
+    def entries(self) -> int:
+        """Entries of a piece, padding included."""
+        return math.prod(self.shape) if self.replicated else self.rows * math.prod(self.shape[1:])
+
+    def span(self, rank: int) -> range:
+        """The rows of a rank, without padding."""
+        return range(min(rank * self.rows, self.shape[0]), min((rank + 1) * self.rows, self.shape[0]))
+
+    def shape_of(self, rank: int) -> tuple[int, ...]:
+        """The shape of the piece of a rank, without padding."""
+        return self.shape if self.replicated else (len(self.span(rank)), *self.shape[1:])
+
+
+def stride_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()

@@ -1,0 +1,178 @@
+"""The ranks among which a model is divided: their process groups, one for each thread that talks to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import L2LError, RankError
+from . import collectives as exchange
+from .announcements import Kind, Path, difference
+from .collectives import finish, own_store
+from .pieces import Pieces
+from .watch import Watch
+
+_TOLD = 4  # whole numbers beside a path
+REDUCED_BYTES = 16 << 20  # of the buffer in which gradients are summed (ZeRO's C_B, arXiv 1910.02054, section 6.2)
+
+
+class Ranks:
+    """The ranks of a mesh of one dimension. What is called together has to be called by all of them, in the same order.
+
+    Three groups, so that collectives of different threads cannot meet: weights and gradients (the lane `comm`), the thread that
+    updates (`host`), and the caller (`control`).
+    """
+
+    def __init__(self, mesh: DeviceMesh):
+        self.size, self.rank = mesh.size(), mesh.get_local_rank()
+        self.device_group = mesh.get_group()
+        members = dist.get_process_group_ranks(self.device_group)
+        self.control_group, self.host_group = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
+        self.forwards = self.steps = 0
+        self._watch: Watch | None = None
+
+    @property
+    def watch(self) -> Watch:
+        """Watches over the other ranks from the first use on."""
+        if self._watch is None:
+            name = "/".join(map(str, dist.get_process_group_ranks(self.device_group)))
+            self._watch = Watch(own_store(f"l2l/{name}"), self.rank, self.size)
+        return self._watch
+
+    def check(self) -> None:
+        """Raises `RankError` if a rank has failed."""
+        self.watch.check()
+
+    def close(self) -> None:
+        """The process groups are gone."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def failed(self, error: BaseException) -> None:
+        """This rank has failed in the middle of something that all do together."""
+        self.watch.tell(error)
+
+    # ---- the caller ----------------------------------------------------------------------------------------------------
+
+    def announce(
+        self, kind: Kind, collectives: tuple[str, ...] = (), train: bool = False, told: Sequence[int] = ()
+    ) -> list[list[int]]:
+        """Begin something together; what each rank tells beside it, up to four whole numbers.
+
+        Raises `RankError` on every rank if one of them begins something else.
+        """
+        path = Path(kind, collectives, self.forwards, self.steps, train)
+        numbers = path.numbers()
+        mine = torch.tensor([*numbers, *told, *[0] * (_TOLD - len(told))])
+        gathered = mine.new_empty((self.size, len(mine)))
+        exchange.all_gather(gathered, mine, self.control_group, self._finish)
+        rows: list[list[int]] = gathered.tolist()
+        if any(row[: len(numbers)] != numbers for row in rows):
+            paths: list[Any] = [None] * self.size
+            dist.all_gather_object(paths, path, group=self.control_group)
+            raise RankError(difference(paths))
+        return [row[len(numbers) :] for row in rows]
+
+    def sum_on_host(self, values: Sequence[float]) -> list[float]:
+        """Sums over all ranks, in float64 and in their order: the same bits on each (host lane)."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        return exchange.sum_everywhere(mine, self.host_group, self._finish).tolist()
+
+    def _finish(self, work: dist.Work) -> None:
+        finish(work, self.check, self.watch.explain)
+
+    # ---- the lane comm -------------------------------------------------------------------------------------------------
+
+    def gather(self, whole: torch.Tensor) -> None:
+        """Complete a contiguous tensor, of which each rank has filled its own piece."""
+        piece = whole.view(self.size, -1)[self.rank]
+        if piece.numel():
+            exchange.all_gather(whole, piece, self.device_group, self._finish)
+
+    def mean_pieces(self, gradients: Sequence[torch.Tensor | None], pieces: Sequence[Pieces]) -> list[torch.Tensor | None]:
+        """The mean over all ranks of each gradient, as far as it belongs to this rank, in float32 at least.
+
+        Gradients go through a buffer of constant size. Where one rank lacks a gradient, all do: they run the same program.
+        """
+        there = [(g, p) for g, p in zip(gradients, pieces, strict=True) if g is not None]
+        found: dict[int, torch.Tensor] = {}
+        for dtype in dict.fromkeys(torch.promote_types(g.dtype, torch.float32) for g, _ in there):
+            mine = [(g, p) for g, p in there if torch.promote_types(g.dtype, torch.float32) == dtype]
+            shared = [(g, p) for g, p in mine if p.replicated]
+            divided = [(g, p) for g, p in mine if not p.replicated]
+            found |= self._mean_shared([g for g, _ in shared], dtype) | self._mean_divided(divided, dtype)
+        return [None if g is None else found[id(g)] for g in gradients]
+
+    def _mean_shared(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """Of parameters that every rank has whole."""
+        if not gradients:
+            return {}
+        joined = torch.cat([g.reshape(-1).to(dtype) for g in gradients])
+        mean = exchange.sum_everywhere(joined, self.device_group, self._finish) / self.size
+        parts = mean.split([g.numel() for g in gradients])
+        return {id(g): part.view(g.shape) for g, part in zip(gradients, parts, strict=True)}
+
+    def _mean_divided(self, gradients: Sequence[tuple[torch.Tensor, Pieces]], dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """The pieces of all gradients, one after another, are a row for each rank; the buffer takes a range of columns at a time."""
+        total = sum(p.entries for _, p in gradients)
+        if not total:
+            return {id(g): g.new_empty(p.shape_of(self.rank), dtype=dtype) for g, p in gradients}
+        width = min(total, max(1, REDUCED_BYTES // (self.size * dtype.itemsize)))
+        device = gradients[0][0].device
+        buffer = torch.zeros((self.size, width), dtype=dtype, device=device)
+        mine = torch.empty(total, dtype=dtype, device=device)
+        for first in range(0, total, width):
+            columns = buffer[:, : min(width, total - first)]
+            self._fill(columns, first, gradients)
+            rows = columns.contiguous()
+            mine[first : first + rows.shape[1]] = exchange.sum_to_owners(rows, self.device_group, self._finish)
+        mine /= self.size
+        found, start = {}, 0
+        for gradient, piece in gradients:
+            shape = piece.shape_of(self.rank)
+            found[id(gradient)] = mine[start : start + torch.Size(shape).numel()].view(shape)
+            start += piece.entries
+        return found
+
+    def _fill(self, columns: torch.Tensor, first: int, gradients: Sequence[tuple[torch.Tensor, Pieces]]) -> None:
+        """Put the entries of each rank's row, from `first` on, into the buffer; padding is zero."""
+        start, end = 0, first + columns.shape[1]
+        columns.zero_()
+        for gradient, piece in gradients:
+            low, high = max(start, first), min(start + piece.entries, end)
+            if low < high:
+                flat = gradient.reshape(-1)
+                for rank in range(self.size):
+                    offset = rank * piece.entries - start
+                    part = flat[low + offset : high + offset]
+                    columns[rank, low - first : low - first + part.numel()] = part
+            start += piece.entries
+
+
+def numbers_of(values: Sequence[float]) -> list[int]:
+    """Numbers in float64 as whole numbers with the same bits, to be told."""
+    return torch.tensor(values, dtype=torch.float64).view(torch.int64).tolist()
+
+
+def floats_of(numbers: Sequence[int]) -> list[float]:
+    """What `numbers_of` was given."""
+    return torch.tensor(numbers, dtype=torch.int64).view(torch.float64).tolist()
+
+
+_known: dict[DeviceMesh, Ranks] = {}
+
+
+def ranks_of(mesh: DeviceMesh, make: bool = False) -> Ranks:
+    """The ranks of a mesh. Raises `L2LError` if `shard` has made none for it."""
+    known = _known.get(mesh)
+    if make and (known is None or known.device_group is not mesh.get_group()):  # torch.distributed may have begun anew
+        if known is not None:
+            known.close()
+        known = _known[mesh] = Ranks(mesh)
+    if known is None:
+        raise L2LError(f"a parameter is a DTensor on {mesh}, which l2l_compile.shard has not seen: divide the model with it")
+    return known

@@ -1,0 +1,113 @@
+"""Parameters that are divided among ranks: host `DTensor`s, `Shard(0)`. The adapter to DTensor.
+
+`shard` gives the modules of a model class properties, as torchtitan's simple_fsdp does: who reads `module.weight` reads
+
+    self._parameters["weight"].redistribute(Replicate()).to_local()
+
+Dynamo captures the two calls, and capture takes them away again (`frontend/shards.py`): a program gathers weights layer by layer. A
+model that runs uncompiled gathers each weight when it is read, and its gradients become the mean over the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from ..errors import L2LError
+from .pieces import Pieces, stride_of
+from .ranks import Ranks, ranks_of
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Divide the parameters of a model among the ranks of a mesh, each in `ceil(rows / ranks)` rows; the same model.
+
+    To be called by all ranks, before the optimizer is made from `model.parameters()` and before `torch.compile`. Every rank keeps
+    its own rows of the values that rank 0 has; a model on the meta device stays there, and `to_empty(device="cpu")` then makes its
+    pieces alone. Parameters without dimensions are whole on every rank, and so are buffers. Shared parameters stay shared.
+
+    Raises `L2LError` for a mesh of several dimensions, for a parameter that is not on the host, and for one that is divided already.
+    """
+    if mesh.ndim != 1:
+        raise L2LError(f"l2l_compile.shard takes a mesh of one dimension, got one of {mesh.ndim}: {mesh}")
+    ranks_of(mesh, make=True)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        names = [name for name, parameter in module._parameters.items() if parameter is not None]
+        for name in names:
+            parameter = module._parameters[name]
+            assert parameter is not None
+            if parameter not in made:
+                made[parameter] = _divided(parameter, mesh, f"{path}.{name}".removeprefix("."))
+            module._parameters[name] = made[parameter]
+        if names:
+            module.__class__ = _reading_whole(type(module), tuple(names))
+    return model
+
+
+def _divided(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> nn.Parameter:
+    if isinstance(parameter, DTensor):
+        raise L2LError(f"parameter '{name}' is divided among ranks already: call l2l_compile.shard once, on the plain model")
+    if parameter.device.type not in ("cpu", "meta"):
+        raise L2LError(f"parameter '{name}' is on {parameter.device}: leave the model on the host, or on meta")
+    placement = Shard(0) if parameter.dim() else Replicate()
+    divided = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [placement]), requires_grad=parameter.requires_grad)
+    divided.__dict__.update(attributes(parameter))
+    return divided
+
+
+@functools.cache
+def _reading_whole(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """A class with the name of a module's class, whose attributes are whole parameters."""
+    properties: dict[str, Any] = {name: property(functools.partial(_whole, name=name)) for name in names}
+    same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**properties, **same})
+
+
+def _whole(module: nn.Module, name: str) -> Any:
+    parameter = module._parameters[name]
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+
+
+def is_divided(tensor: Any) -> bool:
+    """Whether a tensor is a `DTensor`."""
+    return isinstance(tensor, DTensor)
+
+
+def pieces_of(tensor: DTensor) -> Pieces:
+    """How a parameter is divided. Raises `L2LError` if `shard` has not divided it."""
+    placements = tensor.placements
+    if len(placements) != 1 or not (placements[0].is_replicate() or placements[0].is_shard(0)):
+        raise L2LError(f"a parameter is a DTensor with {placements}: backend 'l2l' takes those of l2l_compile.shard, [Shard(0)]")
+    return Pieces(tuple(tensor.shape), tensor.device_mesh.size(), placements[0].is_replicate())
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The piece of this rank, the same object in every call; a tensor that is not divided as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def attributes(parameter: torch.Tensor) -> dict[str, Any]:
+    """What somebody has set on a parameter."""
+    return {name: value for name, value in parameter.__dict__.items() if name != "_is_param"}  # which is DTensor's
+
+
+def divided_as(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor of which this is the piece of this rank, divided as a parameter is; the piece itself if that is not divided."""
+    if not isinstance(parameter, DTensor):
+        return piece
+    shape = parameter.shape
+    return DTensor.from_local(
+        piece, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride_of(shape)
+    )
+
+
+def ranks_behind(tensor: DTensor) -> Ranks:
+    """The ranks among which a parameter is divided. Raises `L2LError` if `shard` was not called with its mesh."""
+    return ranks_of(tensor.device_mesh)

@@ -1,0 +1,149 @@
+"""Watches over the other ranks: one that has failed, ended or does not answer releases those that wait for it.
+
+Ranks meet in the store of `torch.distributed`. A thread of each sets a number there twice a second, and looks at those of the others
+and at the note that a rank leaves when it fails.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import RankError
+
+BEAT = 0.5  # seconds between two looks
+PATIENCE = 6.0  # seconds without an answer after which a rank counts as gone
+GRACE = 2.0  # seconds in which what a rank has sent before it ended may still arrive
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is known of a rank that does not take part any more, and when a collective that waits for it gives up."""
+
+    text: str
+    gives_up: float
+
+
+class Watch:
+    """What a rank knows of the others, and tells them."""
+
+    def __init__(self, store: Any, rank: int, size: int):
+        self.rank, self.size, self._store = rank, size, store
+        self.failure: Failure | None = None
+        self.abandoned = False  # whether a collective was left that others may never finish
+        self._closed = threading.Event()
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._beats = 0
+        self._beat()
+        _all.add(self)
+        threading.Thread(target=self._loop, name="l2l-watch", daemon=True).start()
+
+    def check(self) -> None:
+        """Raises `RankError` if a rank that is waited for will not come."""
+        failure = self.failure
+        if failure is not None and time.monotonic() >= failure.gives_up:
+            self.abandoned = True
+            raise RankError(failure.text)
+
+    def explain(self, error: Exception) -> RankError:
+        """A collective has failed, most likely because a rank is gone: which one, as soon as that is known."""
+        until = time.monotonic() + PATIENCE + 2 * BEAT
+        while self.failure is None and time.monotonic() < until:
+            time.sleep(BEAT / 10)
+        self.abandoned = True
+        return RankError(self.failure.text if self.failure is not None else f"a collective failed: {error}")
+
+    def tell(self, error: BaseException) -> None:
+        """This rank has failed in the middle of a step, which the others cannot end without it."""
+        if isinstance(error, RankError) or self._closed.is_set():
+            return
+        text = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
+        self._note(f"rank {self.rank} failed: {text}")
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+
+    def ended(self) -> None:
+        """The process ends."""
+        if self._closed.is_set():
+            return
+        self.close()
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self._note(f"rank {self.rank} ended: {''.join(traceback.format_exception_only(error)).strip()}")
+        else:
+            self._set(f"ended/{self.rank}", "1")
+
+    def _note(self, text: str) -> None:
+        try:
+            self._store.compare_set("failed", "", text)
+        except Exception:  # noqa: BLE001 - the store is gone: the others learn from that
+            pass
+
+    def _set(self, key: str, value: str) -> None:
+        try:
+            self._store.set(key, value)
+        except Exception:  # noqa: BLE001 - as above
+            pass
+
+    def _loop(self) -> None:
+        while not self._closed.wait(BEAT):
+            try:
+                self._beat()
+                self._look()
+            except Exception as error:  # noqa: BLE001 - every kind of store has its own
+                if self.failure is None and not self._closed.is_set():
+                    text = f"the store of torch.distributed is gone, and with it the process that holds it ({error})"
+                    self.failure = Failure(text, time.monotonic() + GRACE)
+                return
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._store.set(f"beat/{self.rank}", str(self._beats))
+
+    def _look(self) -> None:
+        """Note the first thing that is wrong with another rank."""
+        now = time.monotonic()
+        if self.failure is not None:
+            return
+        if self._store.check(["failed"]) and (text := self._store.get("failed").decode()):
+            self.failure = Failure(text, now)
+            return
+        for rank in range(self.size):
+            if rank != self.rank and self._store.check([f"beat/{rank}"]):
+                beat = self._store.get(f"beat/{rank}")
+                last, since = self._seen.get(rank, (b"", now))
+                self._seen[rank] = (beat, since if beat == last else now)
+                if now - self._seen[rank][1] > PATIENCE:
+                    self._silent(rank, now)
+                    return
+
+    def _silent(self, rank: int, now: float) -> None:
+        if self._store.check([f"ended/{rank}"]):
+            text = f"rank {rank} has ended, and this rank waits for it: all ranks have to take the same steps"
+        else:
+            text = f"rank {rank} does not answer since {PATIENCE:.0f} s: it was killed, or hangs"
+        self.failure = Failure(text, now)
+
+
+_all: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+@atexit.register
+def _end() -> None:
+    """Tell the others. A process with a collective that nobody finishes ends here: its thread would be waited for."""
+    watches = list(_all)
+    for watch in watches:
+        watch.ended()
+    if any(watch.abandoned for watch in watches):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

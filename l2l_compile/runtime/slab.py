@@ -1,0 +1,56 @@
+"""A weight slab that a fetch fills in part: where the weights of a segment are in it, and this rank's pieces of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..ir.segments import Segment
+from ..ir.values import Bindings
+from ..memory.layout import aligned
+from ..ranks.pieces import Pieces
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A weight in a slab: its place in bytes, with padding, and how it is divided (None: it is not)."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: Pieces | None
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def own(self, rank: int) -> int:
+        """Where the piece of a rank begins, in bytes."""
+        is_whole = self.pieces is None or self.pieces.replicated
+        return self.start + (0 if self.pieces is None or is_whole else rank * self.pieces.entries * self.dtype.itemsize)
+
+    def padded(self, slab: torch.Tensor) -> torch.Tensor:
+        """The weight as a view of the slab, with padding behind it."""
+        return slab[self.start : self.start + self.bytes].view(self.dtype).view(self.shape)
+
+    @property
+    def is_gathered(self) -> bool:
+        return self.pieces is not None and not self.pieces.replicated
+
+
+def slots(segment: Segment, bindings: Bindings) -> list[Slot]:
+    """The places of a segment's weights, one after another."""
+    found, start = [], 0
+    for weight, spec in zip(segment.weights, segment.block.weights, strict=True):
+        shape = spec.sizes(bindings) if weight.pieces is None else weight.pieces.padded
+        found.append(Slot(start, shape, spec.dtype, weight.pieces))
+        start += aligned(found[-1].bytes)
+    return found
+
+
+def slab_bytes(segments: Sequence[Segment], bindings: Bindings) -> int:
+    """Bytes of the slab that fits each of these segments."""
+    return max((sum(aligned(slot.bytes) for slot in slots(segment, bindings)) for segment in segments), default=0)

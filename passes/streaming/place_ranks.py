@@ -1,0 +1,73 @@
+"""Write the collectives of a program whose parameters are divided among ranks.
+
+    %w = fetch_weights(segment)                    %w = fetch_weights(segment)                 this rank's pieces
+    ...                                      =>    %c = gather_weights(segment, %w)            those of all ranks
+    forward(segment, %w, ...)                      ...
+                                                   forward(segment, %c, ...)
+
+    push_gradients(segment, %g)              =>    %r = reduce_gradients(segment, %g)          the mean over the ranks
+                                                   push_gradients(segment, %r)                 this rank's pieces of it
+
+A gather stands right behind its fetch: it is prefetched with it, and stands before the reduction of the segment that runs meanwhile.
+One rank has no collectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from ...ir import nodes
+from ...ir.segments import Segment
+from ..compilation import Compilation, Fact
+
+
+@dataclass(frozen=True)
+class PlaceRanks:
+    """Provides `ranks_placed`."""
+
+    name: ClassVar[str] = "place_ranks"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PREFETCHED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.RANKS_PLACED})
+
+    def apply(self, compilation: Compilation) -> None:
+        if compilation.captured.ranks == 1:
+            return
+        for segment in compilation.segments:
+            segment.divided = any(w.pieces is not None for w in segment.weights)
+        for graph in filter(None, (compilation.forward, compilation.backward)):
+            _gather(graph, compilation.segments)
+            _reduce(graph, compilation.segments)
+
+
+def _gather(graph: fx.Graph, segments: list[Segment]) -> None:
+    for fetch in graph.find_nodes(op="call_function", target=nodes.fetch_weights):
+        index = nodes.operands(fetch).segment
+        if segments[index].divided:
+            with graph.inserting_after(fetch):
+                gathered = graph.call_function(nodes.gather_weights, (index, fetch))
+            gathered.meta["segment"] = index
+            fetch.meta["bytes"] = _own_bytes(segments[index])
+            fetch.replace_all_uses_with(gathered, delete_user_cb=lambda user, gathered=gathered: user is not gathered)
+
+
+def _reduce(graph: fx.Graph, segments: list[Segment]) -> None:
+    for push in graph.find_nodes(op="call_function", target=nodes.push_gradients):
+        index, gradients = nodes.operands(push)
+        if segments[index].divided:
+            with graph.inserting_before(push):
+                reduced = graph.call_function(nodes.reduce_gradients, (index, gradients))
+            reduced.meta["segment"] = index
+            push.meta["bytes"] = _own_bytes(segments[index], trained=True)
+            nodes.set_operands(push, gradients=reduced)
+
+
+def _own_bytes(segment: Segment, trained: bool = False) -> int:
+    """Bytes that a rank's pieces take on the link, padding included; those of trained weights alone, or of all."""
+    total = 0
+    for weight, spec in zip(segment.weights, segment.block.weights, strict=True):
+        if spec.differentiable or not trained:
+            total += weight.pieces.entries * spec.dtype.itemsize if weight.pieces is not None else spec.bytes({})
+    return total

@@ -1,0 +1,112 @@
+"""Processes of `torch.distributed` that run one check after another: they are forked from one that has imported everything."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+SIZE = 4
+FOLDERS = (Path(__file__).parent, Path(__file__).parents[1])
+
+_SCRIPT = """
+import os, sys
+import networkx, sympy, torch, torch._dynamo, torch._functorch.aot_autograd, torch._inductor.compile_fx, torch.distributed.tensor
+import l2l_compile.backend
+sys.path[:0] = {folders}
+import pool
+torch.set_num_threads(1)
+children = []
+for rank in range({size}):
+    child = os.fork()
+    if not child:
+        pool.work(rank, {address!r})
+        os._exit(0)
+    children.append(child)
+for child in children:
+    os.waitpid(child, 0)
+"""
+
+
+class Pool:
+    """`run` has a function of a test module called in several processes, with its rank and the number of ranks."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.count = folder, 0
+        listener = Listener(str(folder / "pool"))
+        script = _SCRIPT.format(folders=list(map(str, FOLDERS)), size=SIZE, address=listener.address)
+        self.process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", script])
+        self.workers: dict[int, Connection] = {}
+        for _ in range(SIZE):
+            connection = listener.accept()
+            self.workers[connection.recv()] = connection
+        listener.close()
+
+    def run(self, check: Callable, *arguments: Any, world: int = 2, seconds: int = 100) -> list[Any]:
+        """What the function returns in each process. Raises `AssertionError` with the traceback of the first that failed."""
+        self.count += 1
+        store = str(self.folder / f"store_{self.count}")
+        chosen = [self.workers[rank] for rank in range(world)]
+        for connection in chosen:
+            connection.send((check.__module__, check.__qualname__, world, store, arguments))
+        found: list[Any] = []
+        for rank, connection in enumerate(chosen):
+            if not connection.poll(seconds):
+                self.close()
+                raise AssertionError(f"rank {rank} of '{check.__qualname__}' has not ended after {seconds} s")
+            found.append(connection.recv())
+        failed = [text for text, _ in found if text]
+        if failed:
+            raise AssertionError("\n".join(failed))
+        return [result for _, result in found]
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def work(rank: int, address: str) -> None:
+    """The loop of a process."""
+    import os
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    connection = Client(address)
+    connection.send(rank)
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(("", _run(rank, *task)))
+        except BaseException:  # noqa: BLE001 - the test shows it
+            connection.send((f"rank {rank}:\n{traceback.format_exc()}", None))
+
+
+def _run(rank: int, module: str, name: str, world: int, store: str, arguments: tuple) -> Any:
+    import importlib
+
+    import torch
+    import torch.distributed as dist
+
+    from l2l_compile import session
+    from l2l_compile.devices.watched import watch
+
+    if not hasattr(session, "plain_open"):
+        session.plain_open = session.open_device
+        session.open_device = lambda options: watch(session.plain_open(options))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    try:
+        return getattr(importlib.import_module(module), name)(rank, world, *arguments)
+    finally:
+        dist.destroy_process_group()

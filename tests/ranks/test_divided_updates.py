@@ -1,0 +1,152 @@
+"""The three values of `update` on divided parameters: each rank updates its pieces, and all decide from the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from steps import OPTIONS, assert_same, whole
+from test_mean import Odd, numbers, tokens
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import l2l_compile
+from models import Stack
+
+STEPS = 3
+OPTIMIZERS = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.05),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1),
+}
+
+
+def trained(rank, world, kind="stack", optimizer="adamw", **options):
+    """A model after some steps in a way to update: its whole parameters, and what `stats` says of each step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batch, loss = {
+        "stack": (Stack(3).double(), numbers, lambda y: y.pow(2).mean()),
+        "odd": (Odd().double(), lambda r, s: tokens(r, s, 11), lambda y: y),
+    }[kind]
+    if world > 1:
+        l2l_compile.shard(model, init_device_mesh("cpu", (world,)))
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    step = torch.compile(model, backend="l2l", fullgraph=True, options={**OPTIONS, "optimizer": chosen, **options})
+    seen = []
+    for number in range(STEPS):
+        loss(step(batch(rank, number))).backward()
+        chosen.step()
+        chosen.zero_grad()
+        seen.append(l2l_compile.stats(step))
+    l2l_compile.synchronize(step)
+    return model, chosen, seen
+
+
+def all_ways_are_bit_equal(rank, world, kind, optimizer):
+    expected, their_optimizer, norms = trained(rank, world, kind, optimizer)
+    theirs = whole(expected)
+    for update in ("in_backward", "in_forward"):
+        model, ours, seen = trained(rank, world, kind, optimizer, update=update, compile_update=False)
+        for name, parameter in whole(model).items():
+            assert torch.equal(parameter, theirs[name]), (update, name)
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            assert ours.state[p].keys() == their_optimizer.state[q].keys()
+            for key, value in ours.state[p].items():
+                assert type(value) is type(their_optimizer.state[q][key]), key
+        compiled, _, _ = trained(rank, world, kind, optimizer, update=update)
+        assert_same(whole(compiled), theirs, 1e-6)
+        assert all(abs(a.gradient_norm - b.gradient_norm) <= 1e-12 * b.gradient_norm for a, b in zip(seen, norms, strict=True))
+    return [s.gradient_norm for s in norms]
+
+
+@pytest.mark.parametrize("kind", ["stack", "odd"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_all_ways_to_update_are_bit_equal(ranks, kind, optimizer):
+    first, *others = ranks.run(all_ways_are_bit_equal, kind, optimizer, world=3 if optimizer == "adamw" else 2)
+    assert all(other == first for other in others) and all(norm > 0 for norm in first)
+
+
+def clipped(rank, world):
+    """The same batch on every rank: the mean is that of one process."""
+    model, _, seen = trained(0, world, "stack", "sgd", update="in_forward", max_grad_norm=0.02, compile_update=False)
+    torch._dynamo.reset()
+    alone, _, expected = trained(0, 1, "stack", "sgd", update="in_forward", max_grad_norm=0.02, compile_update=False)
+    for ours, theirs in zip(seen, expected, strict=True):
+        assert abs(ours.gradient_norm - theirs.gradient_norm) <= 1e-12 * theirs.gradient_norm
+    assert_same(whole(model), {n: p.detach() for n, p in alone.named_parameters()}, 1e-12)
+    return [s.gradient_norm for s in seen]
+
+
+def test_clipping_takes_the_norm_of_all_pieces(ranks):
+    first, second = ranks.run(clipped)
+    assert first == second
+
+
+class Large(nn.Module):
+    """Overflows in float16 where a rank's input is large."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.pow(2).mean()
+
+
+def skips_alike(rank, world, update):
+    torch.manual_seed(0)
+    model = Large()
+    l2l_compile.shard(model, init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {**OPTIONS, "precision": "fp16", "optimizer": optimizer, "update": update}
+    step = torch.compile(model, backend="l2l", fullgraph=True, options=options)
+    found = []
+    for number in range(4):
+        x = torch.randn(4, 8) * (1e3 if (rank, number) == (1, 1) else 0.1)  # one rank's gradients overflow in one step
+        step(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stats = l2l_compile.stats(step)
+        found.append((stats.skipped_steps, stats.loss_scale))
+    l2l_compile.synchronize(step)
+    return found, {name: p.tolist() for name, p in whole(model).items()}
+
+
+@pytest.mark.parametrize("update", ["at_step", "in_forward"])
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(ranks, update):
+    first, second = ranks.run(skips_alike, update)
+    assert first == second
+    skipped = [count for count, _ in first[0]]
+    assert skipped[-1] > skipped[0] or skipped[1] > 0
+
+
+class OfTheWhole(torch.optim.Optimizer):
+    """A step in the direction of a gradient whose norm is 1."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * p.grad / p.grad.norm()
+
+
+def an_optimizer_of_wholes_is_refused(rank, world):
+    for make in (OfTheWhole, torch.optim.Adafactor):
+        for update in ("in_backward", "in_forward"):
+            torch._dynamo.reset()
+            model = Stack(2)
+            l2l_compile.shard(model, init_device_mesh("cpu", (world,)))
+            options = {**OPTIONS, "optimizer": make(model.parameters()), "update": update}
+            step = torch.compile(model, backend="l2l", fullgraph=True, options=options)
+            with pytest.raises(l2l_compile.L2LError, match=f"{make.__name__} looks at a parameter as a whole.*update='at_step'"):
+                step(numbers(rank, 0).float())
+
+
+def test_an_optimizer_that_needs_whole_tensors_is_refused(ranks):
+    ranks.run(an_optimizer_of_wholes_is_refused)
