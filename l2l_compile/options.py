@@ -40,6 +40,8 @@ class Options:
     update          "at_step" leaves updates to `optimizer.step()`; "in_backward" updates each layer as soon as its
                     gradient is on the host; "in_forward" after the last gradient is there, while the next forward runs.
     max_grad_norm   clips the global norm of the gradients (in_forward only), as `clip_grad_norm_` does.
+    delay           1: a step computes gradients at the weights of one step before, so that the host has a whole step to update
+                    (in_forward only); 0: at its own weights.
     accumulate      number of backward calls in a step (in_backward and in_forward).
     pinned_memory   most bytes of host memory that are page-locked for the device (cuda), or "8GB", "512MiB"; None sets no
                     bound. Beyond it, weights go through a ring of staging buffers, and tensors come back unpinned.
@@ -60,6 +62,7 @@ class Options:
     optimizer: torch.optim.Optimizer | None = None
     update: str = "at_step"
     max_grad_norm: float | None = None
+    delay: int = 0
     accumulate: int = 1
     compile_update: bool = True
     pinned_memory: int | None = None
@@ -94,6 +97,7 @@ class Options:
         _check_choice(settings, "gradient_wire", (None, *_PRECISIONS))
         _check_choice(settings, "update", ("at_step", "in_backward", "in_forward"))
         _check_int(settings, "accumulate", 1)
+        _check_choice(settings, "delay", (0, 1))
         _check_choice(settings, "compile_update", (True, False))
         _check_optimizer(settings)
         settings["passes"] = _passes(settings.get("passes", ()))
@@ -108,7 +112,7 @@ def _check_int(settings: dict, name: str, least: int) -> None:
         raise OptionError(f"option {name!r} must be an int of at least {least}, got {value!r}")
 
 
-def _check_choice(settings: dict, name: str, choices: Sequence[str | bool | None]) -> None:
+def _check_choice(settings: dict, name: str, choices: Sequence[str | bool | int | None]) -> None:
     value = settings.get(name, choices[0])
     if value not in choices:
         hint = _nearest(value, [choice for choice in choices if isinstance(choice, str)])
@@ -130,6 +134,10 @@ def _check_optimizer(settings: dict) -> None:
         raise OptionError(f"option update={update!r} needs the option 'optimizer', the one of the training loop")
     if update == "at_step" and settings.get("accumulate", 1) != 1:
         raise OptionError("option 'accumulate' is for update='in_backward' and 'in_forward'; at_step accumulates as PyTorch does")
+    if settings.get("delay") and update != "in_forward":
+        raise OptionError(
+            f"option delay=1 puts updates off to the step behind, which update={update!r} does not. Use update='in_forward'"
+        )
     if update == "in_backward" and settings.get("precision") == "fp16":
         raise OptionError(
             "option precision='fp16' skips a step when a gradient overflows, which update='in_backward' cannot: its layers "

@@ -38,7 +38,7 @@ class Session:
         options: Options,
         device: Device | None = None,
         lowering: Lowering | None = None,
-        worker: Callable[[int, Unwatched], Worker] = Worker,
+        worker: Callable[[int, Unwatched, str], Worker] = Worker,
     ):
         self.options = options
         self.device = device or open_device(options)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 LANES = ("compute", "h2d", "d2h", "comm")
-CALLER, HOST = "caller", "host"
-ORDER = (CALLER, *LANES, HOST)
+CALLER, HOST, UPDATE = "caller", "host", "update"
+ORDER = (CALLER, *LANES, HOST, UPDATE)
 _US = 1e6  # microseconds a second: the unit of a Chrome trace
 
 
@@ -18,7 +18,8 @@ _US = 1e6  # microseconds a second: the unit of a Chrome trace
 class Piece:
     """A piece of work of a lane or a thread.
 
-    lane       "compute", "h2d", "d2h", "comm"; "caller" is the thread of the training loop, "host" the thread that updates
+    lane       "compute", "h2d", "d2h", "comm"; "caller" is the thread of the training loop, "host" that of gradients and
+               updates, "update" that of updates which are a step late
     label      the node that it carries out, with its segment and micro-batch
     start, end seconds since the timeline began
     waited_for what it could not begin before, "" if its lane was busy until then

@@ -56,7 +56,8 @@ class Trace:
         self._timing = Timing(device)
         self._open.enter_context(_as_traced(device))
         self._open.enter_context(observe(device, self._timing))
-        self._open.enter_context(_timed(self._session.server.worker, self._timing))
+        for worker in self._session.server.workers:
+            self._open.enter_context(_timed(worker, self._timing))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
@@ -65,7 +66,8 @@ class Trace:
                 self._session.device.synchronize()
         finally:
             self._open.close()
-        self._session.server.worker.submit(_nothing).wait()
+        for worker in self._session.server.workers:
+            worker.submit(_nothing).wait()
         self._timeline = self._timing.timeline()
         if kind is None:
             self._save()
@@ -95,7 +97,7 @@ def _timed(worker: Worker, timing: Timing) -> Iterator[None]:
 
     @functools.wraps(submit)
     def timed(work: Callable[[], None]) -> Ticket:
-        ticket = submit(timing.on_host_lane(work))
+        ticket = submit(timing.on_host_lane(worker.name, work))
         ticket.wait = timing.wait_of(ticket.wait)  # type: ignore[method-assign]
         return ticket
 

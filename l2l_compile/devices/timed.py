@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..timeline import CALLER, HOST, Piece, Timeline
+from ..timeline import CALLER, Piece, Timeline
 from .device import Device
 from .labels import label_of_micro_batch
 from .observed import Observer, Work
@@ -96,13 +96,13 @@ class Timing(Observer):
 
     # ---- the host lane --------------------------------------------------------------------------------------------------
 
-    def on_host_lane(self, work: Work) -> Work:
-        """What the host lane does in the place of some work that the caller gives it."""
+    def on_host_lane(self, lane: str, work: Work) -> Work:
+        """What a lane of the host does in the place of some work that the caller gives it."""
         own = getattr(self._own, "given", None)
         label, at = own.label if own is not None else "outside of the model", time.perf_counter()
 
         def timed() -> None:
-            self._begin_own(HOST, label, at)
+            self._begin_own(lane, label, at)
             try:
                 work()
             finally:

@@ -11,8 +11,8 @@ def weakly(method: Callable) -> Callable:
     """A hook that does not keep the object of its method alive."""
     reference = weakref.WeakMethod(method)
 
-    def hook(*arguments: Any) -> None:
-        if (alive := reference()) is not None:
-            alive(*arguments)
+    def hook(*arguments: Any) -> Any:
+        alive = reference()
+        return alive(*arguments) if alive is not None else None
 
     return hook

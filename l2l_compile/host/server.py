@@ -18,11 +18,15 @@ from ..memory.accesses import Unwatched
 from ..options import Options
 from ..ranks.sharded import divided_as
 from ..runtime.step import RuntimeValue, Stats, Step
+from ..timeline import HOST, UPDATE
 from .gradients import GradientMemory
 from .optimizer.at_step import UpdatesAtStep
+from .optimizer.delayed import DelayedUpdates
 from .optimizer.gradient_ledger import Parameter, Pushed
 from .optimizer.in_backward import UpdatesInBackward
 from .optimizer.in_forward import UpdatesInForward
+from .optimizer.updates import Updates
+from .versions import DelayedWires
 from .wire import Wire, Wires
 from .worker import Ticket, Worker
 
@@ -35,15 +39,25 @@ class ParameterServer:
     With `update="at_step"`, gradients go to `p.grad`; else they end here, and parameters change behind the device.
     """
 
-    def __init__(self, options: Options, device: Device, worker: Callable[[int, Unwatched], Worker] = Worker):
+    def __init__(self, options: Options, device: Device, worker: Callable[[int, Unwatched, str], Worker] = Worker):
         self.options, self.device = options, device
-        self.worker = worker(threads := device.host_threads(), device.accesses)
-        weakref.finalize(self, self.worker.close)
+        threads = device.host_threads()
+        names = (HOST, UPDATE) if options.delay else (HOST,)
+        self.workers = [worker(threads, device.accesses, name) for name in names]
+        self.worker = self.workers[0]
+        for each in self.workers:
+            weakref.finalize(self, each.close)
         self._in_flight: deque[Ticket] = deque()  # the last work on each segment's gradients
         self._memory = GradientMemory(device.unlocked_pool())
-        kind = _UPDATES[options.update]
-        self.wires = Wires(device.pinned, None if kind.keeps_wires else self._memory)
-        self.updates = kind(options, self.worker, self.wires, threads, self._memory)
+        self.wires: Wires
+        self.updates: Updates
+        if options.delay:
+            self.wires = wires = DelayedWires(device.pinned, device.accesses)
+            self.updates = DelayedUpdates(options, self.worker, wires, threads, self._memory, self.workers[1])
+        else:
+            kind = _UPDATES[options.update]
+            self.wires = Wires(device.pinned, None if kind.keeps_wires else self._memory)
+            self.updates = kind(options, self.worker, self.wires, threads, self._memory)
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def watch(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -96,19 +110,24 @@ class ParameterServer:
         """
         owners = [step.given[i.owner] for i in segment.weights if i.kind == "parameter"]
         self.updates.wait(owners)
-        self.device.accesses.read_parameters(owners)
+        if not self.options.delay:
+            self.device.accesses.read_parameters(owners)
         parameters = [
             (w if i.pieces is None else step.given[i.index], spec.dtype)
             for w, spec, i in zip(weights, segment.block.weights, segment.weights, strict=True)
             if i.kind == "parameter"
         ]
-        if self.options.precision == "fp32" or not parameters:
+        if (self.options.precision == "fp32" and not self.options.delay) or not parameters:
             return None, list(weights)
         key = _indices(segment)
         if key in step.last_fetches:
             step.last_fetches[key] -= 1
         wire = self.wires.load(
-            [p for p, _ in parameters], [dtype for _, dtype in parameters], keep=step.last_fetches.get(key) != 0
+            [p for p, _ in parameters],
+            [dtype for _, dtype in parameters],
+            owners,
+            keep=step.last_fetches.get(key) != 0,
+            newest=step.pending is None,
         )
         return wire, [w for w, i in zip(weights, segment.weights, strict=True) if i.kind != "parameter"]
 
@@ -116,14 +135,14 @@ class ParameterServer:
 
     def begin_backward(self, step: Step, graph: fx.Graph, segments: Sequence[Segment]) -> None:
         """A backward begins; sets `step.scale`, the factor by which the gradients of its outputs are to be multiplied."""
-        scale = self.updates.scale
-        step.returned, step.scale = {}, scale.value if scale is not None else 1.0
+        step.returned = {}
         if not self.updates.keeps_wires:
             fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
             step.last_fetches = Counter(_indices(segments[nodes.operands(n).segment]) for n in fetches)
         pushing = [segments[nodes.operands(n).segment] for n in graph.find_nodes(op="call_function", target=nodes.push_gradients)]
         step.wants_norms = self.updates.wants_norms and step.pending is not None
         self.updates.begin_backward(step.pending, Counter(p for s in pushing for p in _managed(step, s).values()))
+        step.scale = self.updates.scale.value if self.updates.scale is not None else 1.0
 
     def collect(self, step: Step, segment: Segment, gradients: RuntimeValue) -> None:
         """Gradients of a segment are on their way to the host until the event of their value, or there are none.
@@ -188,10 +207,11 @@ class ParameterServer:
 
     def recover(self, step: Step) -> None:
         """After a failure in a step: its gradients are dropped, and no backward of its forward is waited for."""
-        try:
-            self.worker.drain()
-        except Exception:  # noqa: BLE001 - the first error is on its way to the user already
-            pass
+        for worker in self.workers:
+            try:
+                worker.drain()
+            except Exception:  # noqa: BLE001 - the first error is on its way to the user already
+                pass
         self._in_flight.clear()
         self.updates.forget(step.pending)
 

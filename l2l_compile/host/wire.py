@@ -75,11 +75,11 @@ class Copy:
 
     def unchanged(self) -> bool:
         """Whether PyTorch knows of no write into the parameter since the copy was made."""
-        return self._of == _identity(self.parameter)
+        return self._of == identity(self.parameter)
 
     def written(self) -> None:
         """The copy has been written together with the parameter."""
-        self._of, self._written = _identity(self.parameter), True
+        self._of, self._written = identity(self.parameter), True
 
     def refresh(self, generation: int) -> None:
         """Copy the parameter, unless the copy was written with it and nothing was written since.
@@ -88,16 +88,10 @@ class Copy:
         generation: no run of 251 entries, row or column escapes. A smaller one is found by the next update (see `kernel`).
         """
         self.generation = generation
-        if self._written and self.unchanged() and self._same_sample(generation):
+        if self._written and self.unchanged() and same_sample(self.view, self.parameter, generation):
             return
         self.view.copy_(local(self.parameter).detach())
-        self._of, self._written = _identity(self.parameter), False
-
-    def _same_sample(self, generation: int) -> bool:
-        parameter = local(self.parameter).detach()
-        stride = _STRIDE if parameter.numel() > 16 * _STRIDE else 1
-        entries = slice(generation % stride, None, stride)
-        return torch.equal(self.view.view(-1)[entries], parameter.view(-1)[entries].to(self.view.dtype))
+        self._of, self._written = identity(self.parameter), False
 
 
 class Wires:
@@ -118,10 +112,19 @@ class Wires:
         self._stale = set(self._wires.values())
         self._turn += 1
 
-    def load(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], keep: bool = True) -> Wire:
-        """The wire of these parameters, up to date with what they were when this forward began.
+    def load(
+        self,
+        parameters: Sequence[torch.Tensor],
+        dtypes: Sequence[torch.dtype],
+        owners: Sequence[torch.Tensor] = (),
+        *,
+        keep: bool = True,
+        newest: bool = True,
+    ) -> Wire:
+        """The wire of these parameters, or parts of their `owners`, up to date with what they were when this forward began.
 
-        One that is not to be kept, and not page-locked, is the caller's alone: its memory is free once that is done with it.
+        With `newest`, also where training is given older ones on purpose. One that is not to be kept, and not page-locked, is the
+        caller's alone: its memory is free once that is done with it.
         """
         key = tuple(zip(map(id, parameters), dtypes, strict=True))
         wire = self._wires.get(key)
@@ -154,6 +157,15 @@ class Wires:
             copy.written()
 
 
-def _identity(parameter: torch.Tensor) -> tuple[int, ...]:
+def same_sample(copy: torch.Tensor, parameter: torch.Tensor, generation: int) -> bool:
+    """Whether some entries of a copy are still those of its parameter: others in every generation (see `Copy.refresh`)."""
+    entries = local(parameter).detach().view(-1)
+    stride = _STRIDE if entries.numel() > 16 * _STRIDE else 1
+    sample = slice(generation % stride, None, stride)
+    return torch.equal(copy.view(-1)[sample], entries[sample].to(copy.dtype))
+
+
+def identity(parameter: torch.Tensor) -> tuple[int, ...]:
+    """What changes when a parameter moves, or PyTorch knows of a write into it."""
     piece = local(parameter)
     return parameter._version, piece._version, *address(piece)

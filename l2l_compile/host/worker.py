@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..ir.nodes import HOST
 from ..memory.accesses import UNWATCHED, Order, Unwatched
+from ..timeline import HOST
 
 
 class Ticket:
@@ -34,22 +34,23 @@ class Ticket:
 class Worker:
     """Does work in order on a thread of its own. After a failure, what is queued is dropped until `raise_failure`.
 
-    `threads` bounds the intra-op threads of the work: on a device that is the host itself, both compute at once.
+    threads  bounds the intra-op threads of the work: on a device that is the host itself, both compute at once
+    name     of the lane
     """
 
-    def __init__(self, threads: int, accesses: Unwatched = UNWATCHED):
-        self.accesses = accesses
+    def __init__(self, threads: int, accesses: Unwatched = UNWATCHED, name: str = HOST):
+        self.accesses, self.name = accesses, name
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._dropping = False
         self.finished = 0  # pieces of work that were done or dropped
-        thread = threading.Thread(target=self._loop, args=(threads, self._queue), name="l2l-host", daemon=True)
+        thread = threading.Thread(target=self._loop, args=(threads, self._queue), name=f"l2l-{name}", daemon=True)
         _threads[thread] = self
         thread.start()
 
     def submit(self, work: Callable[[], None]) -> Ticket:
         """Queue work; it runs without recording gradients."""
-        given, order = self.accesses.give(HOST, work)
+        given, order = self.accesses.give(self.name, work)
         ticket = Ticket(self.accesses, order)
         self._queue.put((given, ticket))
         return ticket

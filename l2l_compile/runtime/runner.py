@@ -272,7 +272,10 @@ class _Streamed(torch.autograd.Function):
         ctx.runner, ctx.step, ctx.stashes = runner, step, stashes
         ctx.set_materialize_grads(False)
         written = {*step.writes, *runner.program.carried}
-        tensors = [a for i, a in enumerate(arguments) if isinstance(a, torch.Tensor) and i not in written]
+        late = step.pending.parameters if step.pending is not None and runner.options.delay else ()  # versions of them are kept
+        tensors = [
+            a for i, a in enumerate(arguments) if isinstance(a, torch.Tensor) and i not in written and not (late and a in late)
+        ]
         ctx.save_for_backward(*tensors)  # so that a write into one before backward is an error, as in eager
         ctx.mark_non_differentiable(*[o for o, d in zip(outputs, runner.differentiable, strict=True) if not d])
         return tuple(outputs)

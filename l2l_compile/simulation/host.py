@@ -11,7 +11,6 @@ from ..host.optimizer.torch_step import Hyperparameters
 from ..host.wire import Wires
 from ..host.worker import Ticket, Worker
 from ..memory.accesses import Order, Unwatched
-from ..timeline import HOST
 from .costs import nbytes
 
 
@@ -29,9 +28,9 @@ class SimulatedTicket(Ticket):
 class SimulatedWorker(Worker):
     """Does work when it is submitted, on a clock of its own. What it raises reaches the caller at once."""
 
-    def __init__(self, clocks: Clocks, accesses: Unwatched):
-        self.accesses, self.finished = accesses, 0
-        self._clocks, self._clock = clocks, Clock(HOST)
+    def __init__(self, clocks: Clocks, accesses: Unwatched, name: str):
+        self.accesses, self.name, self.finished = accesses, name, 0
+        self._clocks, self._clock = clocks, Clock(name)
 
     def submit(self, work: Callable[[], None]) -> Ticket:
         with self._clocks.on_thread(self._clock), torch.no_grad():

@@ -125,7 +125,7 @@ class _Training:
                 self.options,
                 self.device,
                 SimulatedLowering(self.device, options.block_compiler == "inductor", times),
-                lambda threads, accesses: SimulatedWorker(self.device.clocks, accesses),
+                lambda threads, accesses, name: SimulatedWorker(self.device.clocks, accesses, name),
             )
         updates = self.session.server.updates
         if state_bytes is not None and isinstance(updates, UpdatesBehindTheDevice) and isinstance(updates._step, CompiledStep):

@@ -24,6 +24,8 @@ from .loss_scale import LossScale
 from .torch_step import Hyperparameters
 from .updates import UpdatesBehindTheDevice
 
+_Norms = dict[Parameter, tuple[torch.Tensor, torch.Tensor]]  # complete gradients of a step, and their norms
+
 
 @dataclass(eq=False)
 class _Step:
@@ -44,10 +46,11 @@ class UpdatesInForward(UpdatesBehindTheDevice):
 
     def __init__(self, options: Options, worker: Worker, wires: Wires, threads: int, memory: GradientMemory):
         super().__init__(options, worker, wires, threads, memory)
+        self._updating = worker  # the thread for what is put off
         self._memory, self._max_norm = memory, options.max_grad_norm
         self.scale = LossScale() if options.precision == "fp16" else None
         self._norm = 0.0
-        self._norms: dict[Parameter, tuple[torch.Tensor, torch.Tensor]] = {}  # complete gradients of this step, and their norms
+        self._norms: _Norms = {}
         self._skipped = 0
         self._order: dict[Parameter, int] = {}  # of the model's parameters: norms are summed in it
         self._segments: dict[tuple[Parameter, ...], None] = {}  # of this step, in the order of backward
@@ -92,9 +95,10 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         gradients = self._with_gradients_from_outside(self._ledger.take_all())
         summed_over(ranks_among(self.managed), Kind.STEP, ())
         step = _Step(groups, {p: p._version for p in gradients})
-        self._looked = self.worker.submit(functools.partial(self._look_at, step, gradients))
+        norms, self._norms = self._norms, {}
+        self._looked = self._updating.submit(functools.partial(self._look_at, step, gradients, norms))
         for mine in self._in_order_of_forward(gradients):
-            ticket = self.worker.submit(functools.partial(self._update, step, {p: gradients[p] for p in mine}))
+            ticket = self._updating.submit(functools.partial(self._update, step, {p: gradients[p] for p in mine}))
             self._tickets.update(dict.fromkeys(mine, ticket))
         self._segments.clear()
 
@@ -125,11 +129,11 @@ class UpdatesInForward(UpdatesBehindTheDevice):
             gradient = self._ledger.gradients[parameter]
             self._norms[parameter] = gradient, self._norm_of_one(parameter, gradient)
 
-    def _look_at(self, step: _Step, gradients: Mapping[Parameter, torch.Tensor]) -> None:
-        """Decide on the factor for all gradients of a step."""
+    def _look_at(self, step: _Step, gradients: Mapping[Parameter, torch.Tensor], norms: _Norms) -> None:
+        """Decide on the factor for all gradients of a step, of which some norms are known."""
         self.worker.accesses.write(self._place_of_norm)
         scale = self.scale.value if self.scale is not None else 1.0
-        norm = self._norm_over_ranks(gradients) / scale
+        norm = self._norm_over_ranks(gradients, norms) / scale
         finite = bool(torch.isfinite(norm))
         if self.scale is not None:
             self.scale.update(overflow=not finite)
@@ -140,18 +144,17 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         clip = torch.clamp(self._max_norm / (norm + 1e-6), max=1.0) if self._max_norm is not None else 1.0  # as clip_grad_norm_
         step.factor = float(clip / scale)
 
-    def _norm_over_ranks(self, gradients: Mapping[Parameter, torch.Tensor]) -> torch.Tensor:
+    def _norm_over_ranks(self, gradients: Mapping[Parameter, torch.Tensor], known: _Norms) -> torch.Tensor:
         """The global norm of gradients of which each rank has pieces: the same bits on all."""
         ranks = ranks_among(self.managed)
-        norm = self._norm_of({p: g for p, g in gradients.items() if counts_here(p, ranks)})
+        norm = self._norm_of({p: g for p, g in gradients.items() if counts_here(p, ranks)}, known)
         if ranks is None:
             return norm
         (squares,) = ranks.sum_on_host([float(norm.double() ** 2)])
         return torch.tensor(squares, dtype=torch.float64).sqrt()
 
-    def _norm_of(self, gradients: Mapping[Parameter, torch.Tensor]) -> torch.Tensor:
+    def _norm_of(self, gradients: Mapping[Parameter, torch.Tensor], known: _Norms) -> torch.Tensor:
         """The global norm, summed in the order of the model's parameters."""
-        known, self._norms = self._norms, {}
         ordered = sorted(gradients, key=lambda p: self._order.get(p, len(self._order)))
         norms = []
         for parameter in ordered:

@@ -25,6 +25,7 @@ from ..gradients import GradientMemory
 from ..hooks import weakly
 from ..wire import Wires
 from ..worker import Ticket, Worker
+from . import earlier_weights
 from .compiled_step import CompiledStep
 from .gradient_ledger import GradientLedger, Parameter, PendingBackward, Pushed
 from .groups import Groups
@@ -104,12 +105,13 @@ class UpdatesBehindTheDevice(Updates, ABC):
         self._groups = Groups(self.optimizer)
         self._place = Place("the gradients of a step")
         self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._loaded = earlier_weights.take_loaded(self.optimizer)
         check_layers_are_independent(self.optimizer)
         handles = [
             self.optimizer.register_step_pre_hook(weakly(self._before_own_step)),
             self.optimizer.register_step_post_hook(weakly(self._after_own_step)),
             self.optimizer.register_state_dict_pre_hook(weakly(self._before_reading)),
-            self.optimizer.register_load_state_dict_pre_hook(weakly(self._before_reading)),
+            self.optimizer.register_load_state_dict_pre_hook(weakly(self._load)),
         ]
         for handle in handles:
             weakref.finalize(self, handle.remove)
@@ -182,6 +184,12 @@ class UpdatesBehindTheDevice(Updates, ABC):
         self.synchronize()
         if self.worker.accesses.watches:
             self.worker.accesses.read_parameters(self.managed)
+
+    def _load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer loads a checkpoint: without what a run with delay=1 has added, which is none of its state."""
+        self._before_reading()
+        self._loaded, plain = earlier_weights.take(optimizer, state_dict)
+        return plain
 
     def _before_own_step(self, optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
         """`optimizer.step()` is called: the end of a step. What it does itself then finds no gradients of ours."""

@@ -1,0 +1,96 @@
+"""`delay=1`: the updates of a step run while the next step computes, which reads the weights from before them.
+
+    W(t + 1) = W(t) - v * g(W(t - 1))
+
+This is the rule of PipeDream-2BW (arXiv 2006.09503) and of ZeRO-Offload's delayed parameter update (arXiv 2101.06840): the host has
+a whole step to update. The first two steps compute at the weights that training began with.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ...options import Options
+from ..gradients import GradientMemory
+from ..hooks import weakly
+from ..versions import DelayedWires
+from ..worker import Worker
+from .earlier_weights import add
+from .gradient_ledger import Parameter, PendingBackward
+from .in_forward import UpdatesInForward
+from .torch_step import Hyperparameters
+
+
+class DelayedUpdates(UpdatesInForward):
+    """As `UpdatesInForward`, but nobody waits for an update before the next `optimizer.step()`: wires keep the weights before it.
+
+    Updates have a lane of their own, so that gradients of the next step are collected meanwhile. A checkpoint of the optimizer
+    holds the weights that the next step reads.
+    """
+
+    def __init__(
+        self, options: Options, worker: Worker, wires: DelayedWires, threads: int, memory: GradientMemory, updating: Worker
+    ):
+        super().__init__(options, worker, wires, threads, memory)
+        self._updating, self._wires = updating, wires
+        wires.wait = super().wait
+        wires.restore(self._loaded)
+        weakref.finalize(self, self.optimizer.register_state_dict_post_hook(weakly(self._save)).remove)
+
+    # ---- called on the user's thread ---------------------------------------------------------------------------------
+
+    def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
+        """Evaluation reads the newest weights."""
+        if not to_train:
+            self.synchronize()
+        return super().begin_forward(parameters, to_train)
+
+    def wait(self, parameters: Iterable[Parameter]) -> None:
+        """Updates are not waited for: their failures are raised."""
+        for worker in (self.worker, self._updating):
+            worker.raise_failure()
+
+    def begin_backward(self, pending: PendingBackward | None, pushes: Counter[Parameter]) -> None:
+        """The loss scale is that of all steps before."""
+        if self._looked is not None:
+            self._looked.wait()
+        super().begin_backward(pending, pushes)
+
+    def _drain(self) -> None:
+        super()._drain()
+        try:
+            self._updating.drain()
+        except BaseException:
+            self.forget()
+            raise
+        self._wires.updating = frozenset()
+
+    def forget(self, pending: PendingBackward | None = None) -> None:
+        super().forget(pending)
+        self._wires.updating = frozenset()
+
+    def _end_step(self, groups: Hyperparameters) -> None:
+        self._wires.turn()
+        self._wires.updating = frozenset(self._ledger.gradients)
+        super()._end_step(groups)
+
+    def _save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Add the weights that the next step reads to a checkpoint of the optimizer."""
+        add(self._wires.previous(), optimizer, state_dict)
+
+    def _load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Take the weights that the next step reads out of a checkpoint."""
+        plain = super()._load(optimizer, state_dict)
+        self._wires.restore(self._loaded)
+        return plain
+
+    # ---- called on the lane of updates ---------------------------------------------------------------------------------
+
+    def _step_layer(self, gradients: Mapping[Parameter, torch.Tensor], factor: float, groups: Hyperparameters) -> None:
+        super()._step_layer(gradients, factor, groups)
+        self._wires.carry(gradients)

@@ -1,0 +1,246 @@
+"""Wires in two versions, for updates that are a step late: a step reads the weights of one step before while the host updates them.
+
+The *front* of a wire is what forwards and backwards of training read. An update writes the parameters and the *back*. At the end of
+a step, when the updates of the step before are done, both change places. Evaluation reads the newest version.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from ..errors import L2LError
+from ..memory.accesses import Place, Unwatched
+from ..memory.address import address
+from ..memory.pages import PinnedMemory
+from ..ranks.sharded import divided_as, local
+from .wire import Copy, Wire, Wires, identity, same_sample
+
+Previous = Mapping[torch.Tensor, Sequence[torch.Tensor]]  # by parameter: its weights of a step before, in the dtypes of its wires
+
+
+class _BackCopy(Copy):
+    """The copy that an update writes. What is in it before is older than the parameter."""
+
+    def unchanged(self) -> bool:
+        return False
+
+
+class _Versions:
+    """The two versions of one wire.
+
+    owners    the parameter that each weight on the wire is, or is a part of
+    identity  of each parameter when its newest version was copied
+    ahead     positions of weights whose back is newer than their front
+    behind    positions of weights whose back is older than their front
+    used      the forward that used it last
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], owners: Sequence, memory: PinnedMemory):
+        self.owners, self.parameters, self.dtypes = tuple(owners), tuple(parameters), tuple(dtypes)
+        self.front, self.back = (Wire(parameters, dtypes, memory) for _ in range(2))
+        self.places = Place("the front of a wire"), Place("the back of a wire")
+        self.identity: list[tuple[int, ...] | None] = [None] * len(parameters)
+        self.ahead: set[int] = set()
+        self.behind: set[int] = set()
+        self.used = 0
+
+    def newest(self, position: int) -> torch.Tensor:
+        """The copy of a weight that is that of its parameter."""
+        return (self.back if position in self.ahead else self.front).views[position]
+
+    def set(self, position: int, newest: torch.Tensor, before: torch.Tensor | None = None) -> None:
+        """A weight's newest version, and that of a step before, which is the same if there is none."""
+        self.front.views[position].copy_(newest if before is None else before)
+        self.back.views[position].copy_(newest)
+        self.behind.discard(position)
+        (self.ahead.discard if before is None else self.ahead.add)(position)
+        self.identity[position] = identity(self.parameters[position])
+
+    def written(self, position: int) -> None:
+        """The back of a weight has been written together with its parameter."""
+        self.ahead.add(position)
+        self.behind.discard(position)
+        self.identity[position] = identity(self.parameters[position])
+
+    def complete(self) -> None:
+        """Bring the back of every weight up to date."""
+        for position in self.behind:
+            self.back.views[position].copy_(self.front.views[position])
+        self.behind.clear()
+
+    def turn(self) -> None:
+        """Change places, if an update has written the back."""
+        if self.ahead:
+            self.complete()
+            self.front, self.back = self.back, self.front
+            self.places = self.places[::-1]
+            self.behind, self.ahead = self.ahead, set()
+
+
+class DelayedWires(Wires):
+    """The wires of all segments, in two versions.
+
+    wait      blocks until the updates of parameters are done; set by the updates
+    updating  parameters whose update is under way or to come
+    """
+
+    def __init__(self, memory: PinnedMemory, accesses: Unwatched):
+        super().__init__(memory)
+        self._accesses = accesses
+        self._versions: dict[tuple, _Versions] = {}
+        self._by_owner: defaultdict[torch.Tensor, list[tuple[_Versions, int]]] = defaultdict(list)
+        self._unchecked: set[_Versions] = set()
+        self._previous: Previous = {}
+        self.updating: frozenset[torch.Tensor] = frozenset()
+        self.wait: Callable[[Iterable[torch.nn.Parameter]], None] = lambda parameters: None
+
+    # ---- called on the user's thread ---------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        self._turn += 1
+        self._unchecked = set(self._versions.values())
+
+    def turn(self) -> None:
+        """A step is over, and no update is under way: the next one reads the weights of this one's end."""
+        for versions in self._versions.values():
+            self._check(versions, sampled=False)
+            for place in versions.places:
+                self._accesses.write(place)
+            versions.turn()
+        self._previous = {}
+
+    def previous(self) -> dict[torch.Tensor, list[torch.Tensor]]:
+        """Copies of the weights that the next step will read, of every parameter that is newer; no update is under way."""
+        found = {p: list(kept) for p, kept in self._previous.items()}
+        for owner, places in self._by_owner.items():
+            whole: dict[torch.dtype, torch.Tensor] = {}
+            for versions, i in places:
+                if i in versions.ahead:
+                    dtype = versions.dtypes[i]
+                    if dtype not in whole:
+                        whole[dtype] = local(owner).detach().to(dtype, copy=True)
+                    _part_of(whole[dtype], versions.parameters[i], owner).copy_(versions.front.views[i])
+            if whole:
+                found[owner] = [divided_as(tensor, owner) for tensor in whole.values()]
+        return found
+
+    def restore(self, previous: Previous) -> None:
+        """The next step reads these weights, and the one behind it the parameters as they are when it begins."""
+        self._previous = previous
+        for versions in self._versions.values():
+            versions.identity = [None] * len(versions.identity)
+
+    # ---- called on the h2d lane --------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        parameters: Sequence[torch.Tensor],
+        dtypes: Sequence[torch.dtype],
+        owners: Sequence[torch.Tensor] = (),
+        *,
+        keep: bool = True,
+        newest: bool = False,
+    ) -> Wire:
+        key = tuple(zip(map(id, parameters), dtypes, strict=True))
+        versions = self._versions.get(key)
+        if versions is None:
+            self.wait(owners)
+            versions = self._versions[key] = self._new(parameters, dtypes, owners)
+        elif versions in self._unchecked:
+            self._check(versions)
+        self._unchecked.discard(versions)
+        versions.used = self._turn
+        if newest and versions.ahead:
+            versions.complete()
+            self._accesses.read(versions.places[1])
+            return versions.back
+        self._accesses.read(versions.places[0])
+        return versions.front
+
+    def _new(
+        self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], owners: Sequence[torch.Tensor]
+    ) -> _Versions:
+        versions = _Versions(parameters, dtypes, owners, self._memory)
+        self._accesses.read_parameters(owners)
+        for position, (parameter, owner, dtype) in enumerate(zip(parameters, owners, dtypes, strict=True)):
+            before = self._before(parameter, owner, dtype)
+            versions.set(position, local(parameter).detach(), before)
+            self._by_owner[owner].append((versions, position))
+        return versions
+
+    def _before(self, parameter: torch.Tensor, owner: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """A weight as the next step has to read it, where that is not the parameter's. Raises `L2LError` if nobody has kept it."""
+        others = [(v, i) for v, i in self._by_owner.get(owner, ()) if i in v.ahead and v.parameters[i] is parameter]
+        if not others:
+            return self._restored(parameter, owner, dtype)
+        for other, position in others:
+            if other.dtypes[position] is dtype:
+                return other.front.views[position]
+        raise L2LError(
+            f"a parameter of shape {tuple(parameter.shape)} crosses the link in {dtype} for the first time while delay=1 trains it in "
+            f"{others[0][0].dtypes[others[0][1]]}, and its weights of one step before are kept in that alone. Run a step with "
+            "this input before the first update, or leave out the option delay"
+        )
+
+    def _restored(self, parameter: torch.Tensor, owner: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """A weight of a step before from a checkpoint, if there is one."""
+        kept = self._previous.get(owner, ())
+        found = next((t for t in kept if t.dtype is dtype), next(iter(kept), None))
+        return _part_of(local(found), parameter, owner) if found is not None else None
+
+    def _check(self, versions: _Versions, sampled: bool = True) -> None:
+        """Take over what somebody has written into parameters since: both versions are the new values then.
+
+        With `sampled`, also what PyTorch does not know of (see `Copy.refresh`).
+        """
+        for position, (parameter, owner) in enumerate(zip(versions.parameters, versions.owners, strict=True)):
+            if owner in self.updating:
+                continue
+            known = versions.identity[position] == identity(parameter)
+            if known and not (sampled and not same_sample(versions.newest(position), parameter, self._turn)):
+                continue
+            self._accesses.read_parameters([owner])
+            for place in versions.places:
+                self._accesses.write(place)
+            before = self._restored(parameter, owner, versions.dtypes[position])
+            versions.set(position, local(parameter).detach(), before)
+
+    # ---- called by updates -------------------------------------------------------------------------------------------
+
+    def latest(self, parameter: torch.Tensor) -> Copy | None:
+        """The copy that an update of a parameter writes together with it."""
+        own = [(v, i) for v, i in self._by_owner.get(parameter, ()) if v.parameters[i] is parameter]
+        if not own:
+            return None
+        versions, position = max(own, key=lambda place: place[0].used)
+        return _BackCopy(parameter, versions.back.views[position])
+
+    def written(self, parameter: torch.Tensor) -> None:
+        """A parameter has been written, together with its latest copy."""
+        latest = self.latest(parameter)
+        self._carry(parameter, latest.view if latest is not None else None)
+
+    def carry(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Parameters have been written: their backs are, too, where that has not been done yet."""
+        for parameter in parameters:
+            if any(versions.identity[i] != identity(versions.parameters[i]) for versions, i in self._by_owner.get(parameter, ())):
+                self._carry(parameter, None)
+
+    def _carry(self, parameter: torch.Tensor, written: torch.Tensor | None) -> None:
+        for versions, position in self._by_owner.get(parameter, ()):
+            self._accesses.write(versions.places[1])
+            view = versions.back.views[position]
+            if written is None or address(view) != address(written):
+                same = written is not None and written.dtype is view.dtype and versions.parameters[position] is parameter
+                view.copy_(written if same else local(versions.parameters[position]).detach())
+            versions.written(position)
+
+
+def _part_of(whole: torch.Tensor, part: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+    """The view of a tensor with the shape of a parameter that `part` is of the parameter."""
+    if part is owner:
+        return whole
+    return whole.as_strided(part.shape, part.stride(), part.storage_offset() - local(owner).storage_offset())
