@@ -153,11 +153,11 @@ class DelayedWires(Wires):
             self._check(versions)
         self._unchecked.discard(versions)
         versions.used = self._turn
+        for place in versions.places if newest else versions.places[:1]:
+            self._accesses.read(place)
         if newest and versions.ahead:
             versions.complete()
-            self._accesses.read(versions.places[1])
             return versions.back
-        self._accesses.read(versions.places[0])
         return versions.front
 
     def _new(

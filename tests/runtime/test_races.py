@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
+import functools
 import importlib
 import inspect
 import itertools
@@ -28,11 +29,13 @@ from l2l_compile.devices.cpu import CpuDevice
 from l2l_compile.devices.device import Device
 from l2l_compile.devices.threaded import ThreadedDevice
 from l2l_compile.devices.watched import watch
+from l2l_compile.host.optimizer.loss_scale import LossScale
 from models import WIDTH, Stack, UNet, compiled
 
 MODULES = (
     "runtime.executor", "runtime.streaming", "runtime.stashes", "runtime.runner", "runtime.segment_run",
     "host.server", "host.optimizer.updates", "host.optimizer.in_forward", "host.optimizer.in_backward",
+    "host.optimizer.delayed", "host.versions",
 )  # fmt: skip
 PAUSE = 0.015  # seconds before each piece of work of a slow lane
 WAITS = ("wait", "wait_on_host", "synchronize", "drain", "_drain")
@@ -121,6 +124,19 @@ class Detached(nn.Module):
         return self.stack(x).detach() * self.skip(x)
 
 
+class TwoWays(nn.Module):
+    """In front of its layers, it uses one of its weights, or both."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = Stack(3)
+        self.weights = nn.ParameterList(torch.randn(5, 5) for _ in range(2))
+
+    def forward(self, x, both=False):
+        first, second = self.weights
+        return self.layers(x @ first + x @ second if both else x @ first)
+
+
 class WithBuffer(nn.Module):
     """Layers between two uses of a buffer that each step writes into."""
 
@@ -148,6 +164,35 @@ def four_forwards(step, optimizer):
 def training(step, optimizer):
     for number in range(3):
         step(batch(number)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def training_and_evaluation(step, optimizer):
+    """Evaluation is at weights whose update nobody else waits for."""
+    for number in range(3):
+        step(batch(number)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            read.append(step(batch(9)))
+
+
+def two_ways(step, optimizer):
+    """A parameter crosses the link with others than before while it is updated."""
+    wires = sessions.session_of(step).server.wires
+    wires._versions.clear(), wires._by_owner.clear()  # of an earlier run
+    for other_way in (False, True):
+        step(batch(0), other_way).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def overflowing(step, optimizer):
+    """The gradients of the first step overflow, and the loss of the next one is scaled by less."""
+    sessions.session_of(step).server.updates.scale = LossScale()
+    for number in range(3):
+        step(batch(number).float() * (1e6 if number == 0 else 1.0)).pow(2).mean().mul(0.01).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -211,18 +256,18 @@ class Case:
     """A training loop, and waits that it cannot do without.
 
     run    the loop, given the compiled model and its optimizer
-    waits  each with the lanes, of the device or of the host, of which any shows its absence if it is slow
+    waits  each with the lanes, of the device or of the host, of which any shows its absence if it is slow; "" if the watch alone does
     """
 
     name: str
     run: Callable
     waits: dict[str, str]
-    model: Callable[[], nn.Module] = lambda: Stack(3)
+    model: Callable[[], nn.Module] = lambda: Stack(3).double()
     options: dict = field(default_factory=dict)
 
 
-def in_(update: str) -> dict:
-    return {"update": f"in_{update}"}
+def in_(update: str, **more) -> dict:
+    return {"update": f"in_{update}", **more}
 
 
 CASES = [
@@ -245,10 +290,15 @@ CASES = [
         "skips",
         one_step,
         {"runtime.executor.Executor.submit: queue.wait(value.event)": "d2h"},
-        model=lambda: nn.Sequential(nn.Linear(5, WIDTH), UNet(4)),
+        model=lambda: nn.Sequential(nn.Linear(5, WIDTH), UNet(4)).double(),
     ),
-    Case("no gradient", one_step, {"runtime.executor._release: compute.wait(x.event)": "h2d"}, model=Detached),
-    Case("a buffer", one_step, {"runtime.runner.Runner._run: self.device.synchronize()": "d2h"}, model=WithBuffer),
+    Case("no gradient", one_step, {"runtime.executor._release: compute.wait(x.event)": "h2d"}, model=lambda: Detached().double()),
+    Case(
+        "a buffer",
+        one_step,
+        {"runtime.runner.Runner._run: self.device.synchronize()": "d2h"},
+        model=lambda: WithBuffer().double(),
+    ),
     Case("several forwards", four_forwards, {"runtime.stashes.Stashes._move: self.device.synchronize()": "d2h h2d"}),
     Case(
         "in_backward",
@@ -273,7 +323,7 @@ CASES = [
     Case(
         "a failure",
         a_failed_step,
-        {"host.server.ParameterServer.recover: self.worker.drain()": "host"},
+        {"host.server.ParameterServer.recover: worker.drain()": "host"},
         options=in_("forward"),
     ),
     Case(
@@ -287,6 +337,32 @@ CASES = [
         the_norm,
         {"host.optimizer.in_forward.UpdatesInForward.describe: self._looked.wait()": "host"},
         options=in_("forward"),
+    ),
+    Case(
+        "delayed",
+        training_and_evaluation,
+        {
+            "host.optimizer.delayed.DelayedUpdates.begin_forward: self.synchronize()": "update",
+            "host.optimizer.delayed.DelayedUpdates._drain: super()._drain()": "host",
+            "host.optimizer.delayed.DelayedUpdates._drain: self._updating.drain()": "update",
+        },
+        options=in_("forward", delay=1),
+    ),
+    Case(
+        "delayed, another wire",
+        two_ways,
+        {
+            "host.versions.DelayedWires.load: self.wait(owners)": ""
+        },  # a late update does no harm: it has to come in the middle of a copy
+        model=lambda: TwoWays().double(),
+        options=in_("forward", delay=1),
+    ),
+    Case(
+        "delayed, a loss scale",
+        overflowing,
+        {"host.optimizer.delayed.DelayedUpdates.begin_backward: self._looked.wait()": "update"},
+        model=lambda: Stack(3).float(),
+        options=in_("forward", delay=1, precision="fp16"),
     ),
     Case(
         "a held output",
@@ -305,7 +381,7 @@ class Run:
     """A compiled model on a device; each run of its loop begins with the same parameters."""
 
     def __init__(self, case: Case, device):
-        self.case, self.model = case, case.model().double()
+        self.case, self.model = case, case.model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         update = (
             {"optimizer": self.optimizer, "compile_update": False, **case.options} if "update" in case.options else case.options
@@ -313,7 +389,7 @@ class Run:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sessions, "open_device", lambda options: device)
             self.step = compiled(self.model, **update)
-            self.step(batch(0))
+            self.step(batch(0).to(next(self.model.parameters()).dtype))
         self.session, self.before = sessions.session_of(self.step), copy.deepcopy(self.model.state_dict())
 
     def __call__(self) -> list[torch.Tensor]:
@@ -329,8 +405,9 @@ class Run:
         server = self.session.server
         with contextlib.suppress(Exception):
             self.session.device.synchronize()
-        with contextlib.suppress(Exception):
-            server.worker.drain()
+        for worker in server.workers:
+            with contextlib.suppress(Exception):
+                worker.drain()
         self.session.device.recover()
         server.recover(types.SimpleNamespace(pending=None))
         self.model.load_state_dict(self.before)
@@ -341,10 +418,14 @@ def slow(session, name: str) -> None:
     """A lane of the device, or of the host, pauses before each piece of its work; the others do not."""
     for lane, thread in session.device.lanes.items():
         thread._delay, thread._random = PAUSE if lane == name else 0.0, types.SimpleNamespace(random=lambda: 1.0)
-    worker = session.server.worker
-    submit = type(worker).submit
-    pause = PAUSE if name == "host" else 0.0
-    worker.submit = lambda work: submit(worker, lambda: (time.sleep(pause), work()))
+    for worker in session.server.workers:
+        submit = functools.partial(type(worker).submit, worker)
+        pause = 0.0 if name != worker.name else 4 * PAUSE if name == "update" else PAUSE  # updates may take a whole forward
+        worker.submit = functools.partial(_paused, submit, pause)
+
+
+def _paused(submit, pause: float, work: Callable):
+    return submit(lambda: (time.sleep(pause), work()))
 
 
 BY_NAME = {str(wait): wait for wait in waits()}
@@ -363,7 +444,8 @@ def test_the_watch_refuses_a_program_without_a_wait(case):
         with BY_NAME[name].deleted():
             try:
                 run()
-                run.session.server.worker.drain()  # or the host lane saw it, which may have come second
+                for worker in run.session.server.workers:
+                    worker.drain()  # or a lane of the host saw it, which may have come second
             except RaceError:
                 continue
         pytest.fail(f"nobody misses {name}")

@@ -59,6 +59,7 @@ class DelayedUpdates(UpdatesInForward):
         """The loss scale is that of all steps before."""
         if self._looked is not None:
             self._looked.wait()
+        self.worker.accesses.read(self._place_of_norm)
         super().begin_backward(pending, pushes)
 
     def _drain(self) -> None:
