@@ -46,9 +46,11 @@ def cases(rows: int) -> list[Case]:
     return [
         Case("in_backward", rows, 1.03, backward),
         Case("in_forward, clipped", rows, 1.05, forward),
+        Case("in_forward, clipped, delay=1", rows, 1.02, {**forward, "delay": 1}),
         Case("at_step", rows, None, {"update": "at_step"}),
-        Case("in_backward, an eighth of the rows", rows // 8, 1.10, backward),
+        Case("in_backward, an eighth of the rows", rows // 8, None, backward),  # all updates have to fit behind a backward
         Case("in_forward, an eighth of the rows", rows // 8, None, forward),  # all updates have to fit behind a forward
+        Case("in_forward, delay=1, an eighth of the rows", rows // 8, 1.10, {**forward, "delay": 1}),
         Case("in_backward, fp32 (TF32)", rows, 1.06, {**backward, "precision": "fp32"}, tf32=True),
         Case("no optimizer, one row", 1, None, {"micro_batches": 1, "optimizer": None}, link=0.95),
     ]
@@ -94,7 +96,7 @@ def main() -> int:
         found = simulated(case, options.layers, options.machine)
         compute = found.timeline.busy("compute")
         row = {"case": case.name, "step s": found.seconds, "compute s": compute, "of compute": found.seconds / compute}
-        row |= {f"{lane} busy": found.busy(lane) for lane in ("h2d", "d2h", "host", "caller")}
+        row |= {f"{lane} busy": found.busy(lane) for lane in ("h2d", "d2h", "host", "update", "caller")}
         gap = next(iter(found.gaps("compute")), None)
         rows.append(row | {"longest gap of compute": str(gap)})
         if case.most is not None:

@@ -89,9 +89,16 @@ def test_the_first_update_waits_for_the_norm_of_the_last_gradient_alone(monkeypa
     assert step_over_compute(slow, **options) > hidden + 0.03
 
 
-def _all_at_once(updates, gradients):
-    updates._norms.clear()
+def _all_at_once(updates, gradients, known):
     return torch.nn.utils.get_total_norm([updates._norm_of_one(p, g) for p, g in gradients.items()])
+
+
+def test_updates_as_long_as_a_step_are_hidden_with_a_delay():
+    """They take 0.9 of the work of the device: more than a forward, and more than a backward."""
+    machine_ = machine(host_bandwidth=28 * PARAMETERS / (0.9 * 3 * SECOND))
+    options = {"update": "in_forward", "precision": "bf16"}
+    assert step_over_compute(machine_, **options) > 1.3
+    assert step_over_compute(machine_, **options, delay=1) < 1.06
 
 
 def test_the_host_has_time_for_updates_where_the_device_takes_norms(monkeypatch):
