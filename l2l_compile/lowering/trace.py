@@ -8,7 +8,7 @@ Sizes that stay symbolic (`Sizes.symbols`) are whole numbers in front of the ten
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,8 @@ import torch
 from torch import fx
 from torch._C import _functorch as functorch
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.fx import _symbolic_trace
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..devices.host import HOST, is_host
 from ..errors import LoweringError
 from ..frontend.dynamo import unseen_by_saved_tensors_hooks
+from ..frontend.fake_results import result_of
 from ..frontend.frames import with_room
 from ..frontend.patches import replace as put_in_place
 from ..ir.segments import Block, symbolic_size
@@ -127,21 +129,31 @@ class _Recorder(_BlockInterpreter):
         return result
 
 
-def example_operands(specs: Sequence[TensorSpec], bindings: Bindings, device: torch.device) -> list[torch.Tensor]:
-    """Empty contiguous tensors of the specs' sizes (fake ones inside of a FakeTensorMode)."""
-    return [torch.empty(spec.sizes(bindings), dtype=spec.dtype, device=device) for spec in specs]
+def example_operands(
+    fake: FakeTensorMode, specs: Sequence[TensorSpec], bindings: Bindings, device: torch.device
+) -> list[torch.Tensor]:
+    """Fake contiguous tensors of the specs' sizes. To call `torch.empty` within the mode would take ten times as long."""
+    with in_kernel_invocation_manager(fake):
+        meta = [torch.empty(spec.sizes(bindings), dtype=spec.dtype, device="meta") for spec in specs]
+    return [FakeTensor(fake, tensor, device) for tensor in meta]
 
 
 def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, ...]]:
     """The forward graph at these sizes, for analysis only, and the indices of the operands that it writes into.
 
-    The graph's outputs are those of the block, then the new contents of the operands that it writes into.
+    The graph's outputs are those of the block, then the new contents of the operands that it writes into. It writes into copies
+    of them; a block that writes into operands is traced again for that.
     """
+    module, mutated = _probe(block, bindings, ())
+    return _probe(block, bindings, mutated) if mutated else (module, mutated)
+
+
+def _probe(block: Block, bindings: Bindings, copied: Sequence[int]) -> tuple[fx.GraphModule, tuple[int, ...]]:
     mutated: list[int] = []
 
     def forward(bindings, operands):
         with torch.no_grad():
-            own = [o.clone() for o in _in_compute_dtypes(block, operands)]
+            own = [o.clone() if i in copied else o for i, o in enumerate(_in_compute_dtypes(block, operands))]
             with _Writes() as writes:
                 outputs = _interpret(block, own, _BlockInterpreter(block, bindings, HOST))
             mutated[:] = [i for i, o in enumerate(own) if o.untyped_storage()._cdata in writes.storages]
@@ -262,7 +274,8 @@ def _leaves(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 def _in_compute_dtypes(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The operands in the dtypes in which the block computes with them."""
-    return [o.to(spec.compute_dtype or spec.dtype) for o, spec in zip(operands, block.operands, strict=True)]
+    dtypes = [spec.compute_dtype or spec.dtype for spec in block.operands]
+    return [o if o.dtype is dtype else o.to(dtype) for o, dtype in zip(operands, dtypes, strict=True)]
 
 
 def _run(
@@ -313,6 +326,45 @@ def _metadata(value: torch.Tensor, *settings: bool) -> object:
 put_in_place(proxy_tensor, "_extract_tensor_metadata", _metadata)
 
 
+class _NoPatches(_symbolic_trace._Patcher):
+    """Leaves `nn.Module` as it is: what `make_fx` puts into it changes nothing, and makes Python forget the attributes of all modules."""
+
+    def patch(self, *_: object, **__: object) -> None:
+        pass
+
+    def patch_method(self, *_: object, **__: object) -> None:
+        pass
+
+
+_new_patcher = _symbolic_trace._new_patcher
+
+
+def _patcher() -> AbstractContextManager[_symbolic_trace._Patcher]:
+    return nullcontext(_NoPatches()) if _traced.get() is not None else _new_patcher()
+
+
+put_in_place(_symbolic_trace, "_new_patcher", _patcher)
+
+
+class _Mode(FakeTensorMode):
+    """The fake tensors of a trace. Results are kept for the traces of other blocks where all sizes are numbers.
+
+    A result with symbols holds for its own trace alone: to keep it takes longer than to make it.
+    """
+
+    def _cached_dispatch_impl(self, func, types, args, kwargs):
+        made = result_of(self, func, args, kwargs)
+        if made is not None:
+            return made
+        if any(map(_is_symbolic, tree_leaves((args, kwargs)))):
+            return self._dispatch_impl(func, types, args, kwargs)
+        return super()._cached_dispatch_impl(func, types, args, kwargs)
+
+
+def _is_symbolic(value: object) -> bool:
+    return value._has_symbolic_sizes_strides if isinstance(value, torch.Tensor) else isinstance(value, _SIZES)
+
+
 def _trace(
     block: Block, function: Callable, specs: Sequence[TensorSpec], sizes: Sizes, device: torch.device, which: str
 ) -> fx.GraphModule:
@@ -323,15 +375,15 @@ def _trace(
         return function(sizes.with_symbols(arguments[:count]), arguments[count:])
 
     grad, transforms = torch.is_grad_enabled(), functorch.get_dynamic_layer_stack_depth()
-    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.environment)
-    fake.cache_enabled = False  # few operations of a block come again, and a result with symbols is made twice to be kept
+    fake = _Mode(allow_non_fake_inputs=True, shape_env=sizes.environment)
+    fake.cache_enabled = True
     token = _traced.set(fake)
     try:
         # the Python dispatcher turns operators whose schema hides a write (native_batch_norm) into ones that show it
         anomaly = torch.autograd.set_detect_anomaly(False)  # it would look at values, and there are none
         one_thread = torch.autograd.set_multithreading_enabled(False)  # a device's thread of autograd would not be traced
         with anomaly, one_thread, unseen_by_saved_tensors_hooks(), fake, enable_python_dispatcher(), _use_lazy_graph_module(True):
-            tensors = example_operands(specs, sizes.with_symbols(sizes.numbers), device)
+            tensors = example_operands(fake, specs, sizes.with_symbols(sizes.numbers), device)
             module = with_room(proxy_tensor.make_fx(flat), *sizes.numbers, *tensors)
     except LoweringError:
         raise
