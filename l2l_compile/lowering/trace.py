@@ -8,33 +8,27 @@ Sizes that stay symbolic (`Sizes.symbols`) are whole numbers in front of the ten
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 from torch._C import _functorch as functorch
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.fx import _symbolic_trace
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental import proxy_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..devices.host import HOST, is_host
 from ..errors import LoweringError
 from ..frontend.dynamo import unseen_by_saved_tensors_hooks
-from ..frontend.fake_results import result_of
 from ..frontend.frames import with_room
-from ..frontend.patches import replace as put_in_place
 from ..ir.segments import Block, symbolic_size
 from ..ir.values import Bindings, TensorSpec, evaluate
+from .lean_traces import SIZES, TraceMode, lean
 from .sizes import Sizes
 from .widening import cancel_round_trips, keep_results_narrow
-
-_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def settings_of_a_trace() -> tuple:
@@ -127,15 +121,6 @@ class _Recorder(_BlockInterpreter):
         if writes.storages & there:
             self.writers.add(n)
         return result
-
-
-def example_operands(
-    fake: FakeTensorMode, specs: Sequence[TensorSpec], bindings: Bindings, device: torch.device
-) -> list[torch.Tensor]:
-    """Fake contiguous tensors of the specs' sizes. To call `torch.empty` within the mode would take ten times as long."""
-    with in_kernel_invocation_manager(fake):
-        meta = [torch.empty(spec.sizes(bindings), dtype=spec.dtype, device="meta") for spec in specs]
-    return [FakeTensor(fake, tensor, device) for tensor in meta]
 
 
 def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, ...]]:
@@ -311,60 +296,6 @@ def _own(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> l
     return owned
 
 
-_traced: ContextVar[FakeTensorMode | None] = ContextVar("traced", default=None)  # the mode of the trace that is under way
-_extract_tensor_metadata = proxy_tensor._extract_tensor_metadata
-
-
-def _metadata(value: torch.Tensor, *settings: bool) -> object:
-    """`meta["tensor_meta"]` of a node: here nobody reads it beside `meta["val"]`, and it is a tenth of the time."""
-    mode = _traced.get()
-    if mode is not None and getattr(value, "fake_mode", None) is mode:
-        return None
-    return _extract_tensor_metadata(value, *settings)
-
-
-put_in_place(proxy_tensor, "_extract_tensor_metadata", _metadata)
-
-
-class _NoPatches(_symbolic_trace._Patcher):
-    """Leaves `nn.Module` as it is: what `make_fx` puts into it changes nothing, and makes Python forget the attributes of all modules."""
-
-    def patch(self, *_: object, **__: object) -> None:
-        pass
-
-    def patch_method(self, *_: object, **__: object) -> None:
-        pass
-
-
-_new_patcher = _symbolic_trace._new_patcher
-
-
-def _patcher() -> AbstractContextManager[_symbolic_trace._Patcher]:
-    return nullcontext(_NoPatches()) if _traced.get() is not None else _new_patcher()
-
-
-put_in_place(_symbolic_trace, "_new_patcher", _patcher)
-
-
-class _Mode(FakeTensorMode):
-    """The fake tensors of a trace. Results are kept for the traces of other blocks where all sizes are numbers.
-
-    A result with symbols holds for its own trace alone: to keep it takes longer than to make it.
-    """
-
-    def _cached_dispatch_impl(self, func, types, args, kwargs):
-        made = result_of(self, func, args, kwargs)
-        if made is not None:
-            return made
-        if any(map(_is_symbolic, tree_leaves((args, kwargs)))):
-            return self._dispatch_impl(func, types, args, kwargs)
-        return super()._cached_dispatch_impl(func, types, args, kwargs)
-
-
-def _is_symbolic(value: object) -> bool:
-    return value._has_symbolic_sizes_strides if isinstance(value, torch.Tensor) else isinstance(value, _SIZES)
-
-
 def _trace(
     block: Block, function: Callable, specs: Sequence[TensorSpec], sizes: Sizes, device: torch.device, which: str
 ) -> fx.GraphModule:
@@ -375,22 +306,19 @@ def _trace(
         return function(sizes.with_symbols(arguments[:count]), arguments[count:])
 
     grad, transforms = torch.is_grad_enabled(), functorch.get_dynamic_layer_stack_depth()
-    fake = _Mode(allow_non_fake_inputs=True, shape_env=sizes.environment)
-    fake.cache_enabled = True
-    token = _traced.set(fake)
+    fake = TraceMode(sizes.environment)
     try:
         # the Python dispatcher turns operators whose schema hides a write (native_batch_norm) into ones that show it
         anomaly = torch.autograd.set_detect_anomaly(False)  # it would look at values, and there are none
         one_thread = torch.autograd.set_multithreading_enabled(False)  # a device's thread of autograd would not be traced
-        with anomaly, one_thread, unseen_by_saved_tensors_hooks(), fake, enable_python_dispatcher(), _use_lazy_graph_module(True):
-            tensors = example_operands(fake, specs, sizes.with_symbols(sizes.numbers), device)
-            module = with_room(proxy_tensor.make_fx(flat), *sizes.numbers, *tensors)
+        with anomaly, one_thread, unseen_by_saved_tensors_hooks(), lean(fake), enable_python_dispatcher():
+            tensors = fake.operands(specs, sizes.with_symbols(sizes.numbers), device)
+            module = with_room(make_fx(flat), *sizes.numbers, *tensors)
     except LoweringError:
         raise
     except Exception as error:
         raise LoweringError(f"{which} of {block.name} cannot be traced: {type(error).__name__}: {error}") from error
     finally:
-        _traced.reset(token)  # Inductor traces in the same mode, and its rules for quantized tensors read the other
         torch.set_grad_enabled(grad)
         while functorch.get_dynamic_layer_stack_depth() > transforms:  # a failure inside of a vmap leaves it open
             functorch.pop_dynamic_layer_stack()
@@ -398,7 +326,7 @@ def _trace(
     _erase_aliases(module.graph)
     for node in reversed(module.graph.nodes):
         node.meta.pop("tensor_meta", None)
-        if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), _SIZES):
+        if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), SIZES):
             module.graph.erase_node(node)
     return module
 
