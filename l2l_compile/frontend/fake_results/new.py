@@ -87,7 +87,7 @@ def _of_comparison(mode: FakeTensorMode, x: FakeTensor, value: Any) -> FakeTenso
     return empty(mode, in_order(x), x, torch.bool)
 
 
-def _shape_of_larger(one: FakeTensor, other: FakeTensor) -> tuple:
+def _shape_of_larger(one: torch.Tensor, other: torch.Tensor) -> tuple:
     """The sizes of two operands of which only one is repeated."""
     large, small = (one, other) if one.dim() >= other.dim() else (other, one)
     shape, sizes = in_order(large), in_order(small)

@@ -104,8 +104,8 @@ def elements(shape: Sequence[Any]) -> Any:
     return functools.reduce(product, map(expression, shape), 1)
 
 
-def empty(mode: FakeTensorMode, shape: Sequence[Any], like: FakeTensor, dtype: torch.dtype | None = None) -> FakeTensor:
-    """A new contiguous tensor."""
+def empty(mode: FakeTensorMode, shape: Sequence[Any], like: Any, dtype: torch.dtype | None = None) -> FakeTensor:
+    """A new contiguous tensor, of the dtype of `like` unless another is named, and on its device."""
     with in_kernel_invocation_manager(mode):
         made = torch.empty(tuple(shape), dtype=dtype or like.dtype, device="meta")
     return FakeTensor(mode, made, like.fake_device)
