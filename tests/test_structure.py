@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
+from torch import fx
 
 import l2l_compile
-from l2l_compile import Options
+from l2l_compile import Options, backend
+from l2l_compile.frontend.capture import capture
+from l2l_compile.ir.captured import Captured
 from l2l_compile.passes.compilation import Compilation
 from l2l_compile.passes.pipeline import PREPARATION, SEGMENTATION, run
 from l2l_compile.runtime.dry_run import device_memory
+from l2l_compile.testing import Comparison
 from models import PREPARED, backward_of_loss, compilation, pair_of
 from structures import MODELS, WIDTH, units
 
 OPTIONS = {"micro_batches": 3, "block_compiler": "eager"}
+DEPTHS = (5, 9)  # deep enough for copies that overlap with compute to be at their most
 SEQUENCE_OPERATIONS, CUT = PREPARATION[-1], SEGMENTATION[:2]
 
 
@@ -30,41 +37,75 @@ def layers_in_segments(model, segments) -> int:
     return max(len({owner[p] for p in s.parameter_names if p in owner}) for s in segments)
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A model of some depth behind one step: what the passes made of its graph, and what the step showed."""
+
+    cut: Compilation
+    comparison: Comparison
+    peak: int
+    grows: tuple
+
+
 @functools.cache
-def cut(name: str, depth: int) -> Compilation:
-    return compilation(MODELS[name](depth).double(), *inputs(), passes=CUT)
+def trained(name: str, depth: int) -> Trained:
+    """One capture of a model serves all tests of it."""
+    torch.manual_seed(0)
+    cuts: list[Compilation] = []
+    with mock.patch.object(backend, "capture", functools.partial(capture_twice, cuts)):
+        pair = pair_of(MODELS[name](depth).double())
+        comparison = pair.run(backward_of_loss, *inputs())
+    (found,) = cuts
+    programs, options = l2l_compile.programs(pair.compiled), Options.build({**OPTIONS, "device": "cpu"})
+    peak = l2l_compile.stats(pair.compiled).peak_device_bytes
+    return Trained(found, comparison, peak, device_memory(programs, options).grows)
+
+
+def capture_twice(cuts: list[Compilation], gm: fx.GraphModule) -> Captured:
+    """Dynamo's graph for the backend, and a copy of it that is cut."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for copied, node in zip(graph.nodes, gm.graph.nodes, strict=True):
+        copied.__dict__ |= {name: value for name, value in vars(node).items() if name == "_dynamo_source"}
+    copy = fx.GraphModule(gm, graph)
+    copy.compile_subgraph_reason = gm.compile_subgraph_reason
+    found = Compilation(capture(copy), Options.build({**OPTIONS, "device": "cpu"}))
+    run(found, PREPARATION)
+    run(found, CUT, PREPARED)
+    cuts.append(found)
+    return capture(gm)
 
 
 def cut_without_names(name: str, depth: int, monkeypatch) -> Compilation:
     """The same graph, cut again as if no module had a name."""
-    monkeypatch.setattr("l2l_compile.passes.operation_sequence.module_stack", lambda node: [])
-    found = cut(name, depth)
+    found = trained(name, depth).cut
     again = Compilation(found.captured, found.options)
-    run(again, (SEQUENCE_OPERATIONS, *CUT), PREPARED)
+    with monkeypatch.context() as patched:
+        patched.setattr("l2l_compile.passes.operation_sequence.module_stack", lambda node: [])
+        run(again, (SEQUENCE_OPERATIONS, *CUT), PREPARED)
     return again
 
 
+@pytest.fixture(params=MODELS, scope="module")
+def name(request):
+    """Of the module, so that the tests of one model run one after the other."""
+    return request.param
+
+
 @pytest.mark.parametrize("named", [True, False], ids=["names", "no names"])
-@pytest.mark.parametrize("name", MODELS)
 def test_no_segment_holds_two_layers_and_blocks_do_not_grow_with_depth(name, named, monkeypatch):
-    shallow, deep = (cut(name, depth) if named else cut_without_names(name, depth, monkeypatch) for depth in (4, 8))
-    assert layers_in_segments(MODELS[name](8), deep.segments) <= 1
+    shallow, deep = (trained(name, d).cut if named else cut_without_names(name, d, monkeypatch) for d in DEPTHS)
+    assert layers_in_segments(MODELS[name](DEPTHS[1]), deep.segments) <= 1
     assert len(deep.blocks) <= len(shallow.blocks)
     assert max(s.parameter_bytes for s in deep.segments) <= max(s.parameter_bytes for s in shallow.segments)
 
 
-@pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_exact_and_the_peak_does_not_grow_with_depth(name):
-    peaks = []
-    for depth in (5, 9):  # deep enough for copies that overlap with compute to be at their most
-        torch.manual_seed(0)
-        pair = pair_of(MODELS[name](depth).double())
-        pair.run(backward_of_loss, *inputs()).check()
-        peaks.append(l2l_compile.stats(pair.compiled).peak_device_bytes)
-        programs, options = l2l_compile.programs(pair.compiled), Options.build({**OPTIONS, "device": "cpu"})
-        grows = device_memory(programs, options).grows
-        assert not grows  # segments that hold several layers would be among them
-    assert peaks[1] <= 1.01 * peaks[0]
+    found = [trained(name, depth) for depth in DEPTHS]
+    for step in found:
+        step.comparison.check()
+        assert not step.grows  # segments that hold several layers would be among them
+    assert found[1].peak <= 1.01 * found[0].peak
 
 
 def test_layers_that_hold_one_module_are_cut_at_their_borders_alone():

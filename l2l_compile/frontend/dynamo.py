@@ -32,6 +32,7 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis, Unsupported, UserE
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.utils import counters
 from torch._dynamo.variables import builder
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import rnn
 
 from . import collection, limits
@@ -187,7 +188,9 @@ def watch_frames(
         _seen.append(Counter(counters["unimplemented"]))
         begun(innermost_backend(self._torchdynamo_orig_backend))
         try:
-            with collection.rests(), limits.raised(self, frame, recompiled), torch._dynamo.config.patch(_SETTINGS):
+            settings = torch._dynamo.config.patch(_SETTINGS)
+            lazy = _use_lazy_graph_module(True)  # nobody runs Dynamo's graph: no Python code is written for it
+            with collection.rests(), limits.raised(self, frame, recompiled), settings, lazy:
                 return with_room(original, self, frame, *args, **kwargs)
         except (Unsupported, UserError) as error:
             if not (self._one_graph or self._box.error_on_graph_break):  # else the user gets the error itself

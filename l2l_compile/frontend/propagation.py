@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..devices.registry import KINDS
+from .fake_results import directly
 from .patches import is_replaced, replace
 from .recurrent_stacks import sizes_of_stack
 
@@ -77,6 +78,7 @@ def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
         if node.target != "item" and any(map(_may_be_a_number, tree_leaves((args, kwargs)))):
             with _ReadsNone():
                 return run()
+        directly(tracer.fake_mode)
         if node.op == "call_function" and (made := sizes_of_stack(node.target, args, kwargs)) is not None:
             return made
         return propagate(memories.setdefault(tracer.shape_env, {}), node.target, (args, kwargs), run)

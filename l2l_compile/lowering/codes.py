@@ -120,7 +120,7 @@ class Store:
     """The codes of this process by form, the latest used last. At most `size` of them are kept."""
 
     def __init__(self, size: int):
-        self._size = size
+        self._size, self._count = size, 0  # counted here: to go through the dictionary takes the hash of every form
         self._codes: OrderedDict[tuple, list[Code]] = OrderedDict()
 
     def find(self, key: tuple, sizes: Sequence[int]) -> Code | None:
@@ -134,12 +134,14 @@ class Store:
         """Keep a code."""
         self._codes.setdefault(key, []).append(code)
         self._codes.move_to_end(key)
-        while sum(map(len, self._codes.values())) > self._size:
-            self._codes.popitem(last=False)
+        self._count += 1
+        while self._count > self._size:
+            self._count -= len(self._codes.popitem(last=False)[1])
 
     def clear(self) -> None:
         """Forget all."""
         self._codes.clear()
+        self._count = 0
 
 
 store = Store(1024)

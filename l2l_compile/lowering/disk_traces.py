@@ -12,7 +12,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._sympy import functions as sympy_functions
 
 from ..devices.host import is_host
@@ -20,6 +19,7 @@ from ..ir.values import Bindings, Dim, dim_of, evaluate
 from . import disk
 from .codes import Traced
 from .disk import Untold
+from .lean_traces import TraceMode
 from .randomness import FILLS, Draw
 from .sizes import Sizes
 
@@ -142,7 +142,7 @@ def _from_graph(nodes: list, sizes: Sizes) -> fx.GraphModule:
     graph = fx.Graph()
     made: list[fx.Node] = []
     constants: dict[str, torch.Tensor] = {}
-    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.environment)
+    fake = TraceMode(sizes.environment)
     numbers = dict(zip(sizes.names, sizes.numbers, strict=True))
     for op, name, target, *rest in nodes:
         if op == "placeholder":

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 from torch._C import _functorch as functorch
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental import proxy_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -26,13 +24,11 @@ from ..devices.host import HOST, is_host
 from ..errors import LoweringError
 from ..frontend.dynamo import unseen_by_saved_tensors_hooks
 from ..frontend.frames import with_room
-from ..frontend.patches import replace as put_in_place
 from ..ir.segments import Block, symbolic_size
 from ..ir.values import Bindings, TensorSpec, evaluate
+from .lean_traces import SIZES, TraceMode, lean
 from .sizes import Sizes
 from .widening import cancel_round_trips, keep_results_narrow
-
-_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def settings_of_a_trace() -> tuple:
@@ -127,21 +123,22 @@ class _Recorder(_BlockInterpreter):
         return result
 
 
-def example_operands(specs: Sequence[TensorSpec], bindings: Bindings, device: torch.device) -> list[torch.Tensor]:
-    """Empty contiguous tensors of the specs' sizes (fake ones inside of a FakeTensorMode)."""
-    return [torch.empty(spec.sizes(bindings), dtype=spec.dtype, device=device) for spec in specs]
-
-
 def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, ...]]:
     """The forward graph at these sizes, for analysis only, and the indices of the operands that it writes into.
 
-    The graph's outputs are those of the block, then the new contents of the operands that it writes into.
+    The graph's outputs are those of the block, then the new contents of the operands that it writes into. It writes into copies
+    of them; a block that writes into operands is traced again for that.
     """
+    module, mutated = _probe(block, bindings, ())
+    return _probe(block, bindings, mutated) if mutated else (module, mutated)
+
+
+def _probe(block: Block, bindings: Bindings, copied: Sequence[int]) -> tuple[fx.GraphModule, tuple[int, ...]]:
     mutated: list[int] = []
 
     def forward(bindings, operands):
         with torch.no_grad():
-            own = [o.clone() for o in _in_compute_dtypes(block, operands)]
+            own = [o.clone() if i in copied else o for i, o in enumerate(_in_compute_dtypes(block, operands))]
             with _Writes() as writes:
                 outputs = _interpret(block, own, _BlockInterpreter(block, bindings, HOST))
             mutated[:] = [i for i, o in enumerate(own) if o.untyped_storage()._cdata in writes.storages]
@@ -262,7 +259,8 @@ def _leaves(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 def _in_compute_dtypes(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The operands in the dtypes in which the block computes with them."""
-    return [o.to(spec.compute_dtype or spec.dtype) for o, spec in zip(operands, block.operands, strict=True)]
+    dtypes = [spec.compute_dtype or spec.dtype for spec in block.operands]
+    return [o if o.dtype is dtype else o.to(dtype) for o, dtype in zip(operands, dtypes, strict=True)]
 
 
 def _run(
@@ -298,21 +296,6 @@ def _own(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> l
     return owned
 
 
-_traced: ContextVar[FakeTensorMode | None] = ContextVar("traced", default=None)  # the mode of the trace that is under way
-_extract_tensor_metadata = proxy_tensor._extract_tensor_metadata
-
-
-def _metadata(value: torch.Tensor, *settings: bool) -> object:
-    """`meta["tensor_meta"]` of a node: here nobody reads it beside `meta["val"]`, and it is a tenth of the time."""
-    mode = _traced.get()
-    if mode is not None and getattr(value, "fake_mode", None) is mode:
-        return None
-    return _extract_tensor_metadata(value, *settings)
-
-
-put_in_place(proxy_tensor, "_extract_tensor_metadata", _metadata)
-
-
 def _trace(
     block: Block, function: Callable, specs: Sequence[TensorSpec], sizes: Sizes, device: torch.device, which: str
 ) -> fx.GraphModule:
@@ -323,22 +306,19 @@ def _trace(
         return function(sizes.with_symbols(arguments[:count]), arguments[count:])
 
     grad, transforms = torch.is_grad_enabled(), functorch.get_dynamic_layer_stack_depth()
-    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.environment)
-    fake.cache_enabled = False  # few operations of a block come again, and a result with symbols is made twice to be kept
-    token = _traced.set(fake)
+    fake = TraceMode(sizes.environment)
     try:
         # the Python dispatcher turns operators whose schema hides a write (native_batch_norm) into ones that show it
         anomaly = torch.autograd.set_detect_anomaly(False)  # it would look at values, and there are none
         one_thread = torch.autograd.set_multithreading_enabled(False)  # a device's thread of autograd would not be traced
-        with anomaly, one_thread, unseen_by_saved_tensors_hooks(), fake, enable_python_dispatcher(), _use_lazy_graph_module(True):
-            tensors = example_operands(specs, sizes.with_symbols(sizes.numbers), device)
-            module = with_room(proxy_tensor.make_fx(flat), *sizes.numbers, *tensors)
+        with anomaly, one_thread, unseen_by_saved_tensors_hooks(), lean(fake), enable_python_dispatcher():
+            tensors = fake.operands(specs, sizes.with_symbols(sizes.numbers), device)
+            module = with_room(make_fx(flat), *sizes.numbers, *tensors)
     except LoweringError:
         raise
     except Exception as error:
         raise LoweringError(f"{which} of {block.name} cannot be traced: {type(error).__name__}: {error}") from error
     finally:
-        _traced.reset(token)  # Inductor traces in the same mode, and its rules for quantized tensors read the other
         torch.set_grad_enabled(grad)
         while functorch.get_dynamic_layer_stack_depth() > transforms:  # a failure inside of a vmap leaves it open
             functorch.pop_dynamic_layer_stack()
@@ -346,7 +326,7 @@ def _trace(
     _erase_aliases(module.graph)
     for node in reversed(module.graph.nodes):
         node.meta.pop("tensor_meta", None)
-        if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), _SIZES):
+        if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), SIZES):
             module.graph.erase_node(node)
     return module
 

@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from l2l_compile.lowering.lean_traces import modules_left_alone
 from l2l_compile.passes.batching.batch_rules import Mixing, Partial, Rows, analyse, rules
 
 SMALL, LARGE = 7, 11
@@ -31,7 +32,10 @@ def trace(function: Callable, specs: Sequence[Drawn], batch: int, pre_dispatch: 
     def flat(*tensors):
         return pytree.tree_leaves(function(*tensors))
 
-    with FakeTensorMode():  # without a table of its own, make_fx may decompose operations: 2.15 writes alias for detach
+    with (
+        FakeTensorMode(),
+        modules_left_alone(),
+    ):  # without a table of its own, make_fx may decompose operations: 2.15 writes alias for detach
         return make_fx(flat, decomposition_table={}, pre_dispatch=pre_dispatch)(*(spec.draw(batch) for spec in specs)).graph
 
 
