@@ -176,3 +176,8 @@ def ranks_of(mesh: DeviceMesh, make: bool = False) -> Ranks:
     if known is None:
         raise L2LError(f"a parameter is a DTensor on {mesh}, which l2l_compile.shard has not seen: divide the model with it")
     return known
+
+
+def anything_is_divided() -> bool:
+    """Whether a model of this process is divided among several ranks."""
+    return dist.is_available() and dist.is_initialized() and any(ranks.size > 1 for ranks in _known.values())

@@ -233,11 +233,17 @@ class Runner:
         """Begin a forward together with the other ranks. Raises `RankError` and, for a rank without rows, `L2LError`."""
         world.forwards += 1
         collectives = collectives_of(self.program.forward.graph, self.program.segments)
-        rows = world.announce(Kind.FORWARD, collectives, to_train, (step.rows, len(step.sizes), step.base_seed()))
+        count = step.rows if step.batch is not None else self._rows_of(step.given)
+        rows = world.announce(Kind.FORWARD, collectives, to_train, (count, len(step.sizes), step.base_seed()))
         empty = [rank for rank, (count, *_) in enumerate(rows) if count == 0]
         if empty:
             raise L2LError(f"rank {empty[0]} has a batch of no rows: every rank needs one row at least (drop_last=True, or pad)")
         step.seed = rows[0][2]
+
+    def _rows_of(self, arguments: Sequence) -> int:
+        """Rows of a batch that cannot be split: the size of the first dimension of the first value that has one."""
+        values = (arguments[i.index] for i in self.captured.inputs if i.kind == "value")
+        return next((v.shape[0] for v in values if v.dim()), 1)
 
     def _run(self, graph: fx.Graph, step: Step, inputs: Sequence[RuntimeValue]) -> Any:
         slabs = self.options.prefetch + 1

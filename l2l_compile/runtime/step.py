@@ -209,8 +209,9 @@ class Step:
 
     @property
     def rows(self) -> int:
-        """Rows of the batch; 1 if the batch is not known."""
-        return self.bindings[self.batch] if self.batch is not None else 1
+        """Rows of a batch that can be split."""
+        assert self.batch is not None
+        return self.bindings[self.batch]
 
     def split(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
         """Slices of a whole value, contiguous; views where the batch is the first dimension."""
