@@ -93,12 +93,12 @@ class Ranks:
         if piece.numel():
             exchange.all_gather(whole, piece, self.device_group, self._finish)
 
-    def mean_pieces(self, gradients: Sequence[torch.Tensor | None], pieces: Sequence[Pieces]) -> list[torch.Tensor | None]:
+    def mean_pieces(self, gradients: Sequence[torch.Tensor | None], pieces: Sequence[Pieces | None]) -> list[torch.Tensor | None]:
         """The mean over all ranks of each gradient, as far as it belongs to this rank, in float32 at least.
 
         Gradients go through a buffer of constant size. Where one rank lacks a gradient, all do: they run the same program.
         """
-        there = [(g, p) for g, p in zip(gradients, pieces, strict=True) if g is not None]
+        there = [(g, p) for g, p in zip(gradients, pieces, strict=True) if g is not None and p is not None]
         found: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(torch.promote_types(g.dtype, torch.float32) for g, _ in there):
             mine = [(g, p) for g, p in there if torch.promote_types(g.dtype, torch.float32) == dtype]

@@ -11,7 +11,7 @@ model that runs uncompiled gathers each weight when it is read, and its gradient
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 made[parameter] = _divided(parameter, mesh, f"{path}.{name}".removeprefix("."))
             module._parameters[name] = made[parameter]
         if names:
-            module.__class__ = _reading_whole(type(module), tuple(names))
+            module.__class__ = _reading_whole(type(module), tuple(names))  # type: ignore[arg-type]  # a class is hashable
     return model
 
 
@@ -89,7 +89,7 @@ def _whole(module: nn.Module, name: str) -> Any:
     return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
 
 
-def is_divided(tensor: Any) -> bool:
+def is_divided(tensor: Any) -> TypeGuard[DTensor]:
     """Whether a tensor is a `DTensor`."""
     return isinstance(tensor, DTensor)
 

@@ -365,8 +365,7 @@ def _reduce_gradients(run: Executor, node: fx.Node, segment: int, gradients: Run
         device.lanes["comm"].wait(released)  # new memory may be that of an earlier result, which compute has released
 
     def work() -> None:
-        pieces = [weight.pieces for weight in reduced.weights]
-        mean = ranks.mean_pieces(gradients.tensors, pieces)
+        mean = ranks.mean_pieces(gradients.tensors, [weight.pieces for weight in reduced.weights])
         run.step.stats.reduced_bytes += sum(bytes_of([g]) for g in gradients.tensors if g is not None)
         result.tensors = [for_the_link(run.step, spec, g) for spec, g in zip(reduced.block.weights, mean, strict=True)]
         if run.step.wants_norms and device.takes_norms:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from steps import OPTIONS, whole
+from test_mean import Odd, tokens
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import l2l_compile
-from steps import OPTIONS, whole
-from test_mean import Odd, tokens
 
 
 def made(world, update, optimizer):
