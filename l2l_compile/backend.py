@@ -77,7 +77,8 @@ def compile_program(
     """Run the passes over a captured graph, ours and then those of the option `passes`; `after` is called behind each."""
     compilation = Compilation(captured, options)
     run(compilation, PIPELINE + options.passes, after=after)
-    try_other_batch_dimension(captured, compilation.segments, options.micro_batches)
+    if compilation.splits_rows:
+        try_other_batch_dimension(captured, compilation.segments)
     program = compilation.program()
     for block in compilation.blocks:
         block.lowering, block.static = lowering, dynamo.sizes_are_fixed()

@@ -167,11 +167,11 @@ class Runner:
             check=self._check_blocks,
             world=captured.world,
         )
-        if (sizes := (to_train, *step.bindings.values())) not in self._lowered:
-            self._lowered.add(sizes)
-            self.lowering.ahead(lowerings(step, self.program, to_train))
         if captured.world is not None:
             self._announce_forward(captured.world, step, to_train)
+        if (sizes := (to_train, *step.bindings.values(), sum(step.rows_of_ranks))) not in self._lowered:
+            self._lowered.add(sizes)
+            self.lowering.ahead(lowerings(step, self.program, to_train))
         self.server.begin_forward(
             step, [a for a, i in zip(arguments, captured.inputs, strict=True) if i.kind == "parameter"], to_train
         )
@@ -239,6 +239,9 @@ class Runner:
         if empty:
             raise L2LError(f"rank {empty[0]} has a batch of no rows: every rank needs one row at least (drop_last=True, or pad)")
         step.seed = rows[0][2]
+        step.first_micro_batch = sum(micro_batches for _, micro_batches, *_ in rows[: world.rank])
+        if self.options.ranks == "global":
+            step.rows_of_ranks = tuple(count for count, *_ in rows)
 
     def _rows_of(self, arguments: Sequence) -> int:
         """Rows of a batch that cannot be split: the size of the first dimension of the first value that has one."""
@@ -264,7 +267,12 @@ class Runner:
 def collectives_of(graph: fx.Graph, segments: Sequence[Segment]) -> tuple[str, ...]:
     """The collectives of a graph, in order."""
     found = (node for node in graph.nodes if nodes.lane_of(node) == nodes.COMM)
-    return tuple(f"{nodes.called(n).name} {segments[nodes.operands(n).segment].name}" for n in found)
+    return tuple(_collective(node, segments) for node in found)
+
+
+def _collective(node: fx.Node, segments: Sequence[Segment]) -> str:
+    index = nodes.segment_of(node)
+    return f"{nodes.called(node).name} {node.meta['value'] if index is None else segments[index].name}"
 
 
 class _Streamed(torch.autograd.Function):

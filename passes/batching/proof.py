@@ -71,7 +71,7 @@ def _key(compilation: Compilation, block: Block) -> tuple:
     )
     return (
         "proof", present_form(block, numbers).key, rows, captured.hints.get(captured.batch), captured.why_static,
-        compilation.options.micro_batches == 1, tuple(sorted(map(str, partial_sum_dtypes(captured)))), _is_wide(captured), *settings_of_a_trace(),
+        not compilation.splits_rows, tuple(sorted(map(str, partial_sum_dtypes(captured)))), _is_wide(captured), *settings_of_a_trace(),
     )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def _prove(compilation: Compilation, block: Block) -> Proof:
     captured = compilation.captured
     batched = captured.batch is not None and any(v.batch for v in (*block.values, *block.outputs))
     odd = [e for e in block.sizes.values() if not _is_multiple(e, captured.batch)]
-    if compilation.options.micro_batches == 1 or not batched or odd:
+    if not compilation.splits_rows or not batched or odd:
         return Proof(probe(block, captured.hints)[1], _why_not_tried(compilation, block, odd))
     try:
         small, large, primes, mutated = probes(block, captured.hints, captured.batch)
@@ -145,7 +145,7 @@ def _is_multiple(size, batch) -> bool:
 
 def _why_not_tried(compilation: Compilation, block: Block, odd: list) -> str:
     captured = compilation.captured
-    if compilation.options.micro_batches == 1:
+    if not compilation.splits_rows:
         return "micro_batches is 1"
     if captured.batch is None:
         return captured.why_static
