@@ -49,13 +49,15 @@ class PlaceRows:
     def apply(self, compilation: Compilation) -> None:
         if not compilation.is_global:
             return
-        _check(compilation)
         for graph in filter(None, (compilation.forward, compilation.backward)):
             _Rows(graph, compilation.segments).place()
 
 
-def _check(compilation: Compilation) -> None:
+def check_rows(compilation: Compilation) -> None:
+    """Raise `L2LError` if the batch is that of all ranks together, and it is not known where its rows are."""
     captured = compilation.captured
+    if not compilation.is_global:
+        return
     if captured.batch is None:
         raise L2LError(f"ranks='global' needs a batch whose rows are known, but {captured.why_static}: use ranks='mean'")
     for value in captured.inputs:

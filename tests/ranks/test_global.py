@@ -5,21 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from steps import OPTIONS, assert_same, divided, whole
+from test_mean import FLOOR, Odd, llama, numbers, tokens
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import l2l_compile
 from models import Stack
-from steps import assert_same, divided, whole
-from test_mean import FLOOR, Odd, llama, numbers, tokens
 
 
 class Convolutions(nn.Module):
-    """BatchNorm in training, twice a block."""
+    """BatchNorm in training, twice a block. A bias in front of it would have a gradient of zero."""
 
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3))
+            nn.Sequential(
+                nn.Conv2d(3, 3, 3, padding=1, bias=False),
+                nn.BatchNorm2d(3),
+                nn.ReLU(),
+                nn.Conv2d(3, 3, 3, padding=1, bias=False),
+                nn.BatchNorm2d(3),
+            )
             for _ in range(3)
         )
         self.head = nn.Linear(3, 2)
@@ -72,7 +79,7 @@ class Centered(nn.Module):
 
 
 def images(rank, step):
-    return torch.randn(3 + rank, 3, 4, 4, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+    return torch.randn(5 + rank, 3, 4, 4, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
 
 
 def masked(rank, step):
@@ -134,3 +141,43 @@ def test_gradients_are_those_of_eager_on_the_rows_of_all_ranks(ranks, kind):
 
 def test_one_micro_batch_a_rank(ranks):
     ranks.run(equals_eager_on_all_rows, "convolutions", {"micro_batches": 1})
+
+
+def ranks_are_one_more_level_of_micro_batches(rank, world):
+    """Dropout is on, and ranks have equal numbers of rows; the loss is a sum, outside of the model."""
+    torch.manual_seed(0)
+    batch = torch.randn(4 * world, 5, dtype=torch.float64)
+    plain, model, step = divided(Stack(3, dropout=0.5).double(), world, ranks="global")
+    alone = torch.compile(plain, backend="l2l", options={**OPTIONS, "micro_batches": 2 * world})
+    for compiled, rows in ((step, batch[4 * rank : 4 * rank + 4]), (alone, batch)):
+        torch.manual_seed(1)
+        compiled(rows).pow(2).sum().backward()
+    assert_same(whole(model, gradients=True), {n: p.grad for n, p in plain.named_parameters()}, 1e-12)
+    with torch.no_grad():
+        assert (model(rows) - step(rows)).abs().max() > 0.01  # there are masks
+
+
+def test_dropout_has_the_masks_of_one_process_with_all_micro_batches(ranks):
+    ranks.run(ranks_are_one_more_level_of_micro_batches)
+
+
+def updates_on_all_rows(rank, world, update):
+    """Gradients that are the same on all ranks, parts and pieces, through each way to update."""
+    torch.manual_seed(0)
+    model = Convolutions()
+    l2l_compile.shard(model, init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {**OPTIONS, "ranks": "global", "optimizer": optimizer, "update": update, "compile_update": False}
+    step = torch.compile(model, backend="l2l", fullgraph=True, options=options)
+    for number in range(3):
+        step(images(rank, number).float()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    l2l_compile.synchronize(step)
+    return {name: p.tolist() for name, p in whole(model).items()}
+
+
+def test_all_ways_to_update_are_bit_equal_on_all_rows(ranks):
+    expected, _ = ranks.run(updates_on_all_rows, "at_step")
+    for update in ("in_backward", "in_forward"):
+        assert ranks.run(updates_on_all_rows, update) == [expected, expected]
