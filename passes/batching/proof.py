@@ -71,7 +71,7 @@ def _key(compilation: Compilation, block: Block) -> tuple:
     )
     return (
         "proof", present_form(block, numbers).key, rows, captured.hints.get(captured.batch), captured.why_static,
-        not compilation.splits_rows, tuple(sorted(map(str, partial_sum_dtypes(captured)))), _is_wide(captured), *settings_of_a_trace(),
+        not compilation.splits_rows, compilation.is_global, tuple(sorted(map(str, partial_sum_dtypes(captured)))), _is_wide(captured), *settings_of_a_trace(),
     )  # fmt: skip
 
 
@@ -107,7 +107,10 @@ def _prove(compilation: Compilation, block: Block) -> Proof:
     if reason is not None:
         return Proof(mutated, reason)
     kinds = tuple((s.how if isinstance(s, Partial) else None, s is not None and s.equal_rows) for s in states)
-    return Proof(mutated, None, kinds, _summed_whole(block, small, _is_wide(captured)))
+    summed_whole = _summed_whole(block, small, _is_wide(captured))
+    if compilation.is_global and summed_whole:
+        return Proof(mutated, "sums gradients of a model in float64 in a narrower dtype, in the order of the rows of all ranks")
+    return Proof(mutated, None, kinds, summed_whole)
 
 
 def probes(block: Block, hints: Bindings, batch: sympy.Symbol) -> tuple[fx.Graph, fx.Graph, tuple[int, int], tuple[int, ...]]:
