@@ -71,7 +71,8 @@ def _key(compilation: Compilation, block: Block) -> tuple:
     )
     return (
         "proof", present_form(block, numbers).key, rows, captured.hints.get(captured.batch), captured.why_static,
-        not compilation.splits_rows, compilation.is_global, tuple(sorted(map(str, partial_sum_dtypes(captured)))), _is_wide(captured), *settings_of_a_trace(),
+        not compilation.splits_rows, compilation.is_global,
+        tuple(sorted(map(str, partial_sum_dtypes(captured)))), _is_wide(captured), *settings_of_a_trace(),
     )  # fmt: skip
 
 

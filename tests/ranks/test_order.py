@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from steps import OPTIONS, assert_same, divided, mean_of_eager, whole
+from test_global import Centered
 from test_mean import FLOOR, numbers
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,7 +19,7 @@ from l2l_compile.devices.registry import KINDS
 from l2l_compile.devices.threaded import ThreadedDevice
 from models import Stack
 
-SEEDS = 40
+SEEDS = 20
 
 
 @contextmanager
@@ -54,6 +55,23 @@ def gradients_are_right(rank, world, options):
 @pytest.mark.parametrize("options", [{"prefetch": 2}, {"prefetch": 0, "stash": "device"}], ids=str)
 def test_gradients_are_right_whatever_the_delays(ranks, options):
     ranks.run(gradients_are_right, options, world=3 if options["prefetch"] else 2)
+
+
+def rows_of_all_ranks_are_right(rank, world):
+    torch.manual_seed(0)
+    with threads(rank):
+        eager, model, step = divided(Centered().double(), world, ranks="global", prefetch=2)
+        for seed in range(SEEDS):
+            model.zero_grad()
+            step(numbers(rank, seed))[0].backward()
+            if seed % 10 == 0:
+                eager.zero_grad()
+                eager(torch.cat([numbers(r, seed) for r in range(world)]))[0].backward()
+                assert_same(whole(model, gradients=True), {n: p.grad for n, p in eager.named_parameters()}, FLOOR)
+
+
+def test_values_of_all_ranks_are_right_whatever_the_delays(ranks):
+    ranks.run(rows_of_all_ranks_are_right)
 
 
 def trained(rank, world, update):

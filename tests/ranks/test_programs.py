@@ -12,7 +12,7 @@ import l2l_compile
 from l2l_compile import L2LError, Program, VerifyError
 from l2l_compile.ir import nodes
 from l2l_compile.options import Options
-from l2l_compile.passes.compilation import Compilation
+from l2l_compile.passes.compilation import Compilation, Fact
 from l2l_compile.passes.pipeline import PIPELINE
 from l2l_compile.passes.verify import verify
 from l2l_compile.ranks.pieces import Pieces
@@ -111,8 +111,51 @@ def test_a_program_that_breaks_a_rule_is_refused(world, break_it):
     break_it(compilation.backward)
     rule, finding = BREAKS[break_it]
     with pytest.raises(VerifyError, match=finding) as caught:
-        verify(compilation, FACTS - frozenset({"released"}))
+        verify(compilation, FACTS - {Fact.RELEASED})
     assert caught.value.rule == rule
+
+
+class Mixing(Stack):
+    """A statistic of the rows, which the rows read again, and a mean."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return ((x - x.mean(0)) * x.std(0)).pow(2).mean()
+
+
+def own_rows_alone(graph):
+    gathered = graph.find_nodes(op="call_function", target=nodes.gather_rows)[0]
+    gathered.replace_all_uses_with(nodes.operands(gathered).x, delete_user_cb=lambda user: nodes.runs_segment(user))
+
+
+def rows_of_all(graph):
+    own = graph.find_nodes(op="call_function", target=nodes.own_rows)[0]
+    own.replace_all_uses_with(nodes.operands(own).x, delete_user_cb=lambda user: user.target is not nodes.release)
+
+
+def part_of_a_sum(graph):
+    total = graph.find_nodes(op="call_function", target=nodes.sum_ranks)[-1]
+    total.replace_all_uses_with(nodes.operands(total).x, delete_user_cb=lambda user: user.target is not nodes.release)
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+@pytest.mark.parametrize("break_it", [own_rows_alone, rows_of_all, part_of_a_sum], ids=lambda f: f.__name__)
+def test_a_program_on_all_rows_that_breaks_its_rule_is_refused(world, break_it):
+    found = program(world, Mixing(2), ranks="global")
+    compilation = Compilation.of(found, Options.build({**OPTIONS, "ranks": "global"}))
+    verify(compilation, FACTS)
+    assert str(Program.parse(str(found))) == str(found)
+    break_it(compilation.forward)
+    with pytest.raises(VerifyError, match="rows_of_ranks") as caught:
+        verify(compilation, FACTS - {Fact.RELEASED})
+    assert caught.value.rule == "rows_of_ranks"
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_one_micro_batch_takes_no_rows_apart_unless_ranks_do(world):
+    for ranks, inner_looped in (("mean", False), ("global", True)):
+        segments = program(world, ranks=ranks, micro_batches=1).segments
+        assert [bool(s.block.inner_looped) for s in segments] == [inner_looped] * len(segments)
 
 
 @pytest.mark.parametrize("world", [4], indirect=True)
