@@ -21,6 +21,7 @@ from .lowering.lower import Lowering
 from .options import Options
 from .passes.compilation import Compilation
 from .passes.pipeline import PIPELINE, PREPARATION, SEGMENTATION, STREAMING, After, run
+from .passes.streaming.place_rows import check_rows
 from .runtime.runner import Runner
 from .runtime.step import block_bindings
 from .session import Session, frame_begins, frame_skipped, function_recompiled, session_for, streams_layers
@@ -77,7 +78,9 @@ def compile_program(
     """Run the passes over a captured graph, ours and then those of the option `passes`; `after` is called behind each."""
     compilation = Compilation(captured, options)
     run(compilation, PIPELINE + options.passes, after=after)
-    try_other_batch_dimension(captured, compilation.segments, options.micro_batches)
+    if compilation.splits_rows:
+        try_other_batch_dimension(captured, compilation.segments)
+    check_rows(compilation)
     program = compilation.program()
     for block in compilation.blocks:
         block.lowering, block.static = lowering, dynamo.sizes_are_fixed()

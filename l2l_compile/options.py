@@ -46,6 +46,8 @@ class Options:
     pinned_memory   most bytes of host memory that are page-locked for the device (cuda), or "8GB", "512MiB"; None sets no
                     bound. Beyond it, weights go through a ring of staging buffers, and tensors come back unpinned.
     passes          passes of the user's own (`l2l_compile.passes.compilation.Pass`), run after ours and verified as ours are.
+    ranks           what the batch of a rank is, if the model is divided among several (`l2l_compile.shard`): "mean", a batch of its
+                    own, and gradients are the mean over the ranks; "global", its rows of one batch that all ranks have together.
     compile_update  whether updates behind the device are compiled into one pass over memory where the optimizer is
                     elementwise; False runs the optimizer's own step on each layer.
     """
@@ -66,6 +68,7 @@ class Options:
     accumulate: int = 1
     compile_update: bool = True
     pinned_memory: int | None = None
+    ranks: str = "mean"
     passes: tuple[Any, ...] = ()
 
     @property
@@ -98,6 +101,7 @@ class Options:
         _check_choice(settings, "update", ("at_step", "in_backward", "in_forward"))
         _check_int(settings, "accumulate", 1)
         _check_choice(settings, "delay", (0, 1))
+        _check_choice(settings, "ranks", ("mean", "global"))
         _check_choice(settings, "compile_update", (True, False))
         _check_optimizer(settings)
         settings["passes"] = _passes(settings.get("passes", ()))

@@ -12,7 +12,7 @@ from .devices.device import Device
 from .devices.host import is_host
 from .devices.registry import kind_of
 from .devices.watched import watch
-from .errors import OptionError
+from .errors import L2LError, OptionError
 from .frontend import dynamo, limits
 from .host.server import ParameterServer
 from .host.worker import Worker
@@ -20,6 +20,7 @@ from .lowering import vector_instructions
 from .lowering.lower import Lowering
 from .memory.accesses import Unwatched
 from .options import Options
+from .ranks.ranks import anything_is_divided
 from .runtime.runner import Runner
 from .runtime.stashes import StashQueue
 from .runtime.step import Stats
@@ -110,6 +111,11 @@ def frame_skipped(backend: Any, frame: dynamo.SkippedFrame) -> None:
         if frame not in explainer.skipped:
             explainer.skipped.append(frame)
         return
+    if anything_is_divided():
+        raise L2LError(
+            f"{frame.function} is not compiled, since Dynamo cannot ({frame.reason}; {frame.file}:{frame.line}), and a model that is "
+            "divided among ranks would gather its weights there in no order that all ranks share: remove the cause"
+        )
     warnings.warn(
         f"backend 'l2l' does not run {frame.function}: Dynamo cannot compile it, so it runs uncompiled on the host "
         f"({frame.reason}; {frame.file}:{frame.line}). fullgraph=True makes this an error",

@@ -29,6 +29,7 @@ class Fact(enum.StrEnum):
     PROGRAM = "program"
     STASHES_PLACED = "stashes_placed"
     PREFETCHED = "prefetched"
+    ROWS_PLACED = "rows_placed"
     RANKS_PLACED = "ranks_placed"
     RELEASED = "released"
     UPDATES_PLACED = "updates_placed"
@@ -99,6 +100,16 @@ class Compilation:
             self.uncut,
             tuple(i.index for i in self.captured.inputs if i.node in carried),
         )
+
+    @property
+    def is_global(self) -> bool:
+        """Whether the batch is that of several ranks together."""
+        return self.options.ranks == "global" and self.captured.ranks > 1
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether rows are taken apart: into micro-batches, or onto ranks."""
+        return self.options.micro_batches > 1 or self.is_global
 
     @property
     def outputs(self) -> tuple[Value | None, ...]:

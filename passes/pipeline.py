@@ -18,6 +18,7 @@ from .segmentation.granularity import MeasureGranularity
 from .segmentation.sequence_operations import SequenceOperations
 from .streaming.differentiate import Differentiate
 from .streaming.place_ranks import PlaceRanks
+from .streaming.place_rows import PlaceRows
 from .streaming.place_stash import PlaceStash
 from .streaming.place_updates import PlaceUpdates
 from .streaming.prefetch import Prefetch
@@ -27,7 +28,16 @@ from .verify import verify
 
 PREPARATION: tuple[Pass, ...] = (DropOutputs(), GatherLossTerms(), Narrow(), SequenceOperations())
 SEGMENTATION: tuple[Pass, ...] = (FindBlocks(), CutSegments(), SplitRegions(), ProveRowIndependence(), MeasureGranularity())
-STREAMING: tuple[Pass, ...] = (Differentiate(), Stream(), PlaceStash(), Prefetch(), PlaceRanks(), Release(), PlaceUpdates())
+STREAMING: tuple[Pass, ...] = (
+    Differentiate(),
+    Stream(),
+    PlaceStash(),
+    Prefetch(),
+    PlaceRows(),
+    PlaceRanks(),
+    Release(),
+    PlaceUpdates(),
+)
 PIPELINE: tuple[Pass, ...] = PREPARATION + SEGMENTATION + STREAMING
 
 After = Callable[[Pass, Compilation, float], None]  # called behind a pass, with the seconds that it and its verification took

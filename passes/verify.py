@@ -6,7 +6,10 @@ lane              every operand is where its kind says, on the host or on the de
 weights           a segment runs on the weights that were fetched for it
 gathered          a segment whose weights are divided among ranks runs on a slab that was gathered, and the gather alone reads what
                   was fetched; no other segment has collectives
-reduced_once      such a segment pushes gradients that were reduced, each bundle exactly once
+reduced_once      such a segment pushes gradients that were reduced, each bundle exactly once; one that has run on the rows of
+                  all ranks pushes its own pieces of gradients that are the same everywhere
+rows_of_ranks     with ranks='global', a segment that mixes rows reads those of all ranks, and nobody else does; a sum over rows
+                  is summed over the ranks
 form              an inner-looped segment reads its batched operands split, another one whole; only the former streams gradients
 slabs             at most `prefetch` + 1 segments' weights are on the device at once
 alive             nothing is read after it was released
@@ -61,6 +64,8 @@ def verify_graph(graph: fx.Graph, compilation: Compilation, facts: frozenset[Fac
     _pushed_once(graph, compilation)
     if Fact.RANKS_PLACED in facts:
         _gathered(graph, compilation)
+        if compilation.is_global:
+            _rows_of_ranks(graph, compilation)
         _reduced_once(graph, compilation)
     _read(graph)
     if Fact.UPDATES_PLACED in facts:
@@ -166,18 +171,53 @@ def _gathered(graph: fx.Graph, compilation: Compilation) -> None:
             raise VerifyError("gathered", gathers[0].name, f"gathers the slab of '{segment.name}' as that of another segment")
 
 
+_TO_PIECES = (nodes.reduce_gradients, nodes.own_pieces)
+
+
 def _reduced_once(graph: fx.Graph, compilation: Compilation) -> None:
-    counted = Counter(nodes.operands(n).gradients for n in graph.find_nodes(op="call_function", target=nodes.reduce_gradients))
+    made = [n for n in graph.nodes if n.target in _TO_PIECES]
+    counted = Counter(nodes.operands(n).gradients for n in made)
     for node in graph.find_nodes(op="call_function", target=nodes.push_gradients):
         index, pushed = nodes.operands(node)
-        segment, is_reduced = compilation.segments[index], pushed.target is nodes.reduce_gradients
+        segment, is_reduced = compilation.segments[index], pushed.target in _TO_PIECES
         if is_reduced != segment.divided:
             how = "without a reduction over the ranks" if segment.divided else "reduced over ranks, among which it is not divided"
             raise VerifyError("reduced_once", node.name, f"pushes the gradients of '{segment.name}' {how}")
+        if is_reduced and compilation.is_global and (pushed.target is nodes.own_pieces) != (not segment.block.inner_looped):
+            raise VerifyError(
+                "reduced_once", pushed.name, f"of '{segment.name}' counts gradients more than once, or not all of them"
+            )
         if is_reduced and (counted.pop(nodes.operands(pushed).gradients) != 1 or nodes.operands(pushed).segment != index):
             raise VerifyError("reduced_once", pushed.name, f"does not reduce the gradients of '{segment.name}' exactly once")
     if counted:
         raise VerifyError("reduced_once", next(iter(counted)).name, "is reduced, and not pushed")
+
+
+def _rows_of_ranks(graph: fx.Graph, compilation: Compilation) -> None:
+    for node in graph.nodes:
+        if nodes.runs_segment(node):
+            segment = compilation.segments[nodes.operands(node).segment]
+            _reads_rows_of_ranks(node, segment)
+        elif node.target is nodes.merge and node.meta["spec"].batch is None:
+            if any(user.target not in (nodes.sum_ranks, nodes.release) for user in node.users):
+                raise VerifyError(
+                    "rows_of_ranks", node.name, "is a part of a sum, and is read before it is summed over the ranks"
+                )
+
+
+def _reads_rows_of_ranks(node: fx.Node, segment: Segment) -> None:
+    mixes, operands = not segment.block.inner_looped, nodes.operands(node)
+    read = [*operands.values, *(operands.gradients if node.target is nodes.backward else ())]
+    for value in read:
+        if value is not None and value.meta["spec"].batch is not None and mixes != (value.target is nodes.gather_rows):
+            whose = "this rank's rows alone" if mixes else "the rows of all ranks"
+            raise VerifyError("rows_of_ranks", node.name, f"of '{segment.name}' reads {whose} in '{value.name}'")
+    for made in node.users if mixes else ():
+        if made.target is operator.getitem and "spec" in made.meta and made.meta["spec"].batch is not None:
+            if any(user.target not in (nodes.own_rows, nodes.release) for user in made.users):
+                raise VerifyError(
+                    "rows_of_ranks", made.name, f"has the rows of all ranks of '{segment.name}', and is read as this rank's"
+                )
 
 
 def _alive(graph: fx.Graph) -> None:

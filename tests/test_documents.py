@@ -221,6 +221,42 @@ def test_what_is_saved_as_the_documents_say_goes_on_with_the_same_bits(shown, tm
         assert torch.equal(value, trained[name]), name
 
 
+@checks("docs/ranks.md: Many devices", "docs/ranks.md: Saving")
+def test_the_lines_on_ranks_run_in_two_processes(shown, launcher, tmp_path):
+    """Those that save run behind those that train."""
+    (start,) = [block for block in BLOCKS if (block.document, block.heading) == ("docs/ranks.md", "Many devices")]
+    code = start.text.replace('"micro_batches":', '"device": "cpu", "block_compiler": "eager", "micro_batches":')
+    code += "" if shown == [start] else "\n" + shown[0].text
+    script = f"""
+import collections, os
+child = os.fork()
+os.environ.update(RANK=str(int(child == 0)), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+import torch, torch.distributed, torch.distributed.checkpoint, l2l_compile
+torch.set_num_threads(1)
+folder = {str(tmp_path / "checkpoint")!r}
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return Loss(x.pow(2).mean())
+Loss = collections.namedtuple("Loss", "loss")
+plain, loader = Model(), [{{"x": torch.randn(4, 8)}} for _ in range(2)]
+init = torch.distributed.init_process_group
+torch.distributed.init_process_group = lambda kind: init(
+    kind, store=torch.distributed.FileStore({str(tmp_path / "store")!r}, 2), rank=int(os.environ["RANK"]), world_size=2)
+exec({code!r})
+assert plain._modules["layers"][0]._parameters["weight"].to_local().shape == (4, 8)
+torch.distributed.barrier()
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    done = launcher.run(script, seconds=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @checks(
     "README.md: Install",
     "CONTRIBUTING.md: Contributing",
@@ -303,6 +339,31 @@ def test_the_report_of_the_quickstart(shown, monkeypatch):
 @checks("docs/programs.md: A program")
 def test_the_program_of_a_transformer(shown):
     compare(*shown, str(draw_lanes.program_of_a_step(layers=2)))
+    assert UPDATE or str(l2l_compile.Program.parse(shown[0].text)) == shown[0].text
+
+
+@checks("docs/ranks.md: What a rank does")
+def test_the_program_of_two_ranks(shown):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x.pow(2).mean()
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = l2l_compile.shard(Model(), init_device_mesh("cpu", (2,)))
+        (program,) = l2l_compile.explain(model, {"micro_batches": 2, "device": "cpu"})(torch.randn(8, 64)).programs
+    finally:
+        torch.distributed.destroy_process_group()
+    compare(*shown, str(program))
     assert UPDATE or str(l2l_compile.Program.parse(shown[0].text)) == shown[0].text
 
 

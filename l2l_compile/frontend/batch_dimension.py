@@ -42,10 +42,10 @@ class Choice:
         return self.dimensions is not None and any(dynamo.source_name(i.node) not in self.dimensions for i in _values(captured))
 
 
-def try_other_batch_dimension(captured: Captured, segments: Sequence[Segment], micro_batches: int) -> None:
+def try_other_batch_dimension(captured: Captured, segments: Sequence[Segment]) -> None:
     """Have Dynamo trace the frame again with the batch in another dimension, if that may leave more of it row-wise."""
     before = dynamo.batch_choice()
-    if micro_batches == 1 or (before is not None and before.settled):
+    if before is not None and before.settled:
         return
     part = _part_in_inner_loop(segments) if captured.batch is not None else 0.0
     if before is None or before.lacks(captured):

@@ -36,6 +36,9 @@ def capture(gm: fx.GraphModule) -> Captured:
     dynamo.name_the_owner_self(gm.graph)
     divided, ranks = make_whole(gm.graph)
     world = ranks if ranks is not None and ranks.size > 1 else None
+    break_reason = dynamo.graph_break(gm)
+    if world is not None and break_reason is not None:
+        _refuse_break(break_reason)
     _refuse_data_dependence(gm.graph)
     simplify(gm.graph)
     settle_writes(gm.graph)
@@ -62,7 +65,7 @@ def capture(gm: fx.GraphModule) -> Captured:
         symbol_at,
         grad_enabled=torch.is_grad_enabled(),
         autocast=_autocast(),
-        break_reason=dynamo.graph_break(gm),
+        break_reason=break_reason,
         parts=parts,
         views=views,
         ranks=world.size if world is not None else 1,
@@ -71,6 +74,13 @@ def capture(gm: fx.GraphModule) -> Captured:
     _lift_constants(captured)
     captured.indices = IndexCheck(captured)
     return captured
+
+
+def _refuse_break(reason: str) -> None:
+    raise L2LError(
+        f"the model is divided among ranks, and its graph breaks ({reason}): what lies between two programs would gather weights by "
+        "itself, in no order that all ranks share. Remove the break; fullgraph=True shows where it is"
+    )
 
 
 def _autocast() -> torch.dtype | None:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_any, tree_map_only
 
 from ..devices.host import HOST
+from ..ranks.sharded import divided_as, local
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def _tensors_of(module: torch.nn.Module, chosen: Callable[[object], bool]) -> It
 
 def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
     """A fake tensor of the host like a meta tensor. Called in a fake mode."""
-    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=HOST)
+    piece = local(tensor)
+    made = divided_as(torch.empty_strided(piece.size(), piece.stride(), dtype=piece.dtype, device=HOST), tensor)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)

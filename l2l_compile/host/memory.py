@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..devices.registry import kind_of
 from ..devices.staging import ring_bytes
+from ..ir.captured import Input
 from ..ir.precision import gradient_dtype
 from ..ir.program import Program
 from ..ir.segments import Segment
@@ -22,7 +24,7 @@ from .server import segments_in_flight
 class HostMemory:
     """Bytes on the host; `print` shows them in all and for each parameter.
 
-    parameters       number of entries of all parameters
+    parameters       number of entries of all parameters, on all ranks
     master           the parameters
     wire             their copies in the format that crosses the link, one per segment
     gradients        those that are for `p.grad`, or wait for `optimizer.step()`
@@ -65,7 +67,7 @@ def host_memory(programs: Sequence[Program], options: Options) -> HostMemory:
     wires = _wires(segments, options)
     kept, ring = _gradients(trained, max((segment.pushed for segment in segments), default=0), options)
     return HostMemory(
-        parameters=sum(map(_count, parameters.values())),
+        parameters=sum(_entries(programs).values()),
         master=sum(_master_bytes(spec, options) for spec in parameters.values()),
         wire=sum(wire.size for wire in wires),
         gradients=kept,
@@ -74,6 +76,17 @@ def host_memory(programs: Sequence[Program], options: Options) -> HostMemory:
         pinned=_pinned(wires, options),
         shared=_shared(wires, options),
     )
+
+
+def _entries(programs: Sequence[Program]) -> dict[str, int]:
+    """Entries of each parameter, on all ranks."""
+    return {
+        weight.name: math.prod(spec.sizes(program.bindings))
+        for program in programs
+        for segment in program.segments
+        for weight, spec in zip(segment.weights, segment.block.weights, strict=True)
+        if weight.kind == "parameter"
+    }
 
 
 @dataclass(frozen=True)
@@ -95,7 +108,7 @@ class _SegmentMemory:
     def of(cls, segment: Segment, program: Program, options: Options) -> _SegmentMemory:
         weights = zip(segment.weights, segment.block.weights, strict=True)
         parameters = tuple(  # a weight of a model that is a plain function may have symbolic sizes
-            (weight.name, replace(spec, shape=spec.sizes(program.bindings)))
+            (weight.name, replace(spec, shape=_on_this_host(weight, spec, program)))
             for weight, spec in weights
             if weight.kind == "parameter"
         )
@@ -106,6 +119,11 @@ class _SegmentMemory:
             room=sum(_master_bytes(spec, options) for spec in trained if _is_widened(spec, options)),
             pushed=sum(_on_link(spec, options) for spec in trained),
         )
+
+
+def _on_this_host(weight: Input, spec: TensorSpec, program: Program) -> tuple[int, ...]:
+    """The shape of a parameter on the host; of one that is divided among ranks, of the largest piece."""
+    return spec.sizes(program.bindings) if weight.pieces is None else weight.pieces.shape_of(0)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class Operation:
     @property
     def runs_segment(self) -> bool:
         """Whether it is the inner loop of a segment, forward or backward."""
-        return self.names_segment and self.lane == COMPUTE
+        return self.names_segment and self.result is Result.SEVERAL
 
     def of_kind(self, kind: type) -> Iterator[str]:
         """Names of the operands of a kind."""
@@ -236,8 +236,38 @@ def accumulate(a: OnDevice, b: OnDevice):
 
 
 @operation(COMM, Result.DEVICE)
+def gather_rows(x: OnDevice):
+    """The rows of all ranks of a whole batched value, in the order of ranks; asynchronous."""
+    _not_run("gather_rows")
+
+
+@operation(COMPUTE, Result.DEVICE)
+def own_rows(x: OnDevice):
+    """This rank's rows of a value that has those of all ranks."""
+    _not_run("own_rows")
+
+
+@operation(COMM, Result.DEVICE)
+def sum_ranks(x: OnDevice):
+    """The sum over all ranks of a value of which each has a part, the same bits on each; asynchronous."""
+    _not_run("sum_ranks")
+
+
+@operation(COMPUTE, Result.DEVICE)
+def count_once(x: OnDevice):
+    """A part of a value that is the same on all ranks: all of it on the first rank, zeros on the others."""
+    _not_run("count_once")
+
+
+@operation(COMPUTE, Result.DEVICE)
+def own_pieces(segment: SegmentIndex, gradients: OnDevice):
+    """This rank's pieces of weight gradients that are the same on all ranks, since the segment ran on all rows."""
+    _not_run("own_pieces")
+
+
+@operation(COMM, Result.DEVICE)
 def reduce_gradients(segment: SegmentIndex, gradients: OnDevice):
-    """The mean over all ranks of a segment's weight gradients, as far as it belongs to this rank's pieces; asynchronous."""
+    """The mean over all ranks of a segment's weight gradients (their sum with ranks='global'), this rank's pieces; asynchronous."""
     _not_run("reduce_gradients")
 
 

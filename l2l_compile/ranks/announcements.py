@@ -65,7 +65,7 @@ def difference(paths: Sequence[Path]) -> str:
         members.setdefault(path, []).append(rank)
     lines = ["the ranks have taken different paths; all of them have to run the same programs in the same order"]
     for path, ranks in members.items():
-        lines.append(f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {path}")
+        lines.append(f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {path}")
     first, *others = [path.collectives for path in members]
     for other, (_, ranks) in zip(others, list(members.items())[1:], strict=True):
         if first != other:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,8 @@ Finish = Callable[[dist.Work], None]  # waits for a collective of the host
 
 def own_store(prefix: str) -> dist.Store:
     """The store of the default process group, through a connection of its own and under a name of its own."""
-    return dist.PrefixStore(prefix, distributed_c10d._get_default_store().clone())
+    store: Any = distributed_c10d._get_default_store()  # PyTorch's stubs lack `clone`
+    return dist.PrefixStore(prefix, store.clone())
 
 
 def finish(work: dist.Work, check: Callable[[], None], explain: Callable[[Exception], Exception]) -> None:

@@ -93,30 +93,59 @@ class Ranks:
         if piece.numel():
             exchange.all_gather(whole, piece, self.device_group, self._finish)
 
-    def mean_pieces(self, gradients: Sequence[torch.Tensor | None], pieces: Sequence[Pieces]) -> list[torch.Tensor | None]:
-        """The mean over all ranks of each gradient, as far as it belongs to this rank, in float32 at least.
+    def gather_rows(self, own: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
+        """The rows of all ranks along a dimension, of which each has `rows[rank]`."""
+        mine = own.movedim(dim, 0)
+        padded = mine.new_zeros((max(rows), *mine.shape[1:]))
+        padded[: len(mine)] = mine
+        gathered = mine.new_empty((self.size, *padded.shape))
+        exchange.all_gather(gathered, padded, self.device_group, self._finish)
+        parts = [part[:count] for part, count in zip(gathered, rows, strict=True)]
+        return torch.cat(parts).movedim(0, dim).contiguous()
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, the same bits on each, in float32 at least."""
+        wide = part.to(torch.promote_types(part.dtype, torch.float32))
+        return exchange.sum_everywhere(wide, self.device_group, self._finish).to(part.dtype)
+
+    def own_pieces(self, gradients: Sequence[torch.Tensor | None], pieces: Sequence[Pieces | None]) -> list[torch.Tensor | None]:
+        """What belongs to this rank of gradients that are the same on all; copies."""
+        found: list[torch.Tensor | None] = []
+        for gradient, piece in zip(gradients, pieces, strict=True):
+            mine = gradient
+            if gradient is not None and piece is not None and not piece.replicated:
+                span = piece.span(self.rank)
+                mine = gradient[span.start : span.stop]
+            found.append(mine.clone(memory_format=torch.contiguous_format) if mine is not None else None)
+        return found
+
+    def sum_pieces(
+        self, gradients: Sequence[torch.Tensor | None], pieces: Sequence[Pieces | None], mean: bool
+    ) -> list[torch.Tensor | None]:
+        """The sum over all ranks of each gradient, or the mean, as far as it belongs to this rank, in float32 at least.
 
         Gradients go through a buffer of constant size. Where one rank lacks a gradient, all do: they run the same program.
         """
-        there = [(g, p) for g, p in zip(gradients, pieces, strict=True) if g is not None]
+        there = [(g, p) for g, p in zip(gradients, pieces, strict=True) if g is not None and p is not None]
         found: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(torch.promote_types(g.dtype, torch.float32) for g, _ in there):
             mine = [(g, p) for g, p in there if torch.promote_types(g.dtype, torch.float32) == dtype]
             shared = [(g, p) for g, p in mine if p.replicated]
             divided = [(g, p) for g, p in mine if not p.replicated]
-            found |= self._mean_shared([g for g, _ in shared], dtype) | self._mean_divided(divided, dtype)
-        return [None if g is None else found[id(g)] for g in gradients]
+            found |= self._sum_shared([g for g, _ in shared], dtype) | self._sum_divided(divided, dtype)
+        result = [None if g is None else found[id(g)] for g in gradients]
+        return [g / self.size if mean and g is not None else g for g in result]
 
-    def _mean_shared(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> dict[int, torch.Tensor]:
+    def _sum_shared(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """Of parameters that every rank has whole."""
         if not gradients:
             return {}
         joined = torch.cat([g.reshape(-1).to(dtype) for g in gradients])
-        mean = exchange.sum_everywhere(joined, self.device_group, self._finish) / self.size
-        parts = mean.split([g.numel() for g in gradients])
+        total = exchange.sum_everywhere(joined, self.device_group, self._finish)
+        parts = total.split([g.numel() for g in gradients])
         return {id(g): part.view(g.shape) for g, part in zip(gradients, parts, strict=True)}
 
-    def _mean_divided(self, gradients: Sequence[tuple[torch.Tensor, Pieces]], dtype: torch.dtype) -> dict[int, torch.Tensor]:
+    def _sum_divided(self, gradients: Sequence[tuple[torch.Tensor, Pieces]], dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """The pieces of all gradients, one after another, are a row for each rank; the buffer takes a range of columns at a time."""
         total = sum(p.entries for _, p in gradients)
         if not total:
@@ -130,7 +159,6 @@ class Ranks:
             self._fill(columns, first, gradients)
             rows = columns.contiguous()
             mine[first : first + rows.shape[1]] = exchange.sum_to_owners(rows, self.device_group, self._finish)
-        mine /= self.size
         found, start = {}, 0
         for gradient, piece in gradients:
             shape = piece.shape_of(self.rank)
@@ -176,3 +204,8 @@ def ranks_of(mesh: DeviceMesh, make: bool = False) -> Ranks:
     if known is None:
         raise L2LError(f"a parameter is a DTensor on {mesh}, which l2l_compile.shard has not seen: divide the model with it")
     return known
+
+
+def anything_is_divided() -> bool:
+    """Whether a model of this process is divided among several ranks."""
+    return dist.is_available() and dist.is_initialized() and any(ranks.size > 1 for ranks in _known.values())

@@ -11,12 +11,13 @@ model that runs uncompiled gathers each weight when it is read, and its gradient
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import L2LError
 from .pieces import Pieces, stride_of
@@ -35,6 +36,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if mesh.ndim != 1:
         raise L2LError(f"l2l_compile.shard takes a mesh of one dimension, got one of {mesh.ndim}: {mesh}")
     ranks_of(mesh, make=True)
+    _count_steps()
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in model.named_modules():
         names = [name for name, parameter in module._parameters.items() if parameter is not None]
@@ -45,8 +47,20 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 made[parameter] = _divided(parameter, mesh, f"{path}.{name}".removeprefix("."))
             module._parameters[name] = made[parameter]
         if names:
-            module.__class__ = _reading_whole(type(module), tuple(names))
+            module.__class__ = _reading_whole(type(module), tuple(names))  # type: ignore[arg-type]  # a class is hashable
     return model
+
+
+@functools.cache
+def _count_steps() -> None:
+    """From now on, every step of an optimizer of divided parameters is counted: ranks compare the counts."""
+    register_optimizer_step_post_hook(_counted)
+
+
+def _counted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if (divided := next(filter(is_divided, parameters), None)) is not None:
+        ranks_behind(divided).steps += 1
 
 
 def _divided(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> nn.Parameter:
@@ -75,7 +89,7 @@ def _whole(module: nn.Module, name: str) -> Any:
     return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
 
 
-def is_divided(tensor: Any) -> bool:
+def is_divided(tensor: Any) -> TypeGuard[DTensor]:
     """Whether a tensor is a `DTensor`."""
     return isinstance(tensor, DTensor)
 

@@ -92,6 +92,8 @@ class _DryRun:
             nodes.forward: self._forward,
             nodes.backward: self._backward,
             nodes.release: self._release,
+            nodes.gather_weights: self._gather,
+            nodes.reduce_gradients: self._reduce,
             nodes.split: self._split,
             nodes.merge: self._merge,
         }
@@ -164,6 +166,13 @@ class _DryRun:
         segment = self.program.segments[nodes.operands(node).segment]
         self.held[node] = _Held(segment.block.weight_bytes(self.program.bindings), WEIGHTS)
 
+    def _gather(self, node: fx.Node) -> None:
+        self.held[node] = self.held.pop(nodes.operands(node).slab)
+
+    def _reduce(self, node: fx.Node) -> None:
+        segment = self.program.segments[nodes.operands(node).segment]
+        self.held[node] = _Held(self._pushed(segment) // self.captured.ranks, GRADIENTS)
+
     def _forward(self, node: fx.Node) -> None:
         segment = self.program.segments[nodes.operands(node).segment]
         lowered = self.lowering.forward(segment.block, self._sizes(segment))
@@ -196,7 +205,8 @@ class _DryRun:
             if "spec" in result.meta:
                 self.held[result] = _Held(self._bytes(result.meta["spec"]), GRADIENTS, result.meta["spec"])
             else:
-                self.held[result] = _Held(self._pushed(segment), GRADIENTS)
+                size = self._summed(segment) if segment.divided else self._pushed(segment)
+                self.held[result] = _Held(size, GRADIENTS)
 
     def _gathered(self, segment: Segment, present: Sequence[bool], micro_batch: int, micro_batches: int) -> int:
         """Gradients of the micro-batches before one: their parts, or their sums."""
@@ -206,6 +216,11 @@ class _DryRun:
                 whole, size = spec.detached().bytes(self.program.bindings), spec.gradient_dtype.itemsize
                 total += whole * micro_batch // micro_batches if spec.splits else whole * max(size, 4) // size
         return total
+
+    def _summed(self, segment: Segment) -> int:
+        """A bundle that is to be reduced over ranks has the width of its sums."""
+        trained = [w for w in segment.block.weights if w.differentiable]
+        return sum(w.bytes(self.program.bindings) // w.dtype.itemsize * max(w.dtype.itemsize, 4) for w in trained)
 
     def _pushed(self, segment: Segment) -> int:
         trained = [w for w in segment.block.weights if w.differentiable]

@@ -324,24 +324,91 @@ def _backward(
 
 @handles(nodes.reduce_gradients)
 def _reduce_gradients(run: Executor, node: fx.Node, segment: int, gradients: RuntimeValue) -> RuntimeValue:
-    reduced, ranks, device = run.segments[segment], run.step.ranks, run.device
+    reduced, ranks = run.segments[segment], run.step.ranks
     result = RuntimeValue(absent=gradients.absent)
     if result.absent:
         return result
-    if (released := device.lanes["compute"].record()) is not None:
-        device.lanes["comm"].wait(released)  # new memory may be that of an earlier result, which compute has released
+    if (released := run.device.lanes["compute"].record()) is not None:
+        run.device.lanes["comm"].wait(released)  # new memory may be that of an earlier result, which compute has released
 
     def work() -> None:
-        pieces = [weight.pieces for weight in reduced.weights]
-        mean = ranks.mean_pieces(gradients.tensors, pieces)
+        is_mean = not run.step.is_global
+        pieces = ranks.sum_pieces(gradients.tensors, [weight.pieces for weight in reduced.weights], is_mean)
         run.step.stats.reduced_bytes += sum(bytes_of([g]) for g in gradients.tensors if g is not None)
-        result.tensors = [for_the_link(run.step, spec, g) for spec, g in zip(reduced.block.weights, mean, strict=True)]
-        if run.step.wants_norms and device.takes_norms:
-            result.tensors.append(norms(result.tensors))
-        device.hold([g for g in result.tensors if g is not None])
+        _fill_pieces(run, reduced, result, pieces)
 
     run.submit("comm", (gradients,), (result,), work)
     return result
+
+
+@handles(nodes.own_pieces)
+def _own_pieces(run: Executor, node: fx.Node, segment: int, gradients: RuntimeValue) -> RuntimeValue:
+    taken, ranks = run.segments[segment], run.step.ranks
+    result = RuntimeValue(absent=gradients.absent)
+    if result.absent:
+        return result
+
+    def work() -> None:
+        pieces = ranks.own_pieces(gradients.tensors, [weight.pieces for weight in taken.weights])
+        _fill_pieces(run, taken, result, pieces)
+
+    run.submit("compute", (gradients,), (result,), work)
+    return result
+
+
+def _fill_pieces(run: Executor, segment: Segment, result: RuntimeValue, pieces: Sequence[torch.Tensor | None]) -> None:
+    """This rank's pieces of a segment's gradients, as they cross the link."""
+    weights = zip(segment.block.weights, pieces, strict=True)
+    result.tensors = [for_the_link(run.step, spec, piece) for spec, piece in weights]
+    if run.step.wants_norms and run.device.takes_norms:
+        result.tensors.append(norms(result.tensors))
+    run.device.hold([piece for piece in result.tensors if piece is not None])
+
+
+# ---- rows of all ranks ----------------------------------------------------------------------------------------------------
+
+
+def _exchanged(run: Executor, x: RuntimeValue, lane: str, change: Callable[[torch.Tensor], torch.Tensor]) -> RuntimeValue:
+    """A whole value that is made from another one, on a lane."""
+    if x.absent:
+        return RuntimeValue(absent=True)
+    result = RuntimeValue()
+    if lane == "comm" and (released := run.device.lanes["compute"].record()) is not None:
+        run.device.lanes["comm"].wait(released)  # as for a reduction
+
+    def work() -> None:
+        result.tensors = [change(x.tensors[0])]
+        run.device.hold(result.tensors)
+
+    run.submit(lane, (x,), (result,), work)
+    return result
+
+
+@handles(nodes.gather_rows)
+def _gather_rows(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+    dim, rows = run.step.rows_in(node.meta["spec"])
+    return _exchanged(run, x, "comm", lambda own: run.step.ranks.gather_rows(own, dim, rows))
+
+
+@handles(nodes.own_rows)
+def _own_rows(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+    dim, rows = run.step.rows_in(node.meta["spec"])
+    rank = run.step.ranks.rank
+    start, count = sum(rows[:rank]), rows[rank]
+    return _exchanged(
+        run, x, "compute", lambda whole: whole.narrow(dim, start, count).clone(memory_format=torch.contiguous_format)
+    )
+
+
+@handles(nodes.sum_ranks)
+def _sum_ranks(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+    return _exchanged(run, x, "comm", run.step.ranks.sum)
+
+
+@handles(nodes.count_once)
+def _count_once(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+    is_first = run.step.ranks.rank == 0
+    return _exchanged(run, x, "compute", lambda same: same.clone() if is_first else torch.zeros_like(same))
 
 
 @handles(nodes.push_gradients)

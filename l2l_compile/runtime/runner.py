@@ -168,11 +168,11 @@ class Runner:
             check=self._check_blocks,
             world=captured.world,
         )
-        if (sizes := (to_train, *step.bindings.values())) not in self._lowered:
-            self._lowered.add(sizes)
-            self.lowering.ahead(lowerings(step, self.program, to_train))
         if captured.world is not None:
             self._announce_forward(captured.world, step, to_train)
+        if (sizes := (to_train, *step.bindings.values(), sum(step.rows_of_ranks))) not in self._lowered:
+            self._lowered.add(sizes)
+            self.lowering.ahead(lowerings(step, self.program, to_train))
         self.server.begin_forward(
             step, [a for a, i in zip(arguments, captured.inputs, strict=True) if i.kind == "parameter"], to_train
         )
@@ -234,11 +234,20 @@ class Runner:
         """Begin a forward together with the other ranks. Raises `RankError` and, for a rank without rows, `L2LError`."""
         world.forwards += 1
         collectives = collectives_of(self.program.forward.graph, self.program.segments)
-        rows = world.announce(Kind.FORWARD, collectives, to_train, (step.rows, len(step.sizes), step.base_seed()))
+        count = step.rows if step.batch is not None else self._rows_of(step.given)
+        rows = world.announce(Kind.FORWARD, collectives, to_train, (count, len(step.sizes), step.base_seed()))
         empty = [rank for rank, (count, *_) in enumerate(rows) if count == 0]
         if empty:
             raise L2LError(f"rank {empty[0]} has a batch of no rows: every rank needs one row at least (drop_last=True, or pad)")
         step.seed = rows[0][2]
+        step.first_micro_batch = sum(micro_batches for _, micro_batches, *_ in rows[: world.rank])
+        if self.options.ranks == "global":
+            step.rows_of_ranks = tuple(count for count, *_ in rows)
+
+    def _rows_of(self, arguments: Sequence) -> int:
+        """Rows of a batch that cannot be split: the size of the first dimension of the first value that has one."""
+        values = (arguments[i.index] for i in self.captured.inputs if i.kind == "value")
+        return next((v.shape[0] for v in values if v.dim()), 1)
 
     def _run(self, graph: fx.Graph, step: Step, inputs: Sequence[RuntimeValue]) -> Any:
         slabs = self.options.prefetch + 1
@@ -260,7 +269,12 @@ class Runner:
 def collectives_of(graph: fx.Graph, segments: Sequence[Segment]) -> tuple[str, ...]:
     """The collectives of a graph, in order."""
     found = (node for node in graph.nodes if nodes.lane_of(node) == nodes.COMM)
-    return tuple(f"{nodes.called(n).name} {segments[nodes.operands(n).segment].name}" for n in found)
+    return tuple(_collective(node, segments) for node in found)
+
+
+def _collective(node: fx.Node, segments: Sequence[Segment]) -> str:
+    index = nodes.segment_of(node)
+    return f"{nodes.called(node).name} {node.meta['value'] if index is None else segments[index].name}"
 
 
 class _Streamed(torch.autograd.Function):

@@ -116,7 +116,8 @@ class _Run(ABC):
         if not any(code.random for code in self.lowered):
             return []
         base = self.step.base_seed()
-        return [derived_seed(base, self.segment.index, number) for number in range(len(self.lowered))]
+        first = self.step.first_micro_batch if self.block.inner_looped else 0
+        return [derived_seed(base, self.segment.index, first + number) for number in range(len(self.lowered))]
 
     def arguments(self, number: int) -> list[torch.Tensor]:
         """Weights, and the operands of a micro-batch."""

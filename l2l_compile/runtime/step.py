@@ -167,6 +167,8 @@ class Step:
 
     arguments  what the program reads: of a parameter that is divided among ranks, this rank's piece
     given      the arguments as the caller has them
+    rows_of_ranks  the rows of each rank, where the batch is that of all ranks together; else empty
+    first_micro_batch  how many micro-batches the ranks before this one have: seeds are numbered over all ranks
     scale      the factor on the gradients of the outputs in backward
     pending    the host's own record of this forward, until its backward has run
     wants_norms  whether the host asks for the norm of each gradient of a weight, which the device may take
@@ -186,6 +188,8 @@ class Step:
     server: Host
     check: BlockCheck | None = None
     world: Ranks | None = None
+    rows_of_ranks: tuple[int, ...] = ()
+    first_micro_batch: int = 0
     gradient_wire: str | None = None
     pending: Any = None
     wants_norms: bool = False
@@ -209,8 +213,9 @@ class Step:
 
     @property
     def rows(self) -> int:
-        """Rows of the batch; 1 if the batch is not known."""
-        return self.bindings[self.batch] if self.batch is not None else 1
+        """Rows of a batch that can be split."""
+        assert self.batch is not None
+        return self.bindings[self.batch]
 
     def split(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
         """Slices of a whole value, contiguous; views where the batch is the first dimension."""
@@ -228,7 +233,7 @@ class Step:
 
     def partial_weight(self, micro_batch: int, partial: str | None) -> float:
         """Weight of a micro-batch's partial sum; `partial` is that of `TensorSpec`."""
-        return self.sizes[micro_batch] / sum(self.sizes) if partial == "mean" else 1
+        return self.sizes[micro_batch] / (sum(self.rows_of_ranks) or sum(self.sizes)) if partial == "mean" else 1
 
     def summed(self, parts: Sequence[torch.Tensor], partial: str | None) -> torch.Tensor:
         """The sum over rows, from the partial sum of each micro-batch."""
@@ -237,7 +242,20 @@ class Step:
 
     def bindings_of(self, block: Block) -> list[Bindings]:
         """The sizes of each run of a block: one per micro-batch, or the whole batch once."""
+        if self.is_global and not block.inner_looped:
+            assert self.batch is not None
+            return [{**self.bindings, self.batch: sum(self.rows_of_ranks)}]
         return block_bindings(block, self.bindings, self.batch, self.micro_batches)
+
+    @property
+    def is_global(self) -> bool:
+        """Whether the batch is that of all ranks together."""
+        return bool(self.rows_of_ranks)
+
+    def rows_in(self, spec: TensorSpec) -> tuple[int, list[int]]:
+        """The dimension of a value's rows, and how many entries each rank has there."""
+        multiple = evaluate(spec.rows.multiple, self.bindings)
+        return spec.rows.dim, [rows * multiple for rows in self.rows_of_ranks]
 
     def base_seed(self) -> int:
         """One number from the default generator a step, drawn only if something in the step is random."""

@@ -71,7 +71,8 @@ def _key(compilation: Compilation, block: Block) -> tuple:
     )
     return (
         "proof", present_form(block, numbers).key, rows, captured.hints.get(captured.batch), captured.why_static,
-        compilation.options.micro_batches == 1, tuple(sorted(map(str, partial_sum_dtypes(captured)))), _is_wide(captured), *settings_of_a_trace(),
+        not compilation.splits_rows, compilation.is_global,
+        tuple(sorted(map(str, partial_sum_dtypes(captured)))), _is_wide(captured), *settings_of_a_trace(),
     )  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def _prove(compilation: Compilation, block: Block) -> Proof:
     captured = compilation.captured
     batched = captured.batch is not None and any(v.batch for v in (*block.values, *block.outputs))
     odd = [e for e in block.sizes.values() if not _is_multiple(e, captured.batch)]
-    if compilation.options.micro_batches == 1 or not batched or odd:
+    if not compilation.splits_rows or not batched or odd:
         return Proof(probe(block, captured.hints)[1], _why_not_tried(compilation, block, odd))
     try:
         small, large, primes, mutated = probes(block, captured.hints, captured.batch)
@@ -107,7 +108,10 @@ def _prove(compilation: Compilation, block: Block) -> Proof:
     if reason is not None:
         return Proof(mutated, reason)
     kinds = tuple((s.how if isinstance(s, Partial) else None, s is not None and s.equal_rows) for s in states)
-    return Proof(mutated, None, kinds, _summed_whole(block, small, _is_wide(captured)))
+    summed_whole = _summed_whole(block, small, _is_wide(captured))
+    if compilation.is_global and summed_whole:
+        return Proof(mutated, "sums gradients of a model in float64 in a narrower dtype, in the order of the rows of all ranks")
+    return Proof(mutated, None, kinds, summed_whole)
 
 
 def probes(block: Block, hints: Bindings, batch: sympy.Symbol) -> tuple[fx.Graph, fx.Graph, tuple[int, int], tuple[int, ...]]:
@@ -145,7 +149,7 @@ def _is_multiple(size, batch) -> bool:
 
 def _why_not_tried(compilation: Compilation, block: Block, odd: list) -> str:
     captured = compilation.captured
-    if compilation.options.micro_batches == 1:
+    if not compilation.splits_rows:
         return "micro_batches is 1"
     if captured.batch is None:
         return captured.why_static

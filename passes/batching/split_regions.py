@@ -68,7 +68,7 @@ def _kinds(compilation: Compilation, block: Block) -> _Kinds | None:
     batch, hints = compilation.captured.batch, compilation.captured.hints
     if compilation.captured.autocast is not None and not any(LOSS_TERM in n.meta for n in block.graph.graph.nodes):
         return None  # see proof.partial_sum_dtypes
-    if compilation.options.micro_batches == 1 or batch is None or not any(v.batch for v in block.values):
+    if not compilation.splits_rows or batch is None or not any(v.batch for v in block.values):
         return None
     primes = suitable_primes(block, hints, batch)
     try:

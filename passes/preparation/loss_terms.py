@@ -49,7 +49,7 @@ class GatherLossTerms:
 
     def apply(self, compilation: Compilation) -> None:
         options = compilation.options
-        if options.micro_batches > 1:
+        if compilation.splits_rows:
             gather_loss_terms(compilation.captured, only_largest=options.precision != "fp32")
 
 

@@ -8,6 +8,9 @@
     push_gradients(segment, %g)              =>    %r = reduce_gradients(segment, %g)          the mean over the ranks
                                                    push_gradients(segment, %r)                 this rank's pieces of it
 
+Under `ranks="global"`, gradients of a segment that has run on all rows are the same on all ranks: `own_pieces` stands in the place of
+the reduction.
+
 A gather stands right behind its fetch: it is prefetched with it, and stands before the reduction of the segment that runs meanwhile.
 One rank has no collectives.
 """
@@ -29,7 +32,7 @@ class PlaceRanks:
     """Provides `ranks_placed`."""
 
     name: ClassVar[str] = "place_ranks"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PREFETCHED})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.ROWS_PLACED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.RANKS_PLACED})
 
     def apply(self, compilation: Compilation) -> None:
@@ -39,7 +42,7 @@ class PlaceRanks:
             segment.divided = any(w.pieces is not None for w in segment.weights)
         for graph in filter(None, (compilation.forward, compilation.backward)):
             _gather(graph, compilation.segments)
-            _reduce(graph, compilation.segments)
+            _reduce(graph, compilation.segments, compilation.is_global)
 
 
 def _gather(graph: fx.Graph, segments: list[Segment]) -> None:
@@ -53,12 +56,14 @@ def _gather(graph: fx.Graph, segments: list[Segment]) -> None:
             fetch.replace_all_uses_with(gathered, delete_user_cb=lambda user, gathered=gathered: user is not gathered)
 
 
-def _reduce(graph: fx.Graph, segments: list[Segment]) -> None:
+def _reduce(graph: fx.Graph, segments: list[Segment], is_global: bool) -> None:
     for push in graph.find_nodes(op="call_function", target=nodes.push_gradients):
         index, gradients = nodes.operands(push)
         if segments[index].divided:
             with graph.inserting_before(push):
-                reduced = graph.call_function(nodes.reduce_gradients, (index, gradients))
+                same = is_global and not segments[index].block.inner_looped
+                function = nodes.own_pieces if same else nodes.reduce_gradients
+                reduced = graph.call_function(function, (index, gradients))
             reduced.meta["segment"] = index
             push.meta["bytes"] = _own_bytes(segments[index], trained=True)
             nodes.set_operands(push, gradients=reduced)

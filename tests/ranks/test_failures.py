@@ -1,0 +1,168 @@
+"""A rank that fails, ends or takes another path: every process ends within 10 s, with a sentence that says which rank and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from steps import OPTIONS
+from torch.distributed.device_mesh import init_device_mesh
+
+from models import Stack
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+
+SECONDS = 10.0
+PATIENCE = 2.0  # a third of what it is for users: a test waits for it
+
+_SCRIPT = """
+import json, os, signal, sys, time
+sys.path[:0] = {folders}
+folder, world = {folder!r}, {world}
+children = []
+for rank in range(world):
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        os.dup2(os.open(f"{{folder}}/stderr_{{rank}}", os.O_WRONLY | os.O_CREAT), 2)
+        import test_failures
+        test_failures.train(rank, world, folder, {how!r})
+        break
+    children.append(child)
+else:
+    signal.alarm(0)
+    ended, since = {{}}, time.time()
+    while len(ended) < world and time.time() - since < 45:
+        for rank, child in enumerate(children):
+            if rank not in ended and os.waitpid(child, os.WNOHANG)[0]:
+                ended[rank] = time.time()
+        time.sleep(0.02)
+        if len(ended) == world - 1 and {how!r}.startswith("stop"):
+            os.kill(children[1], signal.SIGKILL)
+    for rank, child in enumerate(children):
+        if rank not in ended:
+            os.kill(child, signal.SIGKILL)
+    json.dump(ended, open(f"{{folder}}/ended", "w"))
+"""
+
+
+class Failing:
+    """Lets a rank fail at a place."""
+
+    def __init__(self, folder: str, how: str):
+        self.folder = folder
+        self.what, _, self.where = how.partition(" ")
+        self.now = False
+
+    def mark(self) -> None:
+        """The failure begins."""
+        Path(f"{self.folder}/failed").write_text(str(time.time()))
+
+    def fail(self) -> None:
+        self.mark()
+        if self.what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        raise ValueError("no more data")
+
+    def around(self, place: str, call):
+        """A function that fails if it is time for it, at this place."""
+
+        def do(*args, **kwargs):
+            if self.now and self.where == place:
+                self.fail()
+            return call(*args, **kwargs)
+
+        return do
+
+
+def train(rank: int, world: int, folder: str, how: str) -> None:
+    """Three steps; rank 1 fails in the second one, as `how` says."""
+    import l2l_compile
+    from l2l_compile.host.optimizer.in_backward import UpdatesInBackward
+    from l2l_compile.ir import nodes
+    from l2l_compile.ranks import watch
+    from l2l_compile.runtime import executor
+
+    watch.PATIENCE = PATIENCE
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    model = Stack(1)
+    l2l_compile.shard(model, init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {**OPTIONS, "optimizer": optimizer, "update": "in_backward"}
+    step = torch.compile(model, backend="l2l", fullgraph=True, options=options)
+    failing = Failing(folder, how)
+    for node in (nodes.forward, nodes.backward):
+        executor.HANDLERS[node] = failing.around(node.__name__, executor.HANDLERS[node])
+    UpdatesInBackward._apply = failing.around("update", UpdatesInBackward._apply)
+    for number in range(3):
+        failing.now = (rank, number) == (1, 1)
+        if failing.now and failing.what == "ends":
+            failing.mark()
+            return
+        one_step(step, optimizer, failing)
+
+
+def one_step(step, optimizer, failing: Failing) -> None:
+    where = failing.where if failing.now else ""
+    if where == "loop":
+        failing.fail()
+    if where in ("rows", "a backward", "a step"):
+        failing.mark()
+    loss = step(torch.randn(0 if where == "rows" else 4, 5)).pow(2).mean()
+    if where != "a backward":
+        loss.backward()
+    if where not in ("a backward", "a step"):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Seconds between the failure and the end of each process, and what each has printed."""
+
+    seconds: dict[int, float]
+    printed: list[str]
+
+
+def ends(launcher, folder: Path, how: str, world: int) -> Ended:
+    here = Path(__file__).parent
+    script = _SCRIPT.format(folders=[str(here), str(here.parent)], folder=str(folder), world=world, how=how)
+    launcher.run(script, seconds=80)
+    since = float((folder / "failed").read_text())
+    ended = {int(rank): end - since for rank, end in json.loads((folder / "ended").read_text()).items()}
+    return Ended(ended, [(folder / f"stderr_{rank}").read_text() for rank in range(world)])
+
+
+CASES = {
+    "kill forward": "rank 1 does not answer since 2 s: it was killed, or hangs",
+    "kill backward": "rank 1 does not answer since 2 s: it was killed, or hangs",
+    "kill update": "rank 1 does not answer since 2 s: it was killed, or hangs",
+    "stop forward": "rank 1 does not answer since 2 s: it was killed, or hangs",
+    "raise loop": "rank 1 ended: ValueError: no more data",
+    "raise backward": "rank 1 failed: ValueError: no more data",
+    "ends early": "rank 1 has ended, and this rank waits for it",
+    "skip a backward": "the ranks have taken different paths",
+    "skip a step": "the ranks have taken different paths",
+    "no rows": "rank 1 has a batch of no rows",
+}
+
+
+@pytest.mark.parametrize("how", CASES)
+def test_every_process_ends_with_a_sentence(launcher, tmp_path, how):
+    world = 3 if how == "stop forward" else 2
+    found = ends(launcher, tmp_path, how, world)
+    for rank in {0, world - 1} - {1}:
+        assert CASES[how] in found.printed[rank], (rank, found.printed[rank][-2000:])
+        assert found.seconds[rank] < SECONDS, (rank, found.seconds)

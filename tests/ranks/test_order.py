@@ -1,0 +1,102 @@
+"""Devices whose lanes are threads with random delays: collectives keep their order, and every wait is there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from steps import OPTIONS, assert_same, divided, mean_of_eager, whole
+from test_global import Centered
+from test_mean import FLOOR, numbers
+from torch.distributed.device_mesh import init_device_mesh
+
+import l2l_compile
+from l2l_compile.devices.cpu import CPU
+from l2l_compile.devices.registry import KINDS
+from l2l_compile.devices.threaded import ThreadedDevice
+from models import Stack
+
+SEEDS = 20
+
+
+@contextmanager
+def threads(rank: int) -> Iterator[list[ThreadedDevice]]:
+    """Devices that are opened meanwhile have lanes of their own, with other delays on each rank."""
+    devices: list[ThreadedDevice] = []
+
+    def opened(device, pinned_memory):
+        devices.append(ThreadedDevice(0.001, 1000 * rank, pinned_memory))
+        return devices[-1]
+
+    KINDS[CPU.name] = dataclasses.replace(CPU, open=opened)
+    try:
+        yield devices
+    finally:
+        KINDS[CPU.name] = CPU
+
+
+def gradients_are_right(rank, world, options):
+    torch.manual_seed(0)
+    with threads(rank) as devices:
+        eager, model, step = divided(Stack(3).double(), world, **options)
+        for seed in range(SEEDS):
+            model.zero_grad()
+            step(numbers(rank, seed)).pow(2).mean().backward()
+            if seed % 10 == 0:
+                losses = [lambda m, r=r, s=seed: m(numbers(r, s)).pow(2).mean() for r in range(world)]
+                assert_same(whole(model, gradients=True), mean_of_eager(eager, losses), FLOOR)
+    (device,) = devices
+    assert device.lanes["comm"] is not device.lanes["compute"]
+
+
+@pytest.mark.parametrize("options", [{"prefetch": 2}, {"prefetch": 0, "stash": "device"}], ids=str)
+def test_gradients_are_right_whatever_the_delays(ranks, options):
+    ranks.run(gradients_are_right, options, world=3 if options["prefetch"] else 2)
+
+
+def rows_of_all_ranks_are_right(rank, world):
+    torch.manual_seed(0)
+    with threads(rank):
+        eager, model, step = divided(Centered().double(), world, ranks="global", prefetch=2)
+        for seed in range(SEEDS):
+            model.zero_grad()
+            step(numbers(rank, seed))[0].backward()
+            if seed % 10 == 0:
+                eager.zero_grad()
+                eager(torch.cat([numbers(r, seed) for r in range(world)]))[0].backward()
+                assert_same(whole(model, gradients=True), {n: p.grad for n, p in eager.named_parameters()}, FLOOR)
+
+
+def test_values_of_all_ranks_are_right_whatever_the_delays(ranks):
+    ranks.run(rows_of_all_ranks_are_right)
+
+
+def trained(rank, world, update):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = l2l_compile.shard(Stack(3), init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {**OPTIONS, "optimizer": optimizer, "update": update, "precision": "bf16", "compile_update": False}
+    step = torch.compile(model, backend="l2l", fullgraph=True, options=options)
+    for number in range(8):
+        step(numbers(rank, number).float()).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    l2l_compile.synchronize(step)
+    return whole(model)
+
+
+def updates_are_as_without_threads(rank, world):
+    """16 bits on the link: pieces go through a wire."""
+    for update in ("in_backward", "in_forward"):
+        expected = trained(rank, world, update)
+        with threads(rank):
+            for name, parameter in trained(rank, world, update).items():
+                assert torch.equal(parameter, expected[name]), (update, name)
+
+
+def test_updates_have_the_same_bits_whatever_the_delays(ranks):
+    ranks.run(updates_are_as_without_threads)
