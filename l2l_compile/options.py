@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -40,7 +40,8 @@ class Options:
     update          "at_step" leaves updates to `optimizer.step()`; "in_backward" updates each layer as soon as its
                     gradient is on the host; "in_forward" after the last gradient is there, while the next forward runs.
     max_grad_norm   clips the global norm of the gradients (in_forward only), as `clip_grad_norm_` does.
-    accumulate      number of backward calls in a step (in_backward and in_forward).
+    accumulate      number of backward calls in a step (in_backward and in_forward), or a function that says, when a backward
+                    begins, whether it belongs to the last of them.
     pinned_memory   most bytes of host memory that are page-locked for the device (cuda), or "8GB", "512MiB"; None sets no
                     bound. Beyond it, weights go through a ring of staging buffers, and tensors come back unpinned.
     passes          passes of the user's own (`l2l_compile.passes.compilation.Pass`), run after ours and verified as ours are.
@@ -60,7 +61,7 @@ class Options:
     optimizer: torch.optim.Optimizer | None = None
     update: str = "at_step"
     max_grad_norm: float | None = None
-    accumulate: int = 1
+    accumulate: int | Callable[[], bool] = 1
     compile_update: bool = True
     pinned_memory: int | None = None
     passes: tuple[Any, ...] = ()
@@ -93,7 +94,8 @@ class Options:
         _check_choice(settings, "precision", _PRECISIONS)
         _check_choice(settings, "gradient_wire", (None, *_PRECISIONS))
         _check_choice(settings, "update", ("at_step", "in_backward", "in_forward"))
-        _check_int(settings, "accumulate", 1)
+        if not callable(settings.get("accumulate")):
+            _check_int(settings, "accumulate", 1)
         _check_choice(settings, "compile_update", (True, False))
         _check_optimizer(settings)
         settings["passes"] = _passes(settings.get("passes", ()))

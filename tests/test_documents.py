@@ -19,6 +19,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l_compile
@@ -123,7 +124,8 @@ def test_every_code_block_is_checked():
 
 def run(code: str, scope: dict) -> None:
     """Run a block as a reader would, with blocks as traced: Inductor takes half a minute."""
-    exec(code.replace('"micro_batches":', '"block_compiler": "eager", "micro_batches":'), scope)
+    as_traced = code.replace('"micro_batches":', '"block_compiler": "eager", "micro_batches":')
+    exec(as_traced.replace("micro_batches=", 'block_compiler="eager", micro_batches='), scope)
 
 
 def tiny_llama() -> tuple[LlamaForCausalLM, list[dict]]:
@@ -190,6 +192,25 @@ def test_the_lines_on_simulation_run(shown, tmp_path, capsys):
     assert list(tmp_path.glob("*.json")) and scope["found"].seconds > 0
     if "print" in block.text:
         assert capsys.readouterr().out.startswith("simulated on NVIDIA H200 SXM: ")
+
+
+@checks("docs/loops.md: Trainer and SFTTrainer", "docs/loops.md: Accelerate")
+def test_the_lines_on_loops_run(shown, tmp_path):
+    """`model`, `optimizer`, data and arguments are the user's."""
+    (block,) = shown
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model, loader = tiny_llama()
+    rows = [{name: values[row] for name, values in loader[0].items()} for row in range(4)]
+    scope = {"transformers": transformers, "accelerate": accelerate, "model": model, "train": rows, "test": rows}
+    scope["arguments"] = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, max_steps=1, report_to=[], disable_tqdm=True, save_strategy="no"
+    )
+    scope["loader"] = torch.utils.data.DataLoader(rows, batch_size=2)
+    scope["optimizer"] = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.lm_head.weight.detach().clone()
+    run(block.text, scope)
+    model.state_dict()  # waits
+    assert not torch.equal(model.lm_head.weight, before) and l2l_compile.programs(model)
 
 
 def test_machines_of_the_package_are_named():

@@ -283,12 +283,13 @@ def current_owner() -> Any:
 
 
 def modules_in_frame() -> list[torch.nn.Module]:
-    """The modules that the function being compiled now can reach by a local or global name."""
+    """The modules that the function being compiled now can reach by a local or global name, or in the `*args` of a decorator."""
     tx = _translator_at_work()
     if tx is None:
         return []
     values = [*tx.output.local_scope.values(), *tx.output.global_scope.values()]
-    return [v for v in values if isinstance(v, torch.nn.Module)]
+    packed = [inner for value in tx.output.local_scope.values() if isinstance(value, tuple) for inner in value]
+    return [v for v in (*values, *packed) if isinstance(v, torch.nn.Module)]
 
 
 def owner_of(compiled: Any) -> Any:

@@ -114,6 +114,17 @@ def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def check_steps_on_the_host(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `L2LError` if an optimizer's step on a small tensor of the host fails: some libraries have kernels for a GPU alone."""
+    try:
+        _trial(optimizer, together=True)
+    except Exception as error:
+        raise L2LError(
+            f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update parameters on the host, where they stay: "
+            f"{type(error).__name__}: {str(error).strip().rstrip('.')}. Use an optimizer that can, such as torch.optim.AdamW(fused=True)"
+        ) from error
+
+
 def with_state_of_trial(optimizer: torch.optim.Optimizer, entries: int = 128) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
     """An optimizer with the class and hyperparameters of another, over a square matrix, after a step; and the matrix."""
     parameter = torch.nn.Parameter(torch.zeros(entries, entries))
@@ -166,7 +177,8 @@ def _state_like(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> di
             if isinstance(value, torch.Tensor) and value.dim():
                 if value.shape != owner.shape:
                     return {}  # made in the step, or the step will say what it lacks
-                value = torch.full_like(parameter, value.flatten()[0].item(), dtype=value.dtype)
+                dtype = parameter.dtype if value.dtype == owner.dtype else value.dtype
+                value = torch.full_like(parameter, value.flatten()[0].item(), dtype=dtype)
             made[name] = value.clone() if isinstance(value, torch.Tensor) else value
         return made
     return {}
