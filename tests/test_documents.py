@@ -194,11 +194,30 @@ def test_the_lines_on_simulation_run(shown, tmp_path, capsys):
         assert capsys.readouterr().out.startswith("simulated on NVIDIA H200 SXM: ")
 
 
-@checks("docs/loops.md: Trainer and SFTTrainer", "docs/loops.md: Accelerate")
+def lightning_module(lightning, model):
+    """A LightningModule around a model of transformers."""
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch, index):
+            return self.model(**batch).loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    return Module()
+
+
+@pytest.mark.filterwarnings("ignore")  # those of Lightning
+@checks("docs/loops.md: Trainer and SFTTrainer", "docs/loops.md: Accelerate", "docs/loops.md: Lightning")
 def test_the_lines_on_loops_run(shown, tmp_path):
     """`model`, `optimizer`, data and arguments are the user's."""
     (block,) = shown
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
     model, loader = tiny_llama()
     rows = [{name: values[row] for name, values in loader[0].items()} for row in range(4)]
     scope = {"transformers": transformers, "accelerate": accelerate, "model": model, "train": rows, "test": rows}
@@ -207,6 +226,7 @@ def test_the_lines_on_loops_run(shown, tmp_path):
     )
     scope["loader"] = torch.utils.data.DataLoader(rows, batch_size=2)
     scope["optimizer"] = torch.optim.SGD(model.parameters(), lr=1.0)
+    scope |= {"lightning": lightning, "module": lightning_module(lightning, model)}
     before = model.lm_head.weight.detach().clone()
     run(block.text, scope)
     model.state_dict()  # waits

@@ -91,6 +91,31 @@ def test_an_optimizer_that_has_state_in_float64_begins(update):
     step(data(1).double()).sum().backward()
 
 
+class Compiling(torch.optim.SGD):
+    """Fails where anybody watches, as a step that calls `torch.compile` does."""
+
+    def step(self, closure=None):
+        if torch.overrides._get_current_function_mode_stack():
+            raise RuntimeError("no compiled frames")
+        super().step()
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_an_optimizer_that_cannot_be_recorded_names_the_option_that_runs_its_own_step(update):
+    model = Stack()
+    step, optimizer = step_of(model, update, Compiling(model.parameters(), lr=0.1))
+    with pytest.raises(L2LError, match="Compiling fails where it is recorded.*no compiled frames.*compile_update=False"):
+        for number in range(2):
+            step(data(number)).sum().backward()
+            optimizer.step()
+    model = Stack()
+    before = model.head.weight.detach().clone()
+    step, optimizer = step_of(model, update, Compiling(model.parameters(), lr=0.1), compile_update=False)
+    step(data(1)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["head.weight"], before)
+
+
 def test_closures_are_refused():
     step, optimizer = step_of(Stack())
     step(data(1)).sum().backward()

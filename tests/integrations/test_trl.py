@@ -67,7 +67,7 @@ def column(trainer, name):
     return [row[name] for row in trainer.state.log_history if name in row]
 
 
-@pytest.mark.parametrize("update", ["at_step", "in_forward"])
+@pytest.mark.parametrize("update", ["in_forward"])
 def test_losses_and_weights_are_those_of_the_plain_loop_and_a_resumed_run_has_the_same_bits(update, tmp_path):
     expected, trainer = trainer_of(tmp_path / "plain"), trainer_of(tmp_path / "streamed")
     stream(trainer, update=update, **OPTIONS)
