@@ -110,9 +110,15 @@ def frame_skipped(backend: Any, frame: dynamo.SkippedFrame) -> None:
         if frame not in explainer.skipped:
             explainer.skipped.append(frame)
         return
+    said_before = getattr(backend, _SAID, False)
+    setattr(backend, _SAID, True)
+    remedy = (
+        ". If it only prepares something in the first call, such as hooks, call the plain model once on a small batch before the "
+        "compiled one. fullgraph=True makes this an error"
+    )
     warnings.warn(
         f"backend 'l2l' does not run {frame.function}: Dynamo cannot compile it, so it runs uncompiled on the host "
-        f"({frame.reason}; {frame.file}:{frame.line}). fullgraph=True makes this an error",
+        f"({frame.reason}; {frame.file}:{frame.line}){'' if said_before else remedy}",
         stacklevel=2,
     )
 
@@ -133,6 +139,7 @@ def _alive(references: list[weakref.ref]) -> list:
 
 
 _SESSION = "_l2l_session"
+_SAID = "_l2l_has_said_what_to_do_about_skipped_frames"
 
 
 def session_for(owner: Any, options: Options) -> Session:
