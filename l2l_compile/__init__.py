@@ -28,6 +28,7 @@ from .simulation.result import Simulation
 from .simulation.simulate import simulate
 from .timeline import Timeline
 from .tracing import Trace, trace
+from .viewing import view
 
 __all__ = [
     "Block",
@@ -57,5 +58,6 @@ __all__ = [
     "stats",
     "synchronize",
     "trace",
+    "view",
 ]
 __version__ = "0.1.0"

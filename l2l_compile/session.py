@@ -23,6 +23,7 @@ from .options import Options
 from .runtime.runner import Runner
 from .runtime.stashes import StashQueue
 from .runtime.step import Stats
+from .timeline import Timeline
 
 
 def open_device(options: Options) -> Device:
@@ -51,6 +52,7 @@ class Session:
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: what it forgets is gone here as well
         self._step: list[weakref.ref[Runner]] = []
         self._warned: set[str] = set()
+        self.timeline: Timeline | None = None  # of the last steps that were traced
 
     def __reduce__(self) -> tuple:
         """A copy of a compiled model has no session until it runs: threads and lowered code are not copied."""

@@ -66,7 +66,7 @@ class Trace:
         finally:
             self._open.close()
         self._session.server.worker.submit(_nothing).wait()
-        self._timeline = self._timing.timeline()
+        self._timeline = self._session.timeline = self._timing.timeline()
         if kind is None:
             self._save()
 

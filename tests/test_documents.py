@@ -23,11 +23,13 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l_compile
-from l2l_compile.devices.machine import names
+from l2l_compile.command.main import parser
+from l2l_compile.devices.machine import Machine, names
 from l2l_compile.ir import nodes, text
 from l2l_compile.options import Options
 from l2l_compile.passes.pipeline import PIPELINE
 from l2l_compile.timeline import save_together
+from l2l_compile.units import format_bytes
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -231,6 +233,23 @@ def test_the_lines_on_loops_run(shown, tmp_path):
     run(block.text, scope)
     model.state_dict()  # waits
     assert not torch.equal(model.lm_head.weight, before) and l2l_compile.programs(model)
+
+
+COMMAND = [block for block in BLOCKS if block.document == "docs/command.md"]
+CHECKED.update(COMMAND)
+
+
+def test_commands_of_the_package_are_parsed_and_the_printed_lines_have_its_form():
+    """The figures of the large model are those of a run of two thirds of a minute, which is not repeated here."""
+    commands, printed = COMMAND
+    for line in commands.text.splitlines():
+        program, *words = line.split()
+        assert program in PROJECT["project"]["scripts"] and parser().parse_args(words).run
+    machine = Machine.load("h200")
+    title, on, *needs = printed.text.splitlines()
+    assert title.startswith("LlamaForCausalLM: ") and on == f"on {machine.name}:"
+    for line, room in zip(needs, (machine.device_memory, machine.host_memory), strict=True):
+        assert line.startswith("  fits  ") and line.endswith(f"of {format_bytes(int(room))}")
 
 
 def test_machines_of_the_package_are_named():
@@ -490,4 +509,6 @@ def test_every_folder_is_installed():
     modules = {folder.replace("passes", "l2l_compile/passes", 1).replace("/", ".") for folder in folders}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == modules
     data = PROJECT["tool"]["setuptools"]["package-data"]["l2l_compile"]
-    assert data == ["py.typed", "machines/*.json"] and all(list((ROOT / "l2l_compile").glob(pattern)) for pattern in data)
+    assert data == ["py.typed", "machines/*.json", "page/*.html"] and all(
+        list((ROOT / "l2l_compile").glob(pattern)) for pattern in data
+    )
