@@ -1,7 +1,8 @@
 """l2l_compile: `torch.compile(model, backend="l2l")` trains models that do not fit on the accelerator.
 
 `explain` shows what would be compiled, `simulate` how long a step would take on a machine, `measure_machine` gives the figures of
-this one, `programs` what was compiled, `stats` what the last step moved and held, `trace` what ran when.
+this one, `programs` what was compiled, `stats` what the last step moved and held, `trace` what ran when. `view` shows a
+compiled model as a page.
 """
 
 from .devices.machine import Machine

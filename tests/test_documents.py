@@ -179,6 +179,7 @@ def test_the_lines_on_programs_print(shown, capsys):
 
 
 @checks(
+    "docs/programs.md: The page",
     "docs/simulation.md: Simulated and measured steps",
     "docs/simulation.md: Machines",
     "docs/simulation.md: A measured timeline",
@@ -191,7 +192,7 @@ def test_the_lines_on_simulation_run(shown, tmp_path, capsys):
     scope = {"l2l_compile": l2l_compile, "model": plain, "compiled": compiled, "batch": loader[0], "folder": tmp_path}
     scope |= {"save_together": save_together, "found": found}
     run(block.text, scope)
-    assert list(tmp_path.glob("*.json")) and scope["found"].seconds > 0
+    assert [*tmp_path.glob("*.json"), *tmp_path.glob("*.html")] and scope["found"].seconds > 0
     if "print" in block.text:
         assert capsys.readouterr().out.startswith("simulated on NVIDIA H200 SXM: ")
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from ..devices.machine import Machine
 from ..host.memory import host_memory
-from ..ir import nodes
 from ..options import Options
 from ..report import Report
 from ..runtime.dry_run import device_memory
@@ -94,9 +93,4 @@ def _host_bytes(report: Report, options: Options) -> int:
 
 def stashes_on_host(report: Report) -> int:
     """Bytes of what forward keeps on the host for backward."""
-    found = 0
-    for program in report.programs:
-        _, kept, _ = program.forward.graph.output_node().args[0]
-        offloaded = [node for node in dict.fromkeys(kept) if node.target is nodes.offload]
-        found += sum(node.meta["spec"].bytes(program.bindings) for node in offloaded)
-    return found
+    return sum(sum(program.host_stashes.values()) for program in report.programs)

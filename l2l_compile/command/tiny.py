@@ -29,7 +29,7 @@ def tiny(name: str) -> Workload:
         import transformers
     except ImportError as error:
         raise OptionError("classes of transformers need it: pip install 'l2l-compile[transformers]'") from error
-    kind = getattr(transformers, name, None)
+    kind: Any = getattr(transformers, name, None)
     if getattr(kind, "config_class", None) is None:
         raise OptionError(f"transformers has no model class {name!r}")
     torch.manual_seed(0)

@@ -45,7 +45,7 @@ def _figures(report: Any, timeline: Timeline | None) -> list[list[str]]:
         ["device memory at its peak", format_bytes(report.device_memory.peak)],
         ["host memory", format_bytes(report.host_memory.total)],
         ["segments", f"{len(segments)} of {len(report.blocks)} blocks"],
-        ["whole batch at once", f"{whole} segments" if whole else "none"],
+        ["whole batch at once", f"{whole} of {len(segments)} segments" if whole else "none"],
         ["outputs copied in every step", format_bytes(sum(o.bytes for o in report.outputs))],
     ]
 

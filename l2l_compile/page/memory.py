@@ -42,6 +42,7 @@ class Curve:
 def device_curve(programs: Sequence[Program], options: Options, timeline: Timeline) -> Curve:
     """Of the device. Raises `LoweringError` for a block that cannot be traced."""
     curve, clock = Curve(DEVICE), _Clock(timeline)
+    curve.add(0.0, [0] * len(DEVICE))
     for program in programs:
         for node, held in samples(program, options):
             curve.add(clock.at(node, program), [held[kind] for kind in DEVICE])
@@ -55,17 +56,18 @@ def host_curve(programs: Sequence[Program], memory: HostMemory, options: Options
     pushed = sum(bytes_ for _, _, _, bytes_ in _pushes(programs)) or 1
     waiting = memory.gradients if options.update == "in_forward" else 0  # of the step before
     arrived = stashes = 0
-    first: dict[int, int] = {}
+    fetched: set[int] = set()
+    curve.add(0.0, [*fixed, waiting, 0])
     for program in programs:
-        kept = _kept(program)
+        kept = program.host_stashes
         for graph in program.graphs.values():
             for node in graph.nodes:
                 if node in kept:
                     stashes += kept[node]
                 elif node.target is nodes.fetch_weights and graph is program.forward.graph and waiting:
                     index = nodes.operands(node).segment
-                    if index not in first:
-                        first[index] = 1
+                    if index not in fetched:
+                        fetched.add(index)
                         waiting -= min(waiting, memory.gradients * _gradient_bytes(program, index) // pushed)
                 elif node.target is nodes.push_gradients:
                     arrived += _gradient_bytes(program, nodes.operands(node).segment)
@@ -92,12 +94,6 @@ def _gradient_bytes(program: Program, index: int) -> int:
 def _bytes(node: fx.Node, program: Program) -> int:
     spec = node.meta.get("spec")
     return spec.bytes(program.bindings) if spec is not None else 0
-
-
-def _kept(program: Program) -> dict[fx.Node, int]:
-    """What forward keeps on the host for backward, with its bytes."""
-    _, kept, _ = program.forward.graph.output_node().args[0]  # type: ignore[misc]
-    return {node: _bytes(node, program) for node in dict.fromkeys(kept) if getattr(node, "target", None) is nodes.offload}  # type: ignore[union-attr, arg-type]
 
 
 class _Clock:
