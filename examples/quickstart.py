@@ -70,9 +70,7 @@ def build_model(args: argparse.Namespace) -> transformers.PreTrainedModel:
             attn_pdrop=0.0,  # a short run does not overfit
         )
     config.use_cache = False  # training needs no cache of keys and values; it would be copied to the host in every step
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.loss_type = "ForCausalLM"  # what GPT-2 assumes, with a warning that would break its graph in two
-    return model
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def load_text(path: Path | None) -> tuple[torch.Tensor, torch.Tensor]:

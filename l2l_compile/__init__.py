@@ -1,7 +1,8 @@
 """l2l_compile: `torch.compile(model, backend="l2l")` trains models that do not fit on the accelerator.
 
 `explain` shows what would be compiled, `simulate` how long a step would take on a machine, `measure_machine` gives the figures of
-this one, `programs` what was compiled, `stats` what the last step moved and held, `trace` what ran when.
+this one, `programs` what was compiled, `stats` what the last step moved and held, `trace` what ran when. `view` shows a
+compiled model as a page.
 """
 
 from .devices.machine import Machine
@@ -29,6 +30,7 @@ from .simulation.result import Simulation
 from .simulation.simulate import simulate
 from .timeline import Timeline
 from .tracing import Trace, trace
+from .viewing import view
 
 __all__ = [
     "Block",
@@ -59,5 +61,6 @@ __all__ = [
     "stats",
     "synchronize",
     "trace",
+    "view",
 ]
 __version__ = "0.1.0"

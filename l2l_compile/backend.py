@@ -101,5 +101,6 @@ l2l.streams_layers = True  # type: ignore[attr-defined]  # what `session.streams
 dynamo.mark_batches(streams_layers)
 dynamo.watch_frames(streams_layers, frame_skipped, function_recompiled, frame_begins)
 dynamo.keep_graphs_whole(streams_layers)
+dynamo.log_while_tracing(streams_layers)
 dynamo.watch_packed(streams_layers, frame_skipped)
 remember_propagation(streams_layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -42,7 +42,8 @@ class Options:
     max_grad_norm   clips the global norm of the gradients (in_forward only), as `clip_grad_norm_` does.
     delay           1: a step computes gradients at the weights of one step before, so that the host has a whole step to update
                     (in_forward only); 0: at its own weights.
-    accumulate      number of backward calls in a step (in_backward and in_forward).
+    accumulate      number of backward calls in a step (in_backward and in_forward), or a function that says, when a backward
+                    begins, whether it belongs to the last of them.
     pinned_memory   most bytes of host memory that are page-locked for the device (cuda), or "8GB", "512MiB"; None sets no
                     bound. Beyond it, weights go through a ring of staging buffers, and tensors come back unpinned.
     passes          passes of the user's own (`l2l_compile.passes.compilation.Pass`), run after ours and verified as ours are.
@@ -65,7 +66,7 @@ class Options:
     update: str = "at_step"
     max_grad_norm: float | None = None
     delay: int = 0
-    accumulate: int = 1
+    accumulate: int | Callable[[], bool] = 1
     compile_update: bool = True
     pinned_memory: int | None = None
     ranks: str = "mean"
@@ -99,7 +100,8 @@ class Options:
         _check_choice(settings, "precision", _PRECISIONS)
         _check_choice(settings, "gradient_wire", (None, *_PRECISIONS))
         _check_choice(settings, "update", ("at_step", "in_backward", "in_forward"))
-        _check_int(settings, "accumulate", 1)
+        if not callable(settings.get("accumulate")):
+            _check_int(settings, "accumulate", 1)
         _check_choice(settings, "delay", (0, 1))
         _check_choice(settings, "ranks", ("mean", "global"))
         _check_choice(settings, "compile_update", (True, False))

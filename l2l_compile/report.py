@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,11 @@ import torch
 from torch import fx
 
 from .backend import compile_program
+from .devices.machine import Machine
 from .dumps import Dump
 from .dumps import trace as trace_pass
 from .frontend import dynamo
+from .frontend.callers import fresh_caller
 from .frontend.capture import capture
 from .frontend.meta_models import on_the_host
 from .host.memory import HostMemory, host_memory
@@ -25,8 +25,11 @@ from .ir.program import Program
 from .ir.segments import Block, Segment, Uncut
 from .lowering.lower import Lowering
 from .options import Options
+from .page.write import frame_of, page_of
+from .report_text import text_of
 from .runtime.dry_run import DeviceMemory, device_memory
-from .units import format_bytes
+from .simulation.simulate import simulate
+from .timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Report:
     outputs       the tensors that the model returns, and those that cross a graph break, the largest first
     update        how the host updates parameters behind the device; None if it does not
     options       those that were given
+    simulated     makes the timeline of a step on a machine, for the page; None for a report without a call
+    measured      the timeline of a step that ran, for the page
     """
 
     programs: tuple[Program, ...]
@@ -69,6 +74,8 @@ class Report:
     host_memory: HostMemory
     update: str | None = None
     options: Options = field(default_factory=Options.build, repr=False)
+    simulated: Callable[[str | Path | Machine], Timeline] | None = field(default=None, repr=False, compare=False)
+    measured: Timeline | None = field(default=None, repr=False, compare=False)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -97,44 +104,23 @@ class Report:
         return tuple(o for o in self.outputs if o.bytes > max(passed, 2**20))
 
     def __str__(self) -> str:
-        lines: list[str] = []
-        for number, program in enumerate(self.programs):
-            lines += [*_program_lines(number, program), ""]
-        lines += [f"graph breaks: {len(self.graph_breaks) or 'none'}", *(f"  {b}" for b in self.graph_breaks)]
-        if self.uncompiled:
-            lines += ["run uncompiled, on the host:", *(f"  {u}" for u in self.uncompiled)]
-        total = sum(o.bytes for o in self.outputs)
-        lines += [str(self.device_memory), str(self.host_memory)]
-        if self.update is not None:
-            lines.append(f"updates: {self.update}")
-        lines.append(
-            f"outputs copied to the host in every step: {len(self.outputs)} tensor{'s' * (len(self.outputs) != 1)}, {format_bytes(total)}"
-        )
-        if len(self.outputs) > 8 or self.large_outputs:
-            shown = ", ".join(f"{o.name} {list(o.shape)} {format_bytes(o.bytes)}" for o in self.outputs[:3])
-            lines.append(f"  the largest: {shown}. A cache of keys and values is not needed in training (use_cache=False)")
-        return "\n".join(lines)
+        return text_of(self)
 
+    def save(self, path: str | Path, machine: str | Path | Machine = "h200") -> None:
+        """Write the report as one HTML page, which needs no network; its step is the measured one, or simulated on `machine`."""
+        Path(path).write_text(self.page(machine), encoding="utf-8")
 
-def _program_lines(number: int, program: Program) -> list[str]:
-    rows = [("block", "repeats", "parameters", "segments", "runs")]
-    for block in program.blocks:
-        members = [s for s in program.segments if s.block is block]
-        names = members[0].name if len(members) == 1 else f"{members[0].name} … {members[-1].name}"
-        count = members[0].micro_batches
-        how = f"{count} micro-batch" + "es" * (count != 1) if block.inner_looped else f"whole batch: {block.reason}"
-        if block.summed_whole:
-            how += " (some float64 gradients, which the model sums in a narrower dtype, over the whole batch)"
-        rows.append((block.name, f"x{block.repeats}", format_bytes(members[0].parameter_bytes), names, how))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    title = f"program {number}: {len(program.segments)} segments, instances of {len(program.blocks)} blocks"
-    if program.captured.why_static:
-        title += f"; not split: {program.captured.why_static}"
-    places = {i.name: program.captured.specs[i.node].batch for i in program.captured.inputs if i.kind == "value"}
-    title += "".join(
-        f"; '{name}' has the batch in dimension {place.dim}" for name, place in places.items() if place and place.dim
-    )
-    return [title, *("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)) + "  " + row[4] for row in rows)]
+    def page(self, machine: str | Path | Machine = "h200") -> str:
+        """The text of the page (see `save`)."""
+        if self.measured is not None:
+            return page_of(self, self.measured, "l2l report: a measured step")
+        if self.simulated is None:
+            return page_of(self, None, "l2l report")
+        chosen = machine if isinstance(machine, Machine) else Machine.load(machine)
+        return page_of(self, self.simulated(chosen), f"l2l report: a step simulated on {chosen.name}")
+
+    def _repr_html_(self) -> str:
+        return frame_of(self.page())
 
 
 def explain(
@@ -161,22 +147,14 @@ def explain(
                 torch.compile(fresh_caller(), backend=explainer)(plain, *call.args, **call.kwargs)
         finally:
             dynamo.retry_skipped()  # a compilation to come has its own warning, or error
-        return explainer.report()
+        given = options if options is not None else dynamo.options_of(model)
+
+        def simulated(machine: str | Path | Machine) -> Timeline:
+            return simulate(model, machine, given)(*args, **kwargs).timeline
+
+        return explainer.report(simulated)
 
     return trace
-
-
-_numbers = itertools.count()
-
-
-def fresh_caller() -> Callable:
-    """A function that calls its first argument, with a code object of its own: Dynamo caches by code object."""
-
-    def call(self, *args, **kwargs):
-        return self(*args, **kwargs)
-
-    code = call.__code__.replace(co_name=f"explained_{next(_numbers)}")
-    return types.FunctionType(code, globals())
 
 
 class _Explainer:
@@ -197,18 +175,23 @@ class _Explainer:
         self.programs.append(program)
         return lambda *arguments: _placeholders(program, arguments)
 
-    def report(self) -> Report:
-        programs = tuple(self.programs)
-        return Report(
-            programs,
-            tuple(p.break_reason for p in programs if p.break_reason),
-            tuple(map(str, self.skipped)),
-            tuple(WholeBatch(s.name, s.block.reason or "") for p in programs for s in p.whole_batch),
-            tuple(sorted(_returned(programs), key=lambda o: -o.bytes)),
-            host_memory(programs, self.options),
-            _how_updated(self.options),
-            self.options,
-        )
+    def report(self, simulated: Callable[[str | Path | Machine], Timeline]) -> Report:
+        made = report_of(self.programs, self.options, tuple(map(str, self.skipped)))
+        return replace(made, simulated=simulated)
+
+
+def report_of(programs: Sequence[Program], options: Options, uncompiled: tuple[str, ...] = ()) -> Report:
+    """The report of programs that were made with these options."""
+    return Report(
+        tuple(programs),
+        tuple(p.break_reason for p in programs if p.break_reason),
+        uncompiled,
+        tuple(WholeBatch(s.name, s.block.reason or "") for p in programs for s in p.whole_batch),
+        tuple(sorted(_returned(programs), key=lambda o: -o.bytes)),
+        host_memory(programs, options),
+        _how_updated(options),
+        options,
+    )
 
 
 def _placeholders(program: Program, arguments: Sequence[Any]) -> list[Any]:

@@ -24,6 +24,7 @@ from .ranks.ranks import anything_is_divided
 from .runtime.runner import Runner
 from .runtime.stashes import StashQueue
 from .runtime.step import Stats
+from .timeline import Timeline
 
 
 def open_device(options: Options) -> Device:
@@ -52,6 +53,7 @@ class Session:
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: what it forgets is gone here as well
         self._step: list[weakref.ref[Runner]] = []
         self._warned: set[str] = set()
+        self.timeline: Timeline | None = None  # of the last steps that were traced
 
     def __reduce__(self) -> tuple:
         """A copy of a compiled model has no session until it runs: threads and lowered code are not copied."""
@@ -116,9 +118,15 @@ def frame_skipped(backend: Any, frame: dynamo.SkippedFrame) -> None:
             f"{frame.function} is not compiled, since Dynamo cannot ({frame.reason}; {frame.file}:{frame.line}), and a model that is "
             "divided among ranks would gather its weights there in no order that all ranks share: remove the cause"
         )
+    said_before = getattr(backend, _SAID, False)
+    setattr(backend, _SAID, True)
+    remedy = (
+        ". If it only prepares something in the first call, such as hooks, call the plain model once on a small batch before the "
+        "compiled one. fullgraph=True makes this an error"
+    )
     warnings.warn(
         f"backend 'l2l' does not run {frame.function}: Dynamo cannot compile it, so it runs uncompiled on the host "
-        f"({frame.reason}; {frame.file}:{frame.line}). fullgraph=True makes this an error",
+        f"({frame.reason}; {frame.file}:{frame.line}){'' if said_before else remedy}",
         stacklevel=2,
     )
 
@@ -139,6 +147,7 @@ def _alive(references: list[weakref.ref]) -> list:
 
 
 _SESSION = "_l2l_session"
+_SAID = "_l2l_has_said_what_to_do_about_skipped_frames"
 
 
 def session_for(owner: Any, options: Options) -> Session:

@@ -68,7 +68,7 @@ class Trace:
             self._open.close()
         for worker in self._session.server.workers:
             worker.submit(_nothing).wait()
-        self._timeline = self._timing.timeline()
+        self._timeline = self._session.timeline = self._timing.timeline()
         if kind is None:
             self._save()
 

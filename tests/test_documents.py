@@ -19,14 +19,17 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l_compile
-from l2l_compile.devices.machine import names
+from l2l_compile.command.main import parser
+from l2l_compile.devices.machine import Machine, names
 from l2l_compile.ir import nodes, text
 from l2l_compile.options import Options
 from l2l_compile.passes.pipeline import PIPELINE
 from l2l_compile.timeline import save_together
+from l2l_compile.units import format_bytes
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -123,7 +126,8 @@ def test_every_code_block_is_checked():
 
 def run(code: str, scope: dict) -> None:
     """Run a block as a reader would, with blocks as traced: Inductor takes half a minute."""
-    exec(code.replace('"micro_batches":', '"block_compiler": "eager", "micro_batches":'), scope)
+    as_traced = code.replace('"micro_batches":', '"block_compiler": "eager", "micro_batches":')
+    exec(as_traced.replace("micro_batches=", 'block_compiler="eager", micro_batches='), scope)
 
 
 def tiny_llama() -> tuple[LlamaForCausalLM, list[dict]]:
@@ -175,6 +179,7 @@ def test_the_lines_on_programs_print(shown, capsys):
 
 
 @checks(
+    "docs/programs.md: The page",
     "docs/simulation.md: Simulated and measured steps",
     "docs/simulation.md: Machines",
     "docs/simulation.md: A measured timeline",
@@ -187,9 +192,65 @@ def test_the_lines_on_simulation_run(shown, tmp_path, capsys):
     scope = {"l2l_compile": l2l_compile, "model": plain, "compiled": compiled, "batch": loader[0], "folder": tmp_path}
     scope |= {"save_together": save_together, "found": found}
     run(block.text, scope)
-    assert list(tmp_path.glob("*.json")) and scope["found"].seconds > 0
+    assert [*tmp_path.glob("*.json"), *tmp_path.glob("*.html")] and scope["found"].seconds > 0
     if "print" in block.text:
         assert capsys.readouterr().out.startswith("simulated on NVIDIA H200 SXM: ")
+
+
+def lightning_module(lightning, model):
+    """A LightningModule around a model of transformers."""
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch, index):
+            return self.model(**batch).loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    return Module()
+
+
+@pytest.mark.filterwarnings("ignore")  # those of Lightning
+@checks("docs/loops.md: Trainer and SFTTrainer", "docs/loops.md: Accelerate", "docs/loops.md: Lightning")
+def test_the_lines_on_loops_run(shown, tmp_path):
+    """`model`, `optimizer`, data and arguments are the user's."""
+    (block,) = shown
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+    model, loader = tiny_llama()
+    rows = [{name: values[row] for name, values in loader[0].items()} for row in range(4)]
+    scope = {"transformers": transformers, "accelerate": accelerate, "model": model, "train": rows, "test": rows}
+    scope["arguments"] = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, max_steps=1, report_to=[], disable_tqdm=True, save_strategy="no"
+    )
+    scope["loader"] = torch.utils.data.DataLoader(rows, batch_size=2)
+    scope["optimizer"] = torch.optim.SGD(model.parameters(), lr=1.0)
+    scope |= {"lightning": lightning, "module": lightning_module(lightning, model)}
+    before = model.lm_head.weight.detach().clone()
+    run(block.text, scope)
+    model.state_dict()  # waits
+    assert not torch.equal(model.lm_head.weight, before) and l2l_compile.programs(model)
+
+
+COMMAND = [block for block in BLOCKS if block.document == "docs/command.md"]
+CHECKED.update(COMMAND)
+
+
+def test_commands_of_the_package_are_parsed_and_the_printed_lines_have_its_form():
+    """The figures of the large model are those of a run of two thirds of a minute, which is not repeated here."""
+    commands, printed = COMMAND
+    for line in commands.text.splitlines():
+        program, *words = line.split()
+        assert program in PROJECT["project"]["scripts"] and parser().parse_args(words).run
+    machine = Machine.load("h200")
+    title, on, *needs = printed.text.splitlines()
+    assert title.startswith("LlamaForCausalLM: ") and on == f"on {machine.name}:"
+    for line, room in zip(needs, (machine.device_memory, machine.host_memory), strict=True):
+        assert line.startswith("  fits  ") and line.endswith(f"of {format_bytes(int(room))}")
 
 
 def test_machines_of_the_package_are_named():
@@ -510,4 +571,6 @@ def test_every_folder_is_installed():
     modules = {folder.replace("passes", "l2l_compile/passes", 1).replace("/", ".") for folder in folders}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == modules
     data = PROJECT["tool"]["setuptools"]["package-data"]["l2l_compile"]
-    assert data == ["py.typed", "machines/*.json"] and all(list((ROOT / "l2l_compile").glob(pattern)) for pattern in data)
+    assert data == ["py.typed", "machines/*.json", "page/*.html"] and all(
+        list((ROOT / "l2l_compile").glob(pattern)) for pattern in data
+    )

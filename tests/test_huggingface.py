@@ -39,7 +39,6 @@ def gpt2():
                 resid_pdrop=0.0,
                 embd_pdrop=0.0,
                 attn_pdrop=0.0,
-                loss_type="ForCausalLM",
                 bos_token_id=1,
                 eos_token_id=2,
             )
@@ -112,8 +111,10 @@ def test_parity_in_float64_and_layers_in_the_inner_loop(name):
     model, inputs = build(name)
     fewer = {key: value[:2] for key, value in inputs.items()}  # fewer rows than micro-batches
     step = assert_parity(model, inputs, fewer)
-    programs = l2l_compile.programs(step)  # gpt2's loss is behind a graph break; none is captured anew for fewer rows
-    assert len(programs) == 1 + len([p for p in programs if p.break_reason])
+    (program,) = programs = l2l_compile.programs(
+        step
+    )  # it is not captured anew for fewer rows, and logging breaks no graph (gpt2)
+    assert program.break_reason is None
     layers = [s for program in programs for s in program.segments if s.block.repeats > 1]
     assert len(layers) >= 2 and all(s.block.inner_looped for s in layers)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
+import threading
+import types
 
 import pytest
 import torch
@@ -184,6 +187,9 @@ def test_printed_outputs_of_any_kind_come_back():
 # ---- what does not run on the device is said --------------------------------------------------------------------------
 
 
+logger = logging.getLogger("a model of the tests")
+
+
 class BreaksInItsLoop(Stack):
     def forward(self, x):
         x = self.embed(x)
@@ -201,6 +207,53 @@ def test_a_function_that_dynamo_gives_up_on_warns_and_stands_in_the_report():
     report = l2l_compile.explain(model)(x)
     assert any("BreaksInItsLoop.forward" in line and "test_inspection.py" in line for line in report.uncompiled)
     assert "run uncompiled, on the host" in str(report)
+
+
+class PreparesInItsFirstCall(Stack):
+    """Two functions that Dynamo cannot compile: the second call runs neither."""
+
+    def forward(self, x):
+        if not hasattr(self, "prepared"):
+            with threading.Lock():
+                self.prepare()
+        return super().forward(x)
+
+    def prepare(self):
+        with threading.Lock():
+            self.prepared = True
+
+
+def test_the_remedy_for_functions_that_run_uncompiled_is_said_once(recwarn):
+    compiled(PreparesInItsFirstCall())(rows(4, dtype=torch.float32))
+    said = [str(w.message) for w in recwarn if "does not run" in str(w.message)]
+    assert len(said) == 2 and ["call the plain model once" in line for line in said] == [True, False]
+
+
+class Logs(Stack):
+    def forward(self, x):
+        logger.warning("the loss of %s", type(self).__name__)
+        y = super().forward(x)
+        if self.with_a_tensor:
+            logger.warning(y)
+        return y * 2
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+def test_what_a_model_logs_is_logged_and_breaks_no_graph_but_for_values_of_tensors(monkeypatch):
+    said = []
+    monkeypatch.setattr(
+        logger, "handlers", [types.SimpleNamespace(level=0, handle=lambda record: said.append(record.getMessage()))]
+    )
+    monkeypatch.setattr(logger, "propagate", False)
+    model, x = Logs(), rows(4, dtype=torch.float32)
+    model.with_a_tensor = False
+    step = compiled(model)
+    torch.testing.assert_close(step(x), Stack.forward(model, x) * 2)
+    assert len(l2l_compile.programs(step)) == 1 and set(said) == {"the loss of Logs"}
+    model.with_a_tensor = True
+    step = compiled(model)
+    step(x)
+    assert len(l2l_compile.programs(step)) == 2 and said[-1].startswith("tensor(")
 
 
 def test_explaining_first_hides_nothing_from_a_compilation():

@@ -31,7 +31,7 @@ from torch._dynamo.eval_frame import innermost_backend, reset_code
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, Unsupported, UserError
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.utils import counters
-from torch._dynamo.variables import builder
+from torch._dynamo.variables import ConstantVariable, builder, misc
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import rnn
 
@@ -266,6 +266,27 @@ def watch_packed(is_ours: Callable[[Any], bool], skipped: Callable[[Any, Skipped
     replace(InstructionTranslatorBase, "log_graph_break", log_graph_break)
 
 
+def log_while_tracing(is_ours: Callable[[Any], bool]) -> None:
+    """From now on, what a frame with a backend that `is_ours` logs is logged when Dynamo traces it, and does not break its graph.
+
+    A message with a value that Dynamo does not know then breaks it as before: it is for every call.
+    """
+    original = misc.LoggingLoggerVariable.call_method
+    if is_replaced(original):
+        return
+
+    @functools.wraps(original)
+    def call_method(self, tx, name, args, kwargs):
+        known = all(value.is_python_constant() for value in (*args, *kwargs.values()))
+        method = getattr(self.value, name, None)
+        if not (known and callable(method) and is_ours(innermost_backend(tx.output.compiler_fn))):
+            return original(self, tx, name, args, kwargs)
+        method(*(a.as_python_constant() for a in args), **{key: value.as_python_constant() for key, value in kwargs.items()})
+        return ConstantVariable.create(None)
+
+    replace(misc.LoggingLoggerVariable, "call_method", call_method)
+
+
 _PACKED = "Dynamo traces no packed sequences, whose sizes depend on lengths"
 
 
@@ -286,12 +307,13 @@ def current_owner() -> Any:
 
 
 def modules_in_frame() -> list[torch.nn.Module]:
-    """The modules that the function being compiled now can reach by a local or global name."""
+    """The modules that the function being compiled now can reach by a local or global name, or in the `*args` of a decorator."""
     tx = _translator_at_work()
     if tx is None:
         return []
     values = [*tx.output.local_scope.values(), *tx.output.global_scope.values()]
-    return [v for v in values if isinstance(v, torch.nn.Module)]
+    packed = [inner for value in tx.output.local_scope.values() if isinstance(value, tuple) for inner in value]
+    return [v for v in (*values, *packed) if isinstance(v, torch.nn.Module)]
 
 
 def owner_of(compiled: Any) -> Any:

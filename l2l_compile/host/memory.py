@@ -167,7 +167,7 @@ def _shared(wires: Sequence[_WireMemory], options: Options) -> int:
 def _gradients(trained: Sequence[TensorSpec], largest_push: int, options: Options) -> tuple[int, int]:
     """Bytes of gradients that stay, and of those on their way to there or to their update."""
     wide, on_link = sum(_master_bytes(spec, options) for spec in trained), sum(_on_link(spec, options) for spec in trained)
-    if options.update == "at_step" or options.accumulate > 1:
+    if options.update == "at_step" or options.accumulate != 1:
         kept, stay_as_they_come = wide, on_link == wide
     elif options.update == "in_forward":
         kept, stay_as_they_come = on_link, True

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
+from . import nodes
 from .captured import Captured, Input
 from .parse import Parsed, parse
 from .segments import Block, Segment, Uncut
@@ -46,6 +48,13 @@ class Program:
     def whole_batch(self) -> tuple[Segment, ...]:
         """The segments that see the whole batch at once; their `block.reason` says why."""
         return tuple(s for s in self.segments if not s.block.inner_looped)
+
+    @property
+    def host_stashes(self) -> dict[fx.Node, int]:
+        """What forward keeps on the host for backward: nodes of `forward`, each with its bytes."""
+        returned: Any = self.forward.graph.output_node().args[0]
+        kept = [node for node in dict.fromkeys(returned[1]) if isinstance(node, fx.Node) and node.target is nodes.offload]
+        return {node: node.meta["spec"].bytes(self.bindings) for node in kept}
 
     def __str__(self) -> str:
         names = {i.index: i.name for i in self.captured.inputs}

@@ -67,6 +67,13 @@ def device_memory(programs: Sequence[Program], options: Options) -> DeviceMemory
     return DeviceMemory(peak[WEIGHTS], peak[STASHES], peak[ACTIVATIONS], peak[GRADIENTS], tuple(dict.fromkeys(grows)))
 
 
+def samples(program: Program, options: Options) -> list[tuple[fx.Node, Counter[str]]]:
+    """The bytes that each kind is expected to take at the nodes of a step, in their order."""
+    run = _DryRun(program, options, Lowering(options.device, "eager"))
+    run.step()
+    return run.samples
+
+
 @dataclass(frozen=True, eq=False)
 class _Held:
     """Memory of the device: bytes, what for, and the spec of the value in it (None for weights)."""
@@ -87,6 +94,7 @@ class _DryRun:
         self.held: dict[fx.Node, _Held] = {}
         self.peak: Counter[str] = Counter()
         self.most: dict[tuple[str, str], int] = {}  # of values of one kind and spec at once
+        self.samples: list[tuple[fx.Node, Counter[str]]] = []
         self._handlers = {
             nodes.fetch_weights: self._fetch,
             nodes.forward: self._forward,
@@ -106,6 +114,7 @@ class _DryRun:
             self.held = {}
             for node in graph.graph.nodes:
                 if nodes.holds_device_memory(node) or node.target in self._handlers:
+                    self._node = node
                     self._handlers.get(node.target, self._make)(node)
                     self._look(0)
 
@@ -129,6 +138,7 @@ class _DryRun:
             now[held.kind] += held.bytes
             if held.spec is not None and held.spec.batch is not None:
                 values[held.kind, str(held.spec)] += 1
+        self.samples.append((self._node, now))
         for key, count in values.items():
             self.most[key] = max(count, self.most.get(key, 0))
         if sum(now.values()) > sum(self.peak.values()):

@@ -11,12 +11,12 @@ import torch
 from torch import fx, nn
 
 from ..backend import new_runner
+from ..frontend.callers import fresh_caller
 from ..ir.segments import Block
 from ..ir.values import Bindings
 from ..lowering.codes import Lowered
 from ..lowering.lower import Lowering
 from ..options import Options
-from ..report import fresh_caller
 from ..runtime.runner import Runner
 from ..session import Session
 from .clocks import caller_clock

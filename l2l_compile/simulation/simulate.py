@@ -20,12 +20,12 @@ from ..devices.machine import Machine
 from ..devices.simulated import open_simulated
 from ..errors import OptionError
 from ..frontend import dynamo
+from ..frontend.callers import fresh_caller
 from ..frontend.meta_models import OnTheHost, on_the_host
 from ..host.optimizer.compiled_step import CompiledStep, why_not_compiled
 from ..host.optimizer.torch_step import check_layers_are_independent, state_bytes_of_trial
 from ..host.optimizer.updates import UpdatesBehindTheDevice
 from ..options import Options
-from ..report import fresh_caller
 from ..session import Session
 from .block_times import MeasuredTimes
 from .blocks import SimulatedLowering

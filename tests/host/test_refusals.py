@@ -80,6 +80,42 @@ def test_an_optimizer_that_cannot_take_a_step_of_its_own_is_refused():
         step(data(0))
 
 
+@pytest.mark.parametrize("update", MODES)
+def test_an_optimizer_that_has_state_in_float64_begins(update):
+    """That of a run that goes on, for example."""
+    model = Stack().double()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(data(1).double()).sum().backward()
+    optimizer.step()
+    step, _optimizer = step_of(model, update, optimizer)
+    step(data(1).double()).sum().backward()
+
+
+class Compiling(torch.optim.SGD):
+    """Fails where anybody watches, as a step that calls `torch.compile` does."""
+
+    def step(self, closure=None):
+        if torch.overrides._get_current_function_mode_stack():
+            raise RuntimeError("no compiled frames")
+        super().step()
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_an_optimizer_that_cannot_be_recorded_names_the_option_that_runs_its_own_step(update):
+    model = Stack()
+    step, optimizer = step_of(model, update, Compiling(model.parameters(), lr=0.1))
+    with pytest.raises(L2LError, match="Compiling fails where it is recorded.*no compiled frames.*compile_update=False"):
+        for number in range(2):
+            step(data(number)).sum().backward()
+            optimizer.step()
+    model = Stack()
+    before = model.head.weight.detach().clone()
+    step, optimizer = step_of(model, update, Compiling(model.parameters(), lr=0.1), compile_update=False)
+    step(data(1)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["head.weight"], before)
+
+
 def test_closures_are_refused():
     step, optimizer = step_of(Stack())
     step(data(1)).sum().backward()
@@ -101,6 +137,33 @@ def test_a_wrong_number_of_backward_calls_is_refused_and_the_next_step_works(upd
         step(data(3)).sum().backward()
     optimizer.step()
     assert not torch.equal(model.state_dict()["head.weight"], before["head.weight"])
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_a_function_says_which_backward_call_is_the_last_of_its_step(update):
+    """Steps of two calls and of one, as at the end of an epoch; then a call too few, and one too many."""
+    last, model, reference = [False], Stack().double(), Stack().double()
+    reference.load_state_dict(model.state_dict())
+    step, optimizer = step_of(model, update, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=lambda: last[0])
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for number, last[0] in enumerate((False, True, True)):
+        step(data(number).double()).sum().backward()
+        reference(data(number).double()).sum().backward()
+        if last[0]:
+            optimizer.step()
+            plain.step()
+            plain.zero_grad()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-10, atol=1e-12)
+    last[0] = False
+    step(data(1).double()).sum().backward()
+    with pytest.raises(L2LError, match="after 1 backward calls.*has called number 1 not the last"):
+        optimizer.step()
+    last[0] = True
+    step(data(1).double()).sum().backward()
+    with pytest.raises(L2LError, match="2 backward calls without optimizer.step.*has called number 1 the last"):
+        step(data(1).double()).sum().backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("update", MODES)

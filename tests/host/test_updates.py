@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import time
 
@@ -181,6 +182,71 @@ def test_an_output_that_is_held_holds_no_step_up(update):
     assert_same_state(model, reference, 1e-5)
     with pytest.raises(RuntimeError, match="ran before optimizer.step|modified by an inplace operation"):
         held.sum().backward()
+
+
+def decorated(forward):
+    @functools.wraps(forward)
+    def call(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    return call
+
+
+class Decorated(Stack):
+    """Its module is in the `args` of a decorator, as in models of transformers."""
+
+    forward = decorated(Stack.forward)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_state_dict_waits_for_updates_of_a_model_with_a_decorated_forward(in_place, monkeypatch):
+    model, reference = Decorated(), Stack()
+    reference.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"optimizer": optimizer, "update": "in_forward", "block_compiler": "eager"}
+    if in_place:
+        model.compile(backend="l2l", options=options)
+    step = model if in_place else torch.compile(model, backend="l2l", options=options)
+    step(data(1)).sum().backward()
+    server = session_of(step).server
+    update = server.updates._update
+    monkeypatch.setattr(server.updates, "_update", lambda *work: (time.sleep(0.05), update(*work)))
+    optimizer.step()
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    reference(data(1)).sum().backward()
+    plain.step()
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_parameters_that_are_read_outside_of_the_compiled_model_as_well_are_clipped_and_updated_as_the_others(precision):
+    """One is read outside alone (a head that Dynamo cannot compile), one inside and outside."""
+    dtype = torch.float64 if precision == "fp32" else torch.float32
+    norms, models = [], [Stack().to(dtype), Stack().to(dtype)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, streams in zip(models, (True, False), strict=True):
+        outer = nn.Linear(3, 1).to(dtype)
+        outer.load_state_dict({"weight": torch.ones(1, 3), "bias": torch.zeros(1)})
+        optimizer = torch.optim.SGD([*model.parameters(), *outer.parameters()], lr=1.0, momentum=0.9)
+        update = {"update": "in_forward", "max_grad_norm": 0.02, "precision": precision}
+        step = compiled(model, optimizer=optimizer, **update) if streams else model
+        for number in range(4):
+            loss = outer(step(data(number).to(dtype))).sum() + model.head.weight.pow(2).sum()
+            (loss / 1000).backward()
+            if not streams:
+                norms.append(torch.nn.utils.clip_grad_norm_([*model.parameters(), *outer.parameters()], 0.02).item())
+            optimizer.step()
+            if streams:
+                norms.append(l2l_compile.stats(step).gradient_norm)
+            optimizer.zero_grad()
+        model.outer = outer
+    exact = 1e-10 if precision == "fp32" else 5e-3
+    assert norms[:4] == pytest.approx(norms[4:], rel=exact) and norms[0] > 0.02
+    ours, theirs = models[0].state_dict(), models[1].state_dict()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=exact, atol=exact)
 
 
 def norm_of(model):

@@ -1,7 +1,8 @@
 """The gradients of one training step on the host: what has arrived, and which backward calls are still to come.
 
 A forward that a backward may follow opens a `PendingBackward`. A *round* is over when none is open: after one backward call,
-or after several that were joined. A step has `accumulate` rounds. `optimizer.step()` ends it, and with it the round: a forward
+or after several that were joined. A step has `accumulate` rounds, or ends with the one that `accumulate()` calls the last.
+`optimizer.step()` ends it, and with it the round: a forward
 whose output is held, but never differentiated, is given up then.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,17 +77,19 @@ class GradientLedger:
     """Sums of gradients, and pending backwards.
 
     update      the value of the option, for messages
-    accumulate  rounds in a step
+    accumulate  rounds in a step, or a function that says in each whether it is the last of its step
     steps       how many steps have ended
     has_begun   whether a backward of this step has begun
     rounds      rounds of this step whose last backward has begun
+    complete    whether the last round of this step is among them
     gradients   complete gradients of this step, summed over its rounds
     """
 
-    def __init__(self, update: str, accumulate: int, memory: GradientMemory):
+    def __init__(self, update: str, accumulate: int | Callable[[], bool], memory: GradientMemory):
         self.update, self.accumulate, self._memory = update, accumulate, memory
         self.steps = self.rounds = 0
-        self.has_begun = False
+        self.has_begun = self.complete = False
+        self._in_last_round = False
         self.gradients: dict[Parameter, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._readers: Counter[Parameter] = Counter()  # open pending backwards that read a parameter
@@ -121,37 +124,50 @@ class GradientLedger:
                 f"backward ran twice through one forward, but update={self.update!r} may have changed its weights "
                 "in between: use update='at_step' for retain_graph=True"
             )
-        if self.rounds >= self.accumulate:
+        if self.complete:
             raise L2LError(
-                f"{self.rounds + 1} backward calls without optimizer.step() between them, but the option accumulate is "
-                f"{self.accumulate}: set it to the number of backward calls in a step{'' if self.steps else _NEVER_STEPPED}"
+                f"{self.rounds + 1} backward calls without optimizer.step() between them, but {self._expected(self.rounds)}"
+                f"{'' if self.steps else _NEVER_STEPPED}"
             )
         self.close(pending)
         self.has_begun = True
         pending.pushes = pushes
         pending.settled = {p for p in pending.parameters if p not in self._readers}
-        pending.last = self.rounds == self.accumulate - 1
+        pending.last = self._in_last_round = self._is_last_round()
         pending.ends_round = not self._readers
         self.rounds += pending.ends_round
+        self.complete = pending.last and pending.ends_round
+
+    def _is_last_round(self) -> bool:
+        return bool(self.accumulate()) if callable(self.accumulate) else self.rounds == self.accumulate - 1
+
+    def _expected(self, rounds: int) -> str:
+        if callable(self.accumulate):
+            return f"the option accumulate has called number {rounds} {'' if self.complete else 'not '}the last of the step"
+        return f"the option accumulate is {self.accumulate}: set it to the number of backward calls in a step"
 
     def end_step(self) -> None:
         """`optimizer.step()` is called: the last round is over as well. Raises `L2LError`, and drops the gradients, if one is missing."""
         with self._lock:
             held, self._readers = bool(self._readers), Counter()
             self.steps += 1
-        rounds = self.accumulate if held and self.accumulate == 1 else self.rounds
-        self.rounds, self.has_begun = 0, False
-        if rounds != self.accumulate:
+        held_last = held and self._in_last_round and (self.accumulate == 1 or callable(self.accumulate))
+        if not self.complete and not held_last:
+            rounds, expected = self.rounds, self._expected(self.rounds)
             self.forget()
             raise L2LError(
-                f"optimizer.step() after {rounds} backward calls, but the option accumulate is {self.accumulate}: "
-                f"set it to the number of backward calls in a step{_HELD if held else ''}. The gradients so far were dropped"
+                f"optimizer.step() after {rounds} backward calls, but {expected}{_HELD if held else ''}. "
+                "The gradients so far were dropped"
             )
+        self._begin_step()
 
     def forget(self) -> None:
         """Drop the gradients of this step."""
         self.gradients.clear()
-        self.rounds, self.has_begun = 0, False
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.rounds, self.has_begun, self.complete, self._in_last_round = 0, False, False, False
 
     # ---- called on the host lane -------------------------------------------------------------------------------------
 

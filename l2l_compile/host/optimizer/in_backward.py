@@ -56,6 +56,14 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
         if pending.ends_round:
             self.worker.submit(lambda: self._update(pending, list(self._ledger.gradients)))
 
+    def clip(self, max_norm: float) -> None:
+        """Raises `L2LError`, unless nothing is to be clipped."""
+        if math.isfinite(max_norm):
+            raise L2LError(
+                f"clipping to {max_norm} needs the norm of all gradients before the first update, and update='in_backward' has "
+                "updated layers already. Use update='in_forward'"
+            )
+
     def forget(self, pending: PendingBackward | None = None) -> None:
         super().forget(pending)
         self._squares = 0.0

@@ -33,11 +33,13 @@ class _Step:
 
     groups    the hyperparameters of `optimizer.step()`
     versions  of the parameters then: nobody may write into one before its update
+    max_norm  that gradients are clipped to, None for none
     factor    on all gradients, once they have been looked at: clipping, 1 / loss scale; 0 if the step is skipped
     """
 
     groups: Hyperparameters
     versions: Mapping[Parameter, int]
+    max_norm: float | None
     factor: float = 0.0
 
 
@@ -47,8 +49,9 @@ class UpdatesInForward(UpdatesBehindTheDevice):
     def __init__(self, options: Options, worker: Worker, wires: Wires, threads: int, memory: GradientMemory):
         super().__init__(options, worker, wires, threads, memory)
         self._updating = worker  # the thread for what is put off
-        self._memory, self._max_norm = memory, options.max_grad_norm
-        self.scale = LossScale() if options.precision == "fp16" else None
+        self._memory, self._max_norm_of_all = memory, options.max_grad_norm
+        self._max_norm = self._max_norm_of_all  # of this step
+        self.scale = LossScale().keep_with(self.optimizer) if options.precision == "fp16" else None
         self._norm = 0.0
         self._norms: _Norms = {}
         self._skipped = 0
@@ -80,6 +83,9 @@ class UpdatesInForward(UpdatesBehindTheDevice):
                 ticket.wait()
         super().wait(parameters)
 
+    def clip(self, max_norm: float) -> None:
+        self._max_norm = max_norm
+
     def _drain(self) -> None:
         super()._drain()
         self._tickets.clear()
@@ -91,28 +97,40 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         self._norms.clear()
 
     def _end_step(self, groups: Hyperparameters) -> None:
-        """Queue a look at all gradients, and then an update for each segment, in the order of the next forward."""
-        gradients = self._with_gradients_from_outside(self._ledger.take_all())
+        """Queue a look at all gradients, and then an update for each segment, in the order of the next forward.
+
+        Parameters with a gradient from outside of the compiled model are updated at once: who reads them there waits for nothing.
+        """
+        gradients = self._ledger.take_all()
+        outside = self._take_gradients_from_outside(gradients)
         summed_over(ranks_among(self.managed), Kind.STEP, ())
-        step = _Step(groups, {p: p._version for p in gradients})
+        step = _Step(groups, {p: p._version for p in gradients}, self._max_norm)
+        self._max_norm = self._max_norm_of_all
         norms, self._norms = self._norms, {}
         self._looked = self._updating.submit(functools.partial(self._look_at, step, gradients, norms))
-        for mine in self._in_order_of_forward(gradients):
+        if outside:
+            self._updating.submit(functools.partial(self._update, step, {p: gradients[p] for p in outside})).wait()
+        for mine in self._in_order_of_forward(gradients, but=outside):
             ticket = self._updating.submit(functools.partial(self._update, step, {p: gradients[p] for p in mine}))
             self._tickets.update(dict.fromkeys(mine, ticket))
         self._segments.clear()
 
-    def _with_gradients_from_outside(self, gradients: dict[Parameter, torch.Tensor]) -> dict[Parameter, torch.Tensor]:
-        """Move gradients that are in `p.grad`, from outside of the compiled model, to ours."""
-        for parameter in gradients:
-            if parameter.grad is not None:
-                gradients[parameter] = gradients[parameter].float() + local(parameter.grad)
-                parameter.grad = None
-        return gradients
+    def _take_gradients_from_outside(self, gradients: dict[Parameter, torch.Tensor]) -> list[Parameter]:
+        """Move gradients that are in `p.grad`, from outside of the compiled model, to ours, in their scale. Their parameters."""
+        managed = (p for group in self.optimizer.param_groups for p in group["params"])
+        outside = [p for p in managed if p.grad is not None]
+        for parameter in outside:
+            theirs = local(parameter.grad) * (self.scale.value if self.scale is not None else 1.0)
+            ours = gradients.get(parameter)
+            gradients[parameter] = theirs if ours is None else ours.to(parameter.dtype) + theirs
+            parameter.grad = None
+        return outside
 
-    def _in_order_of_forward(self, gradients: Mapping[Parameter, torch.Tensor]) -> Iterator[list[Parameter]]:
-        """The parameters of each segment; a shared one goes with its first reader."""
-        taken: set[Parameter] = set()
+    def _in_order_of_forward(
+        self, gradients: Mapping[Parameter, torch.Tensor], but: Iterable[Parameter]
+    ) -> Iterator[list[Parameter]]:
+        """The parameters of each segment, but for some; a shared one goes with its first reader."""
+        taken = set(but)
         for segment in [*reversed(self._segments), tuple(gradients)]:
             mine = [p for p in dict.fromkeys(segment) if p in gradients and p not in taken]
             taken.update(mine)
@@ -141,7 +159,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         if not finite:
             self._skip_step()
             return
-        clip = torch.clamp(self._max_norm / (norm + 1e-6), max=1.0) if self._max_norm is not None else 1.0  # as clip_grad_norm_
+        clip = torch.clamp(step.max_norm / (norm + 1e-6), max=1.0) if step.max_norm is not None else 1.0  # as clip_grad_norm_
         step.factor = float(clip / scale)
 
     def _norm_over_ranks(self, gradients: Mapping[Parameter, torch.Tensor], known: _Norms) -> torch.Tensor:

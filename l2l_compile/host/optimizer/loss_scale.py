@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..hooks import weakly
+
+_SAVED = "l2l_loss_scale"  # in the first param_group of an optimizer's state_dict: the scale and the number of good steps
 
 
-@dataclass
+@dataclass(eq=False)
 class LossScale:
     """The factor on the loss. An overflow halves it; `growth_interval` steps in a row without one double it."""
 
@@ -25,3 +33,20 @@ class LossScale:
         if self.good_steps == self.growth_interval:
             self.value *= self.growth_factor
             self.good_steps = 0
+
+    def keep_with(self, optimizer: torch.optim.Optimizer) -> LossScale:
+        """Saved in the `state_dict` of an optimizer from now on, and loaded with it; begins with one that was loaded before."""
+        self._load(optimizer)
+        handles = [
+            optimizer.register_state_dict_pre_hook(weakly(self._save)),
+            optimizer.register_load_state_dict_post_hook(weakly(self._load)),
+        ]
+        for handle in handles:
+            weakref.finalize(self, handle.remove)
+        return self
+
+    def _save(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        optimizer.param_groups[0][_SAVED] = (self.value, self.good_steps)
+
+    def _load(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.value, self.good_steps = optimizer.param_groups[0].get(_SAVED, (self.value, self.good_steps))

@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...errors import L2LError
 from ...ranks.sharded import attributes, local
 from .divided import own_state
 from .formulas import COMPARISONS, IGNORED, formula_of
@@ -67,7 +68,7 @@ def vectors(parameter: torch.Tensor, state: dict[str, Any]) -> list[str]:
 def record(optimizer: torch.optim.Optimizer, groups: Hyperparameters, group: int, parameter: torch.Tensor) -> Recipe:
     """The step of `optimizer` on `parameter`, which is in the param_group of this number. Changes nothing.
 
-    Raises `NotElementwise`.
+    Raises `NotElementwise`, and `L2LError` if PyTorch refuses to run the step so, as it does where the step compiles a function.
     """
     state = own_state(optimizer.state.get(parameter, {}), parameter)
     special, parameter = attributes(parameter), local(parameter)
@@ -85,7 +86,13 @@ def record(optimizer: torch.optim.Optimizer, groups: Hyperparameters, group: int
     known = {"p": stand_in, "g": stand_in.grad} | {f"x{i}": held[name] for i, name in enumerate(names)}
     recorder = _Recorder(stand_in, known)
     with recorder, _Questions() as questions:
-        step()
+        try:
+            step()
+        except RuntimeError as error:
+            raise L2LError(
+                f"the step of {type(optimizer).__name__} fails where it is recorded, to be compiled: {str(error).strip().splitlines()[0]}. "
+                "The option compile_update=False runs the optimizer's own step"
+            ) from error
     after = shadow.state.get(stand_in, {})
     rest = {}
     for name, value in after.items():

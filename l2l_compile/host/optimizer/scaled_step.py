@@ -16,7 +16,7 @@ class ScaledStep:
     """Watches an optimizer's steps: without finite gradients, `optimizer.step()` finds none and changes nothing."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        self.scale = LossScale()
+        self.scale = LossScale().keep_with(optimizer)
         self.skipped = 0
         self.used = False  # whether the gradients of this step were scaled here: an optimizer may serve several models
         optimizer.register_step_pre_hook(weakly(self._before_step))

@@ -122,6 +122,17 @@ def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
     check_pieces_are_independent(optimizer, functools.partial(_trial_in_pieces, optimizer), trained)
 
 
+def check_steps_on_the_host(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `L2LError` if an optimizer's step on a small tensor of the host fails: some libraries have kernels for a GPU alone."""
+    try:
+        _trial(optimizer, together=True)
+    except Exception as error:
+        raise L2LError(
+            f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update parameters on the host, where they stay: "
+            f"{type(error).__name__}: {str(error).strip().rstrip('.')}. Use an optimizer that can, such as torch.optim.AdamW(fused=True)"
+        ) from error
+
+
 def with_state_of_trial(optimizer: torch.optim.Optimizer, entries: int = 128) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
     """An optimizer with the class and hyperparameters of another, over a square matrix, after a step; and the matrix."""
     parameter = torch.nn.Parameter(torch.zeros(entries, entries))

@@ -82,6 +82,9 @@ class Updates:
     def end_backward(self, pending: PendingBackward) -> None:
         """All gradients of a backward are on their way."""
 
+    def clip(self, max_norm: float) -> None:
+        """Clip the gradients of this step as `clip_grad_norm_` does: in the place of the option `max_grad_norm`, behind backward."""
+
     def squares_of_returned(self, gradients: Iterable[torch.Tensor]) -> float:
         """The sum of the squares of gradients that go to `p.grad`, where they count for the norm of the step."""
         return 0.0

@@ -1,0 +1,7 @@
+"""`python -m l2l_compile` is the command `l2l`."""
+
+import sys
+
+from .command.main import main
+
+sys.exit(main())

@@ -1,0 +1,129 @@
+"""The model and the batch that a command is about: of a Hugging Face config, or of a function of the user's. Nothing is allocated."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import OptionError
+
+_TASKS = ("ForSequenceClassification", "ForImageClassification")  # a label a row
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model on the meta device, and the batch of a training step.
+
+    tokens  in the batch; None for a model of something else
+    """
+
+    name: str
+    model: Any
+    batch: dict[str, Any] | tuple
+    tokens: int | None = None
+
+    def call(self, function: Any) -> Any:
+        """`function(*batch)` or `function(**batch)`."""
+        return function(**self.batch) if isinstance(self.batch, dict) else function(*self.batch)
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+
+def load(given: str, batch: int, length: int) -> Workload:
+    """A workload of a folder or `config.json` of transformers, or of `package.module:function`.
+
+    The function returns a model and its batch (a mapping, a tuple or a tensor); it is called on the meta device, with `batch` and
+    `length` if it takes them. Raises `OptionError` for what is neither.
+    """
+    path = Path(given)
+    if path.exists():
+        return _of_config(path, batch, length)
+    if ":" in given:
+        return _of_function(given, batch, length)
+    raise OptionError(f"{given!r} is no folder, no config.json, and no package.module:function")
+
+
+def _of_function(given: str, batch: int, length: int) -> Workload:
+    module_name, name = given.split(":", 1)
+    sys.path.insert(0, "")
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise OptionError(f"{given!r}: {error}") from error
+    finally:
+        sys.path.remove("")
+    taken = inspect.signature(function).parameters
+    sizes = {key: value for key, value in (("batch", batch), ("length", length)) if key in taken}
+    with torch.device("meta"):
+        made = function(**sizes)
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], torch.nn.Module):
+        raise OptionError(f"{given!r} is to return a module and its batch, got {type(made).__name__}")
+    model, inputs = made
+    return Workload(given, model, inputs if isinstance(inputs, (dict, tuple)) else (inputs,))
+
+
+def _of_config(path: Path, batch: int, length: int) -> Workload:
+    try:
+        import transformers
+    except ImportError as error:
+        raise OptionError("a config needs transformers: pip install 'l2l-compile[transformers]'") from error
+    config = transformers.AutoConfig.from_pretrained(path)
+    config.use_cache = False
+    classes = [getattr(transformers, name, None) for name in config.architectures or ()]
+    with torch.device("meta"), _dtype(torch.float32):
+        if classes and classes[0] is not None:
+            model = classes[0](config)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return workload(model, batch, length)
+
+
+def workload(model: Any, batch: int, length: int) -> Workload:
+    """A model of transformers with the batch of a training step. Raises `OptionError` for inputs that are neither tokens nor images."""
+    kind, config = type(model).__name__, model.config
+    a_label_a_row = kind.endswith(_TASKS)
+    if model.main_input_name == "input_ids":
+        tokens = torch.arange(batch * length).view(batch, length) % config.vocab_size
+        labels = torch.zeros(batch, dtype=torch.long) if a_label_a_row else tokens
+        _check_length(config, length)
+        return Workload(kind, model, {"input_ids": tokens, **_labels(model, labels)}, batch * length)
+    if model.main_input_name == "pixel_values" and a_label_a_row:
+        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
+        pixels = torch.zeros(batch, config.num_channels, *size, device=model.device)
+        return Workload(kind, model, {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long)})
+    raise OptionError(
+        f"{kind} takes {model.main_input_name!r}, whose sizes its config does not say: give a package.module:function that returns the "
+        "model and its batch"
+    )
+
+
+def _labels(model: Any, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"labels": labels} if "labels" in inspect.signature(model.forward).parameters else {}
+
+
+def _check_length(config: Any, length: int) -> None:
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and length > most:
+        raise OptionError(f"--length {length}: the model has {most} positions (max_position_embeddings)")
+
+
+class _dtype:
+    """The default dtype within a block: parameters are kept in fp32 on the host."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def __enter__(self) -> None:
+        self.before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_dtype(self.before)

@@ -1,0 +1,1 @@
+"""Training loops of other libraries: a module each, which imports its library and no other."""

@@ -1,0 +1,132 @@
+"""What all loops need: a model compiled in place, its optimizer as PyTorch knows it, its steps, refusals when training starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import OptionError
+from ..host.optimizer.torch_step import check_steps_on_the_host
+from ..inspection import stats
+from ..options import Options
+from ..session import session_of
+
+BEHIND_THE_DEVICE = ("in_backward", "in_forward")
+_OF_THE_LOOP = ("optimizer", "accumulate", "max_grad_norm")
+
+
+def options_for(options: Mapping[str, Any], mixed_precision: str) -> tuple[dict[str, Any], str]:
+    """Options of a loop without `update`, and that one. `mixed_precision` is the loop's own setting: "no", "bf16" or "fp16".
+
+    Raises `OptionError` for options that the loop gives itself, and for bad ones.
+    """
+    for name in _OF_THE_LOOP:
+        if name in options:
+            raise OptionError(f"option {name!r} comes from the training loop here: leave it out")
+    chosen = dict(options)
+    if chosen.get("precision") is None:
+        chosen["precision"] = {"no": "fp32"}.get(mixed_precision, mixed_precision)
+    update = chosen.pop("update", "at_step")
+    Options.build(chosen)
+    if update not in ("at_step", *BEHIND_THE_DEVICE):
+        Options.build({"update": update})
+    if update == "in_backward" and chosen["precision"] == "fp16":
+        raise OptionError("precision='fp16' and update='in_backward' do not go together: use update='in_forward'")
+    return chosen, update
+
+
+def compile_in_place(model: torch.nn.Module, options: Mapping[str, Any]) -> None:
+    """`model(...)` streams from now on; the model keeps its class, its signature and the names of its `state_dict`."""
+    model.compile(backend="l2l", options=dict(options))
+
+
+def refuse_clipping(update: str, max_norm: float | None, setting: str) -> None:
+    """Raise `OptionError` where a loop clips (`setting`, in its words) and `update` is in_backward."""
+    if update == "in_backward" and max_norm:
+        raise OptionError(
+            f"{setting}={max_norm} needs the norm of all gradients before the first update, which update='in_backward' does not wait "
+            f"for. Use update='in_forward', or {setting}={0.0}"
+        )
+
+
+def refuse_readers_of_gradients(model: torch.nn.Module, update: str, readers: Iterable[str] = ()) -> None:
+    """Raise `OptionError` where something would look at gradients that never come to `p.grad`; `readers` names what the loop has."""
+    if update == "at_step":
+        return
+    hooked = [name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    found = [*readers, *(["gradient hooks of " + ", ".join(hooked[:3]) + " …" * (len(hooked) > 3)] if hooked else [])]
+    if found:
+        raise OptionError(
+            f"update={update!r} and {found[0]} do not go together: the gradients never come to p.grad. Use update='at_step'"
+        )
+
+
+class StreamedSteps:
+    """A model that is compiled in place for training, and its steps: clipping, the norm of the gradients, steps that did nothing.
+
+    `is_last` says, when a backward begins, whether it is the last one of its step; `skipped` hears, behind each
+    `optimizer.step()`, whether it did nothing because a gradient was not finite (fp16).
+    Raises `L2LError` for an optimizer that cannot update tensors of the host, and `OptionError` for readers of gradients.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        options: Mapping[str, Any],
+        update: str,
+        is_last: Callable[[], bool],
+        skipped: Callable[[bool], None] = lambda _: None,
+        readers: Iterable[str] = (),
+    ):
+        self.model, self.update = model, update
+        self._skipped, self._skipped_before = skipped, 0
+        self._norm = torch.zeros((), dtype=torch.float64)
+        plain = _plain(optimizer)
+        refuse_readers_of_gradients(model, update, readers)
+        check_steps_on_the_host(plain)
+        behind = {"update": update, "accumulate": is_last} if update in BEHIND_THE_DEVICE else {}
+        compile_in_place(model, {**options, **behind, "optimizer": plain})
+        self._handle = plain.register_step_post_hook(self._stepped)
+
+    @property
+    def clips(self) -> bool:
+        """Whether `clip` is to be called in the place of the loop's own clipping, which finds no gradients."""
+        return self.update in BEHIND_THE_DEVICE
+
+    def clip(self, parameters: Any, max_norm: float, norm_type: float = 2, **_: Any) -> torch.Tensor:
+        """In the place of `clip_grad_norm_`. The norm before clipping: a tensor that has it behind `optimizer.step()`.
+
+        Raises `L2LError` for in_backward, which has updated layers already.
+        """
+        if norm_type != 2:
+            raise OptionError(f"update={self.update!r} clips by the 2-norm, not by norm_type={norm_type}. Use update='at_step'")
+        self._norm = torch.full((), math.nan, dtype=torch.float64)
+        session = session_of(self.model)
+        if session is not None:
+            session.server.updates.clip(float(max_norm))
+        return self._norm
+
+    def clip_values(self, *_: Any, **__: Any) -> None:
+        """In the place of `clip_grad_value_`. Raises `OptionError`."""
+        raise OptionError(f"update={self.update!r} clips by the norm of the gradients, not by their values. Use update='at_step'")
+
+    def _stepped(self, *_: Any) -> None:
+        figures = stats(self.model)
+        self._norm.fill_(figures.gradient_norm)
+        self._skipped(figures.skipped_steps > self._skipped_before)
+        self._skipped_before = figures.skipped_steps
+
+    def end(self) -> None:
+        """Training is over: the model still streams, its optimizer is not followed any more."""
+        self._handle.remove()
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer within those that wrap it."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer

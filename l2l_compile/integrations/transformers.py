@@ -1,0 +1,123 @@
+"""Hugging Face's `Trainer`, and those derived from it, such as TRL's `SFTTrainer`.
+
+trainer = Trainer(model, arguments, train_dataset=..., eval_dataset=...)
+stream(trainer, micro_batches=8, precision="bf16", update="in_forward")
+trainer.train()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.training_args import ParallelMode
+
+from ..errors import OptionError
+from ..inspection import stats, synchronize
+from .loops import StreamedSteps, compile_in_place, options_for, refuse_clipping
+
+
+def stream(trainer: Trainer, **options: Any) -> None:
+    """Have a `Trainer` train, evaluate and predict with its model streamed. Call it once, before `trainer.train()`.
+
+    `options` are those of the backend; the optimizer, accumulation and clipping are the trainer's own. Without
+    `precision`, `bf16=True` and `fp16=True` of its arguments say it; autocast is not used. The model stays on the host,
+    or comes back to it, and is compiled in place: its class, signature and checkpoints are those of the plain model.
+    Logs of training also have `peak_device_bytes` and, for models of tokens, `train_tokens_per_second`.
+
+    Raises `OptionError` for a bad option, and for arguments that cannot mean the same; what depends on the optimizer is
+    refused when `trainer.train()` starts.
+    """
+    if any(isinstance(callback, _Streaming) for callback in trainer.callback_handler.callbacks):
+        raise OptionError("this trainer streams already: call stream(trainer) once")
+    arguments = trainer.args
+    _refuse_arguments(arguments)
+    chosen, update = options_for({"outputs": _outputs(trainer), **options}, arguments.mixed_precision)
+    refuse_clipping(update, arguments.max_grad_norm, "max_grad_norm")
+    _keep_on_the_host(trainer)
+    if arguments.include_num_input_tokens_seen == "no" and getattr(trainer.model, "main_input_name", None) == "input_ids":
+        arguments.include_num_input_tokens_seen = "all"
+    compile_in_place(trainer.model, chosen)
+    trainer.callback_handler.callbacks.insert(0, _Streaming(trainer, chosen, update))
+
+
+def _refuse_arguments(arguments: TrainingArguments) -> None:
+    refused = {
+        "torch_compile": "stream(trainer) compiles the model: leave it out",
+        "bf16_full_eval": "use precision='bf16' of stream(trainer), which holds in evaluation as well",
+        "fp16_full_eval": "use precision='fp16' of stream(trainer), which holds in evaluation as well",
+        "fsdp": "one process streams one whole model: leave it out",
+        "deepspeed": "one process streams one whole model: leave it out",
+    }
+    for name, remedy in refused.items():
+        if value := getattr(arguments, name, None):
+            raise OptionError(f"TrainingArguments({name}={value!r}) does not go with streaming: {remedy}")
+    if arguments.parallel_mode == ParallelMode.DISTRIBUTED:
+        raise OptionError(
+            f"a Trainer of {arguments.world_size} processes does not go with streaming: start one process. (A loop of your own "
+            "may wrap the compiled model in DistributedDataParallel)"
+        )
+
+
+def _outputs(trainer: Trainer) -> str:
+    """Whether the loss is all that training reads of the model's outputs."""
+    plain = type(trainer).compute_loss is Trainer.compute_loss
+    return "loss" if plain and trainer.compute_loss_func is None and trainer.label_smoother is None else "all"
+
+
+def _keep_on_the_host(trainer: Trainer) -> None:
+    """Model, batches and sums of the loss are on the host; no autocast, no loss scaling by the trainer."""
+    arguments = trainer.args
+    arguments.use_cpu, arguments.bf16, arguments.fp16 = True, False, False
+    arguments.mixed_precision = "no"
+    arguments.dataloader_pin_memory = False
+    vars(arguments).pop("_setup_devices", None)  # the device, which may have been chosen without use_cpu
+    host = arguments.device  # chosen anew
+    accumulation = arguments.accelerator_config.gradient_accumulation_kwargs
+    if accumulation is not None:
+        accumulation.pop("num_steps", None)  # the trainer's own, which it would take for the user's now
+    trainer.create_accelerator_and_postprocess()
+    trainer.model.to(host)
+
+
+class _Streaming(TrainerCallback):
+    """Compiles the model when the optimizer is there, follows the steps, adds figures to the logs."""
+
+    def __init__(self, trainer: Trainer, options: dict[str, Any], update: str):
+        self.trainer, self.options, self.update = trainer, options, update
+        self._steps: StreamedSteps | None = None
+        self._log = trainer.log
+        trainer.log = self._log_with_figures
+
+    def _log_with_figures(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs = {**logs, "peak_device_bytes": stats(self.trainer.model).peak_device_bytes}
+        self._log(logs, *args, **kwargs)
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        trainer = self.trainer
+        self._steps = StreamedSteps(
+            trainer.model,
+            trainer.optimizer,
+            self.options,
+            self.update,
+            is_last=lambda: trainer.accelerator.sync_gradients,
+            skipped=self._step_was_skipped,
+            readers=self._readers_of_gradients(),
+        )
+        if self._steps.clips:
+            trainer.accelerator.clip_grad_norm_ = self._steps.clip
+
+    def _readers_of_gradients(self) -> list[str]:
+        event = "on_pre_optimizer_step"
+        callbacks = self.trainer.callback_handler.callbacks
+        readers = [c for c in callbacks if getattr(type(c), event, None) is not getattr(TrainerCallback, event)]
+        return [f"the callback {type(c).__name__}, which has {event}," for c in readers]
+
+    def _step_was_skipped(self, skipped: bool) -> None:
+        self.trainer.optimizer._is_overflow = skipped  # the scheduler waits then, as with GradScaler
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        if self._steps is not None:
+            self._steps.end()
+        synchronize(self.trainer.model)

@@ -1,0 +1,115 @@
+"""Memory of the device and of the host over a step: the expected bytes at each node, at the times of a timeline."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from ..devices.labels import label_of
+from ..host.memory import HostMemory
+from ..ir import nodes
+from ..ir.program import Program
+from ..options import Options
+from ..runtime.dry_run import ACTIVATIONS, GRADIENTS, STASHES, WEIGHTS, samples
+from ..timeline import CALLER, Timeline
+
+DEVICE = (WEIGHTS, STASHES, ACTIVATIONS, GRADIENTS)
+HOST = ("parameters", "optimizer state", "wires", GRADIENTS, STASHES)
+
+
+@dataclass
+class Curve:
+    """Bytes by kind, from each time on; seconds since the step began."""
+
+    kinds: tuple[str, ...]
+    times: list[float] = field(default_factory=list)
+    bytes: list[list[int]] = field(default_factory=list)
+
+    def add(self, time: float, held: Sequence[int]) -> None:
+        """The bytes from a time on; of several at one time, the most."""
+        if self.times and self.times[-1] == time:
+            if sum(held) > sum(self.bytes[-1]):
+                self.bytes[-1] = list(held)
+        elif not self.bytes or self.bytes[-1] != list(held):
+            self.times.append(time)
+            self.bytes.append(list(held))
+
+
+def device_curve(programs: Sequence[Program], options: Options, timeline: Timeline) -> Curve:
+    """Of the device. Raises `LoweringError` for a block that cannot be traced."""
+    curve, clock = Curve(DEVICE), _Clock(timeline)
+    curve.add(0.0, [0] * len(DEVICE))
+    for program in programs:
+        for node, held in samples(program, options):
+            curve.add(clock.at(node, program), [held[kind] for kind in DEVICE])
+    return curve
+
+
+def host_curve(programs: Sequence[Program], memory: HostMemory, options: Options, timeline: Timeline) -> Curve:
+    """Of the host. Gradients grow as they are pushed, and go where the option `update` says."""
+    curve, clock = Curve(HOST), _Clock(timeline)
+    fixed = [memory.master, memory.optimizer_state or 0, memory.wire - memory.shared]
+    pushed = sum(bytes_ for _, _, _, bytes_ in _pushes(programs)) or 1
+    waiting = memory.gradients if options.update == "in_forward" else 0  # of the step before
+    arrived = stashes = 0
+    fetched: set[int] = set()
+    curve.add(0.0, [*fixed, waiting, 0])
+    for program in programs:
+        kept = program.host_stashes
+        for graph in program.graphs.values():
+            for node in graph.nodes:
+                if node in kept:
+                    stashes += kept[node]
+                elif node.target is nodes.fetch_weights and graph is program.forward.graph and waiting:
+                    index = nodes.operands(node).segment
+                    if index not in fetched:
+                        fetched.add(index)
+                        waiting -= min(waiting, memory.gradients * _gradient_bytes(program, index) // pushed)
+                elif node.target is nodes.push_gradients:
+                    arrived += _gradient_bytes(program, nodes.operands(node).segment)
+                elif node.target is nodes.restore and graph is not program.forward.graph:
+                    stashes = max(0, stashes - _bytes(node, program))
+                else:
+                    continue
+                curve.add(clock.at(node, program), [*fixed, waiting + memory.gradients * arrived // pushed, stashes])
+    return curve
+
+
+def _pushes(programs: Sequence[Program]) -> Iterator[tuple[Program, fx.Node, int, int]]:
+    for program in programs:
+        for graph in program.graphs.values():
+            for node in graph.find_nodes(op="call_function", target=nodes.push_gradients):
+                index = nodes.operands(node).segment
+                yield program, node, index, _gradient_bytes(program, index)
+
+
+def _gradient_bytes(program: Program, index: int) -> int:
+    return program.segments[index].block.gradient_bytes(program.bindings)
+
+
+def _bytes(node: fx.Node, program: Program) -> int:
+    spec = node.meta.get("spec")
+    return spec.bytes(program.bindings) if spec is not None else 0
+
+
+class _Clock:
+    """When nodes ran, by their labels; a node that no lane worked for ran when the one before it did."""
+
+    def __init__(self, timeline: Timeline):
+        self._times: dict[str, deque[float]] = defaultdict(deque)
+        by_lanes = [p for p in timeline.pieces if p.lane != CALLER]
+        for piece in sorted(by_lanes or timeline.pieces, key=lambda p: p.start):
+            label, _, micro_batch = piece.label.partition(", micro-batch ")
+            if micro_batch in ("", "1"):
+                self._times[label].append(piece.start - timeline.start)
+        self._now = 0.0
+
+    def at(self, node: fx.Node, program: Program) -> float:
+        times: Any = self._times.get(label_of(node, program.segments)) if node.op == "call_function" else None
+        if times:
+            self._now = max(self._now, times.popleft())
+        return self._now

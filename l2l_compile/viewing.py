@@ -1,0 +1,33 @@
+"""`view`: the page of a compiled model."""
+
+from __future__ import annotations
+
+import tempfile
+import webbrowser
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .errors import L2LError
+from .report import report_of
+from .session import session_of
+
+
+def view(compiled: Any, path: str | Path | None = None, *, show: bool = True) -> Path:
+    """Write the page of a compiled model that has run, and open it in a browser; the path of the page.
+
+    path   of the file; None for a new one among temporary files
+    show   whether to open it
+
+    The step of the page is the last one that was measured (`with l2l_compile.trace(compiled): ...`); without one, the page has no lanes.
+    Raises `L2LError` for a model that has not run, and `TypeError` for what is no compiled model of this backend.
+    """
+    session = session_of(compiled)
+    if session is None or not session.runners:
+        raise L2LError("the model has not run yet: run a step, or save the page of l2l_compile.explain(model)(*batch)")
+    report = replace(report_of([r.program for r in session.runners], session.options), measured=session.timeline)
+    where = Path(path) if path is not None else Path(tempfile.mkdtemp(prefix="l2l_")) / "report.html"
+    report.save(where)
+    if show:
+        webbrowser.open(where.resolve().as_uri())
+    return where

@@ -1,0 +1,45 @@
+"""A tiny language model and its data, for loops of other libraries."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+
+VOCABULARY, LENGTH = 64, 12
+STEPS, ACCUMULATE, ROWS = 20, 2, 4
+EXAMPLES = 9 * ROWS  # an epoch of 9 batches: its last step has one batch instead of two
+CLIP = 0.5
+RATE = 1e-3
+
+
+def language_model(**config):
+    """Two layers of Llama, the same each time."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**sizes, **config}, vocab_size=VOCABULARY, max_position_embeddings=32, use_cache=False)
+    )
+
+
+def sentences(count: int = EXAMPLES, seed: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Tokens, with labels that leave out another number of them in each."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        tokens = torch.randint(3, VOCABULARY, (LENGTH,), generator=generator)
+        labels = tokens.clone()
+        labels[: int(torch.randint(0, 8, (), generator=generator))] = -100
+        made.append({"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels})
+    return made
+
+
+def largest_difference(model: torch.nn.Module, reference: torch.nn.Module) -> float:
+    """The largest difference of an entry of two models' parameters, relative to the largest entry of its parameter."""
+    pairs = zip(model.state_dict().values(), reference.state_dict().values(), strict=True)
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-8)) for a, b in pairs)
+
+
+def same_bits(model: torch.nn.Module, reference: torch.nn.Module) -> bool:
+    """Whether two models hold the same parameters, under the same names."""
+    mine, theirs = model.state_dict(), reference.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)

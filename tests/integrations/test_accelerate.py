@@ -1,0 +1,115 @@
+"""A loop with an Accelerator that streams ends where the plain one does: in float64, since Adam magnifies rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loop_models import ACCUMULATE, CLIP, RATE, ROWS, STEPS, language_model, largest_difference, same_bits, sentences
+
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'l2l-compile[transformers]'")
+
+from l2l_compile import L2LError, OptionError  # noqa: E402
+from l2l_compile.integrations.accelerate import stream  # noqa: E402
+from l2l_compile.session import session_of  # noqa: E402
+
+OPTIONS = {"micro_batches": 2, "block_compiler": "eager"}
+
+
+class Loop:
+    """Epochs of 9 batches, two a step: the last step of an epoch has one."""
+
+    def __init__(self, options=None, clip=CLIP, dtype=torch.float32, **given):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE, **given)
+        if options is not None:
+            stream(self.accelerator, **options)
+        model, self.clip = language_model().to(dtype), clip
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+        loaders = [torch.utils.data.DataLoader(sentences(*of), batch_size=ROWS) for of in ((), (6, 2))]
+        prepared = self.accelerator.prepare(model, optimizer, *loaders, scheduler)
+        self.model, self.optimizer, self.loader, self.held_out, self.scheduler = prepared
+        self.losses, self.norms = [], []
+
+    def run(self, steps: int, save_at: int | None = None, folder=None, epoch: int = 0, done: int = 0) -> None:
+        while done < steps:
+            for batch in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    loss = self.model(**batch).loss
+                    self.losses.append(loss.item())
+                    self.accelerator.backward(loss)
+                    if self.accelerator.sync_gradients and self.clip:
+                        self.norms.append(self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip))
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                done += self.accelerator.sync_gradients
+            self.evaluate()
+            if done == save_at:
+                self.accelerator.save_state(folder)
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.losses += [self.model(**batch).loss.item() for batch in self.held_out]
+        self.model.train()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Loops that do not stream, by the norm that they clip to."""
+    ran = {}
+
+    def with_clipping(clip):
+        if clip not in ran:
+            ran[clip] = Loop(clip=clip, dtype=torch.float64)
+            ran[clip].run(STEPS)
+        return ran[clip]
+
+    return with_clipping
+
+
+@pytest.mark.parametrize("update", ["at_step", "in_backward", "in_forward"])
+def test_losses_and_weights_are_those_of_the_plain_loop_and_a_resumed_run_has_the_same_bits(update, plain, tmp_path):
+    clip = None if update == "in_backward" else CLIP
+    expected, loop = plain(clip), Loop({**OPTIONS, "update": update}, clip, torch.float64)
+    loop.run(STEPS, save_at=10, folder=tmp_path)
+    assert loop.losses == pytest.approx(expected.losses, rel=1e-10)
+    assert [n.item() for n in loop.norms] == pytest.approx([n.item() for n in expected.norms], rel=1e-10)
+    assert largest_difference(loop.model, expected.model) < 1e-10
+
+    resumed = Loop({**OPTIONS, "update": update}, clip, torch.float64)
+    resumed.accelerator.load_state(tmp_path)
+    resumed.run(STEPS, done=10)
+    assert same_bits(resumed.model, loop.model)
+    assert resumed.losses == loop.losses[len(loop.losses) // 2 :]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_mixed_precision_is_the_precision_and_not_autocast(precision):
+    given = {} if precision == "fp32" else {"mixed_precision": precision}
+    loop = Loop(OPTIONS, **given)
+    loop.run(1)
+    assert session_of(loop.model).options.precision == precision
+    assert not hasattr(loop.model, "_original_forward")
+
+
+def test_what_cannot_mean_the_same_is_refused_with_the_option_that_works():
+    loop = Loop({**OPTIONS, "update": "in_backward"})
+    with pytest.raises(L2LError, match="clipping to 0.5.*update='in_forward'"):
+        loop.run(1)
+    loop = Loop({**OPTIONS, "update": "in_forward"})
+    with pytest.raises(OptionError, match="not by norm_type=1.*update='at_step'"):
+        loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1.0, norm_type=1)
+    with pytest.raises(OptionError, match="not by their values.*update='at_step'"):
+        loop.accelerator.clip_grad_value_(loop.model.parameters(), 1.0)
+    with pytest.raises(OptionError, match="once, before"):
+        stream(loop.accelerator)
+    accelerator = accelerate.Accelerator(cpu=True)
+    stream(accelerator, update="in_forward")
+    with pytest.raises(OptionError, match="0 models and 1 optimizers.*in one call"):
+        accelerator.prepare(torch.optim.SGD(language_model().parameters(), lr=0.1))
+    model = language_model()
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(OptionError, match="gradient hooks of lm_head.weight.*update='at_step'"):
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
