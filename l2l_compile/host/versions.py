@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -95,7 +96,7 @@ class DelayedWires(Wires):
         self._unchecked: set[_Versions] = set()
         self._previous: Previous = {}
         self.updating: frozenset[torch.Tensor] = frozenset()
-        self.wait: Callable[[Iterable[torch.nn.Parameter]], None] = lambda parameters: None
+        self.wait: Callable[[Iterable[Any]], None] = lambda parameters: None
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
 
@@ -234,8 +235,11 @@ class DelayedWires(Wires):
             self._accesses.write(versions.places[1])
             view = versions.back.views[position]
             if written is None or address(view) != address(written):
-                same = written is not None and written.dtype is view.dtype and versions.parameters[position] is parameter
-                view.copy_(written if same else local(versions.parameters[position]).detach())
+                part = versions.parameters[position]
+                known = (
+                    written if part is parameter and written is not None and written.dtype is view.dtype else local(part).detach()
+                )
+                view.copy_(known)
             versions.written(position)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...ranks.sharded import local
 
-Parameter = torch.nn.Parameter
-Earlier = Mapping[Parameter, Sequence[torch.Tensor]]
+Earlier = dict[torch.Tensor, list[torch.Tensor]]  # by parameter
 _NAME = "l2l_weight_of_a_step_before_"  # the dtype stands behind it
 
 
@@ -22,12 +21,10 @@ def add(earlier: Earlier, optimizer: torch.optim.Optimizer, state_dict: dict[str
             states[number] = {**states.get(number, {}), _NAME + str(tensor.dtype).removeprefix("torch."): tensor}
 
 
-def take(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-) -> tuple[dict[Parameter, list[torch.Tensor]], dict[str, Any]]:
+def take(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> tuple[Earlier, dict[str, Any]]:
     """The weights in a checkpoint that this optimizer is going to load, and the checkpoint without them."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    found: dict[Parameter, list[torch.Tensor]] = {}
+    found: Earlier = {}
     plain = dict(state_dict["state"])
     for number, parameter in zip(numbers, _parameters(optimizer), strict=False):
         own, rest = _apart(plain.get(number, {}))
@@ -39,9 +36,9 @@ def take(
     return found, {**state_dict, "state": plain}
 
 
-def take_loaded(optimizer: torch.optim.Optimizer) -> dict[Parameter, list[torch.Tensor]]:
+def take_loaded(optimizer: torch.optim.Optimizer) -> Earlier:
     """The weights of a checkpoint that an optimizer has loaded already; its state is without them behind that."""
-    found = {}
+    found: Earlier = {}
     for parameter, state in list(optimizer.state.items()):
         own, rest = _apart(state)
         if own:
@@ -60,5 +57,5 @@ def _apart(state: Mapping[Any, Any]) -> tuple[list[torch.Tensor], dict[Any, Any]
     return weights, {name: value for name, value in state.items() if name not in own}
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Parameter]:
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
