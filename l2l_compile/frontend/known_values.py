@@ -94,5 +94,6 @@ def _is_of_tensors(node: fx.Node) -> bool:
 @functools.cache
 def _draws(name: str) -> bool:
     operation = getattr(torch.ops.aten, name, None)
-    overloads = [getattr(operation, overload) for overload in operation.overloads()] if operation is not None else []
+    is_one = hasattr(operation, "overloads")  # torch.ops.aten.__and__ is a method of Python's in 2.11
+    overloads = [getattr(operation, overload) for overload in operation.overloads()] if is_one else []
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
