@@ -40,7 +40,7 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal --durations=10
 
 bench: $(READY)
-	@failed=; for name in depth starts compile_time speed overhead update overlap host_memory; do \
+	@failed=; for name in depth starts compile_time speed overhead update overlap host_memory ranks; do \
 		$(RUN) examples/benchmarks/$$name.py || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "over the limit:$$failed"; exit 1; }
 

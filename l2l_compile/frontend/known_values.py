@@ -94,5 +94,7 @@ def _is_of_tensors(node: fx.Node) -> bool:
 @functools.cache
 def _draws(name: str) -> bool:
     operation = getattr(torch.ops.aten, name, None)
-    overloads = [getattr(operation, overload) for overload in operation.overloads()] if operation is not None else []
+    if not isinstance(operation, torch._ops.OpOverloadPacket):  # aten.__and__ is a method of Python's in 2.11
+        return False
+    overloads = [getattr(operation, overload) for overload in operation.overloads()]
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)

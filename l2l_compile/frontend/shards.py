@@ -46,18 +46,24 @@ def _peel(graph: fx.Graph, placeholder: fx.Node) -> None:
     whole = None
     for redistributed in list(placeholder.users):
         for made in list(redistributed.users):
-            if (redistributed.target, made.target) != ("redistribute", "to_local"):
+            if (_method(redistributed), _method(made)) != ("redistribute", "to_local"):
                 raise _read_otherwise(placeholder, redistributed)
             whole = made.meta["example_value"]
             made.replace_all_uses_with(placeholder)
             graph.erase_node(made)
-        if redistributed.target != "redistribute":
+        if _method(redistributed) != "redistribute":
             raise _read_otherwise(placeholder, redistributed)
         graph.erase_node(redistributed)
     if whole is None:  # nobody reads it
         example = placeholder.meta["example_value"]
         whole = example.to_local().new_empty(example.shape)
     placeholder.meta["example_value"] = torch.nn.Parameter(whole.detach(), placeholder.meta["example_value"].requires_grad)
+
+
+def _method(node: fx.Node) -> str:
+    """The method of a DTensor that a node calls. Dynamo of 2.11 records a function of its own, with the arguments in it."""
+    target = getattr(node.target, "__name__", node.target)
+    return target.removeprefix("prim_") if isinstance(target, str) else ""
 
 
 def _read_otherwise(placeholder: fx.Node, reader: fx.Node) -> L2LError:

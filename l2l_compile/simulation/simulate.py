@@ -18,7 +18,7 @@ from ..backend import new_runner
 from ..devices.host import HOST
 from ..devices.machine import Machine
 from ..devices.simulated import open_simulated
-from ..errors import OptionError
+from ..errors import L2LError, OptionError
 from ..frontend import dynamo
 from ..frontend.callers import fresh_caller
 from ..frontend.meta_models import OnTheHost, on_the_host
@@ -26,6 +26,7 @@ from ..host.optimizer.compiled_step import CompiledStep, why_not_compiled
 from ..host.optimizer.torch_step import check_layers_are_independent, state_bytes_of_trial
 from ..host.optimizer.updates import UpdatesBehindTheDevice
 from ..options import Options
+from ..ranks.sharded import is_divided
 from ..session import Session
 from .block_times import MeasuredTimes
 from .blocks import SimulatedLowering
@@ -67,6 +68,7 @@ def simulate(
     figures = machine if isinstance(machine, Machine) else Machine.load(machine)
     _check_blocks(blocks, figures)
     plain = dynamo.uncompiled(model)
+    _refuse_divided(plain)
 
     def run(*args: Any, **kwargs: Any) -> Simulation:
         state_bytes = _state_bytes(chosen)
@@ -78,6 +80,11 @@ def simulate(
             dynamo.retry_skipped()
 
     return run
+
+
+def _refuse_divided(model: Callable) -> None:
+    if isinstance(model, torch.nn.Module) and any(is_divided(p) for p in model.parameters()):
+        raise L2LError("simulate knows no collectives: simulate the model that is not divided among ranks, on the rows of one")
 
 
 def _check_blocks(blocks: str, machine: Machine) -> None:

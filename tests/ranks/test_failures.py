@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from steps import OPTIONS
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from models import Stack
@@ -106,6 +108,8 @@ def train(rank: int, world: int, folder: str, how: str) -> None:
     for node in (nodes.forward, nodes.backward):
         executor.HANDLERS[node] = failing.around(node.__name__, executor.HANDLERS[node])
     UpdatesInBackward._apply = failing.around("update", UpdatesInBackward._apply)
+    dcp.FileSystemWriter.write_data = failing.around("saving", dcp.FileSystemWriter.write_data)
+    failing.model = model
     for number in range(3):
         failing.now = (rank, number) == (1, 1)
         if failing.now and failing.what == "ends":
@@ -126,6 +130,9 @@ def one_step(step, optimizer, failing: Failing) -> None:
     if where not in ("a backward", "a step"):
         optimizer.step()
     optimizer.zero_grad()
+    if failing.where == "saving":
+        model_state, optimizer_state = get_state_dict(failing.model, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{failing.folder}/checkpoint")
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,7 @@ CASES = {
     "kill forward": "rank 1 does not answer since 2 s: it was killed, or hangs",
     "kill backward": "rank 1 does not answer since 2 s: it was killed, or hangs",
     "kill update": "rank 1 does not answer since 2 s: it was killed, or hangs",
+    "kill saving": "Connection closed by peer",  # an error of PyTorch, whose collectives these are
     "stop forward": "rank 1 does not answer since 2 s: it was killed, or hangs",
     "raise loop": "rank 1 ended: ValueError: no more data",
     "raise backward": "rank 1 failed: ValueError: no more data",

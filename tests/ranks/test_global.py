@@ -78,6 +78,20 @@ class Centered(nn.Module):
         return x.pow(2).sum() / len(x), x
 
 
+def mixture():
+    """Experts with an auxiliary loss, which counts the tokens of each expert over the batch."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 31}
+    config = MixtralConfig(
+        **sizes, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, use_cache=False
+    )
+    model = MixtralForCausalLM(config)
+    model.set_experts_implementation("batched_mm")  # the default knows no float64
+    model(torch.zeros(1, 2, dtype=torch.int64))  # the first call installs hooks, which Dynamo does not compile
+    return model
+
+
 def images(rank, step):
     return torch.randn(5 + rank, 3, 4, 4, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
 
@@ -101,6 +115,7 @@ MODELS = {
     "centered": (Centered, numbers),
     "odd": (Odd, lambda r, s: tokens(r, s, 11)),
     "llama": (llama, masked),
+    "mixture": (mixture, masked),
 }
 
 
