@@ -66,19 +66,21 @@ def test_all_ways_to_update_are_bit_equal(ranks, kind, optimizer):
     assert all(other == first for other in others) and all(norm > 0 for norm in first)
 
 
-def clipped(rank, world):
+def clipped(rank, world, delay):
     """The same batch on every rank: the mean is that of one process."""
-    model, _, seen = trained(0, world, "stack", "sgd", update="in_forward", max_grad_norm=0.02, compile_update=False)
+    options = {"update": "in_forward", "max_grad_norm": 0.02, "compile_update": False, "delay": delay}
+    model, _, seen = trained(0, world, "stack", "sgd", **options)
     torch._dynamo.reset()
-    alone, _, expected = trained(0, 1, "stack", "sgd", update="in_forward", max_grad_norm=0.02, compile_update=False)
+    alone, _, expected = trained(0, 1, "stack", "sgd", **options)
     for ours, theirs in zip(seen, expected, strict=True):
         assert abs(ours.gradient_norm - theirs.gradient_norm) <= 1e-12 * theirs.gradient_norm
     assert_same(whole(model), {n: p.detach() for n, p in alone.named_parameters()}, 1e-12)
     return [s.gradient_norm for s in seen]
 
 
-def test_clipping_takes_the_norm_of_all_pieces(ranks):
-    first, second = ranks.run(clipped)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_clipping_takes_the_norm_of_all_pieces(ranks, delay):
+    first, second = ranks.run(clipped, delay)
     assert first == second
 
 
