@@ -7,7 +7,6 @@ in the order of the compute lane alone, so an allocator that knows one stream is
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from ..ir.segments import Segment
 from ..memory.accesses import UNWATCHED, Unwatched
 from ..memory.layout import aligned
 from ..memory.pages import PinnedMemory, Pool, unlocked
+from .host import cores
 from .staging import Staging
 
 LANES = ("compute", "h2d", "d2h", "comm")
@@ -213,7 +213,7 @@ class Device(ABC):
 
     def host_threads(self) -> int:
         """How many threads the host's own work may take beside the device: all cores but one, which gives work to the lanes."""
-        return max(1, (os.cpu_count() or 1) - 1)
+        return max(1, cores() - 1)
 
     def recover(self) -> None:
         """After a failure: wait until no lane works any more, forget what failed, free all slabs."""

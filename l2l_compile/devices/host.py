@@ -23,6 +23,11 @@ def without_autocast(device: torch.device) -> Iterator[None]:
         yield
 
 
+def cores() -> int:
+    """How many cores this process may use: a batch system or a container may leave it a part of the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def half_of_the_cores() -> int:
     """Threads for the host's own work where the lanes of a device compute on the host as well."""
-    return max(1, (os.cpu_count() or 1) // 2)
+    return max(1, cores() // 2)

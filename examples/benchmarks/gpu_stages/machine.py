@@ -39,8 +39,8 @@ def versions(report: Report) -> None:
 def host(report: Report) -> None:
     memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     report.fact("processor", _processor())
-    report.fact("cores by affinity", len(os.sched_getaffinity(0)))
-    report.fact("cores in all", os.cpu_count(), should="those by affinity: the host lane counts these")
+    report.fact("cores by affinity", len(os.sched_getaffinity(0)), should="those that the host lane counts")
+    report.fact("cores in all", os.cpu_count())
     report.fact("threads of torch", torch.get_num_threads())
     for name in ("MemTotal", "MemAvailable", "HugePages_Total"):
         report.fact(name, memory.get(name, "").strip())
