@@ -95,6 +95,7 @@ class DelayedWires(Wires):
         self._by_owner: defaultdict[torch.Tensor, list[tuple[_Versions, int]]] = defaultdict(list)
         self._unchecked: set[_Versions] = set()
         self._previous: Previous = {}
+        self._updated: set[torch.Tensor] = set()  # parameters that an update has written
         self.updating: frozenset[torch.Tensor] = frozenset()
         self.wait: Callable[[Iterable[Any]], None] = lambda parameters: None
 
@@ -195,12 +196,12 @@ class DelayedWires(Wires):
     def _check(self, versions: _Versions, sampled: bool = True) -> None:
         """Take over what somebody has written into parameters since: both versions are the new values then.
 
-        With `sampled`, also what PyTorch does not know of (see `Copy.refresh`).
+        With `sampled`, also what PyTorch does not know of (see `Copy.refresh`). What updates do not write is copied in every forward.
         """
         for position, (parameter, owner) in enumerate(zip(versions.parameters, versions.owners, strict=True)):
-            if owner in self.updating:
+            if owner in self.updating or not (sampled or owner in self._updated):
                 continue
-            known = versions.identity[position] == identity(parameter)
+            known = owner in self._updated and versions.identity[position] == identity(parameter)
             if known and not (sampled and not same_sample(versions.newest(position), parameter, self._turn)):
                 continue
             self._accesses.read_parameters([owner])
@@ -231,6 +232,7 @@ class DelayedWires(Wires):
                 self._carry(parameter, None)
 
     def _carry(self, parameter: torch.Tensor, written: torch.Tensor | None) -> None:
+        self._updated.add(parameter)
         for versions, position in self._by_owner.get(parameter, ()):
             self._accesses.write(versions.places[1])
             view = versions.back.views[position]

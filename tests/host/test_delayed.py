@@ -85,8 +85,8 @@ OPTIMIZERS = {
 }
 
 
-def frozen_in_the_middle() -> nn.Module:
-    model = Stack(4)
+def frozen_in_the_middle(width: int = 8) -> nn.Module:
+    model = Stack(4, width=width)
     model.layers[1].requires_grad_(False)
     return model
 
@@ -251,6 +251,16 @@ def test_parameters_that_somebody_writes_are_those_of_the_next_step():
             parameter.mul_(0.5)
     written = copy.deepcopy(delayed.model)
     assert torch.equal(delayed.step([data(5)])[0], loss_of(compiled(written)(data(5))).detach())
+
+
+def test_an_entry_of_a_frozen_parameter_that_somebody_writes_through_data():
+    """PyTorch does not record it, and no update would find it."""
+    expected, delayed = both(lambda: frozen_in_the_middle(width=80), "sgd")
+    for number in range(3):
+        expected.step([data(number)]), delayed.step([data(number)])
+        for model in (expected.ahead, expected.behind, delayed.model):
+            model.layers[1].up.weight.data[number, 3] += 1.0
+    assert torch.equal(delayed.step([data(5)])[0], expected.step([data(5)])[0])
 
 
 def test_a_write_while_an_update_is_to_come_is_an_error(threaded):
