@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,11 +59,17 @@ class Ranks:
     # ---- the caller ----------------------------------------------------------------------------------------------------
 
     def announce(
-        self, kind: Kind, collectives: tuple[str, ...] = (), train: bool = False, told: Sequence[int] = ()
+        self,
+        kind: Kind,
+        collectives: tuple[str, ...] = (),
+        train: bool = False,
+        told: Sequence[int] = (),
+        refuse: Callable[[list[list[int]]], None] | None = None,
     ) -> list[list[int]]:
         """Begin something together; what each rank tells beside it, up to four whole numbers.
 
-        Raises `RankError` on every rank if one of them begins something else.
+        Raises `RankError` on every rank if one of them begins something else; before that, what `refuse` raises, which looks at the
+        numbers if all ranks begin something of this kind.
         """
         path = Path(kind, collectives, self.forwards, self.steps, train)
         numbers = path.numbers()
@@ -71,11 +77,14 @@ class Ranks:
         gathered = mine.new_empty((self.size, len(mine)))
         exchange.all_gather(gathered, mine, self.control_group, self._finish)
         rows: list[list[int]] = gathered.tolist()
+        tell = [row[len(numbers) :] for row in rows]
+        if refuse is not None and all(row[0] == kind for row in rows):
+            refuse(tell)
         if any(row[: len(numbers)] != numbers for row in rows):
             paths: list[Any] = [None] * self.size
             dist.all_gather_object(paths, path, group=self.control_group)
             raise RankError(difference(paths))
-        return [row[len(numbers) :] for row in rows]
+        return tell
 
     def sum_on_host(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, in float64 and in their order: the same bits on each (host lane)."""

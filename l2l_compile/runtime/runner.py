@@ -235,10 +235,8 @@ class Runner:
         world.forwards += 1
         collectives = collectives_of(self.program.forward.graph, self.program.segments)
         count = step.rows if step.batch is not None else self._rows_of(step.given)
-        rows = world.announce(Kind.FORWARD, collectives, to_train, (count, len(step.sizes), step.base_seed()))
-        empty = [rank for rank, (count, *_) in enumerate(rows) if count == 0]
-        if empty:
-            raise L2LError(f"rank {empty[0]} has a batch of no rows: every rank needs one row at least (drop_last=True, or pad)")
+        told = (count, len(step.sizes), step.base_seed())
+        rows = world.announce(Kind.FORWARD, collectives, to_train, told, _refuse_no_rows)
         step.seed = rows[0][2]
         step.first_micro_batch = sum(micro_batches for _, micro_batches, *_ in rows[: world.rank])
         if self.options.ranks == "global":
@@ -264,6 +262,13 @@ class Runner:
             self.device.recover()
             self.server.recover(step)
             raise
+
+
+def _refuse_no_rows(told: list[list[int]]) -> None:
+    """What each rank tells before a forward begins with its rows."""
+    for rank, (count, *_) in enumerate(told):
+        if count == 0:
+            raise L2LError(f"rank {rank} has a batch of no rows: every rank needs one row at least (drop_last=True, or pad)")
 
 
 def collectives_of(graph: fx.Graph, segments: Sequence[Segment]) -> tuple[str, ...]:

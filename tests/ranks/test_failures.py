@@ -156,7 +156,7 @@ CASES = {
     "kill forward": "rank 1 does not answer since 2 s: it was killed, or hangs",
     "kill backward": "rank 1 does not answer since 2 s: it was killed, or hangs",
     "kill update": "rank 1 does not answer since 2 s: it was killed, or hangs",
-    "kill saving": "Connection closed by peer",  # an error of PyTorch, whose collectives these are
+    "kill saving": "Check the logs of the remote worker",  # an error of PyTorch, whose collectives these are
     "stop forward": "rank 1 does not answer since 2 s: it was killed, or hangs",
     "raise loop": "rank 1 ended: ValueError: no more data",
     "raise backward": "rank 1 failed: ValueError: no more data",
