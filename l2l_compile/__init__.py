@@ -5,32 +5,38 @@ this one, `programs` what was compiled, `stats` what the last step moved and hel
 compiled model as a page.
 """
 
-from .devices.machine import Machine
-from .errors import (
-    CheckError,
-    DeviceError,
-    IndexRangeError,
-    L2LError,
-    LoweringError,
-    OptionError,
-    ParseError,
-    RaceError,
-    RecompileLimitError,
-    VerifyError,
-)
-from .inspection import programs, stats, synchronize
-from .ir.program import Program
-from .ir.segments import Block, Segment
-from .options import Options
-from .ranks.sharded import shard
-from .report import Report, explain
-from .runtime.step import Stats
-from .simulation.measure import measure_machine
-from .simulation.result import Simulation
-from .simulation.simulate import simulate
-from .timeline import Timeline
-from .tracing import Trace, trace
-from .viewing import view
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .devices.machine import Machine
+    from .errors import (
+        CheckError,
+        DeviceError,
+        IndexRangeError,
+        L2LError,
+        LoweringError,
+        OptionError,
+        ParseError,
+        RaceError,
+        RecompileLimitError,
+        VerifyError,
+    )
+    from .inspection import programs, stats, synchronize
+    from .ir.program import Program
+    from .ir.segments import Block, Segment
+    from .options import Options
+    from .ranks.sharded import shard
+    from .report import Report, explain
+    from .runtime.step import Stats
+    from .simulation.measure import measure_machine
+    from .simulation.result import Simulation
+    from .simulation.simulate import simulate
+    from .timeline import Timeline
+    from .tracing import Trace, trace
+    from .viewing import view
 
 __all__ = [
     "Block",
@@ -64,3 +70,37 @@ __all__ = [
     "view",
 ]
 __version__ = "0.1.0"
+
+# Modules are imported when they, or names of theirs, are first asked for: they need TorchDynamo, which takes seconds.
+_MODULES = {
+    "devices.machine": ["Machine"],
+    "errors": [name for name in __all__ if name.endswith("Error")],
+    "inspection": ["programs", "stats", "synchronize"],
+    "ir.program": ["Program"],
+    "ir.segments": ["Block", "Segment"],
+    "options": ["Options"],
+    "ranks.sharded": ["shard"],
+    "report": ["Report", "explain"],
+    "runtime.step": ["Stats"],
+    "simulation.measure": ["measure_machine"],
+    "simulation.result": ["Simulation"],
+    "simulation.simulate": ["simulate"],
+    "timeline": ["Timeline"],
+    "tracing": ["Trace", "trace"],
+    "viewing": ["view"],
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -25,6 +25,7 @@ import time
 import torch
 
 import l2l_compile
+import l2l_compile.lowering.lower
 from measuring import Limit, Work, arguments, device_of, llama, report, token_batch, train_step
 
 BACKENDS = ("eager", "l2l")
