@@ -124,6 +124,14 @@ class Detached(nn.Module):
         return self.stack(x).detach() * self.skip(x)
 
 
+class WithOutside(Stack):
+    """A parameter that the loop reads."""
+
+    def __init__(self):
+        super().__init__(3)
+        self.outside = nn.Parameter(torch.randn(3))
+
+
 class TwoWays(nn.Module):
     """In front of its layers, it uses one of its weights, or both."""
 
@@ -176,6 +184,16 @@ def training_and_evaluation(step, optimizer):
         optimizer.zero_grad()
         with torch.no_grad():
             read.append(step(batch(9)))
+
+
+def used_outside(step, optimizer):
+    """Who reads such a parameter behind `optimizer.step()` waits for nothing."""
+    for number in range(2):
+        (step(batch(number)) * step.outside).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sessions.session_of(step).device.accesses.read_parameters([step.outside])
+        read.append(step.outside.detach().clone())
 
 
 def two_ways(step, optimizer):
@@ -365,13 +383,25 @@ CASES = [
         options=in_("forward", delay=1, precision="fp16"),
     ),
     Case(
+        "a parameter outside of the compiled model",
+        used_outside,
+        {
+            "host.optimizer.in_forward.UpdatesInForward._end_step: at_once.wait()": "host",
+        },
+        model=lambda: WithOutside().double(),
+        options=in_("forward"),
+    ),
+    Case(
         "a held output",
         an_output_is_held,
         {"host.optimizer.in_backward.UpdatesInBackward._end_step: self._drain()": "host"},
         options=in_("backward"),
     ),
 ]
+_OF_AN_ALLOCATOR = "memory that a GPU's allocator uses again: lanes that are threads take new one"
 NO_RACE = {
+    "runtime.executor._exchanged: run.device.lanes['comm'].wait(released)": _OF_AN_ALLOCATOR,
+    "runtime.executor._reduce_gradients: run.device.lanes['comm'].wait(released)": _OF_AN_ALLOCATOR,
     "host.server.ParameterServer.collect: self._in_flight.popleft().wait()": "bounds the memory of gradients",
     "host.optimizer.in_forward.UpdatesInForward.wait: super().wait(parameters)": "raises what failed, and waits for nothing",
 }

@@ -109,7 +109,8 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         norms, self._norms = self._norms, {}
         self._looked = self._updating.submit(functools.partial(self._look_at, step, gradients, norms))
         if outside:
-            self._updating.submit(functools.partial(self._update, step, {p: gradients[p] for p in outside})).wait()
+            at_once = self._updating.submit(functools.partial(self._update, step, {p: gradients[p] for p in outside}))
+            at_once.wait()
         for mine in self._in_order_of_forward(gradients, but=outside):
             ticket = self._updating.submit(functools.partial(self._update, step, {p: gradients[p] for p in mine}))
             self._tickets.update(dict.fromkeys(mine, ticket))
