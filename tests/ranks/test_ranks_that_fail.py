@@ -34,8 +34,8 @@ for rank in range(world):
     if not child:
         signal.alarm(60)
         os.dup2(os.open(f"{{folder}}/stderr_{{rank}}", os.O_WRONLY | os.O_CREAT), 2)
-        import test_failures
-        test_failures.train(rank, world, folder, {how!r})
+        import test_ranks_that_fail
+        test_ranks_that_fail.train(rank, world, folder, {how!r})
         break
     children.append(child)
 else:
