@@ -144,7 +144,7 @@ class DelayedWires(Wires):
         owners: Sequence[torch.Tensor] = (),
         *,
         keep: bool = True,
-        newest: bool = False,
+        newest: bool = True,
     ) -> Wire:
         key = tuple(zip(map(id, parameters), dtypes, strict=True))
         versions = self._versions.get(key)
@@ -238,10 +238,10 @@ class DelayedWires(Wires):
             view = versions.back.views[position]
             if written is None or address(view) != address(written):
                 part = versions.parameters[position]
-                known = (
-                    written if part is parameter and written is not None and written.dtype is view.dtype else local(part).detach()
-                )
-                view.copy_(known)
+                same = part is parameter and written is not None and written.dtype is view.dtype
+                source = written if same else local(part).detach()
+                assert source is not None
+                view.copy_(source)
             versions.written(position)
 
 
