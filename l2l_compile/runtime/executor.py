@@ -49,6 +49,7 @@ class Executor:
         self.slab_free: list[Any] = [None] * slabs
         self.slab_places = [Place(f"weight slab {number}") for number in range(slabs)]
         self.next_slab = 0
+        self.released_to_comm: list[Place] = []  # values of the lane `comm` whose memory its next value may take
 
     def run(self, instructions: Instructions, inputs: Sequence[RuntimeValue]) -> Any:
         """Give every node to its lane; the values of the graph's output, in its structure. Does not wait for lanes."""
@@ -76,6 +77,19 @@ class Executor:
                 value.readers[lane] = event
         for value in fills:
             value.lane, value.event = lane, event
+
+    def submit_comm(self, x: RuntimeValue, result: RuntimeValue, work: Callable[[], Any]) -> None:
+        """Queue work that makes a value on the lane `comm`. It may take the memory of an earlier one, which compute has released."""
+        if (released := self.device.lanes["compute"].record()) is not None:
+            self.device.lanes["comm"].wait(released)
+        places, self.released_to_comm = self.released_to_comm, []
+
+        def take_and_work() -> None:
+            for place in places:
+                self.device.accesses.read(place)
+            work()
+
+        self.submit("comm", (x,), (result,), take_and_work)
 
     def reform(self, source: RuntimeValue, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> RuntimeValue:
         """Queue a change between the whole and the split form of a value."""
@@ -266,6 +280,8 @@ def _release(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     compute.run(work)
     if x.slab is not None:
         run.slab_free[x.slab] = compute.record()
+    elif x.lane == "comm":
+        run.released_to_comm.append(x.place)
     return x
 
 
@@ -328,8 +344,6 @@ def _reduce_gradients(run: Executor, node: fx.Node, segment: int, gradients: Run
     result = RuntimeValue(absent=gradients.absent)
     if result.absent:
         return result
-    if (released := run.device.lanes["compute"].record()) is not None:
-        run.device.lanes["comm"].wait(released)  # new memory may be that of an earlier result, which compute has released
 
     def work() -> None:
         is_mean = not run.step.is_global
@@ -337,7 +351,7 @@ def _reduce_gradients(run: Executor, node: fx.Node, segment: int, gradients: Run
         run.step.stats.reduced_bytes += sum(bytes_of([g]) for g in gradients.tensors if g is not None)
         _fill_pieces(run, reduced, result, pieces)
 
-    run.submit("comm", (gradients,), (result,), work)
+    run.submit_comm(gradients, result, work)
     return result
 
 
@@ -368,26 +382,24 @@ def _fill_pieces(run: Executor, segment: Segment, result: RuntimeValue, pieces: 
 # ---- rows of all ranks ----------------------------------------------------------------------------------------------------
 
 
-def _exchanged(run: Executor, x: RuntimeValue, lane: str, change: Callable[[torch.Tensor], torch.Tensor]) -> RuntimeValue:
-    """A whole value that is made from another one, on a lane."""
+def _exchanged(run: Executor, x: RuntimeValue, change: Callable[[torch.Tensor], torch.Tensor]) -> RuntimeValue:
+    """A whole value that ranks make from another one."""
     if x.absent:
         return RuntimeValue(absent=True)
     result = RuntimeValue()
-    if lane == "comm" and (released := run.device.lanes["compute"].record()) is not None:
-        run.device.lanes["comm"].wait(released)  # as for a reduction
 
     def work() -> None:
         result.tensors = [change(x.tensors[0])]
         run.device.hold(result.tensors)
 
-    run.submit(lane, (x,), (result,), work)
+    run.submit_comm(x, result, work)
     return result
 
 
 @handles(nodes.gather_rows)
 def _gather_rows(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     dim, rows = run.step.rows_in(node.meta["spec"])
-    return _exchanged(run, x, "comm", lambda own: run.step.ranks.gather_rows(own, dim, rows))
+    return _exchanged(run, x, lambda own: run.step.ranks.gather_rows(own, dim, rows))
 
 
 @handles(nodes.own_rows)
@@ -395,20 +407,18 @@ def _own_rows(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     dim, rows = run.step.rows_in(node.meta["spec"])
     rank = run.step.ranks.rank
     start, count = sum(rows[:rank]), rows[rank]
-    return _exchanged(
-        run, x, "compute", lambda whole: whole.narrow(dim, start, count).clone(memory_format=torch.contiguous_format)
-    )
+    return run.reform(x, lambda whole: [whole[0].narrow(dim, start, count).clone(memory_format=torch.contiguous_format)])
 
 
 @handles(nodes.sum_ranks)
 def _sum_ranks(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
-    return _exchanged(run, x, "comm", run.step.ranks.sum)
+    return _exchanged(run, x, run.step.ranks.sum)
 
 
 @handles(nodes.count_once)
 def _count_once(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     is_first = run.step.ranks.rank == 0
-    return _exchanged(run, x, "compute", lambda same: same.clone() if is_first else torch.zeros_like(same))
+    return run.reform(x, lambda same: [same[0].clone() if is_first else torch.zeros_like(same[0])])
 
 
 @handles(nodes.push_gradients)

@@ -23,12 +23,14 @@ SEEDS = 20
 
 
 @contextmanager
-def threads(rank: int) -> Iterator[list[ThreadedDevice]]:
-    """Devices that are opened meanwhile have lanes of their own, with other delays on each rank."""
+def threads(rank: int, slow: str = "") -> Iterator[list[ThreadedDevice]]:
+    """Devices that are opened meanwhile have lanes of their own, with other delays on each rank; or one lane is slow."""
     devices: list[ThreadedDevice] = []
 
     def opened(device, pinned_memory):
-        devices.append(ThreadedDevice(0.001, 1000 * rank, pinned_memory))
+        devices.append(ThreadedDevice(0.0 if slow else 0.001, 1000 * rank, pinned_memory))
+        if slow:
+            devices[-1].lanes[slow]._delay = 0.04
         return devices[-1]
 
     KINDS[CPU.name] = dataclasses.replace(CPU, open=opened)

@@ -1,0 +1,86 @@
+"""The waits of the executor and of the host, found in the source, and the code without one of them."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import types
+from dataclasses import dataclass, field
+
+MODULES = (
+    "runtime.executor", "runtime.streaming", "runtime.stashes", "runtime.runner", "runtime.segment_run",
+    "host.server", "host.optimizer.updates", "host.optimizer.in_forward", "host.optimizer.in_backward",
+    "host.optimizer.delayed", "host.versions",
+)  # fmt: skip
+WAITS = ("wait", "wait_on_host", "synchronize", "drain", "_drain")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A statement that waits, the function that it is in, and its place there."""
+
+    module: str
+    function: str
+    statement: str
+    line: int = field(compare=False, hash=False)
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.function}: {self.statement}"
+
+    @contextlib.contextmanager
+    def deleted(self):
+        """The function without the statement."""
+        module = importlib.import_module(f"l2l_compile.{self.module}")
+        tree = ast.parse(inspect.getsource(module))
+        for node in ast.walk(tree):
+            for name, statements in ast.iter_fields(node):
+                if name in ("body", "orelse") and isinstance(statements, list):
+                    statements[:] = [self._never(s) if getattr(s, "lineno", 0) == self.line else s for s in statements]
+        function = module
+        for part in self.function.split("."):
+            function = getattr(function, part)
+        before = function.__code__
+        function.__code__ = _code_of(compile(tree, module.__file__, "exec"), self.function)
+        try:
+            yield
+        finally:
+            function.__code__ = before
+
+    @staticmethod
+    def _never(statement: ast.stmt) -> ast.stmt:
+        if not isinstance(statement, ast.Expr):
+            return statement
+        never = ast.If(ast.Constant(False), [statement], [])
+        return ast.fix_missing_locations(ast.copy_location(never, statement))
+
+
+def _code_of(code: types.CodeType, name: str) -> types.CodeType:
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    found = [c for c in inner if c.co_qualname == name]
+    return found[0] if found else next(filter(None, (_code_of(c, name) for c in inner if name.startswith(f"{c.co_qualname}."))))
+
+
+def waits() -> list[Wait]:
+    """Every statement of the modules that waits."""
+    found = []
+    for name in MODULES:
+        tree = ast.parse(inspect.getsource(importlib.import_module(f"l2l_compile.{name}")))
+        for function, inside in _functions(tree):
+            for node in ast.walk(inside):
+                call = node.value if isinstance(node, ast.Expr) else None
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in WAITS:
+                    found.append(Wait(name, function, ast.unparse(call), node.lineno))
+    return found
+
+
+def _functions(tree: ast.AST, prefix: str = ""):
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield prefix + node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from _functions(node, f"{prefix}{node.name}.")
+
+
+BY_NAME = {str(wait): wait for wait in waits()}
