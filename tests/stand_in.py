@@ -37,11 +37,11 @@ MISSING = (
 )
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
-UNDER_A_MODE = (  # of real tensors while blocks are traced: there, PyTorch does not look for a fallback
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.copy_.default,
-)
+_ATEN = torch.ops.aten
+UNDER_A_MODE = (  # of real tensors while blocks are traced, such as sizes; there, PyTorch does not look for a fallback
+    _ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.copy_.default, _ATEN._local_scalar_dense.default,
+    _ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.div.Tensor_mode, _ATEN.remainder.Tensor,
+)  # fmt: skip
 
 
 class DeviceTensor(torch.Tensor):
