@@ -216,9 +216,10 @@ def lightning_module(lightning, model):
 
 @pytest.mark.filterwarnings("ignore")  # those of Lightning
 @checks("docs/loops.md: Trainer and SFTTrainer", "docs/loops.md: Accelerate", "docs/loops.md: Lightning")
-def test_the_lines_on_loops_run(shown, tmp_path):
+def test_the_lines_on_loops_run(shown, tmp_path, monkeypatch):
     """`model`, `optimizer`, data and arguments are the user's."""
     (block,) = shown
+    monkeypatch.chdir(tmp_path)  # where Lightning writes its checkpoints
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
     model, loader = tiny_llama()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import transformers
 
@@ -19,6 +21,24 @@ def language_model(**config):
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**{**sizes, **config}, vocab_size=VOCABULARY, max_position_embeddings=32, use_cache=False)
     )
+
+
+def in_micro_batches(model, count: int = 2):
+    """The plain model, which adds up its gradients in the order of a streamed one: those of a micro-batch's rows first.
+
+    Another order rounds otherwise in fp32, and AdamW magnifies that where a gradient is almost zero.
+    """
+    whole = model.forward
+
+    @functools.wraps(whole)
+    def forward(input_ids, attention_mask, labels, **of_the_loss):
+        parts = zip(input_ids.chunk(count), attention_mask.chunk(count), strict=True)
+        logits = torch.cat([whole(input_ids=tokens, attention_mask=mask).logits for tokens, mask in parts])
+        loss = model.loss_function(logits, labels, vocab_size=VOCABULARY, **of_the_loss)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model.forward = forward
+    return model
 
 
 def sentences(count: int = EXAMPLES, seed: int = 1) -> list[dict[str, torch.Tensor]]:

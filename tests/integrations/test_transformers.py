@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from loop_models import ACCUMULATE, CLIP, RATE, ROWS, STEPS, language_model, largest_difference, same_bits, sentences
+from loop_models import (
+    ACCUMULATE,
+    CLIP,
+    RATE,
+    ROWS,
+    STEPS,
+    in_micro_batches,
+    language_model,
+    largest_difference,
+    same_bits,
+    sentences,
+)
 
 import l2l_compile
 from l2l_compile import L2LError, OptionError
@@ -95,6 +106,18 @@ def test_losses_and_weights_are_those_of_the_plain_loop_and_a_resumed_run_has_th
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
     assert same_bits(resumed.model, trainer.model)
     assert column(resumed, "loss") == column(trainer, "loss")
+
+
+def test_fp32_has_the_bits_of_the_plain_loop_with_the_same_sums(tmp_path):
+    settings = {"optim": "adamw_torch", "save_strategy": "no"}
+    expected = trainer_of(tmp_path, in_micro_batches(language_model()), **settings)
+    trainer = trainer_of(tmp_path, **settings)
+    stream(trainer, **OPTIONS)
+    for each in (expected, trainer):
+        each.train()
+    for name in ("loss", "eval_loss", "grad_norm"):
+        assert column(trainer, name) == pytest.approx(column(expected, name), rel=1e-5), name
+    assert same_bits(trainer.model, expected.model)
 
 
 def test_logs_have_figures_and_the_model_streams(tmp_path):
