@@ -36,13 +36,23 @@ def l2l(
     `mode`, `DeviceError` for a model that is not on the host, and `LoweringError` for a block that cannot be traced.
     """
     try:
-        if mode is not None:
-            raise OptionError(f"backend 'l2l' has no modes (got mode={mode!r}); use options={{...}} instead")
         with dynamo.unseen_by_saved_tensors_hooks():
-            return make_runner(gm, session_for(dynamo.current_owner(), Options.build(options)))
+            return make_runner(gm, session_for(dynamo.current_owner(), _options(options, mode)))
     except L2LError as error:
         error.first_useful_frame = inspect.currentframe()  # Dynamo leaves its own frames out of the traceback
         raise
+
+
+def _options(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
+    if mode is not None:
+        raise OptionError(f"backend 'l2l' has no modes (got mode={mode!r}); use options={{...}} instead")
+    return Options.build(options)
+
+
+def _check_call(backend: Any) -> None:
+    """A bad option is an error of `torch.compile`, and not of the first step. `backend` is the object that it has made."""
+    if getattr(backend, "compiler_fn", None) is l2l:
+        _options(**backend.kwargs)
 
 
 def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
@@ -98,6 +108,7 @@ def _rebuild_backward(compilation: Compilation, gradient_mask: tuple[bool, ...])
 
 
 l2l.streams_layers = True  # type: ignore[attr-defined]  # what `session.streams_layers` looks for
+dynamo.look_at_calls(streams_layers, _check_call)
 dynamo.mark_batches(streams_layers)
 dynamo.watch_frames(streams_layers, frame_skipped, function_recompiled, frame_begins)
 dynamo.keep_graphs_whole(streams_layers)

@@ -62,15 +62,37 @@ def test_defaults():
     assert Options.build({"device": "cpu"}).device == torch.device("cpu")
 
 
-def test_bad_option_reaches_the_caller_of_the_model_as_itself():
-    with pytest.raises(OptionError, match="Did you mean 'prefetch'") as caught:
-        torch.compile(Stack(), backend="l2l", options={"prefech": 1})(rows(4, dtype=torch.float32))
-    assert str(caught.value).endswith("Did you mean 'prefetch'?")  # without Dynamo's advice on TORCHDYNAMO_VERBOSE
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_bad_option_is_an_error_of_torch_compile(fullgraph):
+    for compile in (torch.compile, torch.nn.Module.compile):
+        with pytest.raises(OptionError, match="Did you mean 'prefetch'"):
+            compile(Stack(), backend="l2l", options={"prefech": 1}, fullgraph=fullgraph)
+
+
+def test_bad_option_is_an_error_of_the_first_torch_compile_of_a_process():
+    code = """
+import torch
+try:
+    torch.compile(torch.nn.Linear(2, 2), backend="l2l", options={"prefech": 1})
+except ValueError as error:
+    print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "Did you mean 'prefetch'?" in found
+
+
+def test_option_that_went_bad_is_an_error_of_the_first_call_as_itself():
+    options = {"prefetch": 1}
+    model = torch.compile(Stack(), backend="l2l", options=options)
+    options["prefetch"] = -1
+    with pytest.raises(OptionError, match="option 'prefetch' must be an int") as caught:
+        model(rows(4, dtype=torch.float32))
+    assert str(caught.value).endswith("got -1")  # without Dynamo's advice on TORCHDYNAMO_VERBOSE
 
 
 def test_mode_is_refused_with_a_sentence():
     with pytest.raises(ValueError, match="no modes.*max-autotune.*options="):
-        torch.compile(Stack(), backend="l2l", mode="max-autotune")(rows(4, dtype=torch.float32))
+        torch.compile(Stack(), backend="l2l", mode="max-autotune")
 
 
 def test_parameter_that_is_not_on_the_host_is_an_error_that_names_it_and_says_what_to_do():

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.eval_frame import innermost_backend, reset_code
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, Unsupported, UserError
@@ -57,6 +57,24 @@ def unseen_by_saved_tensors_hooks() -> AbstractContextManager:
     They are for what a step saves, the same in every call. Compiling and tracing happen in the first call only.
     """
     return dynamo_utils._disable_saved_tensors_hooks_during_tracing()
+
+
+def look_at_calls(is_ours: Callable[[Any], bool], called: Callable[[Any], None]) -> None:
+    """From now on, `called` hears of each `torch.compile` call with a backend that `is_ours`: the object that the call has made for it.
+
+    Its errors are those of the call. A backend itself is called with the first graph, which may be much later.
+    """
+    original = eval_frame.get_compiler_fn
+    if is_replaced(original):
+        return
+
+    @functools.wraps(original)
+    def get_compiler_fn(compiler_fn):
+        if is_ours(compiler_fn):
+            called(compiler_fn)
+        return original(compiler_fn)
+
+    replace(eval_frame, "get_compiler_fn", get_compiler_fn)
 
 
 def mark_batches(is_ours: Callable[[Any], bool]) -> None:
