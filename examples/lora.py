@@ -4,7 +4,7 @@ The text is that of examples/quickstart.py. The model is random, so that nothing
 Hugging Face hub for a real one, whose tokenizer is used then.
 
     pip install 'l2l-compile[transformers]'
-    python examples/lora.py                         # a minute on a CPU
+    python examples/lora.py                         # half a minute on a CPU
     python examples/lora.py --model path/to/model --precision bf16 --micro-batches 8 --block-compiler inductor
 """
 
@@ -69,6 +69,8 @@ def passages(arguments: argparse.Namespace, tokenizer: transformers.PreTrainedTo
 
 def main(given: list[str] | None = None) -> transformers.Trainer:
     arguments = parse_arguments(given)
+    if arguments.model is None:
+        torch.set_num_threads(1)  # the operations of so small a model are too short to be shared
     model, tokenizer = build_model(arguments)
     model.print_trainable_parameters()
     data = passages(arguments, tokenizer)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 from loop_models import (
@@ -114,6 +117,13 @@ def test_mixed_precision_is_the_precision_and_not_autocast(precision):
     loop.run(1)
     assert session_of(loop.model).options.precision == precision
     assert not hasattr(loop.model, "_original_forward")
+
+
+def test_the_example_prints_the_losses_of_the_plain_loop(capsys):
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "with_accelerate.py"))
+    plain, streamed = example["main"](["--steps", "3"])
+    assert streamed == pytest.approx(plain, rel=1e-5) and len(set(plain)) == 3
+    assert "step    plain  streamed" in capsys.readouterr().out
 
 
 def test_what_cannot_mean_the_same_is_refused_with_the_option_that_works():

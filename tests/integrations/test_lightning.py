@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import runpy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,6 +152,13 @@ class TwoModels(Module):
     def __init__(self):
         super().__init__()
         self.other = torch.nn.Linear(2, 2)
+
+
+def test_the_example_prints_the_losses_of_the_plain_loop(capsys):
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "with_lightning.py"))
+    plain, streamed = example["main"](["--steps", "3"])
+    assert streamed == pytest.approx(plain, rel=1e-5) and len(set(plain)) == 3
+    assert "step    plain  streamed" in capsys.readouterr().out
 
 
 def test_what_cannot_mean_the_same_is_refused_with_the_option_that_works(tmp_path):
