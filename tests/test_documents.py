@@ -1,7 +1,7 @@
 """The documents are true: their code runs, what they print is printed today, and the files and names that they tell of exist.
 
 Every fenced block of a document belongs to a check (`checks`), or `test_every_code_block_is_checked` fails. After a change of
-printed text, `UPDATE_DOCUMENTS=1 pytest tests/test_documents.py` writes printed blocks and the picture anew.
+printed text, `UPDATE_DOCUMENTS=1 pytest tests/test_documents.py` writes printed blocks anew.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ from l2l_compile.units import format_bytes
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
-import draw_lanes  # noqa: E402
+import page_picture  # noqa: E402
 import quickstart  # noqa: E402
 
 UPDATE = bool(os.environ.get("UPDATE_DOCUMENTS"))
@@ -400,7 +399,7 @@ def test_the_report_of_the_quickstart(shown, monkeypatch):
 
 @checks("docs/programs.md: A program")
 def test_the_program_of_a_transformer(shown):
-    compare(*shown, str(draw_lanes.program_of_a_step(layers=2)))
+    compare(*shown, str(page_picture.program_of_a_small_step()))
     assert UPDATE or str(l2l_compile.Program.parse(shown[0].text)) == shown[0].text
 
 
@@ -429,12 +428,11 @@ def test_the_program_of_two_ranks(shown):
     assert UPDATE or str(l2l_compile.Program.parse(shown[0].text)) == shown[0].text
 
 
-def test_the_picture_is_the_one_that_the_script_draws():
-    drawing, path = draw_lanes.drawing(), ROOT / "docs" / "lanes.svg"
-    if UPDATE:
-        path.write_text(drawing)
-    ElementTree.fromstring(drawing)
-    assert path.read_text() == drawing, "run python examples/draw_lanes.py, and look at docs/lanes.svg"
+def test_the_picture_is_small_and_as_wide_as_the_script_takes_it():
+    """tests/page/test_page.py takes it anew where there is a browser."""
+    picture = (ROOT / "docs" / "page.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and int.from_bytes(picture[16:20], "big") == page_picture.PIXELS
+    assert len(picture) < 200_000
 
 
 # ---- names and numbers -----------------------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ def _figures(report: Any, timeline: Timeline | None) -> list[list[str]]:
     return [
         *found,
         ["device memory at its peak", format_bytes(report.device_memory.peak)],
-        ["host memory", format_bytes(report.host_memory.total)],
-        ["segments", f"{len(segments)} of {len(report.blocks)} blocks"],
+        ["host memory without stashes", format_bytes(report.host_memory.total)],
+        [f"segments, of {len(report.blocks)} kinds (blocks)", f"{len(segments)}"],
         ["whole batch at once", f"{whole} of {len(segments)} segments" if whole else "none"],
         ["outputs copied in every step", format_bytes(sum(o.bytes for o in report.outputs))],
     ]
@@ -73,16 +73,18 @@ def _segment(segment: Any, program: int) -> dict[str, Any]:
 
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
-    """Times in microseconds; labels once, pieces with the number of theirs."""
+    """Times in microseconds, of the lanes that have work; labels once, pieces with the number of theirs."""
+    at_work = {piece.lane for piece in timeline.pieces}
+    lanes = [lane for lane in ORDER if lane in at_work]
     labels: dict[str, int] = {}
     pieces = []
     for piece in timeline.pieces:
         texts = (piece.label, piece.waited_for)
         label, waited_for = (labels.setdefault(text, len(labels)) for text in texts)
         start = round((piece.start - timeline.start) * _US, 2)
-        pieces.append([ORDER.index(piece.lane), start, round(piece.seconds * _US, 2), label, waited_for])
-    busy = [round(timeline.busy(lane) / timeline.seconds, 4) for lane in ORDER]
-    return {"lanes": list(ORDER), "end": timeline.seconds * _US, "labels": list(labels), "pieces": pieces, "busy": busy}
+        pieces.append([lanes.index(piece.lane), start, round(piece.seconds * _US, 2), label, waited_for])
+    busy = [round(timeline.busy(lane) / timeline.seconds, 4) for lane in lanes]
+    return {"lanes": lanes, "end": timeline.seconds * _US, "labels": list(labels), "pieces": pieces, "busy": busy}
 
 
 def _curve(curve: Curve) -> dict[str, Any]:

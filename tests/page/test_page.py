@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 import webbrowser
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,3 +148,14 @@ def test_a_page_of_96_layers_in_a_browser(browser, tmp_path):
     assert "weights" in page.inner_text("#tip")
     ink = "(() => { const c = byId('lanes'); return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((v) => v); })()"
     assert page.evaluate(ink) and not errors
+
+
+def test_the_script_takes_the_picture_of_the_readme(browser, tmp_path, monkeypatch):
+    examples = Path(__file__).parents[2] / "examples"
+    monkeypatch.syspath_prepend(str(examples))
+    import page_picture
+
+    page_picture.report_of_a_step().save(tmp_path / "report.html", machine="h200")
+    page_picture.take_picture(browser, tmp_path / "report.html", tmp_path / "page.png")
+    taken, of_the_readme = (path.read_bytes() for path in (tmp_path / "page.png", examples.parent / "docs" / "page.png"))
+    assert taken[:8] == of_the_readme[:8] and taken[16:20] == of_the_readme[16:20], "PNGs of one width"
