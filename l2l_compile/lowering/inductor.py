@@ -15,6 +15,7 @@ from torch import fx
 
 from ..devices.host import is_host
 from ..errors import LoweringError
+from .widening import storages_of
 
 aten = torch.ops.aten
 LOOKUPS = (
@@ -46,6 +47,7 @@ def compile_graph(module: fx.GraphModule, device: torch.device) -> Callable:
             if node.target in LOOKUPS:
                 node.target = _opaque(node.target)
     copy = fx.GraphModule(module, graph)
+    reshape_where_needed(copy)
     with torch.no_grad():
         compiled = torch._inductor.compile(copy, list(examples), {"triton.cudagraphs": False})
     dtypes = _dtypes(examples)
@@ -57,6 +59,21 @@ def compile_graph(module: fx.GraphModule, device: torch.device) -> Callable:
         return compiled(*operands)
 
     return run
+
+
+def reshape_where_needed(module: fx.GraphModule) -> None:
+    """Views copy where kernels lay their results out otherwise than tracing foresaw, unless something writes through them."""
+    written = {
+        storage._cdata
+        for node in module.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        for read in node.all_input_nodes
+        for storage in storages_of(read)
+    }
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        if not any(storage._cdata in written for storage in storages_of(node)):
+            node.target = torch.ops.aten.reshape.default
+    module.recompile()
 
 
 def _dtypes(operands: Sequence[int | torch.Tensor]) -> list[torch.dtype]:

@@ -32,26 +32,10 @@ from . import compile_ahead, disk, disk_traces
 from .codes import Code, Lowered, Traced, lifetimes, store
 from .compile_ahead import Begun, Progress
 from .forms import block_form
-from .inductor import LOOKUPS, compile_graph
+from .inductor import LOOKUPS, compile_graph, reshape_where_needed
 from .randomness import hoist_draws
 from .sizes import Guards, Sizes
 from .trace import settings_of_a_trace, trace_backward, trace_forward
-from .widening import storages_of
-
-
-def _reshape_where_needed(module: fx.GraphModule) -> None:
-    """Views copy where kernels lay their results out otherwise than tracing foresaw, unless something writes through them."""
-    written = {
-        storage._cdata
-        for node in module.graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        for read in node.all_input_nodes
-        for storage in storages_of(read)
-    }
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        if not any(storage._cdata in written for storage in storages_of(node)):
-            node.target = torch.ops.aten.reshape.default
-    module.recompile()
 
 
 def _leave_out(module: fx.GraphModule, wanted: Sequence[bool]) -> bool:
@@ -233,7 +217,7 @@ class Lowering:
     def _compiled(self, waiting: _Waiting) -> Code:
         graph = waiting.traced.graph
         if self.block_compiler == "eager" or not _gains(graph, self.device):
-            _reshape_where_needed(graph)
+            reshape_where_needed(graph)
             _LazyGraphModule.force_recompile(graph)  # its Python code, once, and before threads run it
             return Code(waiting.traced, graph, waiting.sizes.guards())
         run = self._inductor(waiting)
