@@ -564,8 +564,11 @@ def test_the_version_is_written_once():
 
 
 def test_every_folder_is_installed():
+    """Also those of data alone, which setuptools would leave out one day."""
     folders = [
-        path.rsplit("/", 1)[0] for path in FILES if path.endswith("/__init__.py") and path.startswith(("l2l_compile/", "passes/"))
+        path.rsplit("/", 1)[0]
+        for path in FILES
+        if path.endswith(("/__init__.py", ".json")) and path.startswith(("l2l_compile/", "passes/"))
     ]
     modules = {folder.replace("passes", "l2l_compile/passes", 1).replace("/", ".") for folder in folders}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == modules
