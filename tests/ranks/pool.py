@@ -20,15 +20,16 @@ import l2l_compile.backend
 sys.path[:0] = {folders}
 import pool
 torch.set_num_threads(1)
-children = []
-for rank in range({size}):
-    child = os.fork()
-    if not child:
-        pool.work(rank, {address!r})
-        os._exit(0)
-    children.append(child)
-for child in children:
-    os.waitpid(child, 0)
+ranks = {{}}
+missing = list(range({size}))
+while True:
+    for rank in missing:
+        child = os.fork()
+        if not child:
+            pool.work(rank, {address!r})
+            os._exit(0)
+        ranks[child] = rank
+    missing = [ranks.pop(os.wait()[0])]
 """
 
 
@@ -37,17 +38,22 @@ class Pool:
 
     def __init__(self, folder: Path):
         self.folder, self.count = folder, 0
-        listener = Listener(str(folder / "pool"))
-        script = _SCRIPT.format(folders=list(map(str, FOLDERS)), size=SIZE, address=listener.address)
+        self.listener = Listener(str(folder / "pool"))
+        script = _SCRIPT.format(folders=list(map(str, FOLDERS)), size=SIZE, address=self.listener.address)
         self.process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", script])
         self.workers: dict[int, Connection] = {}
-        for _ in range(SIZE):
-            connection = listener.accept()
-            self.workers[connection.recv()] = connection
-        listener.close()
+        self._meet(SIZE)
 
-    def run(self, check: Callable, *arguments: Any, world: int = 2, seconds: int = 100) -> list[Any]:
-        """What the function returns in each process. Raises `AssertionError` with the traceback of the first that failed."""
+    def _meet(self, count: int) -> None:
+        for _ in range(count):
+            connection = self.listener.accept()
+            self.workers[connection.recv()] = connection
+
+    def run(self, check: Callable, *arguments: Any, world: int = 2, seconds: int = 100, killed: int | None = None) -> list[Any]:
+        """What the function returns in each process. Raises `AssertionError` with the traceback of the first that failed.
+
+        `killed` is a rank that does not come to its end, and returns None; other processes take the place of all ranks behind it.
+        """
         self.count += 1
         store = str(self.folder / f"store_{self.count}")
         chosen = [self.workers[rank] for rank in range(world)]
@@ -58,7 +64,11 @@ class Pool:
             if not connection.poll(seconds):
                 self.close()
                 raise AssertionError(f"rank {rank} of '{check.__qualname__}' has not ended after {seconds} s")
-            found.append(connection.recv())
+            found.append(_ended(connection) if rank == killed else connection.recv())
+        if killed is not None:
+            for connection in chosen:
+                connection.close()
+            self._meet(world)
         failed = [text for text, _ in found if text]
         if failed:
             raise AssertionError("\n".join(failed))
@@ -71,6 +81,16 @@ class Pool:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+        self.listener.close()
+
+
+def _ended(connection: Connection) -> tuple[str, None]:
+    """The result of a process that ends before it sends one."""
+    try:
+        connection.recv()
+    except (EOFError, ConnectionResetError):
+        return "", None
+    return "a rank that was to be killed has come to its end", None
 
 
 def work(rank: int, address: str) -> None:
