@@ -49,6 +49,9 @@ class _Thread(Lane):
         if failed is not None:
             raise failed
 
+    def reseed(self, seed: int) -> None:
+        self._random.seed(seed)
+
     def _loop(self) -> None:
         while True:
             work = self._work.get()
@@ -83,6 +86,11 @@ class ThreadedDevice(Device):
         self.lanes = {name: _Thread(name, delay, seed + i, self._failures) for i, name in enumerate(LANES)}
         self.ledger = Ledger()
         self._slabs: list[torch.Tensor] = []
+
+    def reseed(self, seed: int) -> None:
+        """From now on, pauses are those of a device opened with this seed. Called between steps."""
+        for i, lane in enumerate(self.lanes.values()):
+            lane.reseed(seed + i)
 
     def reserve_slabs(self, count: int, size: int) -> None:
         if count == 0:

@@ -82,6 +82,8 @@ class Pool:
         self.process.kill()
         self.process.wait()
         self.listener.close()
+        for connection in self.workers.values():
+            connection.close()
 
 
 def _ended(connection: Connection) -> tuple[str, None]:

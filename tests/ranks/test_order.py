@@ -1,4 +1,7 @@
-"""Devices whose lanes are threads with random delays: collectives keep their order, and every wait is there."""
+"""Devices whose lanes are threads with random delays: collectives keep their order, and every wait is there.
+
+`many_seeds.py` runs them with more seeds than the suite has time for.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ from l2l_compile.devices.threaded import ThreadedDevice
 from models import Stack
 
 SEEDS = 20
+DELAY = 5e-5  # seconds
+CHECKED = 10  # every so many seeds, gradients are compared with eager's
 
 
 @contextmanager
@@ -28,7 +33,7 @@ def threads(rank: int, slow: str = "") -> Iterator[list[ThreadedDevice]]:
     devices: list[ThreadedDevice] = []
 
     def opened(device, pinned_memory):
-        devices.append(ThreadedDevice(0.0 if slow else 0.001, 1000 * rank, pinned_memory))
+        devices.append(ThreadedDevice(0.0 if slow else DELAY, 1000 * rank, pinned_memory))
         if slow:
             devices[-1].lanes[slow]._delay = 0.04
         return devices[-1]
@@ -40,40 +45,51 @@ def threads(rank: int, slow: str = "") -> Iterator[list[ThreadedDevice]]:
         KINDS[CPU.name] = CPU
 
 
-def gradients_are_right(rank, world, options):
+def reseed(devices: list[ThreadedDevice], rank: int, seed: int) -> None:
+    """Other delays in each step and on each rank. The first step opens the device."""
+    for device in devices:
+        device.reseed(10_000 * rank + 10 * seed)
+
+
+def gradients_are_right(rank, world, options, seeds):
     torch.manual_seed(0)
     with threads(rank) as devices:
         eager, model, step = divided(Stack(3).double(), world, **options)
-        for seed in range(SEEDS):
+        for seed in range(seeds):
+            reseed(devices, rank, seed)
             model.zero_grad()
             step(numbers(rank, seed)).pow(2).mean().backward()
-            if seed % 10 == 0:
+            if seed % CHECKED == 0:
                 losses = [lambda m, r=r, s=seed: m(numbers(r, s)).pow(2).mean() for r in range(world)]
                 assert_same(whole(model, gradients=True), mean_of_eager(eager, losses), FLOOR)
     (device,) = devices
     assert device.lanes["comm"] is not device.lanes["compute"]
 
 
-@pytest.mark.parametrize("options", [{"prefetch": 2}, {"prefetch": 0, "stash": "device"}], ids=str)
+CASES = [{"prefetch": 2}, {"prefetch": 0, "stash": "device"}]
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
 def test_gradients_are_right_whatever_the_delays(ranks, options):
-    ranks.run(gradients_are_right, options, world=3 if options["prefetch"] else 2)
+    ranks.run(gradients_are_right, options, SEEDS, world=3 if options["prefetch"] else 2)
 
 
-def rows_of_all_ranks_are_right(rank, world):
+def rows_of_all_ranks_are_right(rank, world, seeds):
     torch.manual_seed(0)
-    with threads(rank):
+    with threads(rank) as devices:
         eager, model, step = divided(Centered().double(), world, ranks="global", prefetch=2)
-        for seed in range(SEEDS):
+        for seed in range(seeds):
+            reseed(devices, rank, seed)
             model.zero_grad()
             step(numbers(rank, seed))[0].backward()
-            if seed % 10 == 0:
+            if seed % CHECKED == 0:
                 eager.zero_grad()
                 eager(torch.cat([numbers(r, seed) for r in range(world)]))[0].backward()
                 assert_same(whole(model, gradients=True), {n: p.grad for n, p in eager.named_parameters()}, FLOOR)
 
 
 def test_values_of_all_ranks_are_right_whatever_the_delays(ranks):
-    ranks.run(rows_of_all_ranks_are_right)
+    ranks.run(rows_of_all_ranks_are_right, SEEDS)
 
 
 def trained(rank, world, update):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +24,7 @@ from models import Stack, rows
 
 FACTS = frozenset().union(*(step.provides for step in PIPELINE))
 OPTIONS = {"device": "cpu", "micro_batches": 2}
+PRINTED = Path(__file__).with_name("program_of_64_ranks.txt")
 
 
 @pytest.fixture
@@ -113,6 +118,15 @@ def test_a_program_that_breaks_a_rule_is_refused(world, break_it):
     with pytest.raises(VerifyError, match=finding) as caught:
         verify(compilation, FACTS - {Fact.RELEASED})
     assert caught.value.rule == rule
+
+
+@pytest.mark.parametrize("world", [64], indirect=True)
+def test_the_text_of_a_program_of_64_ranks_is_the_one_that_is_kept(world):
+    """`UPDATE_DOCUMENTS=1` writes it anew."""
+    shown = re.sub(r"\bs\d+\b", "rows", str(program(world, Mixing(2), ranks="global"))) + "\n"  # PyTorch numbers the symbol
+    if os.environ.get("UPDATE_DOCUMENTS"):
+        PRINTED.write_text(shown)
+    assert shown == PRINTED.read_text()
 
 
 class Mixing(Stack):
