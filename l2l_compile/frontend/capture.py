@@ -26,6 +26,7 @@ from .inline import inline_subgraphs
 from .shards import make_whole
 from .simplify import simplify
 from .stacked import take_slices_apart
+from .tensor_parallel import make_local
 from .views import take_views
 from .writes import settle_writes, with_states
 
@@ -34,6 +35,7 @@ def capture(gm: fx.GraphModule) -> Captured:
     """Describe Dynamo's graph module. Raises `DeviceError` when a tensor is not on the host."""
     inline_subgraphs(gm)
     dynamo.name_the_owner_self(gm.graph)
+    make_local(gm.graph)
     divided, ranks = make_whole(gm.graph)
     world = ranks if ranks is not None and ranks.size > 1 else None
     break_reason = dynamo.graph_break(gm)

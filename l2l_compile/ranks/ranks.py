@@ -215,6 +215,11 @@ def ranks_of(mesh: DeviceMesh, make: bool = False) -> Ranks:
     return known
 
 
+def is_known(mesh: DeviceMesh) -> bool:
+    """Whether `shard` has divided a model among the ranks of a mesh."""
+    return mesh in _known
+
+
 def anything_is_divided() -> bool:
     """Whether a model of this process is divided among several ranks."""
     return dist.is_available() and dist.is_initialized() and any(ranks.size > 1 for ranks in _known.values())

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import L2LError
 from .pieces import Pieces, stride_of
-from .ranks import Ranks, ranks_of
+from .ranks import Ranks, is_known, ranks_of
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -92,6 +92,11 @@ def _whole(module: nn.Module, name: str) -> Any:
 def is_divided(tensor: Any) -> TypeGuard[DTensor]:
     """Whether a tensor is a `DTensor`."""
     return isinstance(tensor, DTensor)
+
+
+def is_of_a_parallel_layer(tensor: Any) -> TypeGuard[DTensor]:
+    """Whether a tensor is a `DTensor` of a mesh that `shard` has not seen: `parallelize_module` makes those."""
+    return isinstance(tensor, DTensor) and not is_known(tensor.device_mesh)
 
 
 def pieces_of(tensor: DTensor) -> Pieces:

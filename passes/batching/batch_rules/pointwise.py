@@ -53,6 +53,9 @@ rule(
     keeps_order=True,
 )(broadcast)
 
+# Sums over ranks of a parallel layer: each entry is the sum of those at its place on all ranks.
+rule("_c10d_functional::all_reduce.default", "_c10d_functional::wait_tensor.default", keeps_order=True)(broadcast)
+
 
 @rule("bucketize.Tensor")
 def bucketize(call: Call) -> Rows:

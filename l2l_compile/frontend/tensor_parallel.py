@@ -1,0 +1,186 @@
+"""Layers of `parallelize_module` with `ColwiseParallel` and `RowwiseParallel`: each rank's part of them, as plain operations.
+
+    %y = from_local(%x, %mesh, (R,))                              %y = sum_gradients(%x, group)
+    %z = linear(%y, %w, %b)              w: Shard(0)              %z = linear(%y, %w, %b)
+    %o = redistribute(%z, (S(-1),))                        =>
+    %l = to_local(%o)
+
+    %y = from_local(%x, %mesh, (S(-1),))
+    %z = linear(%y, %w, %b)              w: Shard(1)              %z = linear(%x, %w)
+    %o = redistribute(%z, (R,))                                   %o = sum_over(%z, group)
+    %l = to_local(%o)                                             %l = %o + %b
+
+A parameter is this rank's part of it. No value is a DTensor any more, and the mesh is the name of its group.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from ..errors import L2LError
+from ..ranks.sharded import is_divided, is_of_a_parallel_layer, local
+from ..ranks.tensor_parallel import sum_gradients, sum_over
+from . import dynamo
+
+REPLICATED, COLUMNS, PART = "the same on all ranks", "columns of it", "a part of a sum"
+
+
+@dataclass(frozen=True)
+class _Local:
+    """What a rank has of a DTensor of the graph. `bias` is to be added to the sum of the parts."""
+
+    node: fx.Node
+    form: str
+    bias: fx.Node | None = None
+
+
+def make_local(graph: fx.Graph) -> None:
+    """Take the DTensors of parallel layers out of a graph. Raises `L2LError` for another way to make a layer parallel."""
+    if any(is_of_a_parallel_layer(n.meta.get("example_value")) for n in graph.find_nodes(op="placeholder")):
+        _Layers(graph).rewrite()
+
+
+class _Layers:
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+        self.found: dict[fx.Node, _Local] = {}
+        self.parameters: dict[fx.Node, DTensor] = {}
+
+    def rewrite(self) -> None:
+        for node in list(self.graph.nodes):
+            example = node.meta.get("example_value")
+            if node.op == "placeholder":
+                if is_of_a_parallel_layer(example):
+                    self._parameter(node, example)
+            elif node.op != "output":
+                self._operation(node, example)
+        for node in reversed(list(self.found)):
+            if not node.users:
+                self.graph.erase_node(node)
+        for node in self.graph.nodes:
+            if is_divided(node.meta.get("example_value")) and node not in self.parameters and node.op != "placeholder":
+                raise self._refused(node)
+
+    def _parameter(self, node: fx.Node, example: DTensor) -> None:
+        self.parameters[node] = example
+        sizes = example.shape[dim] if (dim := getattr(example.placements[0], "dim", None)) is not None else 0
+        if sizes % example.device_mesh.size():
+            raise self._refused(node, f"its {sizes} rows or columns are not a multiple of the ranks")
+        node.meta["example_value"] = torch.nn.Parameter(local(example).detach(), example.requires_grad)
+
+    def _operation(self, node: fx.Node, example: object) -> None:
+        reads = [n for n in node.all_input_nodes if n in self.found or n in self.parameters]
+        name = getattr(node.target, "__name__", node.target)
+        name = name.removeprefix("prim_") if isinstance(name, str) else ""
+        if name == "from_local" and is_divided(example):
+            self._enter(node, example)
+        elif name == "linear" and reads:
+            self._linear(node, example)
+        elif name == "redistribute" and reads:
+            self._redistribute(node, example)
+        elif name == "to_local" and reads:
+            found = self.found[reads[0]]
+            if found.form == PART:
+                raise self._refused(node)
+            node.replace_all_uses_with(found.node)
+            self.found[node] = found
+        elif reads:
+            raise self._refused(node)
+
+    def _enter(self, node: fx.Node, example: DTensor) -> None:
+        given = node.args[0]
+        assert isinstance(given, fx.Node)
+        form = _form(example)
+        if form == REPLICATED:
+            with self.graph.inserting_before(node):
+                given = self._like(self.graph.call_function(sum_gradients, (given, _group(example))), node, example)
+        elif form != COLUMNS:
+            raise self._refused(node)
+        self.found[node] = _Local(given, form)
+
+    def _linear(self, node: fx.Node, example: object) -> None:
+        x, weight, bias = (*node.args, *[None] * (3 - len(node.args)))
+        bias = node.kwargs.get("bias", bias)
+        given, split = self.found.get(x), _split(self.parameters.get(weight))
+        of_bias = _split(self.parameters.get(bias)) if bias is not None else None
+        assert isinstance(example, DTensor)
+        with self.graph.inserting_before(node):
+            if given is not None and given.form == REPLICATED and split == 0 and (bias is None or of_bias == 0):
+                made = self.graph.call_function(node.target, (given.node, weight, bias))
+                self.found[node] = _Local(self._like(made, node, example), COLUMNS)
+            elif given is not None and given.form == COLUMNS and split == 1 and of_bias is None and self._is_whole(bias):
+                made = self.graph.call_function(node.target, (given.node, weight))
+                self.found[node] = _Local(self._like(made, node, example), PART, bias)
+            else:
+                raise self._refused(node)
+
+    def _is_whole(self, bias: fx.Node | None) -> bool:
+        return bias is None or bias in self.parameters
+
+    def _redistribute(self, node: fx.Node, example: object) -> None:
+        (source,) = (n for n in node.all_input_nodes if n in self.found)
+        found = self.found[source]
+        assert isinstance(example, DTensor)
+        if found.form == PART and _form(example) == REPLICATED:
+            with self.graph.inserting_before(node):
+                made = self._like(self.graph.call_function(sum_over, (found.node, _group(example))), node, example)
+                if found.bias is not None:
+                    made = self._like(self.graph.call_function(operator.add, (made, found.bias)), node, example)
+            found = _Local(made, REPLICATED)
+        elif _form(example) != found.form:
+            raise self._refused(node)
+        self.found[node] = replace(found, bias=None)
+
+    def _like(self, new: fx.Node, old: fx.Node, example: DTensor) -> fx.Node:
+        new.meta = dict(old.meta)
+        here = local(example).detach()
+        new.meta["example_value"] = here.requires_grad_(example.requires_grad)
+        return new
+
+    def _refused(self, node: fx.Node, why: str = "") -> L2LError:
+        parameter, example = self._nearest(node)
+        return L2LError(
+            f"parameter '{dynamo.source_name(parameter)}' is a DTensor with {example.placements} on {example.device_mesh}, and "
+            + (why or f"'{node.name}' uses it in another way than the linear layers of ColwiseParallel() and RowwiseParallel()")
+            + ". Backend 'l2l' runs these two styles, with the layouts that they have without arguments, in pairs: make other "
+            "layers parallel no more"
+        )
+
+    def _nearest(self, node: fx.Node) -> tuple[fx.Node, DTensor]:
+        """The parameter that a node reads, or the first that a reader of it reads."""
+        queue, seen = [node], {node}
+        while queue:
+            now = queue.pop(0)
+            for near in (now, *now.all_input_nodes):
+                if near in self.parameters:
+                    return near, self.parameters[near]
+            after = [n for n in (*now.users, *now.all_input_nodes) if n not in seen]
+            seen.update(after)
+            queue += after
+        return next(iter(self.parameters.items()))
+
+
+def _form(tensor: DTensor) -> str:
+    """The form of a value of a layer; "" for another one."""
+    placement = tensor.placements[0] if len(tensor.placements) == 1 else None
+    if placement is None:
+        return ""
+    if placement.is_replicate():
+        return REPLICATED
+    if placement.is_partial():
+        return PART if placement.is_partial("sum") else ""
+    return COLUMNS if placement.is_shard(tensor.ndim - 1) or placement.is_shard(-1) else ""
+
+
+def _split(parameter: DTensor | None) -> int | None:
+    """The dimension in which a parameter is split; None if it is whole or no parameter."""
+    return getattr(parameter.placements[0], "dim", None) if parameter is not None else None
+
+
+def _group(tensor: DTensor) -> str:
+    return tensor.device_mesh.get_group().group_name
