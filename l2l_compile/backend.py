@@ -15,6 +15,7 @@ from .frontend import dynamo
 from .frontend.batch_dimension import try_other_batch_dimension
 from .frontend.capture import capture
 from .frontend.propagation import remember_propagation
+from .frontend.tensor_parallel import check_parallel_layers
 from .ir.captured import Captured
 from .ir.program import Program
 from .lowering.lower import Lowering
@@ -86,6 +87,7 @@ def compile_program(
     captured: Captured, options: Options, lowering: Lowering, after: After = trace
 ) -> tuple[Program, Compilation]:
     """Run the passes over a captured graph, ours and then those of the option `passes`; `after` is called behind each."""
+    check_parallel_layers(captured, options)
     compilation = Compilation(captured, options)
     run(compilation, PIPELINE + options.passes, after=after)
     if compilation.splits_rows:

@@ -35,8 +35,8 @@ def capture(gm: fx.GraphModule) -> Captured:
     """Describe Dynamo's graph module. Raises `DeviceError` when a tensor is not on the host."""
     inline_subgraphs(gm)
     dynamo.name_the_owner_self(gm.graph)
-    make_local(gm.graph)
     divided, ranks = make_whole(gm.graph)
+    parallel_layer = make_local(gm.graph)
     world = ranks if ranks is not None and ranks.size > 1 else None
     break_reason = dynamo.graph_break(gm)
     if world is not None and break_reason is not None:
@@ -72,6 +72,7 @@ def capture(gm: fx.GraphModule) -> Captured:
         views=views,
         ranks=world.size if world is not None else 1,
         world=world,
+        parallel_layer=parallel_layer,
     )
     _lift_constants(captured)
     captured.indices = IndexCheck(captured)

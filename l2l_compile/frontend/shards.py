@@ -17,8 +17,12 @@ from torch import fx
 from ..errors import L2LError
 from ..ranks.pieces import Pieces
 from ..ranks.ranks import Ranks
-from ..ranks.sharded import is_divided, pieces_of, ranks_behind
+from ..ranks.sharded import is_divided, is_of_a_parallel_layer, local, pieces_of, ranks_behind
 from . import dynamo
+
+PART_OF = (
+    "part_of"  # in the meta of an input that is a rank's part of a parallel layer's parameter: the DTensor that it is a part of
+)
 
 
 def make_whole(graph: fx.Graph) -> tuple[dict[fx.Node, Pieces], Ranks | None]:
@@ -30,7 +34,7 @@ def make_whole(graph: fx.Graph) -> tuple[dict[fx.Node, Pieces], Ranks | None]:
     ranks: Ranks | None = None
     for placeholder in graph.find_nodes(op="placeholder"):
         example = placeholder.meta.get("example_value")
-        if not is_divided(example):
+        if not is_divided(example) or is_of_a_parallel_layer(example):
             continue
         behind = ranks_behind(example)
         if ranks is not None and behind is not ranks:
@@ -42,22 +46,32 @@ def make_whole(graph: fx.Graph) -> tuple[dict[fx.Node, Pieces], Ranks | None]:
     return divided, ranks
 
 
+_CHAIN = ("redistribute", "to_local")
+_CHAIN_OF_PART = ("to_local", "from_local", "redistribute", "to_local", "from_local")  # `sharded._whole_part`
+
+
 def _peel(graph: fx.Graph, placeholder: fx.Node) -> None:
-    whole = None
-    for redistributed in list(placeholder.users):
-        for made in list(redistributed.users):
-            if (_method(redistributed), _method(made)) != ("redistribute", "to_local"):
-                raise _read_otherwise(placeholder, redistributed)
-            whole = made.meta["example_value"]
-            made.replace_all_uses_with(placeholder)
-            graph.erase_node(made)
-        if _method(redistributed) != "redistribute":
-            raise _read_otherwise(placeholder, redistributed)
-        graph.erase_node(redistributed)
-    if whole is None:  # nobody reads it
-        example = placeholder.meta["example_value"]
-        whole = example.to_local().new_empty(example.shape)
-    placeholder.meta["example_value"] = torch.nn.Parameter(whole.detach(), placeholder.meta["example_value"].requires_grad)
+    """Readers of what the calls make read the placeholder, which stands for the whole; of a parallel layer, for this rank's part."""
+    example = placeholder.meta["example_value"]
+    chain = _CHAIN if len(example.placements) == 1 else _CHAIN_OF_PART
+    made = [placeholder]
+    for method in chain:
+        readers = [reader for node in made for reader in node.users]
+        for reader in readers:
+            if _method(reader) != method:
+                raise _read_otherwise(placeholder, reader)
+        made = readers
+    whole = example.to_local().new_empty(pieces_of(example).shape)  # if nobody reads it
+    for node in made:
+        whole = node.meta["example_value"]
+        if is_divided(whole):
+            placeholder.meta[PART_OF], whole = whole, local(whole)
+    for node in made:
+        node.replace_all_uses_with(placeholder)
+        while node is not placeholder and not node.users:
+            node, before = node.all_input_nodes[0], node
+            graph.erase_node(before)
+    placeholder.meta["example_value"] = torch.nn.Parameter(whole.detach(), example.requires_grad)
 
 
 def _method(node: fx.Node) -> str:

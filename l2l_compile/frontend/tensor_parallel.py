@@ -23,9 +23,12 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from ..errors import L2LError
+from ..ir.captured import Captured
+from ..options import Options
 from ..ranks.sharded import is_divided, is_of_a_parallel_layer, local
 from ..ranks.tensor_parallel import sum_gradients, sum_over
 from . import dynamo
+from .shards import PART_OF
 
 REPLICATED, COLUMNS, PART = "the same on all ranks", "columns of it", "a part of a sum"
 
@@ -39,10 +42,40 @@ class _Local:
     bias: fx.Node | None = None
 
 
-def make_local(graph: fx.Graph) -> None:
-    """Take the DTensors of parallel layers out of a graph. Raises `L2LError` for another way to make a layer parallel."""
-    if any(is_of_a_parallel_layer(n.meta.get("example_value")) for n in graph.find_nodes(op="placeholder")):
-        _Layers(graph).rewrite()
+def make_local(graph: fx.Graph) -> str:
+    """Take the DTensors of parallel layers out of a graph; the first of their parameters in words, "" if there are none.
+
+    Raises `L2LError` for another way to make a layer parallel.
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        if (parameter := _parallel(node)) is not None:
+            first = _in_words(node, parameter)
+            _Layers(graph).rewrite()
+            return first
+    return ""
+
+
+def check_parallel_layers(captured: Captured, options: Options) -> None:
+    """Raise `L2LError` for options under which parallel layers do not run."""
+    if not captured.parallel_layer:
+        return
+    if options.update != "at_step" or options.optimizer is not None:
+        raise L2LError(
+            f"{captured.parallel_layer}: updates behind the device and their norms know nothing of the ranks of a parallel layer. Use "
+            "update='at_step', without the option 'optimizer'"
+        )
+    if options.ranks == "global" and captured.world is not None:
+        raise L2LError(f"{captured.parallel_layer}: a model with parallel layers is divided with ranks='mean' alone")
+
+
+def _in_words(placeholder: fx.Node, parameter: DTensor) -> str:
+    return f"parameter '{dynamo.source_name(placeholder)}' is a DTensor with {parameter.placements} on {parameter.device_mesh}"
+
+
+def _parallel(placeholder: fx.Node) -> DTensor | None:
+    """The parameter of a parallel layer that an input is, or is a part of."""
+    example = placeholder.meta.get("example_value")
+    return example if is_of_a_parallel_layer(example) else placeholder.meta.get(PART_OF)
 
 
 class _Layers:
@@ -55,8 +88,8 @@ class _Layers:
         for node in list(self.graph.nodes):
             example = node.meta.get("example_value")
             if node.op == "placeholder":
-                if is_of_a_parallel_layer(example):
-                    self._parameter(node, example)
+                if (parameter := _parallel(node)) is not None:
+                    self._parameter(node, parameter)
             elif node.op != "output":
                 self._operation(node, example)
         for node in reversed(list(self.found)):
@@ -71,7 +104,8 @@ class _Layers:
         sizes = example.shape[dim] if (dim := getattr(example.placements[0], "dim", None)) is not None else 0
         if sizes % example.device_mesh.size():
             raise self._refused(node, f"its {sizes} rows or columns are not a multiple of the ranks")
-        node.meta["example_value"] = torch.nn.Parameter(local(example).detach(), example.requires_grad)
+        if is_divided(node.meta["example_value"]):
+            node.meta["example_value"] = torch.nn.Parameter(local(example).detach(), example.requires_grad)
 
     def _operation(self, node: fx.Node, example: object) -> None:
         reads = [n for n in node.all_input_nodes if n in self.found or n in self.parameters]
@@ -145,10 +179,10 @@ class _Layers:
     def _refused(self, node: fx.Node, why: str = "") -> L2LError:
         parameter, example = self._nearest(node)
         return L2LError(
-            f"parameter '{dynamo.source_name(parameter)}' is a DTensor with {example.placements} on {example.device_mesh}, and "
+            f"{_in_words(parameter, example)}, and "
             + (why or f"'{node.name}' uses it in another way than the linear layers of ColwiseParallel() and RowwiseParallel()")
-            + ". Backend 'l2l' runs these two styles, with the layouts that they have without arguments, in pairs: make other "
-            "layers parallel no more"
+            + ". Backend 'l2l' runs these two styles, with the layouts that they have without arguments: leave other modules out of "
+            "parallelize_module"
         )
 
     def _nearest(self, node: fx.Node) -> tuple[fx.Node, DTensor]:

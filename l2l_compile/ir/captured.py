@@ -108,6 +108,7 @@ class Captured:
     indices      checks the indices in the arguments of a call, for these sizes; None if none was made
     ranks        among how many ranks the parameters are divided
     world        those ranks; None for one rank, and in a program that was parsed
+    parallel_layer  a parameter of a tensor parallel layer in words; "" if there is none
     """
 
     graph: fx.Graph
@@ -129,6 +130,7 @@ class Captured:
     indices: Callable[[Sequence, Bindings], None] | None = None
     ranks: int = 1
     world: Ranks | None = None
+    parallel_layer: str = ""
 
     @property
     def weights(self) -> tuple[Input, ...]:

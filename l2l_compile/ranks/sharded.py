@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import L2LError
@@ -31,24 +32,42 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     its own rows of the values that rank 0 has; a model on the meta device stays there, and `to_empty(device="cpu")` then makes its
     pieces alone. Parameters without dimensions are whole on every rank, and so are buffers. Shared parameters stay shared.
 
-    Raises `L2LError` for a mesh of several dimensions, for a parameter that is not on the host, and for one that is divided already.
+    With a mesh of two dimensions, as ("dp", "tp"), parameters are divided along the first one; layers that `parallelize_module` has
+    divided along the second one are divided along both.
+
+    Raises `L2LError` for another mesh, for a parameter that is not on the host, for one that is divided already, and for one of a
+    parallel layer that the ranks cannot divide evenly.
     """
-    if mesh.ndim != 1:
-        raise L2LError(f"l2l_compile.shard takes a mesh of one dimension, got one of {mesh.ndim}: {mesh}")
-    ranks_of(mesh, make=True)
+    if mesh.ndim > 2 or mesh.ndim == 2 and not mesh.mesh_dim_names:
+        raise L2LError(f"l2l_compile.shard takes a mesh of one dimension, or of two with names, got one of {mesh.ndim}: {mesh}")
+    data = _data(mesh)
+    ranks_of(data, make=True)
     _count_steps()
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in model.named_modules():
         names = [name for name, parameter in module._parameters.items() if parameter is not None]
+        parallel = {}
         for name in names:
             parameter = module._parameters[name]
             assert parameter is not None
             if parameter not in made:
                 made[parameter] = _divided(parameter, mesh, f"{path}.{name}".removeprefix("."))
             module._parameters[name] = made[parameter]
+            if made[parameter].device_mesh.ndim == 2:
+                parallel[name] = mesh
         if names:
-            module.__class__ = _reading_whole(type(module), tuple(names))  # type: ignore[arg-type]  # a class is hashable
+            module.__class__ = _reading_whole(type(module), tuple(names), tuple(parallel.items()))  # type: ignore[arg-type]  # a class is hashable
     return model
+
+
+def _data(mesh: DeviceMesh) -> DeviceMesh:
+    """The dimension of a mesh along which `shard` divides."""
+    return mesh if mesh.ndim == 1 else mesh[_names(mesh)[0]]
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    assert mesh.mesh_dim_names is not None
+    return mesh.mesh_dim_names
 
 
 @functools.cache
@@ -59,25 +78,54 @@ def _count_steps() -> None:
 
 def _counted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    if (divided := next(filter(is_divided, parameters), None)) is not None:
-        ranks_behind(divided).steps += 1
+    divided = (p for p in parameters if is_divided(p) and not is_of_a_parallel_layer(p))
+    if (first := next(divided, None)) is not None:
+        ranks_behind(first).steps += 1
 
 
 def _divided(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> nn.Parameter:
+    if isinstance(parameter, DTensor) and mesh.ndim == 2 and parameter.device_mesh == mesh[_names(mesh)[1]]:
+        return _divided_twice(parameter, mesh, name)
     if isinstance(parameter, DTensor):
-        raise L2LError(f"parameter '{name}' is divided among ranks already: call l2l_compile.shard once, on the plain model")
+        raise L2LError(
+            f"parameter '{name}' is divided among ranks already: call l2l_compile.shard once, on the plain model; "
+            "behind parallelize_module, with the mesh of both dimensions, its own the second"
+        )
     if parameter.device.type not in ("cpu", "meta"):
         raise L2LError(f"parameter '{name}' is on {parameter.device}: leave the model on the host, or on meta")
     placement = Shard(0) if parameter.dim() else Replicate()
-    divided = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [placement]), requires_grad=parameter.requires_grad)
+    divided = nn.Parameter(distribute_tensor(parameter.detach(), _data(mesh), [placement]), requires_grad=parameter.requires_grad)
+    divided.__dict__.update(attributes(parameter))
+    return divided
+
+
+def _divided_twice(parameter: DTensor, mesh: DeviceMesh, name: str) -> nn.Parameter:
+    """This rank's rows of its part of a parallel layer's parameter."""
+    (placement,), data, part = parameter.placements, _data(mesh), parameter.to_local().detach()
+    rows: Shard = Shard(0)
+    if placement.is_shard(0):  # the parts of the second dimension are cut into rows: rank (0, 1) is not behind rank (0, 0)
+        rows = _StridedShard(0, split_factor=parameter.device_mesh.size())
+        if part.shape[0] % data.size():
+            raise L2LError(
+                f"parameter '{name}' has {part.shape[0]} rows on each rank of {parameter.device_mesh}, which {data} cannot divide"
+            )
+    piece = distribute_tensor(part, data, [Shard(0)]).to_local()
+    shape = parameter.shape
+    made = DTensor.from_local(piece, mesh, [rows, placement], run_check=False, shape=shape, stride=stride_of(shape))
+    divided = nn.Parameter(made, requires_grad=parameter.requires_grad)
     divided.__dict__.update(attributes(parameter))
     return divided
 
 
 @functools.cache
-def _reading_whole(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _reading_whole(
+    kind: type[nn.Module], names: tuple[str, ...], parallel: tuple[tuple[str, DeviceMesh], ...]
+) -> type[nn.Module]:
     """A class with the name of a module's class, whose attributes are whole parameters."""
     properties: dict[str, Any] = {name: property(functools.partial(_whole, name=name)) for name in names}
+    for name, mesh in parallel:
+        tensor = mesh[_names(mesh)[1]]
+        properties[name] = property(functools.partial(_whole_part, name=name, data=_data(mesh), tensor=tensor))
     same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), {**properties, **same})
 
@@ -89,6 +137,25 @@ def _whole(module: nn.Module, name: str) -> Any:
     return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
 
 
+def _whole_part(module: nn.Module, name: str, data: DeviceMesh, tensor: DeviceMesh) -> Any:
+    """What a parallel layer had before it was divided: a `DTensor` along the second dimension of the mesh."""
+    parameter = module._parameters[name]
+    if not isinstance(parameter, DTensor):
+        return parameter
+    shape = _shape_of_part(parameter)
+    rows = DTensor.from_local(parameter.to_local(), data, [Shard(0)], run_check=False, shape=shape, stride=stride_of(shape))
+    part = rows.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+    return DTensor.from_local(part, tensor, [parameter.placements[1]], run_check=False)
+
+
+def _shape_of_part(parameter: DTensor) -> torch.Size:
+    """The shape of what a rank of the second dimension has of a parameter."""
+    sizes, placement = list(parameter.shape), parameter.placements[1]
+    if placement.is_shard():
+        sizes[placement.dim] //= parameter.device_mesh.size(1)  # type: ignore[attr-defined]
+    return torch.Size(sizes)
+
+
 def is_divided(tensor: Any) -> TypeGuard[DTensor]:
     """Whether a tensor is a `DTensor`."""
     return isinstance(tensor, DTensor)
@@ -96,12 +163,14 @@ def is_divided(tensor: Any) -> TypeGuard[DTensor]:
 
 def is_of_a_parallel_layer(tensor: Any) -> TypeGuard[DTensor]:
     """Whether a tensor is a `DTensor` of a mesh that `shard` has not seen: `parallelize_module` makes those."""
-    return isinstance(tensor, DTensor) and not is_known(tensor.device_mesh)
+    return isinstance(tensor, DTensor) and not is_known(_data(tensor.device_mesh))
 
 
 def pieces_of(tensor: DTensor) -> Pieces:
     """How a parameter is divided. Raises `L2LError` if `shard` has not divided it."""
     placements = tensor.placements
+    if len(placements) == 2:
+        return Pieces(tuple(_shape_of_part(tensor)), tensor.device_mesh.size(0))
     if len(placements) != 1 or not (placements[0].is_replicate() or placements[0].is_shard(0)):
         raise L2LError(f"a parameter is a DTensor with {placements}: backend 'l2l' takes those of l2l_compile.shard, [Shard(0)]")
     return Pieces(tuple(tensor.shape), tensor.device_mesh.size(), placements[0].is_replicate())
@@ -129,4 +198,4 @@ def divided_as(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def ranks_behind(tensor: DTensor) -> Ranks:
     """The ranks among which a parameter is divided. Raises `L2LError` if `shard` was not called with its mesh."""
-    return ranks_of(tensor.device_mesh)
+    return ranks_of(_data(tensor.device_mesh))

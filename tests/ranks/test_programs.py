@@ -226,7 +226,7 @@ def test_shard_refuses_what_it_cannot_divide(world):
     model = l2l_compile.shard(Stack(2), mesh)
     with pytest.raises(L2LError, match="'embed.weight' is divided among ranks already"):
         l2l_compile.shard(model, mesh)
-    with pytest.raises(L2LError, match="takes a mesh of one dimension, got one of 2"):
+    with pytest.raises(L2LError, match="takes a mesh of one dimension, or of two with names, got one of 2"):
         l2l_compile.shard(Stack(2), init_device_mesh("cpu", (1, world)))
 
 

@@ -6,14 +6,17 @@ import copy
 
 import pytest
 import torch
-from steps import OPTIONS, assert_same, whole
-from test_mean import FLOOR, llama, llama_loss, numbers, tokens
+import torch.distributed as dist
+from steps import OPTIONS, assert_same, mean_of_eager, whole
+from test_mean import FLOOR, llama_loss, numbers, tokens
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import l2l_compile
+from l2l_compile import L2LError
 
 
 class Layer(nn.Module):
@@ -86,7 +89,7 @@ def equals_the_whole_model(rank, world, kind, options):
             optimizer.zero_grad()
     assert_same(whole(model), {n: p.detach() for n, p in plain.named_parameters()}, FLOOR)
     (program,) = l2l_compile.programs(step)
-    assert all(segment.block.inner_looped for segment in program.segments)
+    assert all(segment.block.inner_looped for segment in program.segments if "layers" in segment.name)
     return [segment.name for segment in program.segments]
 
 
@@ -97,3 +100,82 @@ def test_two_ranks_have_the_numbers_of_the_model_that_is_not_divided(ranks, kind
         pytest.skip("one model is compiled")
     names, others = ranks.run(equals_the_whole_model, kind, options)
     assert names == others and sum("layers" in name for name in names) >= 3
+
+
+def equals_the_mean_of_the_rows(rank, world):
+    """Two ranks share a layer, and two such pairs have rows of their own."""
+    torch.manual_seed(0)
+    plain = Layers().double()
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    parallel_layers(model, mesh["tp"])
+    l2l_compile.shard(model, mesh)
+    pieces = [p.to_local().numel() for p in model.parameters()]
+    assert sum(pieces) < 0.4 * sum(p.numel() for p in plain.parameters())
+    step = torch.compile(model, backend="l2l", fullgraph=True, options=OPTIONS)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, foreach=False) for m in (plain, model)]
+    for number in range(2):
+        expected = mean_of_eager(plain, [lambda m, r=r, n=number: m(numbers(r, n)) for r in range(2)])
+        for name, parameter in plain.named_parameters():
+            parameter.grad = expected[name]
+        step(numbers(mesh.get_local_rank("dp"), number)).backward()
+        assert_same(whole(model, gradients=True), expected, FLOOR)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(whole(model), {n: p.detach() for n, p in plain.named_parameters()}, FLOOR)
+
+
+def test_parallel_layers_are_divided_among_further_ranks(ranks):
+    ranks.run(equals_the_mean_of_the_rows, world=4)
+
+
+def whole_at_the_end(model, mesh):
+    parallel_layers(model, mesh)
+    parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
+
+
+def rows_in_sequence(model, mesh):
+    parallelize_module(model.layers[0], mesh, {"norm": SequenceParallel()})
+
+
+def uneven(model, mesh):
+    model.head = nn.Linear(5, 3)
+    parallelize_module(model, mesh, {"head": ColwiseParallel()})
+
+
+REFUSED = {
+    whole_at_the_end: (
+        {},
+        r"parameter .*head.*weight.* is a DTensor with .*Shard\(dim=0\).* on DeviceMesh\(\(tp=2\).*'outputs\w*' uses it in another way",
+    ),
+    rows_in_sequence: ({}, r"parameter .*layers.*norm.*weight.* is a DTensor with .* on DeviceMesh\(\(tp=2\).* in another way"),
+    uneven: ({}, r"parameter .*head.*weight.* is a DTensor with .*, and its 3 rows or columns are not a multiple of the ranks"),
+    parallel_layers: ({"update": "in_backward"}, r"parameter .* on DeviceMesh\(\(tp=2\).*: updates behind the device.*at_step"),
+}
+
+
+@pytest.fixture
+def two_ranks():
+    """This process is the first of two; nobody answers for the other."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("parallelize", REFUSED, ids=lambda f: f.__name__)
+def test_other_layers_are_refused_with_parameter_and_mesh(two_ranks, parallelize):
+    options, sentence = REFUSED[parallelize]
+    model = Layers()
+    parallelize(model, two_ranks)
+    if options:
+        options = {**options, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with pytest.raises(L2LError, match=sentence):
+        l2l_compile.explain(model, {**OPTIONS, **options})(torch.randn(4, 6, 5))
+
+
+def test_shard_takes_parallel_layers_with_the_mesh_of_both_dimensions_alone(two_ranks):
+    model = Layers()
+    parallel_layers(model, two_ranks)
+    with pytest.raises(L2LError, match="is divided among ranks already: .*; behind parallelize_module, with the mesh of both"):
+        l2l_compile.shard(model, two_ranks)
