@@ -747,3 +747,16 @@ no(RECURRENT, recurrent("gru", True), X("B", 5, 4), X(1, "B", 3), X(9, 4), X("3B
 no(RECURRENT, recurrent("gru", True), X(3, 5, "B"), X(1, 3, 3), X(9, 4), X(9, 3), why="sums over the batch")
 no(RECURRENT, lambda x, y, h, w, v: recurrent("gru", True)(torch.cat([x, y]), h, w, v), X("B", 5, 4), X("B", 5, 4), X(1, "2B", 3), X(9, 4), X(9, 3),
    why="different dimensions")
+
+# ---- sums over ranks, which take numbers of several processes: tests/ranks/test_tensor_parallel.py -------------------------
+
+
+def over_ranks(reduce: str) -> Callable:
+    return lambda x: torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, reduce, "ranks"))
+
+
+for name in ("all_reduce", "wait_tensor"):
+    ok(f"_c10d_functional::{name}.default", over_ranks("sum"), X("B", 3), numbers=False)
+    ok(f"_c10d_functional::{name}.default", over_ranks("max"), X(3, "2B"), numbers=False)
+    ok(f"_c10d_functional::{name}.default", lambda x: over_ranks("sum")(x.sum(0)), X("B", 3), numbers=False)
+no("_c10d_functional::all_reduce.default", lambda x: over_ranks("max")(x.sum(0)), X("B", 3), why="needs the sum over the whole batch")

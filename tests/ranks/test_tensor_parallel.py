@@ -12,7 +12,7 @@ from test_mean import FLOOR, llama_loss, numbers, tokens
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import l2l_compile
@@ -135,8 +135,8 @@ def whole_at_the_end(model, mesh):
     parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
 
 
-def rows_in_sequence(model, mesh):
-    parallelize_module(model.layers[0], mesh, {"norm": SequenceParallel()})
+def columns_of_a_whole(model, mesh):
+    parallelize_module(model.layers[0], mesh, {"down": RowwiseParallel(input_layouts=Replicate())})
 
 
 def uneven(model, mesh):
@@ -149,7 +149,7 @@ REFUSED = {
         {},
         r"parameter .*head.*weight.* is a DTensor with .*Shard\(dim=0\).* on DeviceMesh\(\(tp=2\).*'outputs\w*' uses it in another way",
     ),
-    rows_in_sequence: ({}, r"parameter .*layers.*norm.*weight.* is a DTensor with .* on DeviceMesh\(\(tp=2\).* in another way"),
+    columns_of_a_whole: ({}, r"parameter .*layers.*down.*weight.* is a DTensor with .* on DeviceMesh\(\(tp=2\).* in another way"),
     uneven: ({}, r"parameter .*head.*weight.* is a DTensor with .*, and its 3 rows or columns are not a multiple of the ranks"),
     parallel_layers: ({"update": "in_backward"}, r"parameter .* on DeviceMesh\(\(tp=2\).*: updates behind the device.*at_step"),
 }
@@ -171,7 +171,7 @@ def test_other_layers_are_refused_with_parameter_and_mesh(two_ranks, parallelize
     if options:
         options = {**options, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     with pytest.raises(L2LError, match=sentence):
-        l2l_compile.explain(model, {**OPTIONS, **options})(torch.randn(4, 6, 5))
+        l2l_compile.explain(model, {**OPTIONS, **options})(torch.randn(4, 5))
 
 
 def test_shard_takes_parallel_layers_with_the_mesh_of_both_dimensions_alone(two_ranks):
