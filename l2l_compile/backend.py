@@ -15,13 +15,13 @@ from .frontend import dynamo
 from .frontend.batch_dimension import try_other_batch_dimension
 from .frontend.capture import capture
 from .frontend.propagation import remember_propagation
-from .frontend.tensor_parallel import check_parallel_layers
 from .ir.captured import Captured
 from .ir.program import Program
 from .lowering.lower import Lowering
 from .options import Options
 from .passes.compilation import Compilation
 from .passes.pipeline import PIPELINE, PREPARATION, SEGMENTATION, STREAMING, After, run
+from .passes.streaming.place_ranks import check_parallel_layers
 from .passes.streaming.place_rows import check_rows
 from .runtime.runner import Runner
 from .runtime.step import block_bindings
@@ -87,12 +87,12 @@ def compile_program(
     captured: Captured, options: Options, lowering: Lowering, after: After = trace
 ) -> tuple[Program, Compilation]:
     """Run the passes over a captured graph, ours and then those of the option `passes`; `after` is called behind each."""
-    check_parallel_layers(captured, options)
     compilation = Compilation(captured, options)
     run(compilation, PIPELINE + options.passes, after=after)
     if compilation.splits_rows:
         try_other_batch_dimension(captured, compilation.segments)
     check_rows(compilation)
+    check_parallel_layers(compilation)
     program = compilation.program()
     for block in compilation.blocks:
         block.lowering, block.static = lowering, dynamo.sizes_are_fixed()

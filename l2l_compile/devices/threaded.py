@@ -83,13 +83,14 @@ class ThreadedDevice(Device):
         self._staging = Staging(self.pinned, lambda: None, threading.Event.wait)  # a copy of a lane's thread is done at once
         self._pool = Pool(self.pinned, lambda event: event.is_set())
         self._failures: list[BaseException] = []
-        self.lanes = {name: _Thread(name, delay, seed + i, self._failures) for i, name in enumerate(LANES)}
+        self._threads = [_Thread(name, delay, seed + i, self._failures) for i, name in enumerate(LANES)]
+        self.lanes = dict(zip(LANES, self._threads, strict=True))
         self.ledger = Ledger()
         self._slabs: list[torch.Tensor] = []
 
     def reseed(self, seed: int) -> None:
         """From now on, pauses are those of a device opened with this seed. Called between steps."""
-        for i, lane in enumerate(self.lanes.values()):
+        for i, lane in enumerate(self._threads):
             lane.reseed(seed + i)
 
     def reserve_slabs(self, count: int, size: int) -> None:

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
 from ..errors import L2LError
-from ..ir.captured import Captured
-from ..options import Options
 from ..ranks.sharded import is_divided, is_of_a_parallel_layer, local
 from ..ranks.tensor_parallel import sum_gradients, sum_over
 from . import dynamo
@@ -53,19 +52,6 @@ def make_local(graph: fx.Graph) -> str:
             _Layers(graph).rewrite()
             return first
     return ""
-
-
-def check_parallel_layers(captured: Captured, options: Options) -> None:
-    """Raise `L2LError` for options under which parallel layers do not run."""
-    if not captured.parallel_layer:
-        return
-    if options.update != "at_step" or options.optimizer is not None:
-        raise L2LError(
-            f"{captured.parallel_layer}: updates behind the device and their norms know nothing of the ranks of a parallel layer. Use "
-            "update='at_step', without the option 'optimizer'"
-        )
-    if options.ranks == "global" and captured.world is not None:
-        raise L2LError(f"{captured.parallel_layer}: a model with parallel layers is divided with ranks='mean' alone")
 
 
 def _in_words(placeholder: fx.Node, parameter: DTensor) -> str:
@@ -138,23 +124,26 @@ class _Layers:
         self.found[node] = _Local(given, form)
 
     def _linear(self, node: fx.Node, example: object) -> None:
-        x, weight, bias = (*node.args, *[None] * (3 - len(node.args)))
-        bias = node.kwargs.get("bias", bias)
-        given, split = self.found.get(x), _split(self.parameters.get(weight))
-        of_bias = _split(self.parameters.get(bias)) if bias is not None else None
-        assert isinstance(example, DTensor)
+        operands: dict[str, Any] = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
+        x, weight, bias = operands["input"], operands["weight"], operands.get("bias")
+        given, split = self.found.get(x), self._split(weight)
+        assert isinstance(example, DTensor) and callable(node.target)
         with self.graph.inserting_before(node):
-            if given is not None and given.form == REPLICATED and split == 0 and (bias is None or of_bias == 0):
+            if given is not None and given.form == REPLICATED and split == 0 and (bias is None or self._split(bias) == 0):
                 made = self.graph.call_function(node.target, (given.node, weight, bias))
                 self.found[node] = _Local(self._like(made, node, example), COLUMNS)
-            elif given is not None and given.form == COLUMNS and split == 1 and of_bias is None and self._is_whole(bias):
+            elif given is not None and given.form == COLUMNS and split == 1 and (bias is None or self._is_whole(bias)):
                 made = self.graph.call_function(node.target, (given.node, weight))
                 self.found[node] = _Local(self._like(made, node, example), PART, bias)
             else:
                 raise self._refused(node)
 
-    def _is_whole(self, bias: fx.Node | None) -> bool:
-        return bias is None or bias in self.parameters
+    def _split(self, parameter: fx.Node) -> int | None:
+        """The dimension in which a parameter is split; None if it is whole or no parameter of a parallel layer."""
+        return getattr(self.parameters[parameter].placements[0], "dim", None) if parameter in self.parameters else None
+
+    def _is_whole(self, parameter: fx.Node) -> bool:
+        return parameter in self.parameters and self.parameters[parameter].placements[0].is_replicate()
 
     def _redistribute(self, node: fx.Node, example: object) -> None:
         (source,) = (n for n in node.all_input_nodes if n in self.found)
@@ -209,11 +198,6 @@ def _form(tensor: DTensor) -> str:
     if placement.is_partial():
         return PART if placement.is_partial("sum") else ""
     return COLUMNS if placement.is_shard(tensor.ndim - 1) or placement.is_shard(-1) else ""
-
-
-def _split(parameter: DTensor | None) -> int | None:
-    """The dimension in which a parameter is split; None if it is whole or no parameter."""
-    return getattr(parameter.placements[0], "dim", None) if parameter is not None else None
 
 
 def _group(tensor: DTensor) -> str:

@@ -53,7 +53,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             if parameter not in made:
                 made[parameter] = _divided(parameter, mesh, f"{path}.{name}".removeprefix("."))
             module._parameters[name] = made[parameter]
-            if made[parameter].device_mesh.ndim == 2:
+            if _is_divided_twice(made[parameter]):
                 parallel[name] = mesh
         if names:
             module.__class__ = _reading_whole(type(module), tuple(names), tuple(parallel.items()))  # type: ignore[arg-type]  # a class is hashable
@@ -102,7 +102,7 @@ def _divided(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> nn.Paramet
 def _divided_twice(parameter: DTensor, mesh: DeviceMesh, name: str) -> nn.Parameter:
     """This rank's rows of its part of a parallel layer's parameter."""
     (placement,), data, part = parameter.placements, _data(mesh), parameter.to_local().detach()
-    rows: Shard = Shard(0)
+    rows: Shard | _StridedShard = Shard(0)
     if placement.is_shard(0):  # the parts of the second dimension are cut into rows: rank (0, 1) is not behind rank (0, 0)
         rows = _StridedShard(0, split_factor=parameter.device_mesh.size())
         if part.shape[0] % data.size():
@@ -154,6 +154,10 @@ def _shape_of_part(parameter: DTensor) -> torch.Size:
     if placement.is_shard():
         sizes[placement.dim] //= parameter.device_mesh.size(1)  # type: ignore[attr-defined]
     return torch.Size(sizes)
+
+
+def _is_divided_twice(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 2
 
 
 def is_divided(tensor: Any) -> TypeGuard[DTensor]:

@@ -22,7 +22,7 @@ class _SumOver(torch.autograd.Function):
         return _sum(part, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
 
 
@@ -33,7 +33,7 @@ class _SumGradients(torch.autograd.Function):
         return same.view_as(same)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _sum(gradient, ctx.group), None
 
 

@@ -22,6 +22,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from ...errors import L2LError
 from ...ir import nodes
 from ...ir.segments import Segment
 from ..compilation import Compilation, Fact
@@ -76,3 +77,17 @@ def _own_bytes(segment: Segment, trained: bool = False) -> int:
         if spec.differentiable or not trained:
             total += weight.pieces.entries * spec.dtype.itemsize if weight.pieces is not None else spec.bytes({})
     return total
+
+
+def check_parallel_layers(compilation: Compilation) -> None:
+    """Raise `L2LError` for options under which layers of `parallelize_module` do not run."""
+    layer, options = compilation.captured.parallel_layer, compilation.options
+    if not layer:
+        return
+    if options.update != "at_step" or options.optimizer is not None:
+        raise L2LError(
+            f"{layer}: updates behind the device, and norms of gradients, know nothing of the ranks of a parallel layer. Use "
+            "update='at_step', without the option 'optimizer'"
+        )
+    if compilation.is_global:
+        raise L2LError(f"{layer}: a model with parallel layers is divided with ranks='mean' alone")
