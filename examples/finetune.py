@@ -3,12 +3,17 @@
     python examples/finetune.py                                           # is a passage of Python's help prose or code?
     python examples/finetune.py --data reviews.csv --model bert-base-uncased --lr 3e-5 --epochs 3
     python examples/finetune.py --output runs/long --save-every 50 --resume    # the same line starts it and continues it
+    torchrun --nproc-per-node 2 examples/finetune.py --output runs/two         # divided among two processes
 
 Parameters and AdamW's state stay in fp32 on the host; layers cross to the device and compute there in 16 bits, and each
 is updated while the next forward runs. Every batch is as long as its longest text: layers are compiled at the first two
 lengths, and never again. A run that was killed and resumed ends with the very bits of one that was not: a checkpoint holds
 all that a step depends on, and appears under its name only when it is complete. (Code that Inductor has made at another
 length may round otherwise: the bits are the same with --padding max or --block-compiler eager.)
+
+Under torchrun, each process has its part of the model, of the optimizer and of every batch. The steps are those of one process on
+whole batches, to rounding (dropout included, where the processes divide --micro-batches), so a run may be continued with another
+number of processes. Its checkpoints are folders of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -30,8 +35,12 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
 from tokenizers.pre_tokenizers import BertPreTokenizer
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 import l2l_compile
@@ -40,6 +49,7 @@ Examples = list[tuple[str, str]]  # text and label
 
 WORDS = 12  # in a passage of the default task
 STEPS = {"prose": WORDS, "code": WORDS // 4}  # words from one passage to the next: there is less code, so its passages overlap
+REST = "run.pt"  # in a checkpoint's folder: what is neither the model's nor the optimizer's
 MAY_DIFFER = ("output", "save_every", "keep", "resume", "log_steps", "max_steps", "eval_every", "device")  # after a resume
 
 
@@ -60,7 +70,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--micro-batches", type=int, default=2, help="slices of the batch that go through a layer in turn")
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        default=2,
+        help="slices of a whole batch that go through a layer in turn, shared among the processes",
+    )
     parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate; 3e-5 suits a pretrained model")
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--warmup", type=float, default=0.1, help="share of the steps in which the learning rate rises")
@@ -249,6 +264,28 @@ def batch_of(data: dict[str, torch.Tensor], rows: torch.Tensor, padding: str) ->
     return {**batch, **cut} if padding == "longest" else batch
 
 
+def rank() -> int:
+    """The number of this process, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    """The number of processes."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def own_rows(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The rows of this process: all of them without torchrun."""
+    return {name: values.tensor_split(world())[rank()] for name, values in batch.items()} if world() > 1 else batch
+
+
+def of_all_ranks(count: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes."""
+    if dist.is_initialized():
+        dist.all_reduce(count)
+    return count
+
+
 @torch.no_grad()
 def accuracy(model: torch.nn.Module, compiled, data: dict[str, torch.Tensor], batch_size: int, padding: str) -> float:
     """Share of the examples that the model classifies correctly. The last batch is filled up with rows that do not count."""
@@ -257,36 +294,40 @@ def accuracy(model: torch.nn.Module, compiled, data: dict[str, torch.Tensor], ba
     inputs = {name: values for name, values in data.items() if name != "labels"}
     model.eval()
     with torch.random.fork_rng(devices=[]):  # training goes on as if nothing had been drawn
-        found = torch.cat([compiled(**batch_of(inputs, r, padding)).logits.argmax(-1) for r in rows])
+        found = [compiled(**own_rows(batch_of(inputs, r, padding))).logits.argmax(-1) for r in rows]
     model.train()
-    return (found[:count] == data["labels"]).double().mean().item()
+    places = torch.arange(len(rows) * batch_size).split(batch_size)
+    expected = [own_rows({"place": p, "label": data["labels"][r]}) for p, r in zip(places, rows, strict=True)]
+    right = [(f == e["label"]) & (e["place"] < count) for f, e in zip(found, expected, strict=True)]
+    return of_all_ranks(torch.cat(right).sum()).item() / count
 
 
 def train(args, model, optimizer, scheduler, train_data, validation_data, state: dict | None, must_match: dict) -> float:
     """The training loop, from the start or from a checkpoint; the loop is PyTorch's own. The accuracy at the end."""
     options = {
-        "micro_batches": args.micro_batches,
+        "micro_batches": max(1, args.micro_batches // world()),
         "precision": args.precision,
         "optimizer": optimizer,
         "update": "in_forward",
         "max_grad_norm": 1.0,
         "block_compiler": args.block_compiler,
+        "ranks": "global",  # a batch is that of all processes together
     }
     if args.device:
         options["device"] = args.device
-    compiled = torch.compile(model, backend="l2l", options=options)
+    compiled = torch.compile(model, backend="l2l", options=options, fullgraph=dist.is_initialized())
 
     count = len(train_data["labels"])
     per_epoch = count // args.batch_size
     last = min(args.epochs * per_epoch, args.max_steps or math.inf)
-    step, best, now = restore(state, model, optimizer, scheduler) if state else (0, 0.0, 0.0)
-    bar = tqdm(total=last, initial=step, desc="training (the first step compiles)", unit="step")
+    step, best, now = restore(args, state, model, optimizer, scheduler) if state else (0, 0.0, 0.0)
+    bar = tqdm(total=last, initial=step, desc="training (the first step compiles)", unit="step", disable=rank() > 0)
     while step < last:
         epoch, batch = divmod(step, per_epoch)
-        if args.log_steps:
+        if args.log_steps and rank() == 0:
             print(f"step {step + 1} begins", flush=True)
         rows = rows_of_epoch(count, args, epoch)[batch]
-        loss = compiled(**batch_of(train_data, rows, args.padding)).loss
+        loss = compiled(**own_rows(batch_of(train_data, rows, args.padding))).loss
         loss.backward()
         optimizer.step()
         scheduler.step()
@@ -300,10 +341,12 @@ def train(args, model, optimizer, scheduler, train_data, validation_data, state:
         if step % per_epoch == 0 or step == last or args.eval_every and step % args.eval_every == 0:
             now = accuracy(model, compiled, validation_data, args.batch_size, args.padding)
             best = max(best, now)
-            tqdm.write(f"step {step}, epoch {step / per_epoch:.2f}: accuracy {now:.1%}, best {best:.1%}")
+            if rank() == 0:
+                tqdm.write(f"step {step}, epoch {step / per_epoch:.2f}: accuracy {now:.1%}, best {best:.1%}")
         if args.save_every and step % args.save_every == 0:
             position = {"step": step, "epoch": step // per_epoch, "batch": step % per_epoch, "accuracy": now, "best": best}
-            save_checkpoint(args.output, args.keep, snapshot(model, optimizer, scheduler, position, must_match))
+            save = save_divided if dist.is_initialized() else save_checkpoint
+            save(args.output, args.keep, snapshot(model, optimizer, scheduler, position, must_match))
     bar.close()
     return now
 
@@ -313,9 +356,11 @@ def train(args, model, optimizer, scheduler, train_data, validation_data, state:
 
 def snapshot(model, optimizer, scheduler, position: dict, must_match: dict) -> dict:
     """All that the next step depends on. `state_dict` waits for updates that are under way."""
+    divided = dist.is_initialized()
+    of_model, of_optimizer = get_state_dict(model, optimizer) if divided else (model.state_dict(), optimizer.state_dict())
     return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "model": of_model,
+        "optimizer": of_optimizer,
         "scheduler": scheduler.state_dict(),
         "position": position,
         "must_match": must_match,
@@ -323,25 +368,55 @@ def snapshot(model, optimizer, scheduler, position: dict, must_match: dict) -> d
     }
 
 
-def restore(state: dict, model, optimizer, scheduler) -> tuple[int, float, float]:
+def restore(args, state: dict, model, optimizer, scheduler) -> tuple[int, float, float]:
     """Put everything back. The number of steps done, the best accuracy so far, and the last one."""
-    for name, thing in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
-        thing.load_state_dict(state[name])
+    if dist.is_initialized():
+        load_divided(args.output / name_of(state["position"]["step"]), model, optimizer)
+    else:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
     torch.set_rng_state(state["random"]["torch"])
     random.setstate(state["random"]["python"])
     return state["position"]["step"], state["position"]["best"], state["position"]["accuracy"]
 
 
+def name_of(step: int) -> str:
+    """The name of a checkpoint, so that names are in order."""
+    return f"step-{step:09d}"
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a folder, oldest first."""
-    return sorted(folder.glob("step-*.pt"))
+    return sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
 
 
 def save_checkpoint(folder: Path, keep: int, state: dict) -> None:
     """Write a checkpoint, then delete all but the last `keep`."""
-    write_atomically(folder / f"step-{state['position']['step']:09d}.pt", lambda path: torch.save(state, path))
+    write_atomically(folder / f"{name_of(state['position']['step'])}.pt", lambda path: torch.save(state, path))
     for old in checkpoints(folder)[:-keep]:
-        old.unlink()
+        remove(old)
+
+
+def save_divided(folder: Path, keep: int, state: dict) -> None:
+    """As `save_checkpoint`, by all processes: each writes its part of the model and of the optimizer into one folder."""
+    path = folder / name_of(state["position"]["step"])
+    partial = path.with_name(path.name + ".partial")
+    dcp.save({name: state.pop(name) for name in ("model", "optimizer")}, checkpoint_id=partial)
+    if rank() == 0:
+        torch.save(state, partial / REST)
+        publish(partial, path)
+        for old in checkpoints(folder)[:-keep]:
+            remove(old)
+    dist.barrier()
+
+
+def load_divided(folder: Path, model, optimizer) -> None:
+    """Each process reads its part, whatever the number of processes that wrote the folder."""
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": of_model, "optimizer": of_optimizer}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def load_checkpoint(folder: Path, must_match: dict) -> dict | None:
@@ -349,7 +424,9 @@ def load_checkpoint(folder: Path, must_match: dict) -> dict | None:
     found = checkpoints(folder)
     if not found:
         return None
-    state = torch.load(found[-1], weights_only=True)
+    if found[-1].is_dir() != dist.is_initialized():
+        raise SystemExit(f"{found[-1]} was written {'under' if found[-1].is_dir() else 'without'} torchrun: continue it so")
+    state = torch.load(found[-1] / REST if found[-1].is_dir() else found[-1], weights_only=True)
     before = state["must_match"]
     other = [f"{k} was {before.get(k)!r} and is {v!r}" for k, v in must_match.items() if before.get(k) != v]
     if other:
@@ -362,6 +439,11 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     partial = path.with_name(path.name + ".partial")
     remove(partial)
     write(partial)
+    publish(partial, path)
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Give a file or folder its name once it is on the disk."""
     for written in (partial, *partial.rglob("*")):
         sync(written)
     if path.is_dir():  # a folder cannot be replaced by another
@@ -389,20 +471,30 @@ def remove(path: Path) -> None:
 
 def open_output(args: argparse.Namespace, must_match: dict) -> dict | None:
     """Make the output folder, clear what a killed run left half-written; the checkpoint to continue from, if any."""
-    args.output.mkdir(parents=True, exist_ok=True)
-    for partial in args.output.glob("*.partial"):
-        remove(partial)
+    if rank() == 0:
+        args.output.mkdir(parents=True, exist_ok=True)
+        for partial in args.output.glob("*.partial"):
+            remove(partial)
+    if dist.is_initialized():
+        dist.barrier()
     if not args.resume:
         if checkpoints(args.output):
             raise SystemExit(f"{args.output} holds checkpoints of a run: continue it with --resume, or choose another --output")
         return None
     state = load_checkpoint(args.output, must_match)
-    print(f"continuing after step {state['position']['step']}" if state else f"no checkpoint in {args.output}: it starts anew")
+    if rank() == 0:
+        print(
+            f"continuing after step {state['position']['step']}" if state else f"no checkpoint in {args.output}: it starts anew"
+        )
     return state
 
 
 def main() -> None:
     args = parse_arguments()
+    if "WORLD_SIZE" in os.environ:  # torchrun has started this process
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(args.seed)
     random.seed(args.seed)
@@ -419,13 +511,23 @@ def main() -> None:
     state = open_output(args, must_match)
 
     model = build_model(args, labels, len(tokenizer))
-    optimizer, scheduler = build_optimizer(model, args, args.epochs * (count // args.batch_size))
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"{size:.1f} M parameters, {len(labels)} classes, {count:,} examples to train with, {len(examples[1]):,} to validate")
+    if dist.is_initialized():
+        l2l_compile.shard(model, init_device_mesh("cpu", (world(),)))
+    optimizer, scheduler = build_optimizer(model, args, args.epochs * (count // args.batch_size))
+    if rank() == 0:
+        print(
+            f"{size:.1f} M parameters, {len(labels)} classes, {count:,} examples to train with, {len(examples[1]):,} to validate"
+        )
     final = train(args, model, optimizer, scheduler, train_data, validation_data, state, must_match)
 
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=whole) if dist.is_initialized() else None
+    if rank() > 0:
+        return
+
     def save(folder: Path) -> None:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
 
     write_atomically(args.output / "final", save)
@@ -435,3 +537,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    if dist.is_initialized():
+        dist.destroy_process_group()

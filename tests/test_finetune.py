@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -26,9 +28,20 @@ import json, os, sys
 import networkx, sympy, torch._dynamo, torch._functorch.aot_autograd, transformers.models.bert.modeling_bert
 import l2l_compile.backend, finetune
 for line in sys.stdin:
+    ranks, port, *arguments = json.loads(line)
+    others = []
     child = os.fork()
+    for rank in range(1, ranks if child else 0):
+        others.append(os.fork())
+        if not others[-1]:
+            child = 0
+            break
+    else:
+        rank = 0
     if not child:
-        sys.argv = ["finetune.py", *json.loads(line)]
+        if ranks:  # as torchrun does
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        sys.argv = ["finetune.py", *arguments]
         print("pid", os.getpid(), flush=True)
         try:
             finetune.main()
@@ -40,7 +53,8 @@ for line in sys.stdin:
             os._exit(1)
         sys.stdout.flush()
         os._exit(0)
-    print("ended", os.waitpid(child, 0)[1], flush=True)
+    statuses = [os.waitpid(process, 0)[1] for process in (child, *others)]
+    print("ended", max(statuses), flush=True)
 """
 
 
@@ -68,9 +82,14 @@ class Launcher:
             env=environment,
         )
 
-    def run(self, *arguments, kill_in_step: int | None = None, delay: float = 0.0) -> tuple[int, list[str]]:
-        """Run to the end, or kill the process some time after it says that a step begins. The status and what it printed."""
-        self.process.stdin.write(json.dumps([str(a) for a in arguments]) + "\n")
+    def run(self, *arguments, kill_in_step: int | None = None, delay: float = 0.0, ranks: int = 0) -> tuple[int, list[str]]:
+        """Run to the end, or kill the process some time after it says that a step begins. The status and what it printed.
+
+        `ranks` processes run as under torchrun; without it, one does.
+        """
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.process.stdin.write(json.dumps([ranks, port, *(str(a) for a in arguments)]) + "\n")
         self.process.stdin.flush()
         child, printed = None, []
         for line in self.process.stdout:
@@ -169,6 +188,40 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(launcher, finetune,
 
     status, printed = launcher.run(*common, "--output", broken, "--seed", 1)
     assert status == 0 and any("cannot be continued with other arguments: seed was '0' and is '1'" in line for line in printed)
+
+
+def test_a_run_of_two_processes_is_continued_by_one(launcher, tmp_path):
+    """The weights are those of a run without torchrun, dropout included."""
+    table = write_rows(tmp_path / "rows.csv")
+    common = [
+        "--data",
+        table,
+        "--layers",
+        1,
+        "--hidden",
+        32,
+        "--length",
+        16,
+        "--batch-size",
+        8,
+        "--micro-batches",
+        4,
+        "--precision",
+        "fp32",
+    ]
+    common += ["--save-every", 2, "--block-compiler", "eager", "--device", "cpu", "--resume"]
+    divided, alone = tmp_path / "divided", tmp_path / "alone"
+    for ranks, steps, output in ((2, 2, divided), (1, 4, divided), (0, 4, alone)):
+        status, printed = launcher.run(*common, "--max-steps", steps, "--output", output, ranks=ranks)
+        assert status == 0, launcher.errors.read_text()[-3000:]
+        assert ("continuing after step 2" in printed) == (ranks == 1)
+    assert sorted(p.name for p in divided.iterdir()) == ["final", "step-000000002", "step-000000004"]
+    ours, expected = (load_file(folder / "final" / "model.safetensors") for folder in (divided, alone))
+    assert ours.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+    status, printed = launcher.run(*common, "--output", divided)
+    assert status == 0 and any("was written under torchrun" in line for line in printed)
 
 
 def state_of(step: int) -> dict:
