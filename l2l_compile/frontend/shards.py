@@ -58,7 +58,7 @@ def _peel(graph: fx.Graph, placeholder: fx.Node) -> None:
     for method in chain:
         readers = [reader for node in made for reader in node.users]
         for reader in readers:
-            if _method(reader) != method:
+            if method_of(reader) != method:
                 raise _read_otherwise(placeholder, reader)
         made = readers
     whole = example.to_local().new_empty(pieces_of(example).shape)  # if nobody reads it
@@ -74,10 +74,10 @@ def _peel(graph: fx.Graph, placeholder: fx.Node) -> None:
     placeholder.meta["example_value"] = torch.nn.Parameter(whole.detach(), example.requires_grad)
 
 
-def _method(node: fx.Node) -> str:
-    """The method of a DTensor that a node calls. Dynamo of 2.11 records a function of its own, with the arguments in it."""
+def method_of(node: fx.Node) -> str:
+    """The method of a DTensor that a node calls, or a function. Dynamo of 2.11 records one of its own, with the arguments in it."""
     target = getattr(node.target, "__name__", node.target)
-    return target.removeprefix("prim_") if isinstance(target, str) else ""
+    return target.removeprefix("prim_").removeprefix("prim ") if isinstance(target, str) else ""
 
 
 def _read_otherwise(placeholder: fx.Node, reader: fx.Node) -> L2LError:

@@ -27,7 +27,7 @@ from ..errors import L2LError
 from ..ranks.sharded import is_divided, is_of_a_parallel_layer, local
 from ..ranks.tensor_parallel import sum_gradients, sum_over
 from . import dynamo
-from .shards import PART_OF
+from .shards import PART_OF, method_of
 
 REPLICATED, COLUMNS, PART = "the same on all ranks", "columns of it", "a part of a sum"
 
@@ -95,8 +95,7 @@ class _Layers:
 
     def _operation(self, node: fx.Node, example: object) -> None:
         reads = [n for n in node.all_input_nodes if n in self.found or n in self.parameters]
-        name = getattr(node.target, "__name__", node.target)
-        name = name.removeprefix("prim_") if isinstance(name, str) else ""
+        name = method_of(node)
         if name == "from_local" and is_divided(example):
             self._enter(node, example)
         elif name == "linear" and reads:
