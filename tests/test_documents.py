@@ -318,6 +318,31 @@ if child:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@checks("docs/ranks.md: Tensor parallel layers")
+def test_the_lines_on_tensor_parallel_layers_give_a_program(shown):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+        def forward(self, x):
+            return x + self.down(torch.tanh(self.up(x)))
+
+    dist = torch.distributed
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        scope = {"plain": torch.nn.Module(), "dist": dist, "l2l_compile": l2l_compile, **vars(dist.device_mesh)}
+        scope["plain"].layers = torch.nn.Sequential(Layer(), Layer())
+        exec(shown[0].text, scope)
+        (program,) = l2l_compile.explain(scope["plain"].layers, {"micro_batches": 2, "device": "cpu"})(torch.randn(4, 8)).programs
+    finally:
+        dist.destroy_process_group()
+    fetched = {line.split()[-2] for line in str(program).splitlines() if "fetch_weights(" in line}
+    assert program.captured.ranks == 2 and fetched == {str(4 * (4 * 8 + 4 + 4 * 8 + 4))}  # of 8 x 16 + 16 + 16 x 8 + 8 entries
+
+
 @checks(
     "README.md: Install",
     "CONTRIBUTING.md: Contributing",
