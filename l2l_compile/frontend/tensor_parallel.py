@@ -87,6 +87,8 @@ class _Layers:
 
     def _parameter(self, node: fx.Node, example: DTensor) -> None:
         self.parameters[node] = example
+        if example.device_mesh.ndim > 1:
+            raise self._refused(node, "its mesh has several dimensions, which l2l_compile.shard has not seen")
         sizes = example.shape[dim] if (dim := getattr(example.placements[0], "dim", None)) is not None else 0
         if sizes % example.device_mesh.size():
             raise self._refused(node, f"its {sizes} rows or columns are not a multiple of the ranks")
@@ -101,15 +103,22 @@ class _Layers:
         elif name == "linear" and reads:
             self._linear(node, example)
         elif name == "redistribute" and reads:
-            self._redistribute(node, example)
+            self._redistribute(node, self._value(node), example)
         elif name == "to_local" and reads:
-            found = self.found[reads[0]]
+            found = self._value(node)
             if found.form == PART:
                 raise self._refused(node)
             node.replace_all_uses_with(found.node)
             self.found[node] = found
         elif reads:
             raise self._refused(node)
+
+    def _value(self, reader: fx.Node) -> _Local:
+        """The value of which a node calls a method."""
+        value = reader.args[0]
+        if value not in self.found:
+            raise self._refused(reader)
+        return self.found[value]  # type: ignore[index]
 
     def _enter(self, node: fx.Node, example: DTensor) -> None:
         given = node.args[0]
@@ -144,9 +153,7 @@ class _Layers:
     def _is_whole(self, parameter: fx.Node) -> bool:
         return parameter in self.parameters and self.parameters[parameter].placements[0].is_replicate()
 
-    def _redistribute(self, node: fx.Node, example: object) -> None:
-        (source,) = (n for n in node.all_input_nodes if n in self.found)
-        found = self.found[source]
+    def _redistribute(self, node: fx.Node, found: _Local, example: object) -> None:
         assert isinstance(example, DTensor)
         if found.form == PART and _form(example) == REPLICATED:
             with self.graph.inserting_before(node):

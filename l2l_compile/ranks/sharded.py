@@ -167,7 +167,10 @@ def is_divided(tensor: Any) -> TypeGuard[DTensor]:
 
 def is_of_a_parallel_layer(tensor: Any) -> TypeGuard[DTensor]:
     """Whether a tensor is a `DTensor` of a mesh that `shard` has not seen: `parallelize_module` makes those."""
-    return isinstance(tensor, DTensor) and not is_known(_data(tensor.device_mesh))
+    if not isinstance(tensor, DTensor):
+        return False
+    mesh = tensor.device_mesh
+    return mesh.ndim > 2 or mesh.ndim == 2 and not mesh.mesh_dim_names or not is_known(_data(mesh))
 
 
 def pieces_of(tensor: DTensor) -> Pieces:

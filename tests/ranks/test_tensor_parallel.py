@@ -11,7 +11,7 @@ from steps import OPTIONS, assert_same, mean_of_eager, whole
 from test_mean import FLOOR, llama_loss, numbers, tokens
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -144,7 +144,28 @@ def uneven(model, mesh):
     parallelize_module(model, mesh, {"head": ColwiseParallel()})
 
 
+class ReadsItsPart(nn.Module):
+    """A parameter of its own making, read as this rank's part."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(2, 5), mesh, [Shard(0)] * mesh.ndim))
+
+    def forward(self, x):
+        return x @ self.weight.to_local().T
+
+
+def read_as_a_part(model, mesh):
+    model.head = ReadsItsPart(mesh)
+
+
+def on_a_mesh_of_two_dimensions(model, mesh):
+    model.head = ReadsItsPart(init_device_mesh("cpu", (1, 2)))
+
+
 REFUSED = {
+    read_as_a_part: ({}, r"parameter .*head.*weight.* is a DTensor with .*'\w+' uses it in another way"),
+    on_a_mesh_of_two_dimensions: ({}, r"parameter .*head.*weight.* is a DTensor with .*, and its mesh has several dimensions"),
     whole_at_the_end: (
         {},
         r"parameter .*head.*weight.* is a DTensor with .*Shard\(dim=0\).* on DeviceMesh\(\(tp=2\).*'outputs\w*' uses it in another way",
