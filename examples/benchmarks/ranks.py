@@ -4,6 +4,9 @@ Each rank is a process of one thread on this machine, with gloo between them; th
 cores, seconds say nothing of what more machines would give. Host bytes are those of parameters, gradients and AdamW's state that
 a rank holds after a step, for each parameter of the model. Bytes over the link, and between ranks, are those of a step.
 
+A second table has the bytes of a rank for larger models and more ranks, as in ZeRO's paper (arXiv 1910.02054, table 1). They are
+computed from programs (`shares.py`), and those of the model that runs are compared with the measured ones.
+
     python examples/benchmarks/ranks.py
 """
 
@@ -24,7 +27,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import l2l_compile
 from measuring import Limit, arguments, device_of, llama, report, token_batch
+from shares import share_of
 
+LARGER = ((16, 2048), (32, 4096), (80, 8192))  # layers and width of models whose shares are computed
+MANY = (1, 4, 16, 64)
 RANKS = (1, 2, 4)
 ENGINES = ("l2l", "FSDP2")
 STEPS, WARM = 5, 2
@@ -45,7 +51,7 @@ def train(rank: int, ranks: int, engine: str, options) -> dict:
     if engine == "l2l":
         l2l_compile.shard(model, mesh)
         step = torch.compile(
-            model, backend="l2l", fullgraph=True, options={"micro_batches": 2, "device": options.device, "outputs": "loss"}
+            model, backend="l2l", fullgraph=True, options={"micro_batches": 2, "device": str(options.device), "outputs": "loss"}
         )
     else:
         for layer in (*model.model.layers, model):
@@ -67,6 +73,27 @@ def train(rank: int, ranks: int, engine: str, options) -> dict:
         stats = l2l_compile.stats(step)
         found |= {"link": stats.fetched_bytes + stats.pushed_bytes, "between": stats.gathered_bytes + stats.reduced_bytes}
     return found
+
+
+def program_of(layers: int, width: int, options) -> l2l_compile.Program:
+    """The program of a model on meta: it takes no memory."""
+    with torch.device("meta"):
+        model = llama(layers, width, 4 * width, width // 64, tokens=options.tokens)
+    ids = token_batch(options.rows, tokens=options.tokens)
+    settings = {"micro_batches": 2, "device": str(options.device), "outputs": "loss"}
+    (program,) = l2l_compile.explain(model, settings)(input_ids=ids, labels=ids).programs
+    return program
+
+
+def table_of_shares(options) -> None:
+    """Print GiB of a rank by size of the model and number of ranks."""
+    print(f"{'layers':>8}{'width':>8}{'ranks':>8}{'host GiB':>10}{'slabs GiB':>11}{'link GiB':>10}{'between GiB':>13}")
+    for layers, width in LARGER[: 1 if options.quick else None]:
+        program = program_of(layers, width, options)
+        for ranks in MANY:
+            share = share_of(program, ranks)
+            sizes = [size / 2**30 for size in (share.host, share.slabs, share.link, share.between)]
+            print(f"{layers:>8}{width:>8}{ranks:>8}{sizes[0]:>10.2f}{sizes[1]:>11.2f}{sizes[2]:>10.2f}{sizes[3]:>13.2f}")
 
 
 def in_processes(ranks: int, engine: str, options) -> dict:
@@ -114,6 +141,7 @@ def main() -> int:
     device = device_of(options.device)
     options.device = device
     rows, limits, of_one = [], [], {}
+    program = program_of(options.layers, options.width, options)
     for engine in ENGINES:
         for ranks in RANKS:
             found = in_processes(ranks, engine, options)
@@ -128,9 +156,16 @@ def main() -> int:
                     "between ranks MiB": found["between"] / 2**20 if "between" in found else "",
                 }
             )
+            if engine == "l2l":
+                share = share_of(program, ranks)
+                computed = (share.host / found["parameters"], share.link, share.between)
+                measured = (found["host"], found["link"], found["between"])
+                worst = max(max(c, m) / min(c, m) for c, m in zip(computed, measured, strict=True) if max(c, m))
+                limits.append(Limit(f"{ranks} ranks, computed bytes over measured ones, the worst", worst, 1.02))
             if engine == "l2l" and ranks > 1:
                 share = found["host"] * ranks / of_one[engine]["host"]
                 limits.append(Limit(f"{ranks} ranks, host bytes over those of one rank, times {ranks}", share, 1.02))
+    table_of_shares(options)
     return report(options, device, rows, limits, parameters=of_one["l2l"]["parameters"])
 
 

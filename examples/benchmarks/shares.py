@@ -1,0 +1,57 @@
+"""What each of N ranks holds and moves, from the program of a model that is not divided: nothing runs, and the model may be on meta."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from l2l_compile import Program
+from l2l_compile.ir import nodes
+from l2l_compile.ir.segments import Segment
+from l2l_compile.ranks.pieces import Pieces
+
+STATE = 3  # numbers in fp32 beside a trained one: its gradient, and the two moments of AdamW
+
+
+@dataclass(frozen=True)
+class Share:
+    """Bytes of one rank.
+
+    host     its pieces of parameters, gradients and AdamW's state
+    slabs    device memory for the weights of a segment, as many as rotate
+    link     what a step fetches and pushes
+    between  what a step receives from other ranks to complete its weights, and the gradients that it reduces with them
+    """
+
+    host: int
+    slabs: int
+    link: int
+    between: int
+
+
+def share_of(program: Program, ranks: int, prefetch: int = 1) -> Share:
+    """The share of rank 0, the largest, of a step in fp32 with AdamW."""
+    held, link, between = {}, 0, 0
+    for segment in program.segments:
+        for weight, pieces, size, trained in _weights(segment, ranks):
+            own = math.prod(pieces.shape_of(0)) if weight.kind == "parameter" else math.prod(pieces.shape)
+            held[weight.index] = own * (size + 4 * STATE * trained)
+    for graph in program.graphs.values():
+        for node in graph.nodes:
+            if node.target in (nodes.fetch_weights, nodes.push_gradients):
+                fetches = node.target is nodes.fetch_weights
+                for _, pieces, size, trained in _weights(program.segments[nodes.operands(node).segment], ranks):
+                    if fetches or trained:
+                        link += pieces.entries * size
+                        whole = math.prod(pieces.padded if fetches else pieces.shape) * size
+                        between += 0 if ranks == 1 or pieces.replicated and fetches else whole - whole // ranks * fetches
+    whole = (sum(math.prod(p.padded) * size for _, p, size, _ in _weights(s, ranks)) for s in program.segments)
+    return Share(sum(held.values()), (prefetch + 1) * max(whole), link, between)
+
+
+def _weights(segment: Segment, ranks: int):
+    """Each weight of a segment, how it is divided, the bytes of an entry, and whether it is trained."""
+    for weight, spec in zip(segment.weights, segment.block.weights, strict=True):
+        shape = spec.sizes({})
+        divided = weight.kind == "parameter" and len(shape) > 0
+        yield weight, Pieces(shape, ranks, replicated=not divided), spec.dtype.itemsize, spec.differentiable
