@@ -129,6 +129,27 @@ def test_the_text_of_a_program_of_64_ranks_is_the_one_that_is_kept(world):
     assert shown == PRINTED.read_text()
 
 
+@pytest.mark.parametrize("world", [2, 5, 64], indirect=True)
+def test_the_share_of_a_rank_is_that_of_its_program(world, monkeypatch):
+    """Computed from the program of the model that is not divided, padding included."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "benchmarks"))
+    from shares import share_of
+
+    model = Stack(3)
+    (plain,) = l2l_compile.explain(model, OPTIONS)(rows(6).float()).programs
+    share, alone, found = share_of(plain, world), share_of(plain, 1), program(world, model)
+    moved = [
+        node
+        for graph in found.graphs.values()
+        for node in graph.nodes
+        if node.target in (nodes.fetch_weights, nodes.push_gradients)
+    ]
+    assert share.link == sum(node.meta["bytes"] for node in moved)
+    largest = sum(p.to_local().numel() for p in model.parameters())  # this process is rank 0
+    assert share.host == 16 * largest and alone.host == 16 * sum(p.numel() for p in model.parameters())
+    assert alone.between == 0 < share.between and share.slabs >= alone.slabs
+
+
 class Mixing(Stack):
     """A statistic of the rows, which the rows read again, and a mean."""
 
