@@ -36,6 +36,14 @@ def pytest_sessionfinish():
     shutil.rmtree(CACHE, ignore_errors=True)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen_heap():
+    """Collections look at what this file makes, not at what earlier ones leave behind: Dynamo's guards outlive its reset."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch._dynamo.reset()

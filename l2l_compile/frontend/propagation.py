@@ -19,7 +19,6 @@ tensors with values, subclasses, higher-order operations) runs as always.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +36,7 @@ from .fake_results import directly
 from .patches import is_replaced, replace
 from .recurrent_stacks import sizes_of_stack
 
+_MEMORY = "_l2l_propagation"  # an attribute of the frame's ShapeEnv, which owns the symbols
 _PLAIN = (
     type(None), bool, int, float, complex, str, type(...),
     torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -64,7 +64,6 @@ def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
     original = dynamo_utils.run_node
     if is_replaced(original):
         return
-    memories: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()  # by the frame's ShapeEnv: it owns symbols
 
     @functools.wraps(original)
     def run_node(tracer, node, args, kwargs, nnmodule):
@@ -81,9 +80,18 @@ def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
         directly(tracer.fake_mode)
         if node.op == "call_function" and (made := sizes_of_stack(node.target, args, kwargs)) is not None:
             return made
-        return propagate(memories.setdefault(tracer.shape_env, {}), node.target, (args, kwargs), run)
+        return propagate(_memory_of(tracer), node.target, (args, kwargs), run)
 
     replace(dynamo_utils, "run_node", run_node)
+
+
+def _memory_of(tracer: Any) -> dict[Hashable, Result]:
+    """What is remembered for a frame, until it is captured: its tensors hold symbols in a way that the garbage collector cannot see."""
+    attributes = vars(tracer.shape_env)
+    if _MEMORY not in attributes:
+        attributes[_MEMORY] = {}
+        tracer.add_cleanup_hook(lambda: attributes.pop(_MEMORY, None))
+    return attributes[_MEMORY]
 
 
 def propagate(memory: dict[Hashable, Result], target: Hashable, operands: Any, run: Callable[[], Any]) -> Any:

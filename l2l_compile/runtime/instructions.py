@@ -6,7 +6,6 @@ Values are numbered. An operand is a number, or a tuple of them, so that nothing
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,12 +73,12 @@ class Instructions:
         return lambda values: tuple([read(values) for read in reads])
 
 
-_made: weakref.WeakKeyDictionary[fx.Graph, dict[bool, Instructions]] = weakref.WeakKeyDictionary()
+_MADE = "_l2l_instructions"  # an attribute of the graph: instructions hold its nodes, which hold the graph
 
 
 def instructions_of(graph: fx.Graph, launches_first: bool) -> Instructions:
     """The instructions of a graph, made when they are first asked for. Who edits the graph behind that calls `edited`."""
-    known = _made.setdefault(graph, {})
+    known = vars(graph).setdefault(_MADE, {})
     if launches_first not in known:
         known[launches_first] = Instructions(graph, launches_first)
     return known[launches_first]
@@ -87,7 +86,7 @@ def instructions_of(graph: fx.Graph, launches_first: bool) -> Instructions:
 
 def edited(graph: fx.Graph) -> None:
     """A graph that may have run was changed: its instructions are made anew."""
-    _made.pop(graph, None)
+    vars(graph).pop(_MADE, None)
 
 
 def _launches_before_fetches(given: Sequence[fx.Node]) -> list[fx.Node]:
