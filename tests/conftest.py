@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import shutil
 import tempfile
@@ -12,24 +11,19 @@ import warnings
 import pytest
 import torch
 
+from lean import freeze, settle
+
 # What one test has traced and compiled is there for the next one, as in a process of a user; nothing of an earlier run is. A folder
 # for each worker: two processes that write one file of Inductor's cache at once have been seen to fail.
 CACHE = tempfile.mkdtemp(prefix="l2l_compile_tests_")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = CACHE
 # The same kernels for 16 bits on every machine, AMX left out: some virtual machines say that they have it, and die of it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
-torch.set_num_threads(1)
 warnings.filterwarnings("ignore", message=".*lowering to.*")
-# After each compilation, Dynamo collects garbage and measures its guards with a cold cache: a twentieth of the time of all tests.
-torch._dynamo.config.run_gc_after_compile = False
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
 def pytest_collection_finish():
-    """Collections of cycles leave modules alone, which live to the end, and are rarer: they were a tenth of the time."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    settle()
 
 
 def pytest_sessionfinish():
@@ -38,10 +32,9 @@ def pytest_sessionfinish():
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_heap():
-    """Collections look at what this file makes, not at what earlier ones leave behind: Dynamo's guards outlive its reset."""
+    """Collections look at what this file makes, not at what earlier ones leave behind."""
     yield
-    gc.collect()
-    gc.freeze()
+    freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ import os, sys
 import networkx, sympy, torch, torch._dynamo, torch._functorch.aot_autograd, torch._inductor.compile_fx, torch.distributed.tensor
 import l2l_compile.backend
 sys.path[:0] = {folders}
-import pool
-torch.set_num_threads(1)
+import lean, pool
+lean.settle()
 ranks = {{}}
 missing = list(range({size}))
 while True:
