@@ -20,9 +20,7 @@ from ..ranks.ranks import Ranks
 from ..ranks.sharded import is_divided, is_of_a_parallel_layer, local, pieces_of, ranks_behind
 from . import dynamo
 
-PART_OF = (
-    "part_of"  # in the meta of an input that is a rank's part of a parallel layer's parameter: the DTensor that it is a part of
-)
+PART_OF = "part_of"  # in the meta of an input that is a rank's part of a parallel layer's parameter: the DTensor of that layer
 
 
 def make_whole(graph: fx.Graph) -> tuple[dict[fx.Node, Pieces], Ranks | None]:

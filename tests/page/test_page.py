@@ -15,6 +15,7 @@ import torch
 
 import l2l_compile
 from l2l_compile.devices.machine import Machine
+from l2l_compile.timeline import ORDER
 from models import Broken, Stack, compiled, loss_of, rows
 
 OPTIONS = {"micro_batches": 2, "device": "cpu"}
@@ -71,6 +72,12 @@ def test_memory_over_the_step_reaches_the_expected_peak_and_is_in_the_order_of_t
     held = memory["host"]["bytes"]
     assert held[0][gradients] == 0 and held[-1][gradients] == report.host_memory.gradients
     assert held[0][stashes] == held[-1][stashes] == 0 < max(values[stashes] for values in held)
+
+
+def test_every_lane_that_a_timeline_may_have_is_explained():
+    page = (Path(l2l_compile.__file__).parent / "page" / "page.html").read_text()
+    (lanes,) = re.findall(r"const LANES = \{(.*?)\};", page, re.DOTALL)
+    assert set(re.findall(r"(\w+): \"", lanes)) == set(ORDER)
 
 
 def test_warnings_stand_at_the_top_once():
