@@ -23,6 +23,7 @@ from .canonical import Piece, build_block
 from .names import items
 
 ABOUT_A_LAYER = 1.1  # a first layer may have a table that the others read
+_ABOUT_A_USE = 1.02  # a head may have a norm in front of it: in a segment of its own no copy could hide behind it
 
 
 @dataclass(frozen=True)
@@ -134,10 +135,10 @@ def _weights(sequence: OperationSequence, piece: range) -> set:
 
 
 def _narrow(sequence: OperationSequence, gap: range, limit: float) -> list[range]:
-    """Cut a stretch into pieces of at most `limit` parameter bytes (or one use), at the least crossing bytes."""
+    """Cut a stretch into pieces of at most `limit` parameter bytes, or little more than one use, at the least crossing bytes."""
     cuts = _candidates(sequence, gap)
     atoms = [_weights(sequence, range(a, b)) for a, b in itertools.pairwise(cuts)]
-    limit = max([limit, *(sum(map(sequence.weight_bytes, atom)) for atom in atoms)])
+    limit = max([limit, *(_ABOUT_A_USE * sum(map(sequence.weight_bytes, atom)) for atom in atoms)])
     best = [0.0] + [math.inf] * len(atoms)
     came = [0] * (len(atoms) + 1)
     for end in range(1, len(cuts)):
