@@ -9,6 +9,7 @@ from torch import fx
 
 from ...frontend.simplify import drop_dead
 from ...ir.captured import Captured
+from ...ir.values import TensorSpec
 from ..compilation import Compilation, Fact
 
 
@@ -37,7 +38,8 @@ def drop_outputs(captured: Captured) -> None:
         for i, o in enumerate(captured.outputs)
         if isinstance(o, fx.Node) and o in captured.specs and o.op != "placeholder"
     }
-    batched = {i: spec for i, spec in specs.items() if spec.batch is not None or spec.mixed}
+    is_batched = _may_have_the_row if _has_one_row(captured) else _has_rows
+    batched = {i: spec for i, spec in specs.items() if is_batched(spec)}
     if not any(spec.differentiable for i, spec in specs.items() if i not in batched):
         return
     captured.dropped = batched
@@ -45,3 +47,18 @@ def drop_outputs(captured: Captured) -> None:
     drop_dead(captured.graph)
     there = set(captured.graph.nodes)
     captured.specs = {node: spec for node, spec in captured.specs.items() if node in there}
+
+
+def _has_rows(spec: TensorSpec) -> bool:
+    return spec.batch is not None or spec.mixed
+
+
+def _has_one_row(captured: Captured) -> bool:
+    """Whether the batch has one row: a size of 1 is no symbol, and no value tells where its rows are."""
+    values = (captured.specs[i.node] for i in captured.inputs if i.kind == "value" and i.node in captured.specs)
+    return captured.batch is None and any(spec.shape[:1] == (1,) for spec in values)
+
+
+def _may_have_the_row(spec: TensorSpec) -> bool:
+    """Whether a value has a dimension for the one row there is; a loss of shape [1] is a number."""
+    return 1 in spec.shape and any(size != 1 for size in spec.shape)

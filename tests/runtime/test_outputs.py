@@ -141,6 +141,22 @@ def test_every_device_brings_gradients_in_order(threaded):
         pair_of(model).run(step, rows(count, 4, 8)).check()
 
 
+def test_a_batch_of_one_row_makes_no_scores_either():
+    """A size of 1 is no symbol for Dynamo; a loss of shape [1] stays."""
+
+    class Numbers(Language):
+        def forward(self, x, labels):
+            made = super().forward(x, labels)
+            return {**made, "number": made["loss"].reshape(1)}
+
+    pair = pair_of(Numbers().double(), outputs="loss", tolerance=1e-12)
+    x = ids(1)
+    made = pair.compiled(x, x)
+    assert made["scores"].is_meta and made["scores"].shape == Numbers().double()(x, x)["scores"].shape
+    assert torch.equal(made["number"], made["loss"].reshape(1)) and not made["number"].is_meta
+    pair_of(Language().double(), outputs="loss", tolerance=1e-12).run(forward_alone, x, x).check()
+
+
 def test_the_head_does_not_grow_with_the_batch():
     """Sixteen micro-batches need little more of the device than one of the same size."""
     vocabulary = 8000
