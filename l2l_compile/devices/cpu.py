@@ -62,7 +62,9 @@ class CpuDevice(Device):
             self._slabs[slab][piece.start : piece.start + flat.numel()] = flat
         return self._slabs[slab][:size]
 
-    def load_weights(self, slab: int, wire: HostWeights | None, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def load_weights(
+        self, slab: int, wire: HostWeights | None, weights: Sequence[torch.Tensor], unread: frozenset[int] = frozenset()
+    ) -> list[torch.Tensor]:
         return [*(wire.views if wire is not None else ()), *(_alone(w.detach().contiguous()) for w in weights)]
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:

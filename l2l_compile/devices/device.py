@@ -19,7 +19,7 @@ from torch import fx
 
 from ..ir.segments import Segment
 from ..memory.accesses import UNWATCHED, Unwatched
-from ..memory.layout import aligned
+from ..memory.layout import aligned, joined
 from ..memory.pages import PinnedMemory, Pool, unlocked
 from .host import cores
 from .staging import Staging
@@ -73,11 +73,13 @@ class HostWeights(Protocol):
     buffer   uint8
     pinned   whether the device can copy from it directly
     views    the weights, one by one
+    spans    where each of them begins and ends, in bytes
     """
 
     buffer: torch.Tensor
     pinned: bool
     views: list[torch.Tensor]
+    spans: list[tuple[int, int]]
 
     def in_slab(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """The weights as views of another buffer with this layout."""
@@ -119,21 +121,26 @@ class Device(ABC):
     def reserve_slabs(self, count: int, size: int) -> None:
         """Have `count` weight slabs of `size` bytes; called before every step, and does nothing if they are there."""
 
-    def load_weights(self, slab: int, wire: HostWeights | None, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def load_weights(
+        self, slab: int, wire: HostWeights | None, weights: Sequence[torch.Tensor], unread: frozenset[int] = frozenset()
+    ) -> list[torch.Tensor]:
         """Copy a wire and further host tensors into a slab (h2d lane).
 
-        Returns contiguous device tensors, first the wire's, then the others; they may alias the host's.
+        Returns contiguous device tensors, first the wire's, then the others; they may alias the host's. Entries of those in `unread`,
+        by position in that order, may be anything.
         """
         target, offset, loaded = self._slabs[slab], 0, []
         if wire is not None:
             offset, loaded = wire.buffer.numel(), wire.in_slab(target)
-            if wire.pinned:
-                target[:offset].copy_(wire.buffer, non_blocking=True)
-            else:
-                self._staging.send(wire.buffer, target[:offset])
-        for weight in weights:
+            for start, end in joined([span for i, span in enumerate(wire.spans) if i not in unread]):
+                if wire.pinned:
+                    target[start:end].copy_(wire.buffer[start:end], non_blocking=True)
+                else:
+                    self._staging.send(wire.buffer[start:end], target[start:end])
+        for position, weight in enumerate(weights, len(loaded)):
             part = target[offset : offset + weight.numel() * weight.element_size()]
-            self._staging.send(weight, part)
+            if position not in unread:
+                self._staging.send(weight, part)
             loaded.append(part.view(weight.dtype).view(weight.shape))
             offset += aligned(part.numel())
         return loaded

@@ -170,7 +170,8 @@ def merge(x: OnDevice):
 def fetch_weights(segment: SegmentIndex, after: Done | None = None):
     """Copy a segment's parameters and buffers into a weight slab of the device; asynchronous.
 
-    `after` is the update of the segment, where it stands in the same graph.
+    Large weights that the reader does not read are left out: backward needs no table to differentiate a lookup. `after` is the update
+    of the segment, where it stands in the same graph.
     """
     _not_run("fetch_weights")
 

@@ -33,6 +33,12 @@ class Traced:
     present: tuple[bool, ...]
     taken: tuple[tuple[Dim, int, int], ...]
 
+    @functools.cached_property
+    def read(self) -> tuple[bool, ...]:
+        """For each operand that is a tensor, whether anything reads it: backward needs no table to differentiate a lookup."""
+        operands = self.graph.graph.find_nodes(op="placeholder")
+        return tuple(bool(node.users) for node in operands if isinstance(node.meta["val"], torch.Tensor))
+
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
@@ -65,6 +71,10 @@ class Lowered:
     @property
     def random(self) -> bool:
         return self.seeded or bool(self.draws)
+
+    def unread(self, count: int) -> frozenset[int]:
+        """Those of the first operands, by position, that nothing reads: their entries may be anything."""
+        return frozenset(i for i, is_read in enumerate(self.traced.read[:count]) if not is_read)
 
 
 @dataclass(frozen=True, eq=False)

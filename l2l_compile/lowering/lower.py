@@ -131,14 +131,23 @@ class Lowering:
         self._ahead[key.exact, key.sizes] = waiting
         return waiting
 
+    def known(self, request: Request) -> Lowered | None:
+        """What a request was lowered to, None if it has not been."""
+        block, bindings, which, wanted = request
+        return self._done.get((block, which, wanted, *map(bindings.__getitem__, block.symbols)))
+
     def _at(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Lowered:
-        key = (block, which, wanted, *map(bindings.__getitem__, block.symbols))
-        done = self._done.get(key)
+        done = self.known((block, bindings, which, wanted))
         if done is None:
             with one_at_a_time:
-                code, sizes = self._code(block, bindings, which, wanted)
-                done = self._done[key] = code.at(sizes)
+                done = self._at_first(block, bindings, which, wanted)
+            self._done[block, which, wanted, *map(bindings.__getitem__, block.symbols)] = done
         return done
+
+    def _at_first(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Lowered:
+        """Lower a block at sizes that nobody has asked for."""
+        code, sizes = self._code(block, bindings, which, wanted)
+        return code.at(sizes)
 
     def _key(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> _Key:
         form = block_form(block, {s: bindings[s] for s in block.symbols if bindings[s] < 2 or block.static})

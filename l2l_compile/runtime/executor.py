@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..devices.device import Device, HostWeights, Piece
+from ..devices.device import Device
 from ..ir import nodes
 from ..ir.segments import Segment
 from ..ir.values import TensorSpec
 from ..memory.accesses import Place
 from ..ranks.pieces import Pieces
+from .fetch import load, unread
 from .instructions import Instructions
 from .segment_run import for_the_link, norms, run_backward, run_forward
 from .slab import slots
@@ -114,45 +115,17 @@ def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeVal
     run.next_slab = (slab + 1) % len(run.slab_free)
     result = RuntimeValue()
     result.slab, result.place = slab, run.slab_places[slab]
+    result.unfetched = unread(run.step, node, run.segments)
     weights = [run.step.arguments[w.index] if w.index >= 0 else run.step.constants[w.name] for w in fetched.weights]
     if run.slab_free[slab] is not None:
         run.device.lanes["h2d"].wait(run.slab_free[slab])
 
     def work() -> None:
-        wire, loose = run.step.server.load(run.step, fetched, weights)
-        if fetched.divided:
-            result.tensors = _load_pieces(run, fetched, slab, wire, loose)
-            run.device.hold(result.tensors)
-            return
-        loaded = run.device.load_weights(slab, wire, loose)
-        run.step.stats.fetched_bytes += bytes_of(loaded)
-        count = len(loaded) - len(loose)
-        from_wire, others = iter(loaded[:count]), iter(loaded[count:])
-        on_wire = [wire is not None and w.kind == "parameter" for w in fetched.weights]
-        result.tensors = [next(from_wire if is_on_wire else others) for is_on_wire in on_wire]
+        result.tensors = load(run.step, run.device, fetched, slab, weights, result.unfetched)
         run.device.hold(result.tensors)
 
     run.submit("h2d", (), (result,), work)
     return result
-
-
-def _load_pieces(
-    run: Executor, segment: Segment, slab: int, wire: HostWeights | None, loose: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Fetch this rank's pieces of a segment's weights; the weights as they will be gathered, with padding."""
-    ranks = run.step.ranks
-    from_wire, others = iter(wire.views if wire is not None else ()), iter(loose)
-    on_wire = [wire is not None and w.kind == "parameter" for w in segment.weights]
-    sources = [next(from_wire if is_on_wire else others) for is_on_wire in on_wire]
-    places = slots(segment, run.step.bindings)
-    pieces = [
-        Piece(source.detach(), slot.own(ranks.rank), pinned=is_on_wire and wire is not None and wire.pinned)
-        for source, slot, is_on_wire in zip(sources, places, on_wire, strict=True)
-    ]
-    last = places[-1]
-    memory = run.device.load_pieces(slab, pieces, last.start + last.bytes)
-    run.step.stats.fetched_bytes += bytes_of(sources)
-    return [slot.padded(memory) for slot in places]
 
 
 @handles(nodes.gather_weights)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import ClassVar
 
 import torch
+from torch import fx
 
 from ..devices.device import Device
+from ..errors import L2LError
 from ..ir import nodes
 from ..ir.precision import gradient_dtype
 from ..ir.program import Program
@@ -26,28 +27,24 @@ from .step import RuntimeValue, Step
 def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]:
     """What a step through a program is going to lower, each once, forward first, in the order in which it runs."""
     seen: set[tuple] = set()
-    backward = _backward_requests(step, program) if to_train else ()
-    for block, bindings, which, wanted in itertools.chain(_forward_requests(step, program), backward):
-        key = block, which, wanted, bindings.get(step.batch)
-        if key not in seen:
-            seen.add(key)
-            yield block, bindings, which, wanted
+    for graph in (program.forward.graph, program.backward.graph if to_train and program.backward is not None else None):
+        for node in filter(nodes.runs_segment, graph.nodes if graph is not None else ()):
+            for request in requests(step, node, program.segments):
+                block, bindings, which, wanted = request
+                key = block, which, wanted, bindings.get(step.batch)
+                if key not in seen:
+                    seen.add(key)
+                    yield request
 
 
-def _forward_requests(step: Step, program: Program) -> Iterator[Request]:
-    for segment in program.segments:
-        for number, bindings in enumerate(step.bindings_of(segment.block)):
-            yield segment.block, bindings, "forward", wanted_of(segment.block, again=number > 0)
-
-
-def _backward_requests(step: Step, program: Program) -> Iterator[Request]:
-    if program.backward is None:
-        return
-    for node in program.backward.graph.find_nodes(op="call_function", target=nodes.backward):
-        block = program.segments[nodes.operands(node).segment].block
-        gradient_mask = tuple(gradient is not None for gradient in nodes.arriving_gradients(node))
-        for bindings in step.bindings_of(block):
-            yield block, bindings, "backward", gradient_mask
+def requests(step: Step, node: fx.Node, segments: Sequence[Segment]) -> Iterator[Request]:
+    """What a node that runs a segment asks to be lowered, for each micro-batch, if every gradient arrives that may."""
+    block = segments[nodes.operands(node).segment].block
+    for number, bindings in enumerate(step.bindings_of(block)):
+        if node.target is nodes.forward:
+            yield block, bindings, "forward", wanted_of(block, again=number > 0)
+        else:
+            yield block, bindings, "backward", tuple(gradient is not None for gradient in nodes.arriving_gradients(node))
 
 
 def run_forward(
@@ -90,6 +87,7 @@ class _Run(ABC):
         self.step, self.device, self.segment, self.block = step, device, segment, segment.block
         self.weights, self.operands = weights, operands
         self.lowered = [self.lower(number, bindings) for number, bindings in enumerate(step.bindings_of(self.block))]
+        self._check_fetched()
         self.seeds = self._seeds()
 
     def inner_loop(self) -> list[Callable[[], None]]:
@@ -110,6 +108,16 @@ class _Run(ABC):
 
     @abstractmethod
     def _lower(self, number: int, bindings: Bindings) -> Lowered: ...
+
+    def _check_fetched(self) -> None:
+        """Raise `L2LError` if the code reads a weight that was not fetched since no code was known to read it."""
+        unfetched = self.weights.unfetched
+        if unfetched and not all(unfetched <= code.unread(len(self.block.weights)) for code in self.lowered):
+            names = ", ".join(self.segment.weights[i].name for i in sorted(unfetched))
+            raise L2LError(
+                f"{self.which} of segment '{self.segment.name}' reads a weight that was not fetched for it ({names}). This is a bug of "
+                "l2l_compile: please report it with the model"
+            )
 
     def _seeds(self) -> list[int]:
         """A seed for each micro-batch; none where nothing is random."""

@@ -29,10 +29,11 @@ class RuntimeValue:
     absent       a gradient that does not exist
     results      for a node with several results, a value each
     slab         for weights: the number of their slab
+    unfetched    positions of weights whose entries were left out of the fetch, since nothing reads them
     place        what is watched for races: its memory
     """
 
-    __slots__ = ("absent", "event", "lane", "place", "readers", "results", "slab", "tensors")
+    __slots__ = ("absent", "event", "lane", "place", "readers", "results", "slab", "tensors", "unfetched")
 
     def __init__(self, tensors: list[torch.Tensor] | None = None, absent: bool = False, results: Sequence[RuntimeValue] = ()):
         self.tensors: Any = tensors  # None until its lane fills it, and after its release
@@ -41,6 +42,7 @@ class RuntimeValue:
         self.event: Any = None
         self.readers: dict[str, Any] = {}
         self.slab: int | None = None
+        self.unfetched: frozenset[int] = frozenset()
         self.place = Place()
 
     def copy(self) -> RuntimeValue:

@@ -68,16 +68,13 @@ class SimulatedLowering(Lowering):
     def ahead(self, requests: Iterable[Request]) -> None:
         """Nothing is compiled."""
 
-    def _at(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Lowered:
-        key = (block, which, wanted, *map(bindings.__getitem__, block.symbols))
-        if key not in self._done:
-            with _disable_current_modes():
-                code, sizes = self._code(block, bindings, which, wanted)
-                lowered, at = code.at(sizes), dict(zip(code.guards.symbols, sizes, strict=True))
-                seconds, kernels = self._times_of(lowered.graph.graph, at, (block, bindings, which, wanted))
-                run = _Simulated(self.simulated, _results_of(lowered.graph.graph, at), seconds, kernels)
-                self._done[key] = Lowered(lowered.traced, run, (), lowered.workspace_bytes)
-        return self._done[key]
+    def _at_first(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Lowered:
+        with _disable_current_modes():
+            code, sizes = self._code(block, bindings, which, wanted)
+            lowered, at = code.at(sizes), dict(zip(code.guards.symbols, sizes, strict=True))
+            seconds, kernels = self._times_of(lowered.graph.graph, at, (block, bindings, which, wanted))
+            run = _Simulated(self.simulated, _results_of(lowered.graph.graph, at), seconds, kernels)
+            return Lowered(lowered.traced, run, (), lowered.workspace_bytes)
 
     def _times_of(self, graph: fx.Graph, bindings: Bindings, request: Request) -> tuple[float, int]:
         """Seconds of a block, and the launches that come on top of them."""

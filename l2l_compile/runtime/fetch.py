@@ -1,0 +1,69 @@
+"""What a fetch copies into a slab: the weights that their reader reads, or this rank's pieces of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from ..devices.device import Device, HostWeights, Piece
+from ..ir import nodes
+from ..ir.segments import Segment
+from .segment_run import requests
+from .slab import slots
+from .step import Step, bytes_of
+
+
+LARGE = 1 << 20  # bytes; over a link, fewer take hardly longer than the start of another copy
+
+
+def unread(step: Step, node: fx.Node, segments: Sequence[Segment]) -> frozenset[int]:
+    """The large weights of a fetch, by position, that no code reads which runs on them: backward reads no table of a lookup.
+
+    None where that is not known, as in a first step, or where the fetch has others to agree with.
+    """
+    segment, readers = segments[nodes.operands(node).segment], [user for user in node.users if nodes.runs_segment(user)]
+    sizes = [weight.bytes(step.bindings) for weight in segment.block.weights]
+    found = frozenset(i for i, size in enumerate(sizes) if size >= LARGE)
+    if not found or segment.divided or segment.block.summed_whole or step.check is not None or not readers:
+        return frozenset()
+    for reader in readers:
+        for request in requests(step, reader, segments):
+            code = step.lowering.known(request)
+            if code is None or not (found := found & code.unread(len(segment.weights))):
+                return frozenset()
+    return found
+
+
+def load(
+    step: Step, device: Device, segment: Segment, slab: int, weights: Sequence[torch.Tensor], unread: frozenset[int]
+) -> list[torch.Tensor]:
+    """Fetch a segment's weights, except the entries of those that are `unread` (h2d lane)."""
+    wire, loose = step.server.load(step, segment, weights)
+    if segment.divided:
+        return _load_pieces(step, device, segment, slab, wire, loose)
+    on_wire = [wire is not None and w.kind == "parameter" for w in segment.weights]
+    order = sorted(range(len(on_wire)), key=lambda i: not on_wire[i])  # a slab begins with the wire
+    loaded = device.load_weights(slab, wire, loose, frozenset(place for place, i in enumerate(order) if i in unread))
+    by_position = dict(zip(order, loaded, strict=True))
+    step.stats.fetched_bytes += bytes_of([tensor for i, tensor in by_position.items() if i not in unread])
+    return [by_position[i] for i in range(len(order))]
+
+
+def _load_pieces(
+    step: Step, device: Device, segment: Segment, slab: int, wire: HostWeights | None, loose: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Fetch this rank's pieces of a segment's weights; the weights as they will be gathered, with padding."""
+    from_wire, others = iter(wire.views if wire is not None else ()), iter(loose)
+    on_wire = [wire is not None and w.kind == "parameter" for w in segment.weights]
+    sources = [next(from_wire if is_on_wire else others) for is_on_wire in on_wire]
+    places = slots(segment, step.bindings)
+    pieces = [
+        Piece(source.detach(), slot.own(step.ranks.rank), pinned=is_on_wire and wire is not None and wire.pinned)
+        for source, slot, is_on_wire in zip(sources, places, on_wire, strict=True)
+    ]
+    last = places[-1]
+    memory = device.load_pieces(slab, pieces, last.start + last.bytes)
+    step.stats.fetched_bytes += bytes_of(sources)
+    return [slot.padded(memory) for slot in places]
