@@ -14,7 +14,6 @@ from .segment_run import requests
 from .slab import slots
 from .step import Step, bytes_of
 
-
 LARGE = 1 << 20  # bytes; over a link, fewer take hardly longer than the start of another copy
 
 
