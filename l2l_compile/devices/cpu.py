@@ -62,6 +62,9 @@ class CpuDevice(Device):
             self._slabs[slab][piece.start : piece.start + flat.numel()] = flat
         return self._slabs[slab][:size]
 
+    def send(self, slab: int, wire: HostWeights, start: int, end: int) -> None:
+        """Nothing: the wire is where it is read."""
+
     def load_weights(
         self, slab: int, wire: HostWeights | None, weights: Sequence[torch.Tensor], unread: frozenset[int] = frozenset()
     ) -> list[torch.Tensor]:

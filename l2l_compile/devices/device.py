@@ -19,7 +19,7 @@ from torch import fx
 
 from ..ir.segments import Segment
 from ..memory.accesses import UNWATCHED, Unwatched
-from ..memory.layout import aligned, joined
+from ..memory.layout import aligned
 from ..memory.pages import PinnedMemory, Pool, unlocked
 from .host import cores
 from .staging import Staging
@@ -121,10 +121,18 @@ class Device(ABC):
     def reserve_slabs(self, count: int, size: int) -> None:
         """Have `count` weight slabs of `size` bytes; called before every step, and does nothing if they are there."""
 
+    def send(self, slab: int, wire: HostWeights, start: int, end: int) -> None:
+        """Copy bytes of a wire to the same place in a slab (h2d lane)."""
+        target = self._slabs[slab][start:end]
+        if wire.pinned:
+            target.copy_(wire.buffer[start:end], non_blocking=True)
+        else:
+            self._staging.send(wire.buffer[start:end], target)
+
     def load_weights(
         self, slab: int, wire: HostWeights | None, weights: Sequence[torch.Tensor], unread: frozenset[int] = frozenset()
     ) -> list[torch.Tensor]:
-        """Copy a wire and further host tensors into a slab (h2d lane).
+        """Copy host tensors into a slab, behind a wire that was sent there (h2d lane).
 
         Returns contiguous device tensors, first the wire's, then the others; they may alias the host's. Entries of those in `unread`,
         by position in that order, may be anything.
@@ -132,11 +140,6 @@ class Device(ABC):
         target, offset, loaded = self._slabs[slab], 0, []
         if wire is not None:
             offset, loaded = wire.buffer.numel(), wire.in_slab(target)
-            for start, end in joined([span for i, span in enumerate(wire.spans) if i not in unread]):
-                if wire.pinned:
-                    target[start:end].copy_(wire.buffer[start:end], non_blocking=True)
-                else:
-                    self._staging.send(wire.buffer[start:end], target[start:end])
         for position, weight in enumerate(weights, len(loaded)):
             part = target[offset : offset + weight.numel() * weight.element_size()]
             if position not in unread:

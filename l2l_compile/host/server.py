@@ -27,7 +27,7 @@ from .optimizer.in_backward import UpdatesInBackward
 from .optimizer.in_forward import UpdatesInForward
 from .optimizer.updates import Updates
 from .versions import DelayedWires
-from .wire import Wire, Wires
+from .wire import Ready, Wire, Wires, nobody
 from .worker import Ticket, Worker
 
 _UPDATES = {"at_step": UpdatesAtStep, "in_backward": UpdatesInBackward, "in_forward": UpdatesInForward}
@@ -103,9 +103,12 @@ class ParameterServer:
                 "the parameters of the model that is compiled"
             )
 
-    def load(self, step: Step, segment: Segment, weights: Sequence[torch.Tensor]) -> tuple[Wire | None, list[torch.Tensor]]:
+    def load(
+        self, step: Step, segment: Segment, weights: Sequence[torch.Tensor], ready: Ready = nobody
+    ) -> tuple[Wire | None, list[torch.Tensor]]:
         """The wire of a segment's parameters, up to date, and its other weights as they are (h2d lane).
 
+        `ready` is called for one part of the wire behind the other, as soon as it is up to date.
         With update='at_step', every forward copies the wire anew: backward lets go of it where gradients take its place.
         """
         owners = [step.given[i.owner] for i in segment.weights if i.kind == "parameter"]
@@ -128,6 +131,7 @@ class ParameterServer:
             owners,
             keep=step.last_fetches.get(key) != 0,
             newest=step.pending is None,
+            ready=ready,
         )
         return wire, [w for w, i in zip(weights, segment.weights, strict=True) if i.kind != "parameter"]
 

@@ -17,7 +17,7 @@ from ..memory.accesses import Place, Unwatched
 from ..memory.address import address
 from ..memory.pages import PinnedMemory
 from ..ranks.sharded import divided_as, local
-from .wire import Copy, Wire, Wires, identity, same_sample
+from .wire import Copy, Ready, Wire, Wires, identity, nobody, same_sample
 
 Previous = Mapping[torch.Tensor, Sequence[torch.Tensor]]  # by parameter: its weights of a step before, in the dtypes of its wires
 
@@ -145,6 +145,7 @@ class DelayedWires(Wires):
         *,
         keep: bool = True,
         newest: bool = True,
+        ready: Ready = nobody,
     ) -> Wire:
         key = tuple(zip(map(id, parameters), dtypes, strict=True))
         versions = self._versions.get(key)
@@ -159,8 +160,9 @@ class DelayedWires(Wires):
             self._accesses.read(place)
         if newest and versions.ahead:
             versions.complete()
-            return versions.back
-        return versions.front
+        wire = versions.back if newest and versions.ahead else versions.front
+        ready(wire, 0, wire.buffer.numel())
+        return wire
 
     def _new(
         self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], owners: Sequence[torch.Tensor]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -13,7 +14,15 @@ from ..memory.pages import PinnedMemory
 from ..ranks.sharded import local
 from .gradients import GradientMemory
 
+_PART = 32 << 20  # bytes of a wire that are sent while the next ones are copied: a transfer takes longer than its start
 _STRIDE = 251  # prime: entries that far apart fall into every column of a matrix, and into every run of 251 entries
+
+
+Ready: TypeAlias = "Callable[[Wire, int, int], None]"  # a wire, and the bytes of it that are up to date now: from, to
+
+
+def nobody(wire: Wire, start: int, end: int) -> None:
+    """Nobody waits for a wire."""
 
 
 class Wire:
@@ -56,10 +65,19 @@ class Wire:
             for shape, dtype, (start, end) in zip(self.shapes, self.dtypes, self.spans, strict=True)
         ]
 
-    def refresh(self, generation: int) -> None:
-        """Copy the parameters anew, except those whose copy was written with them and that were not touched since."""
-        for copy in self.copies:
-            copy.refresh(generation)
+    def refresh(self, generation: int, ready: Ready = nobody) -> None:
+        """Copy the parameters anew, except those whose copy was written with them and that were not touched since.
+
+        Calls `ready` for one part behind the other as they are up to date, all bytes in the end.
+        """
+        sent = 0
+        for copy, (start, _) in zip(self.copies, self.spans, strict=True):
+            for entries in copy.refresh(generation):
+                now = start + entries * copy.view.element_size()
+                if now - sent >= _PART:
+                    ready(self, sent, now)
+                    sent = now
+        ready(self, sent, self.buffer.numel())
 
 
 class Copy:
@@ -81,17 +99,29 @@ class Copy:
         """The copy has been written together with the parameter."""
         self._of, self._written = identity(self.parameter), True
 
-    def refresh(self, generation: int) -> None:
-        """Copy the parameter, unless the copy was written with it and nothing was written since.
+    def refresh(self, generation: int) -> Iterator[int]:
+        """Copy the parameter, unless the copy was written with it and nothing was written since. Yields how many entries are up to date.
 
         A write that PyTorch does not record (`p.data.mul_()`) is found by comparing every 251st entry, others in every
         generation: no run of 251 entries, row or column escapes. A smaller one is found by the next update (see `kernel`).
         """
         self.generation = generation
         if self._written and self.unchanged() and same_sample(self.view, self.parameter, generation):
+            yield self.view.numel()
             return
-        self.view.copy_(local(self.parameter).detach())
+        source = local(self.parameter).detach()
+        for rows in _parts(self.view):
+            self.view[rows].copy_(source[rows])
+            yield self.view[: rows.stop].numel() if isinstance(rows, slice) else self.view.numel()
         self._of, self._written = identity(self.parameter), False
+
+
+def _parts(tensor: torch.Tensor) -> list[Any]:
+    """Indices of parts of a tensor, rows of about `_PART` bytes each; one of no dimensions has one part."""
+    if tensor.dim() == 0 or not len(tensor):
+        return [...]
+    rows = max(1, _PART * len(tensor) // max(1, tensor.numel() * tensor.element_size()))
+    return [slice(start, min(start + rows, len(tensor))) for start in range(0, len(tensor), rows)]
 
 
 class Wires:
@@ -120,11 +150,12 @@ class Wires:
         *,
         keep: bool = True,
         newest: bool = True,
+        ready: Ready = nobody,
     ) -> Wire:
         """The wire of these parameters, or parts of their `owners`, up to date with what they were when this forward began.
 
         With `newest`, also where training is given older ones on purpose. One that is not to be kept, and not page-locked, is the
-        caller's alone: its memory is free once that is done with it.
+        caller's alone: its memory is free once that is done with it. `ready` is called as by `Wire.refresh`.
         """
         key = tuple(zip(map(id, parameters), dtypes, strict=True))
         wire = self._wires.get(key)
@@ -135,7 +166,9 @@ class Wires:
                 self._copies[copy.parameter].append(copy)
         if wire in self._stale:
             self._stale.discard(wire)
-            wire.refresh(self._turn)
+            wire.refresh(self._turn, ready)
+        else:
+            ready(wire, 0, wire.buffer.numel())
         if not (keep or wire.pinned):
             del self._wires[key]
             for copy in wire.copies:

@@ -10,6 +10,7 @@ from torch import fx
 from ..devices.device import Device, HostWeights, Piece
 from ..ir import nodes
 from ..ir.segments import Segment
+from ..memory.layout import joined
 from .segment_run import requests
 from .slab import slots
 from .step import Step, bytes_of
@@ -22,12 +23,11 @@ def unread(step: Step, node: fx.Node, segments: Sequence[Segment]) -> frozenset[
 
     None where that is not known, as in a first step, or where the fetch has others to agree with.
     """
-    segment, readers = segments[nodes.operands(node).segment], [user for user in node.users if nodes.runs_segment(user)]
-    sizes = [weight.bytes(step.bindings) for weight in segment.block.weights]
-    found = frozenset(i for i, size in enumerate(sizes) if size >= LARGE)
-    if not found or segment.divided or segment.block.summed_whole or step.check is not None or not readers:
+    segment = segments[nodes.operands(node).segment]
+    if segment.parameter_bytes < LARGE or segment.divided or segment.block.summed_whole or step.check is not None:
         return frozenset()
-    for reader in readers:
+    found = frozenset(i for i, weight in enumerate(segment.block.weights) if weight.bytes(step.bindings) >= LARGE)
+    for reader in filter(nodes.runs_segment, node.users):
         for request in requests(step, reader, segments):
             code = step.lowering.known(request)
             if code is None or not (found := found & code.unread(len(segment.weights))):
@@ -39,11 +39,18 @@ def load(
     step: Step, device: Device, segment: Segment, slab: int, weights: Sequence[torch.Tensor], unread: frozenset[int]
 ) -> list[torch.Tensor]:
     """Fetch a segment's weights, except the entries of those that are `unread` (h2d lane)."""
-    wire, loose = step.server.load(step, segment, weights)
     if segment.divided:
-        return _load_pieces(step, device, segment, slab, wire, loose)
-    on_wire = [wire is not None and w.kind == "parameter" for w in segment.weights]
-    order = sorted(range(len(on_wire)), key=lambda i: not on_wire[i])  # a slab begins with the wire
+        return _load_pieces(step, device, segment, slab, *step.server.load(step, segment, weights))
+    parameters = [i for i, weight in enumerate(segment.weights) if weight.kind == "parameter"]
+
+    def send(wire: HostWeights, start: int, end: int) -> None:
+        for first, last in joined([span for i, span in zip(parameters, wire.spans, strict=True) if i not in unread]):
+            if first < end and start < last:
+                device.send(slab, wire, max(first, start), min(last, end))
+
+    wire, loose = step.server.load(step, segment, weights, send)
+    on_wire = parameters if wire is not None else []
+    order = [*on_wire, *(i for i in range(len(weights)) if i not in on_wire)]  # a slab begins with the wire
     loaded = device.load_weights(slab, wire, loose, frozenset(place for place, i in enumerate(order) if i in unread))
     by_position = dict(zip(order, loaded, strict=True))
     step.stats.fetched_bytes += bytes_of([tensor for i, tensor in by_position.items() if i not in unread])
