@@ -24,6 +24,19 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(wires, "_PART", 256)
 
 
+class Slab:
+    """Takes the bytes of a wire when they are said to be ready."""
+
+    def __init__(self):
+        self.memory, self.end, self.parts = torch.empty(0), 0, 0
+
+    def __call__(self, wire, start, end):
+        self.memory = self.memory if self.end else torch.zeros_like(wire.buffer)
+        assert start == self.end
+        self.memory[start:end] = wire.buffer[start:end]
+        self.end, self.parts = end, self.parts + 1
+
+
 @pytest.mark.parametrize("make", PARAMETERS.values(), ids=PARAMETERS)
 def test_each_part_is_up_to_date_when_it_is_sent(make):
     parameters, loaded = [nn.Parameter(p) for p in make()], Wires(unlocked())
@@ -32,23 +45,15 @@ def test_each_part_is_up_to_date_when_it_is_sent(make):
         with torch.no_grad():
             for p in parameters:
                 p.add_(turn)
-        sent, ends = None, [0]
-
-        def ready(wire, start, end):
-            nonlocal sent
-            sent = torch.zeros_like(wire.buffer) if sent is None else sent
-            assert start == ends[-1]
-            ends.append(end)
-            sent[start:end] = wire.buffer[start:end]
-
         loaded.begin_forward()
-        wire = loaded.load(parameters, dtypes, ready=ready)
-        assert ends[-1] == wire.buffer.numel()
-        assert all(map(torch.equal, wire.in_slab(sent), [p.detach().to(d) for p, d in zip(parameters, dtypes, strict=True)]))
-        again = []
-        loaded.load(parameters, dtypes, ready=lambda wire, *part: again.append(part))
-        assert again == [(0, wire.buffer.numel())]  # nothing to copy: one part
-    assert len(ends) > 2 or wire.buffer.numel() < 2 * wires._PART
+        first, again = Slab(), Slab()
+        wire = loaded.load(parameters, dtypes, ready=first)
+        assert first.end == wire.buffer.numel()
+        expected = [p.detach().to(dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
+        assert all(map(torch.equal, wire.in_slab(first.memory), expected))
+        loaded.load(parameters, dtypes, ready=again)
+        assert again.parts == 1 and again.end == first.end  # there is nothing to copy
+        assert first.parts > 1 or first.end < 2 * wires._PART
 
 
 @pytest.mark.parametrize("stored", ["pinned", "in memory that gradients take"])
