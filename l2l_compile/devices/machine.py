@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,15 @@ class Machine:
     launch             the caller's time for a kernel or a copy; where the host is the device, for an operation that it calls
     node               the caller's time for a node of a program
     micro_batch        the caller's time for each micro-batch of a segment, beside its kernels
+    devices            devices that share the host: its memory, its bandwidth, the copies that it can serve
+    link               bandwidth between the devices of a host, each way, of each of them
+    link_latency       of a message between two devices of a host
+    network            bandwidth between hosts, each way, of all devices of a host together
+    network_latency    of a message between two hosts
     overlaps           whether device and host work at the same time; where it is False the host is the device
     sources            where each figure is from
+
+    A figure that is None is not known, and a simulation that needs it is refused.
     """
 
     name: str
@@ -52,6 +59,11 @@ class Machine:
     launch: float = 8e-6
     node: float = 2e-5
     micro_batch: float = 2e-5
+    devices: int | None = None
+    link: float | None = None
+    link_latency: float | None = None
+    network: float | None = None
+    network_latency: float | None = None
     overlaps: bool = True
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -66,6 +78,24 @@ class Machine:
     def kernel_bandwidth(self) -> float:
         """Bytes that kernels of the device read and write in a second."""
         return self.memory_bandwidth * self.memory_share
+
+    def known(self, figure: str) -> float:
+        """A figure that not every machine has. Raises `OptionError` if this one has none."""
+        value = getattr(self, figure)
+        if value is None:
+            raise OptionError(
+                f"machine '{self.name}' has no figure '{figure}', which a simulation of several ranks needs: give one, as in "
+                f"dataclasses.replace(machine, {figure}=...), or in a file of the machine"
+            )
+        return value
+
+    def shared_by(self, devices: int) -> Machine:
+        """The machine as one of so many devices of its host has it, while all of them work alike."""
+        if devices == 1:
+            return self
+        own = self.host_bandwidth / devices
+        copies = {way: min(getattr(self, way), own) for way in ("h2d", "d2h", "pageable")}
+        return replace(self, host_bandwidth=own, host_memory=self.host_memory / devices, **copies)
 
     def save(self, path: str | Path) -> None:
         """Write the figures as JSON."""

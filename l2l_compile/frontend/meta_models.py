@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_any, tree_map_only
 
 from ..devices.host import HOST
-from ..ranks.sharded import divided_as, local
+from ..ranks.sharded import divided_as, is_divided, local
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fak
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in made:
-                made[id(tensor)] = _on_the_host(tensor) if tensor.is_meta else mode.from_tensor(tensor)
+                made[id(tensor)] = _on_the_host(tensor) if tensor.is_meta or is_divided(tensor) else mode.from_tensor(tensor)
             return made[id(tensor)]
 
         try:
@@ -70,7 +70,7 @@ def _tensors_of(module: torch.nn.Module, chosen: Callable[[object], bool]) -> It
 
 
 def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor of the host like a meta tensor. Called in a fake mode."""
+    """A fake tensor of the host like a tensor of meta, or like one that is divided among ranks. Called in a fake mode."""
     piece = local(tensor)
     made = divided_as(torch.empty_strided(piece.size(), piece.stride(), dtype=piece.dtype, device=HOST), tensor)
     if isinstance(tensor, torch.nn.Parameter):

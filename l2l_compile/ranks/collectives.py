@@ -61,17 +61,11 @@ def sum_to_owners(rows: torch.Tensor, group: Group, done: Finish) -> torch.Tenso
     received = torch.empty_like(rows)
     bytes_of = lambda t: t.view(-1).view(torch.uint8)  # noqa: E731
     done(dist.all_to_all_single(bytes_of(received), bytes_of(rows), group=group, async_op=True))
-    return _in_order(received)
+    return in_order(received)
 
 
-def sum_everywhere(values: torch.Tensor, group: Group, done: Finish) -> torch.Tensor:
-    """The sum over all ranks, the same bits on each: every rank gathers all, and adds up in the order of ranks."""
-    gathered = values.new_empty((group.size(), *values.shape))
-    all_gather(gathered, values.contiguous(), group, done)
-    return _in_order(gathered)
-
-
-def _in_order(parts: torch.Tensor) -> torch.Tensor:
+def in_order(parts: torch.Tensor) -> torch.Tensor:
+    """The sum of what each rank has, in the order of ranks."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part

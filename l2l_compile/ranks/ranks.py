@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,7 +90,9 @@ class Ranks:
     def sum_on_host(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, in float64 and in their order: the same bits on each (host lane)."""
         mine = torch.tensor(values, dtype=torch.float64)
-        return exchange.sum_everywhere(mine, self.host_group, self._finish).tolist()
+        gathered = mine.new_empty((self.size, *mine.shape))
+        exchange.all_gather(gathered, mine, self.host_group, self._finish)
+        return exchange.in_order(gathered).tolist()
 
     def _finish(self, work: dist.Work) -> None:
         finish(work, self.check, self.watch.explain)
@@ -100,7 +103,7 @@ class Ranks:
         """Complete a contiguous tensor, of which each rank has filled its own piece."""
         piece = whole.view(self.size, -1)[self.rank]
         if piece.numel():
-            exchange.all_gather(whole, piece, self.device_group, self._finish)
+            self._all_gather(whole, piece)
 
     def gather_rows(self, own: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
         """The rows of all ranks along a dimension, of which each has `rows[rank]`."""
@@ -108,14 +111,28 @@ class Ranks:
         padded = mine.new_zeros((max(rows), *mine.shape[1:]))
         padded[: len(mine)] = mine
         gathered = mine.new_empty((self.size, *padded.shape))
-        exchange.all_gather(gathered, padded, self.device_group, self._finish)
+        self._all_gather(gathered, padded)
         parts = [part[:count] for part, count in zip(gathered, rows, strict=True)]
         return torch.cat(parts).movedim(0, dim).contiguous()
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, the same bits on each, in float32 at least."""
         wide = part.to(torch.promote_types(part.dtype, torch.float32))
-        return exchange.sum_everywhere(wide, self.device_group, self._finish).to(part.dtype)
+        return self._sum_everywhere(wide).to(part.dtype)
+
+    def _all_gather(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
+        """As `collectives.all_gather`."""
+        exchange.all_gather(whole, piece, self.device_group, self._finish)
+
+    def _sum_to_owners(self, rows: torch.Tensor) -> torch.Tensor:
+        """As `collectives.sum_to_owners`."""
+        return exchange.sum_to_owners(rows, self.device_group, self._finish)
+
+    def _sum_everywhere(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, the same bits on each: every rank gathers all, and adds up in the order of ranks."""
+        gathered = values.new_empty((self.size, *values.shape))
+        self._all_gather(gathered, values.contiguous())
+        return exchange.in_order(gathered)
 
     def own_pieces(self, gradients: Sequence[torch.Tensor | None], pieces: Sequence[Pieces | None]) -> list[torch.Tensor | None]:
         """What belongs to this rank of gradients that are the same on all; copies."""
@@ -150,7 +167,7 @@ class Ranks:
         if not gradients:
             return {}
         joined = torch.cat([g.reshape(-1).to(dtype) for g in gradients])
-        total = exchange.sum_everywhere(joined, self.device_group, self._finish)
+        total = self._sum_everywhere(joined)
         parts = total.split([g.numel() for g in gradients])
         return {id(g): part.view(g.shape) for g, part in zip(gradients, parts, strict=True)}
 
@@ -160,14 +177,13 @@ class Ranks:
         if not total:
             return {id(g): g.new_empty(p.shape_of(self.rank), dtype=dtype) for g, p in gradients}
         width = min(total, max(1, REDUCED_BYTES // (self.size * dtype.itemsize)))
-        device = gradients[0][0].device
-        buffer = torch.zeros((self.size, width), dtype=dtype, device=device)
-        mine = torch.empty(total, dtype=dtype, device=device)
+        some, _ = gradients[0]
+        buffer, mine = some.new_zeros((self.size, width), dtype=dtype), some.new_empty(total, dtype=dtype)
         for first in range(0, total, width):
             columns = buffer[:, : min(width, total - first)]
             self._fill(columns, first, gradients)
             rows = columns.contiguous()
-            mine[first : first + rows.shape[1]] = exchange.sum_to_owners(rows, self.device_group, self._finish)
+            mine[first : first + rows.shape[1]] = self._sum_to_owners(rows)
         found, start = {}, 0
         for gradient, piece in gradients:
             shape = piece.shape_of(self.rank)
@@ -176,17 +192,23 @@ class Ranks:
         return found
 
     def _fill(self, columns: torch.Tensor, first: int, gradients: Sequence[tuple[torch.Tensor, Pieces]]) -> None:
-        """Put the entries of each rank's row, from `first` on, into the buffer; padding is zero."""
+        """Put the entries of each rank's row, from `first` on, into the buffer; padding is zero.
+
+        All rows that a gradient fills are one copy, and the one that it fills in part is another: on a device, a copy for each rank
+        would take longer to be launched than to run.
+        """
         start, end = 0, first + columns.shape[1]
         columns.zero_()
         for gradient, piece in gradients:
             low, high = max(start, first), min(start + piece.entries, end)
             if low < high:
                 flat = gradient.reshape(-1)
-                for rank in range(self.size):
-                    offset = rank * piece.entries - start
-                    part = flat[low + offset : high + offset]
-                    columns[rank, low - first : low - first + part.numel()] = part
+                whole = len(flat) // piece.entries
+                inside, here = slice(low - start, high - start), slice(low - first, high - first)
+                columns[:whole, here] = flat[: whole * piece.entries].view(whole, piece.entries)[:, inside]
+                part = flat[whole * piece.entries :][inside]
+                if len(part):
+                    columns[whole, here][: len(part)] = part
             start += piece.entries
 
 
@@ -213,6 +235,17 @@ def ranks_of(mesh: DeviceMesh, make: bool = False) -> Ranks:
     if known is None:
         raise L2LError(f"a parameter is a DTensor on {mesh}, which l2l_compile.shard has not seen: divide the model with it")
     return known
+
+
+@contextmanager
+def standing_in(others: Mapping[DeviceMesh, Ranks]) -> Iterator[None]:
+    """Within it, these are the ranks of their meshes."""
+    before = {mesh: _known[mesh] for mesh in others}
+    _known.update(others)
+    try:
+        yield
+    finally:
+        _known.update(before)
 
 
 def is_known(mesh: DeviceMesh) -> bool:

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..devices.simulated import SimulatedDevice, SimulatedHost, is_marked, is_pinned, mark
+from ..errors import L2LError
 from .costs import cost_of, moved, tensors_in
 
 aten = torch.ops.aten
@@ -29,6 +31,10 @@ class Charges(TorchDispatchMode):
         self, operation: OpOverload, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it runs operations on its piece, which come back here
+        if operation.namespace == "_c10d_functional":
+            raise L2LError(f"{operation} is called outside of the program: simulate knows the collectives of programs alone")
         if operation is aten._local_scalar_dense.default:
             return _one(args[0].dtype)
         if operation is aten.equal.default:

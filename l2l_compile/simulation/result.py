@@ -22,6 +22,8 @@ class Simulation:
     taken_bytes        most bytes of host memory for wires, stashes, gradients and staging
     pinned_bytes       of them, page-locked
     steady             whether the step took as long as the one before; the seconds are those of one step among others if not
+    ranks              among which the model is divided; bytes, lanes and memory are those of one
+    tokens             of the batch of a rank; None for one of something else
     """
 
     machine: Machine
@@ -30,6 +32,8 @@ class Simulation:
     taken_bytes: int
     pinned_bytes: int
     steady: bool = True
+    ranks: int = 1
+    tokens: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -37,11 +41,16 @@ class Simulation:
         return self.timeline.seconds
 
     @property
+    def tokens_per_second(self) -> float | None:
+        """Of all ranks together."""
+        return None if self.tokens is None else self.ranks * self.tokens / self.seconds
+
+    @property
     def peak_device_bytes(self) -> int:
         return self.stats.peak_device_bytes
 
     def busy(self, lane: str) -> float:
-        """The share of the step in which a lane ("compute", "h2d", "d2h", "host") is at work."""
+        """The share of the step in which a lane ("compute", "h2d", "d2h", "comm", "host") is at work."""
         return self.timeline.busy(lane) / self.seconds
 
     def gaps(self, lane: str) -> list[Gap]:
@@ -53,7 +62,9 @@ class Simulation:
         self.timeline.save(path, f"simulated on {self.machine.name}")
 
     def __str__(self) -> str:
-        lines = [f"simulated on {self.machine.name}: {self.seconds:.4g} s a step"]
+        where = f"one of {self.ranks} ranks on {self.machine.name}" if self.ranks > 1 else self.machine.name
+        rate = f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second is not None else ""
+        lines = [f"simulated on {where}: {self.seconds:.4g} s a step{rate}"]
         if not self.steady:
             lines.append("  no two steps in a row took as long: this is the last one")
         for lane in ORDER:

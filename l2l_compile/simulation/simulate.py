@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..backend import new_runner
 from ..devices.host import HOST
 from ..devices.machine import Machine
 from ..devices.simulated import open_simulated
-from ..errors import L2LError, OptionError
+from ..errors import OptionError
 from ..frontend import dynamo
 from ..frontend.callers import fresh_caller
 from ..frontend.meta_models import OnTheHost, on_the_host
@@ -26,13 +27,14 @@ from ..host.optimizer.compiled_step import CompiledStep, why_not_compiled
 from ..host.optimizer.torch_step import check_layers_are_independent, state_bytes_of_trial
 from ..host.optimizer.updates import UpdatesBehindTheDevice
 from ..options import Options
-from ..ranks.sharded import is_divided
 from ..session import Session
 from .block_times import MeasuredTimes
 from .blocks import SimulatedLowering
 from .charges import Charges
 from .host import OnePass, SimulatedWorker
+from .ranks import Division, division_of
 from .result import Simulation
+from .ring import machine_of_rank
 
 _MOST_STEPS = 6  # until one takes as long as the one before: first steps make state, last updates end in the next step
 
@@ -62,29 +64,30 @@ def simulate(
     The arguments are those of a training step, on the host or on meta. Programs, executor, waits and host side are those of a real
     step; what takes time is computed from the machine's figures. Nothing is computed, and the model and the optimizer stay as they
     are. Raises what compilation would raise.
+
+    Of a model that `shard` has divided, this rank is simulated: the others do the same at the same time, on rows of their own as many
+    as these. Its host is shared by as many devices as the machine says. Raises `OptionError` where the machine has no figure for the
+    links between devices.
     """
     given = dict(options if options is not None else dynamo.options_of(model) or {})
     chosen = Options.build({**given, "device": HOST, "check": False})
     figures = machine if isinstance(machine, Machine) else Machine.load(machine)
     _check_blocks(blocks, figures)
     plain = dynamo.uncompiled(model)
-    _refuse_divided(plain)
+    division = division_of(plain, figures)
+    if division is not None:
+        figures = machine_of_rank(figures, division.ring.ranks)
 
     def run(*args: Any, **kwargs: Any) -> Simulation:
         state_bytes = _state_bytes(chosen)
         dynamo.retry_skipped()
         try:
             with torch.random.fork_rng([]), on_the_host(plain, args, kwargs, all_fake=True) as call:
-                return _Training(plain, call, figures, chosen, state_bytes, loss or _loss_of, blocks).simulation()
+                return _Training(plain, call, figures, division, chosen, state_bytes, loss or _loss_of, blocks).simulation()
         finally:
             dynamo.retry_skipped()
 
     return run
-
-
-def _refuse_divided(model: Callable) -> None:
-    if isinstance(model, torch.nn.Module) and any(is_divided(p) for p in model.parameters()):
-        raise L2LError("simulate knows no collectives: simulate the model that is not divided among ranks, on the rows of one")
 
 
 def _check_blocks(blocks: str, machine: Machine) -> None:
@@ -116,12 +119,13 @@ class _Training:
         plain: Callable,
         call: OnTheHost,
         machine: Machine,
+        division: Division | None,
         options: Options,
         state_bytes: int | None,
         loss: Loss,
         blocks: str,
     ):
-        self.plain, self.call, self.machine, self.loss = plain, call, machine, loss
+        self.plain, self.call, self.machine, self.division, self.loss = plain, call, machine, division, loss
         self.optimizer = _on_fakes(options.optimizer, call.fake) if options.optimizer is not None else None
         self.options = dataclasses.replace(options, optimizer=self.optimizer)
         self.device = open_simulated(machine, options.pinned_memory)
@@ -141,13 +145,28 @@ class _Training:
     def simulation(self) -> Simulation:
         """Steps until one is like the one before; the last one."""
         compiled = torch.compile(fresh_caller(), backend=_Simulator(self))
-        times = [self.device.now()]
-        while len(times) <= _MOST_STEPS and not _is_steady(times):
-            self._start_peaks()
-            self._step(compiled)
-            times.append(self.device.now())
-        stats, timeline, steady = self.session.stats, self.device.clocks.timeline(*times[-2:]), _is_steady(times)
-        return Simulation(self.machine, timeline, stats, self.device.taken.peak, self.device.locked.peak, steady)
+        times, clocks = [self.device.now()], self.device.clocks
+        with self.division.in_virtual_time(clocks) if self.division is not None else nullcontext():
+            while len(times) <= _MOST_STEPS and not _is_steady(times):
+                self._start_peaks()
+                self._step(compiled)
+                times.append(self.device.now())
+        return Simulation(
+            self.machine,
+            clocks.timeline(*times[-2:]),
+            self.session.stats,
+            self.device.taken.peak,
+            self.device.locked.peak,
+            _is_steady(times),
+            self.division.ring.ranks if self.division is not None else 1,
+            self._tokens(),
+        )
+
+    def _tokens(self) -> int | None:
+        """Entries of the first argument that has whole numbers in rows."""
+        arguments = torch.utils._pytree.tree_leaves((self.call.args, self.call.kwargs))
+        tensors = (a for a in arguments if isinstance(a, torch.Tensor))
+        return next((t.numel() for t in tensors if t.dim() == 2 and t.dtype in (torch.int64, torch.int32)), None)
 
     def _start_peaks(self) -> None:
         for ledger in (self.device.taken, self.device.locked):

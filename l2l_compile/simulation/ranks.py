@@ -1,0 +1,97 @@
+"""The other ranks in virtual time: all do at every moment what this one does, so a collective begins when this one is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..devices.machine import Machine
+from ..devices.simulated import Clocks
+from ..errors import L2LError
+from ..ranks.announcements import Kind
+from ..ranks.ranks import Ranks, standing_in
+from ..ranks.sharded import is_divided, is_of_a_parallel_layer
+from .costs import nbytes
+from .ring import Ring, ring_of
+
+
+class SimulatedRanks(Ranks):
+    """Collectives take the time of a ring, on the lane or the thread that runs them, and exchange nothing.
+
+    What is around them is the real code: buffers are filled, sums are divided.
+    """
+
+    def __init__(self, size: int, rank: int, ring: Ring, clocks: Clocks):
+        self.size, self.rank = size, rank
+        self.forwards = self.steps = 0
+        self._ring, self._clocks = ring, clocks
+
+    def check(self) -> None:
+        """Nobody fails."""
+
+    def failed(self, error: BaseException) -> None:
+        """Nobody has to be told."""
+
+    def announce(
+        self,
+        kind: Kind,
+        collectives: tuple[str, ...] = (),
+        train: bool = False,
+        told: Sequence[int] = (),
+        refuse: Callable[[list[list[int]]], None] | None = None,
+    ) -> list[list[int]]:
+        """All ranks tell the same."""
+        self._clocks.spend(self._ring.latency)
+        rows = [list(told) for _ in range(self.size)]
+        if refuse is not None:
+            refuse(rows)
+        return rows
+
+    def sum_on_host(self, values: Sequence[float]) -> list[float]:
+        self._clocks.spend(self._ring.latency)
+        return [self.size * value for value in values]
+
+    def _all_gather(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
+        self._clocks.queue(self._ring.seconds(nbytes([whole])))
+
+    def _sum_to_owners(self, rows: torch.Tensor) -> torch.Tensor:
+        self._clocks.queue(self._ring.seconds(nbytes([rows])))
+        return rows.new_empty(rows.shape[1:])
+
+
+@dataclass(frozen=True)
+class Division:
+    """Several ranks among which a model is divided, and the ring that they are in."""
+
+    mesh: DeviceMesh
+    ring: Ring
+
+    @contextmanager
+    def in_virtual_time(self, clocks: Clocks) -> Iterator[None]:
+        """Within it, the ranks of the mesh are simulated."""
+        mesh = self.mesh
+        with standing_in({mesh: SimulatedRanks(mesh.size(), mesh.get_local_rank(), self.ring, clocks)}):
+            yield
+
+
+def division_of(model: Callable, machine: Machine) -> Division | None:
+    """How `shard` has divided a model; None for one rank.
+
+    Raises `L2LError` for parallel layers, `OptionError` for a figure that the machine lacks.
+    """
+    modules = [m for m in (model, getattr(model, "__self__", None)) if isinstance(m, nn.Module)]
+    found = None
+    for name, parameter in (named for module in modules for named in module.named_parameters()):
+        if is_of_a_parallel_layer(parameter) or is_divided(parameter) and parameter.device_mesh.ndim > 1:
+            raise L2LError(
+                f"parameter '{name}' belongs to a layer of parallelize_module on {parameter.device_mesh}, whose sums inside of "
+                "blocks simulate does not know: simulate a model that l2l_compile.shard alone has divided"
+            )
+        if is_divided(parameter):
+            found = parameter.device_mesh
+    return Division(found, ring_of(machine, found.size())) if found is not None and found.size() > 1 else None

@@ -1,0 +1,52 @@
+"""What collectives cost: each rank of a ring hands on to the next one what it got from the one before.
+
+A tensor of B bytes on N ranks is cut into N pieces. A piece is on its way for N - 1 hops, all links work at the same time, and each
+carries N - 1 pieces (Thakur, Rabenseifner and Gropp, IJHPCA 2005, section 4.1):
+
+    (N - 1) / N * B / bandwidth + (N - 1) * latency
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..devices.machine import Machine
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks in a ring.
+
+    bandwidth  bytes a second of the slowest link
+    latency    seconds of all hops together
+    """
+
+    ranks: int
+    bandwidth: float
+    latency: float
+
+    def seconds(self, size: int) -> float:
+        """Of an all-gather, or of a reduce-scatter, of a tensor that has so many bytes on all ranks together."""
+        return (self.ranks - 1) / self.ranks * size / self.bandwidth + self.latency
+
+
+def ring_of(machine: Machine, ranks: int) -> Ring:
+    """The ring of so many devices, host by host: one of the hops from host to host for each host but the first.
+
+    Raises `OptionError` for a figure that the machine lacks.
+    """
+    hosts = math.ceil(ranks / machine.known("devices"))
+    links, bandwidths, latency = ranks - hosts, [], 0.0
+    if links:
+        bandwidths.append(machine.known("link"))
+        latency += links * machine.known("link_latency")
+    if hosts > 1:
+        bandwidths.append(machine.known("network"))
+        latency += (hosts - 1) * machine.known("network_latency")
+    return Ring(ranks, min(bandwidths), latency)
+
+
+def machine_of_rank(machine: Machine, ranks: int) -> Machine:
+    """A machine as the busiest of so many ranks has it. Raises `OptionError` for a figure that the machine lacks."""
+    return machine.shared_by(min(ranks, int(machine.known("devices"))))
