@@ -251,13 +251,6 @@ def test_shard_refuses_what_it_cannot_divide(world):
         l2l_compile.shard(Stack(2), init_device_mesh("cpu", (1, world)))
 
 
-@pytest.mark.parametrize("world", [2], indirect=True)
-def test_a_divided_model_is_not_simulated(world):
-    model = l2l_compile.shard(Stack(2), init_device_mesh("cpu", (world,)))
-    with pytest.raises(L2LError, match="simulate knows no collectives"):
-        l2l_compile.simulate(model, "h100")
-
-
 def test_pieces_of_all_ranks_are_the_tensor_with_padding_behind_it():
     for count in range(12):
         for ranks in range(1, 7):
