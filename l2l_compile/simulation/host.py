@@ -11,6 +11,7 @@ from ..host.optimizer.torch_step import Hyperparameters
 from ..host.wire import Wires
 from ..host.worker import Ticket, Worker
 from ..memory.accesses import Order, Unwatched
+from ..ranks.sharded import local
 from .costs import nbytes
 
 
@@ -61,7 +62,8 @@ class OnePass:
         """As `CompiledStep.on`."""
         moved = 0
         for parameter, gradient in gradients.items():
-            moved += nbytes([gradient]) + 2 * nbytes([parameter]) + 2 * self._state_bytes * parameter.numel()
+            piece = local(parameter)
+            moved += nbytes([gradient]) + 2 * nbytes([piece]) + 2 * self._state_bytes * piece.numel()
             copy = self._wires.latest(parameter)
             moved += nbytes([copy.view]) if copy is not None else 0
         self._clocks.spend(moved / self._clocks.machine.host_bandwidth)

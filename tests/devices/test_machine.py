@@ -18,7 +18,9 @@ ACCELERATORS = [name for name in names() if Machine.load(name).overlaps]
 
 
 def figures_of(machine):
-    return {f.name: getattr(machine, f.name) for f in dataclasses.fields(machine) if f.name not in WITHOUT_SOURCE}
+    """Those that it has, with a source."""
+    figures = {f.name: getattr(machine, f.name) for f in dataclasses.fields(machine) if f.name not in WITHOUT_SOURCE}
+    return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 @pytest.mark.parametrize("name", names())
@@ -43,6 +45,17 @@ def test_units_of_an_accelerator(name):
         assert machine.pageable < getattr(machine, way) < LINK_PEAK[generation]
     assert machine.host_bandwidth < machine.memory_bandwidth and machine.device_memory < machine.host_memory
     assert 1e-6 <= machine.launch <= 1e-4 and 1e-6 <= machine.node <= 1e-3 and 1e-6 <= machine.latency <= 1e-4
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_links_between_devices_are_within_the_peak_of_their_source(name):
+    machine = Machine.load(name)
+    assert machine.devices >= 2 and 1e-6 <= machine.link_latency <= 1e-5
+    peak = re.search(r"(\d+) GB/s each way", machine.sources["link"])
+    assert machine.link == pytest.approx(0.8 * int(peak[1]) * 1e9 if peak else machine.h2d / 2)
+    if machine.network is not None:
+        count, bits = re.search(r"(\d+) ConnectX-7 of (\d+) Gb/s", machine.sources["network"]).groups()
+        assert machine.network == pytest.approx(0.8 * int(count) * int(bits) * 1e9 / 8) and machine.network_latency > machine.link_latency
 
 
 @pytest.mark.parametrize("name", ACCELERATORS)
