@@ -253,6 +253,16 @@ def test_commands_of_the_package_are_parsed_and_the_printed_lines_have_its_form(
         assert line.startswith("  fits  ") and line.endswith(f"of {format_bytes(int(room))}")
 
 
+@checks("docs/simulation.md: Several devices")
+def test_the_lines_on_several_devices_run(shown, capsys):
+    (block,) = shown
+    model, loader = tiny_llama()
+    scope = {"l2l_compile": l2l_compile, "model": model, "batch": loader[0]}
+    run(block.text, scope)
+    assert capsys.readouterr().out.startswith("simulated on one of 16 ranks on NVIDIA H200 SXM: ")
+    assert scope["found"].busy("comm") > 0 < scope["found"].tokens_per_second
+
+
 def test_machines_of_the_package_are_named():
     (named,) = re.findall(r"memory\. (`h200`.*?) come with", " ".join(text_of("docs/simulation.md").split()))
     assert sorted(re.findall(r"`(\w+)`", named)) == names()
