@@ -66,6 +66,7 @@ def main() -> int:
         row |= {f"{lane} busy": found.busy(lane) for lane in ("compute", "comm", "h2d", "d2h", "host")}
         row |= {"device GiB": found.peak_device_bytes / 2**30, "host GiB": (HELD * own + found.taken_bytes) / 2**30}
         rows.append(row | {"compute waits for": waits_of(found)})
+        print(f"{ranks} devices: {found.seconds:.4g} s a step", flush=True)
     limits = [Limit(f"{RANKS[-1]} devices, ideal tokens/s over simulated ones", 1 / rows[-1]["of ideal"], 1.25)]
     return report(options, torch.device("cpu"), rows, limits, simulated_on=options.machine)
 
