@@ -21,7 +21,7 @@ from .lowering.lower import Lowering
 from .options import Options
 from .passes.compilation import Compilation
 from .passes.pipeline import PIPELINE, PREPARATION, SEGMENTATION, STREAMING, After, run
-from .passes.streaming.place_ranks import check_parallel_layers
+from .passes.streaming.place_ranks import check_ranks
 from .passes.streaming.place_rows import check_rows
 from .runtime.runner import Runner
 from .runtime.step import block_bindings
@@ -92,7 +92,7 @@ def compile_program(
     if compilation.splits_rows:
         try_other_batch_dimension(captured, compilation.segments)
     check_rows(compilation)
-    check_parallel_layers(compilation)
+    check_ranks(compilation)
     program = compilation.program()
     for block in compilation.blocks:
         block.lowering, block.static = lowering, dynamo.sizes_are_fixed()

@@ -17,7 +17,7 @@ from torch import fx
 from ..errors import L2LError
 from ..ranks.pieces import Pieces
 from ..ranks.ranks import Ranks
-from ..ranks.sharded import is_divided, is_of_a_parallel_layer, local, pieces_of, ranks_behind
+from ..ranks.sharded import is_divided, is_divided_twice, is_of_a_parallel_layer, local, pieces_of, ranks_behind
 from . import dynamo
 
 PART_OF = "part_of"  # in the meta of an input that is a rank's part of a parallel layer's parameter: the DTensor of that layer
@@ -51,7 +51,7 @@ _CHAIN_OF_PART = ("to_local", "from_local", "redistribute", "to_local", "from_lo
 def _peel(graph: fx.Graph, placeholder: fx.Node) -> None:
     """Readers of what the calls make read the placeholder, which stands for the whole; of a parallel layer, for this rank's part."""
     example = placeholder.meta["example_value"]
-    chain = _CHAIN if len(example.placements) == 1 else _CHAIN_OF_PART
+    chain = _CHAIN_OF_PART if is_divided_twice(example) else _CHAIN
     made = [placeholder]
     for method in chain:
         readers = [reader for node in made for reader in node.users]

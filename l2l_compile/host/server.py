@@ -144,7 +144,8 @@ class ParameterServer:
             fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
             step.last_fetches = Counter(_indices(segments[nodes.operands(n).segment]) for n in fetches)
         pushing = [segments[nodes.operands(n).segment] for n in graph.find_nodes(op="call_function", target=nodes.push_gradients)]
-        step.wants_norms = self.updates.wants_norms and step.pending is not None
+        is_final = step.world is None or step.world.replicas == 1  # what crosses the link, and not its mean over the replicas
+        step.wants_norms = self.updates.wants_norms and step.pending is not None and is_final
         self.updates.begin_backward(step.pending, Counter(p for s in pushing for p in _managed(step, s).values()))
         step.scale = self.updates.scale.value if self.updates.scale is not None else 1.0
 
@@ -168,6 +169,8 @@ class ParameterServer:
         arrived = {w: g for w, g in zip(segment.weights, tensors, strict=False) if g is not None}
         norms = _by_weight(arrived, tensors[len(segment.weights) :])
         gradients.tensors = None
+        if step.world is not None and step.world.replicas > 1:
+            step.world.average_replicas(tensors)
         if step.pending is not None:
             managed = _managed(step, segment)
             pushed = [Pushed(p, arrived.pop(w, None), w.part, norms.get(w)) for w, p in managed.items()]

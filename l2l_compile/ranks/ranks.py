@@ -22,16 +22,28 @@ REDUCED_BYTES = 16 << 20  # of the buffer in which gradients are summed (ZeRO's 
 
 
 class Ranks:
-    """The ranks of a mesh of one dimension. What is called together has to be called by all of them, in the same order.
+    """The ranks of a mesh. What is called together has to be called by all of them, in the same order.
 
-    Three groups, so that collectives of different threads cannot meet: weights and gradients (the lane `comm`), the thread that
-    updates (`host`), and the caller (`control`).
+    size, rank         among those that divide a model: the mesh, or its second dimension
+    replicas, replica  how many times the mesh has the whole model, and which of them this rank is in: its first dimension, if it has two
+    count, number      of all ranks of the mesh
+
+    Groups of their own, so that collectives of different threads cannot meet: weights and gradients (the lane `comm`), the thread
+    that updates (`host`, and `replicas` for the same piece in all replicas), and the caller (`control`).
     """
 
+    replicas, replica = 1, 0
+
     def __init__(self, mesh: DeviceMesh):
-        self.size, self.rank = mesh.size(), mesh.get_local_rank()
-        self.device_group = mesh.get_group()
+        shards = shards_of(mesh)
+        self.size, self.rank = shards.size(), shards.get_local_rank()
+        self.device_group = shards.get_group()
         members = dist.get_process_group_ranks(self.device_group)
+        if replicates(mesh):
+            self.replicas, self.replica = mesh.size(0), mesh.get_local_rank(0)
+            self.replica_group = dist.new_group(mesh.mesh[:, self.rank].tolist(), use_local_synchronization=True)
+            members = mesh.mesh.flatten().tolist()
+        self.mesh, self.count, self.number = mesh, len(members), members.index(dist.get_rank())
         self.control_group, self.host_group = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
         self.forwards = self.steps = 0
         self._watch: Watch | None = None
@@ -40,8 +52,8 @@ class Ranks:
     def watch(self) -> Watch:
         """Watches over the other ranks from the first use on."""
         if self._watch is None:
-            name = "/".join(map(str, dist.get_process_group_ranks(self.device_group)))
-            self._watch = Watch(own_store(f"l2l/{name}"), self.rank, self.size)
+            name = "/".join(map(str, dist.get_process_group_ranks(self.control_group)))
+            self._watch = Watch(own_store(f"l2l/{name}"), self.number, self.count)
         return self._watch
 
     def check(self) -> None:
@@ -75,14 +87,14 @@ class Ranks:
         path = Path(kind, collectives, self.forwards, self.steps, train)
         numbers = path.numbers()
         mine = torch.tensor([*numbers, *told, *[0] * (_TOLD - len(told))])
-        gathered = mine.new_empty((self.size, len(mine)))
+        gathered = mine.new_empty((self.count, len(mine)))
         exchange.all_gather(gathered, mine, self.control_group, self._finish)
         rows: list[list[int]] = gathered.tolist()
         tell = [row[len(numbers) :] for row in rows]
         if refuse is not None and all(row[0] == kind for row in rows):
             refuse(tell)
         if any(row[: len(numbers)] != numbers for row in rows):
-            paths: list[Any] = [None] * self.size
+            paths: list[Any] = [None] * self.count
             dist.all_gather_object(paths, path, group=self.control_group)
             raise RankError(difference(paths))
         return tell
@@ -90,9 +102,22 @@ class Ranks:
     def sum_on_host(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, in float64 and in their order: the same bits on each (host lane)."""
         mine = torch.tensor(values, dtype=torch.float64)
-        gathered = mine.new_empty((self.size, *mine.shape))
+        gathered = mine.new_empty((self.count, *mine.shape))
         exchange.all_gather(gathered, mine, self.host_group, self._finish)
         return exchange.in_order(gathered).tolist()
+
+    def average_replicas(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Gradients of this rank's pieces become their means over the replicas, the same bits in each (host lane).
+
+        They go through a buffer of constant size, in float32 at least.
+        """
+        for gradient in gradients:
+            if gradient is not None:
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                for part in gradient.view(-1).split(max(1, REDUCED_BYTES // (self.replicas * wide.itemsize))):
+                    gathered = part.new_empty((self.replicas, len(part)), dtype=wide)
+                    exchange.all_gather(gathered, part.to(wide), self.replica_group, self._finish)
+                    part.copy_(exchange.in_order(gathered) / self.replicas)
 
     def _finish(self, work: dist.Work) -> None:
         finish(work, self.check, self.watch.explain)
@@ -222,13 +247,27 @@ def floats_of(numbers: Sequence[int]) -> list[float]:
     return torch.tensor(numbers, dtype=torch.int64).view(torch.float64).tolist()
 
 
+def replicates(mesh: DeviceMesh) -> bool:
+    """Whether the first dimension of a mesh repeats the model that the second one divides: ("replicate", "shard"), by their names."""
+    names = mesh.mesh_dim_names
+    return mesh.ndim == 2 and names is not None and names[0].endswith("replicate") and names[1].endswith("shard")
+
+
+def shards_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The dimension of a mesh that divides a model."""
+    if not replicates(mesh):
+        return mesh
+    assert mesh.mesh_dim_names is not None
+    return mesh[mesh.mesh_dim_names[1]]
+
+
 _known: dict[DeviceMesh, Ranks] = {}
 
 
 def ranks_of(mesh: DeviceMesh, make: bool = False) -> Ranks:
     """The ranks of a mesh. Raises `L2LError` if `shard` has made none for it."""
     known = _known.get(mesh)
-    if make and (known is None or known.device_group is not mesh.get_group()):  # torch.distributed may have begun anew
+    if make and (known is None or known.device_group is not shards_of(mesh).get_group()):  # torch.distributed may have begun anew
         if known is not None:
             known.close()
         known = _known[mesh] = Ranks(mesh)

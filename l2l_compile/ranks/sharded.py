@@ -16,13 +16,13 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import L2LError
 from .pieces import Pieces, stride_of
-from .ranks import Ranks, is_known, ranks_of
+from .ranks import Ranks, is_known, ranks_of, replicates
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -32,7 +32,8 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     its own rows of the values that rank 0 has; a model on the meta device stays there, and `to_empty(device="cpu")` then makes its
     pieces alone. Parameters without dimensions are whole on every rank, and so are buffers. Shared parameters stay shared.
 
-    With a mesh of two dimensions, as ("dp", "tp"), parameters are divided along the first one; layers that `parallelize_module` has
+    With a mesh of the dimensions ("replicate", "shard"), also with a prefix as in "dp_replicate", parameters are divided along the second
+    one, and the gradients of a piece are averaged along the first one, on the host. With another mesh of two dimensions, as ("dp", "tp"), parameters are divided along the first one; layers that `parallelize_module` has
     divided along the second one are divided along both.
 
     Raises `L2LError` for another mesh, for a parameter that is not on the host, for one that is divided already, and for one of a
@@ -40,6 +41,8 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """
     if mesh.ndim > 2 or mesh.ndim == 2 and not mesh.mesh_dim_names:
         raise L2LError(f"l2l_compile.shard takes a mesh of one dimension, or of two with names, got one of {mesh.ndim}: {mesh}")
+    if replicates(mesh) and mesh.size(1) == 1:
+        raise L2LError(f"{mesh} repeats the model and divides nothing: use DistributedDataParallel, or a mesh of one dimension")
     data = _data(mesh)
     ranks_of(data, make=True)
     _count_steps()
@@ -53,16 +56,16 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             if parameter not in made:
                 made[parameter] = _divided(parameter, mesh, f"{path}.{name}".removeprefix("."))
             module._parameters[name] = made[parameter]
-            if _is_divided_twice(made[parameter]):
+            if is_divided_twice(made[parameter]):
                 parallel[name] = mesh
         if names:
-            module.__class__ = _reading_whole(type(module), tuple(names), tuple(parallel.items()))  # type: ignore[arg-type]  # a class is hashable
+            module.__class__ = _reading_whole(type(module), tuple(names), _data(mesh).ndim, tuple(parallel.items()))  # type: ignore[arg-type]  # a class is hashable
     return model
 
 
 def _data(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimension of a mesh along which `shard` divides."""
-    return mesh if mesh.ndim == 1 else mesh[_names(mesh)[0]]
+    """The mesh over which a parameter is laid that is not of a parallel layer."""
+    return mesh if mesh.ndim == 1 or replicates(mesh) else mesh[_names(mesh)[0]]
 
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -84,7 +87,7 @@ def _counted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _divided(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> nn.Parameter:
-    if isinstance(parameter, DTensor) and mesh.ndim == 2 and parameter.device_mesh == mesh[_names(mesh)[1]]:
+    if isinstance(parameter, DTensor) and mesh.ndim == 2 and not replicates(mesh) and parameter.device_mesh == mesh[_names(mesh)[1]]:
         return _divided_twice(parameter, mesh, name)
     if isinstance(parameter, DTensor):
         raise L2LError(
@@ -93,8 +96,10 @@ def _divided(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> nn.Paramet
         )
     if parameter.device.type not in ("cpu", "meta"):
         raise L2LError(f"parameter '{name}' is on {parameter.device}: leave the model on the host, or on meta")
-    placement = Shard(0) if parameter.dim() else Replicate()
-    divided = nn.Parameter(distribute_tensor(parameter.detach(), _data(mesh), [placement]), requires_grad=parameter.requires_grad)
+    placements: list[Placement] = [Replicate()] * _data(mesh).ndim
+    if parameter.dim():
+        placements[-1] = Shard(0)
+    divided = nn.Parameter(distribute_tensor(parameter.detach(), _data(mesh), placements), requires_grad=parameter.requires_grad)
     divided.__dict__.update(attributes(parameter))
     return divided
 
@@ -119,10 +124,10 @@ def _divided_twice(parameter: DTensor, mesh: DeviceMesh, name: str) -> nn.Parame
 
 @functools.cache
 def _reading_whole(
-    kind: type[nn.Module], names: tuple[str, ...], parallel: tuple[tuple[str, DeviceMesh], ...]
+    kind: type[nn.Module], names: tuple[str, ...], dims: int, parallel: tuple[tuple[str, DeviceMesh], ...]
 ) -> type[nn.Module]:
     """A class with the name of a module's class, whose attributes are whole parameters."""
-    properties: dict[str, Any] = {name: property(functools.partial(_whole, name=name)) for name in names}
+    properties: dict[str, Any] = {name: property(functools.partial(_whole, name=name, dims=dims)) for name in names}
     for name, mesh in parallel:
         tensor = mesh[_names(mesh)[1]]
         properties[name] = property(functools.partial(_whole_part, name=name, data=_data(mesh), tensor=tensor))
@@ -130,11 +135,11 @@ def _reading_whole(
     return type(kind.__name__, (kind,), {**properties, **same})
 
 
-def _whole(module: nn.Module, name: str) -> Any:
+def _whole(module: nn.Module, name: str, dims: int) -> Any:
     parameter = module._parameters[name]
     if not isinstance(parameter, DTensor):
         return parameter
-    return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+    return parameter.redistribute(placements=[Replicate()] * dims).to_local(grad_placements=[Partial("avg")] * dims)
 
 
 def _whole_part(module: nn.Module, name: str, data: DeviceMesh, tensor: DeviceMesh) -> Any:
@@ -156,8 +161,9 @@ def _shape_of_part(parameter: DTensor) -> torch.Size:
     return torch.Size(sizes)
 
 
-def _is_divided_twice(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 2
+def is_divided_twice(tensor: torch.Tensor) -> bool:
+    """Whether `shard` has divided what was a part of a parallel layer's parameter."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 2 and not replicates(tensor.device_mesh)
 
 
 def is_divided(tensor: Any) -> TypeGuard[DTensor]:
@@ -176,11 +182,13 @@ def is_of_a_parallel_layer(tensor: Any) -> TypeGuard[DTensor]:
 def pieces_of(tensor: DTensor) -> Pieces:
     """How a parameter is divided. Raises `L2LError` if `shard` has not divided it."""
     placements = tensor.placements
-    if len(placements) == 2:
+    if is_divided_twice(tensor):
         return Pieces(tuple(_shape_of_part(tensor)), tensor.device_mesh.size(0))
+    if replicates(tensor.device_mesh) and placements[0].is_replicate():
+        placements = placements[1:]
     if len(placements) != 1 or not (placements[0].is_replicate() or placements[0].is_shard(0)):
         raise L2LError(f"a parameter is a DTensor with {placements}: backend 'l2l' takes those of l2l_compile.shard, [Shard(0)]")
-    return Pieces(tuple(tensor.shape), tensor.device_mesh.size(), placements[0].is_replicate())
+    return Pieces(tuple(tensor.shape), tensor.device_mesh.size(tensor.device_mesh.ndim - 1), placements[0].is_replicate())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -238,7 +238,7 @@ class Runner:
         told = (count, len(step.sizes), step.base_seed())
         rows = world.announce(Kind.FORWARD, collectives, to_train, told, _refuse_no_rows)
         step.seed = rows[0][2]
-        step.first_micro_batch = sum(micro_batches for _, micro_batches, *_ in rows[: world.rank])
+        step.first_micro_batch = sum(micro_batches for _, micro_batches, *_ in rows[: world.number])
         if self.options.ranks == "global":
             step.rows_of_ranks = tuple(count for count, *_ in rows)
 

@@ -27,7 +27,8 @@ class SimulatedRanks(Ranks):
     """
 
     def __init__(self, size: int, rank: int, ring: Ring, clocks: Clocks):
-        self.size, self.rank = size, rank
+        self.size = self.count = size
+        self.rank = self.number = rank
         self.forwards = self.steps = 0
         self._ring, self._clocks = ring, clocks
 
@@ -89,8 +90,8 @@ def division_of(model: Callable, machine: Machine) -> Division | None:
     for name, parameter in (named for module in modules for named in module.named_parameters()):
         if is_of_a_parallel_layer(parameter) or is_divided(parameter) and parameter.device_mesh.ndim > 1:
             raise L2LError(
-                f"parameter '{name}' belongs to a layer of parallelize_module on {parameter.device_mesh}, whose sums inside of "
-                "blocks simulate does not know: simulate a model that l2l_compile.shard alone has divided"
+                f"parameter '{name}' is divided over {parameter.device_mesh}: simulate knows neither the sums of parallel layers "
+                "nor replicas; simulate a model that l2l_compile.shard alone has divided, over a mesh of one dimension"
             )
         if is_divided(parameter):
             found = parameter.device_mesh

@@ -79,8 +79,18 @@ def _own_bytes(segment: Segment, trained: bool = False) -> int:
     return total
 
 
-def check_parallel_layers(compilation: Compilation) -> None:
-    """Raise `L2LError` for options under which layers of `parallelize_module` do not run."""
+def check_ranks(compilation: Compilation) -> None:
+    """Raise `L2LError` for options under which replicas, or layers of `parallelize_module`, do not run."""
+    world = compilation.captured.world
+    if world is not None and world.replicas > 1 and compilation.is_global:
+        raise L2LError(
+            f"ranks='global' is one batch of all ranks, and {world.mesh} has {world.replicas} replicas, whose gradients are averaged: "
+            "use ranks='mean', or a mesh of one dimension"
+        )
+    _check_parallel_layers(compilation)
+
+
+def _check_parallel_layers(compilation: Compilation) -> None:
     layer, options = compilation.captured.parallel_layer, compilation.options
     if not layer:
         return

@@ -147,14 +147,17 @@ class Mixing(Stack):
         return ((x - x.mean(0)) * x.std(0)).pow(2).mean()
 
 
-def test_parallel_layers_are_refused():
+def test_other_meshes_are_refused():
     with world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = Layers(2)
         parallelize_module(model.layers[0], mesh["tp"], {"up": ColwiseParallel()})
         for shard in (False, True):
-            with pytest.raises(L2LError, match=r"'layers.0.up.weight' belongs to a layer of parallelize_module on .*tp"):
+            with pytest.raises(L2LError, match=r"'layers.0.up.weight' is divided over .*tp.*: simulate knows neither"):
                 simulate(l2l_compile.shard(model, mesh) if shard else model, joined())
+        replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        with pytest.raises(L2LError, match=r"'layers.0.up.weight' is divided over .*replicate"):
+            simulate(l2l_compile.shard(Layers(2), replicated), joined())
 
 
 @pytest.mark.parametrize("count", [1, 5, 8, 9])

@@ -54,8 +54,13 @@ def ranks_among(parameters: Iterable[torch.Tensor]) -> Ranks | None:
 
 
 def counts_here(parameter: torch.Tensor, ranks: Ranks | None) -> bool:
-    """Whether this rank's piece counts in a sum over all ranks: every rank has a parameter without dimensions as a whole."""
-    return ranks is None or ranks.rank == 0 or not is_divided(parameter) or not pieces_of(parameter).replicated
+    """Whether this rank's piece counts in a sum over all ranks.
+
+    Every rank has a parameter without dimensions as a whole, and every replica has each piece.
+    """
+    if ranks is None or not is_divided(parameter):
+        return True
+    return ranks.replica == 0 and (ranks.rank == 0 or not pieces_of(parameter).replicated)
 
 
 def summed_over(ranks: Ranks | None, kind: Kind, values: tuple[float, ...]) -> list[float]:
