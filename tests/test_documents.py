@@ -328,6 +328,23 @@ if child:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@checks("docs/ranks.md: Several hosts")
+def test_the_lines_on_several_hosts_divide_a_model_within_each(shown):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    (block,) = shown
+    dist, plain = torch.distributed, torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=6)
+    try:
+        scope = {"dist": dist, "init_device_mesh": init_device_mesh, "l2l_compile": l2l_compile, "plain": plain}
+        run(block.text, scope)
+        (program,) = l2l_compile.explain(plain, {"device": "cpu", "micro_batches": 2})(torch.randn(4, 8)).programs
+    finally:
+        dist.destroy_process_group()
+    assert scope["hosts"] == 3 and program.captured.ranks == 2 and plain[0]._parameters["weight"].to_local().shape == (4, 8)
+
+
 @checks("docs/ranks.md: Tensor parallel layers")
 def test_the_lines_on_tensor_parallel_layers_give_a_program(shown):
     from torch.testing._internal.distributed.fake_pg import FakeStore
