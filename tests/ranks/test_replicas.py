@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from steps import OPTIONS, assert_same, mean_of_eager, whole
 from test_checkpoints import adamw, everything, loads, take
 from test_mean import Odd, numbers, tokens
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -65,6 +66,24 @@ def trains_as_eager_on_all_batches(rank, world, kind, update):
 def test_two_replicas_of_two_ranks_train_as_eager_on_all_batches(ranks, kind, update):
     first, *others = ranks.run(trains_as_eager_on_all_batches, kind, update, world=4)
     assert all(other == first for other in others)  # the same bits everywhere
+
+
+def draws_as_four_ranks(rank, world):
+    """Masks of dropout differ between replicas, as they do between ranks."""
+    found = []
+    for mesh in (init_device_mesh("cpu", (world,)), mesh_of(2, 2)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.Tanh()) for _ in range(3))
+        model = l2l_compile.shard(nn.Sequential(*layers).double(), mesh)
+        step = torch.compile(model, backend="l2l", fullgraph=True, options=OPTIONS)
+        step(numbers(0, 0)).pow(2).mean().backward()
+        found.append(whole(model, gradients=True))
+    assert_same(*found, 1e-12)
+
+
+def test_replicas_draw_as_ranks_of_one_dimension(ranks):
+    ranks.run(draws_as_four_ranks, world=4)
 
 
 def clips_as_one_process(rank, world):
