@@ -32,9 +32,10 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     its own rows of the values that rank 0 has; a model on the meta device stays there, and `to_empty(device="cpu")` then makes its
     pieces alone. Parameters without dimensions are whole on every rank, and so are buffers. Shared parameters stay shared.
 
-    With a mesh of the dimensions ("replicate", "shard"), also with a prefix as in "dp_replicate", parameters are divided along the second
-    one, and the gradients of a piece are averaged along the first one, on the host. With another mesh of two dimensions, as ("dp", "tp"), parameters are divided along the first one; layers that `parallelize_module` has
-    divided along the second one are divided along both.
+    With a mesh of the dimensions ("replicate", "shard"), also with a prefix as in "dp_replicate", parameters are divided along the
+    second one, and the gradients of a piece are averaged along the first one, on the host. With another mesh of two dimensions, as
+    ("dp", "tp"), parameters are divided along the first one; layers that `parallelize_module` has divided along the second one are
+    divided along both.
 
     Raises `L2LError` for another mesh, for a parameter that is not on the host, for one that is divided already, and for one of a
     parallel layer that the ranks cannot divide evenly.
@@ -87,7 +88,12 @@ def _counted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _divided(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> nn.Parameter:
-    if isinstance(parameter, DTensor) and mesh.ndim == 2 and not replicates(mesh) and parameter.device_mesh == mesh[_names(mesh)[1]]:
+    if (
+        isinstance(parameter, DTensor)
+        and mesh.ndim == 2
+        and not replicates(mesh)
+        and parameter.device_mesh == mesh[_names(mesh)[1]]
+    ):
         return _divided_twice(parameter, mesh, name)
     if isinstance(parameter, DTensor):
         raise L2LError(

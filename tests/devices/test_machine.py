@@ -55,7 +55,10 @@ def test_links_between_devices_are_within_the_peak_of_their_source(name):
     assert machine.link == pytest.approx(0.8 * int(peak[1]) * 1e9 if peak else machine.h2d / 2)
     if machine.network is not None:
         count, bits = re.search(r"(\d+) ConnectX-7 of (\d+) Gb/s", machine.sources["network"]).groups()
-        assert machine.network == pytest.approx(0.8 * int(count) * int(bits) * 1e9 / 8) and machine.network_latency > machine.link_latency
+        assert (
+            machine.network == pytest.approx(0.8 * int(count) * int(bits) * 1e9 / 8)
+            and machine.network_latency > machine.link_latency
+        )
 
 
 @pytest.mark.parametrize("name", ACCELERATORS)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from test_schedule import PARAMETERS, WIDTH, Layers, machine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -23,7 +24,6 @@ from l2l_compile.ranks.pieces import Pieces
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.simulation.ring import ring_of
 from models import Stack, rows
-from test_schedule import PARAMETERS, WIDTH, Layers, machine
 
 ROWS = 64
 UPDATES = [{}, {"update": "at_step"}, {"update": "in_backward"}, {"update": "in_forward", "max_grad_norm": 1.0}]
@@ -63,7 +63,9 @@ def test_a_collective_takes_as_long_as_a_ring():
     assert ring_of(alone, 2).seconds(8_000_000_000) == pytest.approx(1 / 2 * 0.16 + 1e-5, rel=1e-12)
 
 
-@pytest.mark.parametrize(("ranks", "figure"), [(2, "link"), (2, "link_latency"), (8, "network"), (8, "network_latency"), (2, "devices")])
+@pytest.mark.parametrize(
+    ("ranks", "figure"), [(2, "link"), (2, "link_latency"), (8, "network"), (8, "network_latency"), (2, "devices")]
+)
 def test_a_figure_that_a_machine_lacks_is_named(ranks, figure):
     with pytest.raises(OptionError, match=rf"machine 'test' has no figure '{figure}', which a simulation of several ranks needs"):
         step(ranks, joined(**{figure: None}))
@@ -109,7 +111,9 @@ def test_twice_the_ranks_fetch_push_and_update_half(options):
 def test_devices_of_a_host_share_its_bandwidth():
     """Half of the updates, at half of the bandwidth, take as long."""
     options = {"update": "in_backward", "precision": "fp32"}
-    one, *shared = (step(ranks, joined(devices=devices), **options).timeline.busy("host") for ranks, devices in ((1, 4), (2, 4), (2, 1)))
+    one, *shared = (
+        step(ranks, joined(devices=devices), **options).timeline.busy("host") for ranks, devices in ((1, 4), (2, 4), (2, 1))
+    )
     assert shared == pytest.approx([one, one / 2], rel=1e-3)
 
 
@@ -173,5 +177,7 @@ def test_a_buffer_has_the_pieces_of_each_rank_in_its_row(count, width):
         columns = torch.full((4, min(width, total - first)), torch.nan)
         ranks._fill(columns, first, gradients)
         filled.append(columns)
-    expected = [torch.zeros(4 * p.entries).index_copy(0, torch.arange(g.numel()), g.reshape(-1)).view(4, -1) for g, p in gradients]
+    expected = [
+        torch.zeros(4 * p.entries).index_copy(0, torch.arange(g.numel()), g.reshape(-1)).view(4, -1) for g, p in gradients
+    ]
     assert torch.equal(torch.cat(filled, 1), torch.cat(expected, 1))
