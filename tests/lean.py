@@ -19,6 +19,26 @@ def settle() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
+def warm() -> None:
+    """Processes that are forked from this one have what a first compilation imports and makes, and no thread runs.
+
+    They leave alone what is there: to look at it, or to take it apart where Python ends, would copy its pages into each of them.
+    """
+    import tqdm
+
+    import l2l_compile
+    from l2l_compile.lowering.codes import store
+
+    tqdm.tqdm.monitor_interval = 0  # no thread beside a bar
+    model = torch.nn.Sequential(torch.nn.LayerNorm(7), torch.nn.Linear(7, 6), torch.nn.GELU(), torch.nn.Linear(6, 7))
+    step = torch.compile(model, backend="l2l", options={"device": "cpu", "micro_batches": 2, "block_compiler": "eager"})
+    step(torch.randn(4, 7)).pow(2).mean().backward()
+    l2l_compile.synchronize(step)
+    torch._dynamo.reset()
+    store.clear()
+    freeze()
+
+
 def freeze() -> None:
     """What is alive now is not looked at by later collections: modules, and what earlier tests leave behind.
 

@@ -1,4 +1,4 @@
-"""Processes of `torch.distributed` that run one check after another: they are forked from one that has imported everything."""
+"""Processes of `torch.distributed` that run one check after another: they are forked from one that has compiled a model."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import l2l_compile.backend
 sys.path[:0] = {folders}
 import lean, pool
 lean.settle()
+lean.warm()
 ranks = {{}}
 missing = list(range({size}))
 while True:
