@@ -193,20 +193,24 @@ _REWRITES: dict[object, Callable[[fx.Node], Draw]] = {
 
 
 def _substitute(graph: fx.Graph, node: fx.Node, operand: fx.Node) -> None:
-    """Put an operand in the place of a random operation."""
+    """Put an operand in the place of a random operation. Draws that read its result find that result's description."""
+    described = {"val": _value(node)}
     with graph.inserting_before(node):
         if node.target is aten.native_dropout.default:
             x, probability, _ = arguments(node)
             scale = 0.0 if probability == 1 else 1.0 / (1.0 - probability)
             kept = graph.call_function(aten.mul.Tensor, (x, operand))
             scaled = graph.call_function(aten.mul.Tensor, (kept, scale))
+            scaled.meta = described
             for pick in list(node.users):
                 _, index = arguments(pick)
                 pick.replace_all_uses_with((scaled, operand)[index])
                 graph.erase_node(pick)
         elif node.target is aten.bernoulli.default:
             below = graph.call_function(aten.lt.Tensor, (operand, node.args[0]))
-            node.replace_all_uses_with(graph.call_function(aten._to_copy.default, (below,), {"dtype": _value(node).dtype}))
+            converted = graph.call_function(aten._to_copy.default, (below,), {"dtype": _value(node).dtype})
+            converted.meta = described
+            node.replace_all_uses_with(converted)
         elif _writes(node):
             written, *_ = arguments(node)
             graph.call_function(aten.copy_.default, (written, operand))

@@ -145,6 +145,18 @@ def test_draws_become_operands_in_the_order_of_the_operations():
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
+def test_draws_may_read_what_was_drawn():
+    def draw(x):
+        return F.dropout(F.dropout(torch.bernoulli(torch.bernoulli(x)), 0.5), 0.2)
+
+    module = make_fx(draw)(torch.full((3,), 0.5))
+    draws, remain = hoist_draws(module)
+    assert len(draws) == 4 and not remain and not draws_random(module.graph)
+    assert [d.fill for d in draws] == ["uniform_", "uniform_", "bernoulli_", "bernoulli_"]
+    below, kept = torch.full((3,), 0.25), torch.tensor([True, True, False])
+    torch.testing.assert_close(module(torch.full((3,), 0.5), below, below, kept, kept), 2 * 1.25 * kept)
+
+
 def test_draw_that_nobody_reads_keeps_the_numbers_of_the_others():
     def draw(x):
         torch.rand_like(x)
