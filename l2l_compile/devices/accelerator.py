@@ -26,6 +26,7 @@ class Accelerator(Device):
         self.lanes, self.pinned, self._pool = lanes, pinned, pool
         self._staging = self._new_staging()
         self._slabs: list[torch.Tensor] = []
+        self.kept = {}
 
     def _new_staging(self) -> Staging:
         return Staging(self.pinned, self.lanes["h2d"].record, self.wait_on_host)
@@ -41,6 +42,7 @@ class Accelerator(Device):
     def reserve_slabs(self, count: int, size: int) -> None:
         if len(self._slabs) == count and (not count or self._slabs[0].numel() >= size):
             return
+        self.empty_slabs()
         self._slabs = []
         self._slabs = [self.empty(torch.Size([size]), torch.uint8) for _ in range(count)]
         # the memory may have belonged to a value that compute still reads, and deterministic mode fills it on compute

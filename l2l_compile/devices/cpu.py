@@ -38,13 +38,14 @@ class CpuDevice(Device):
     values hold them, and within a block what its operations make, each by itself.
     """
 
-    overlaps = False
+    overlaps = keeps_slabs = False
 
     def __init__(self) -> None:
         self.torch_device = HOST
         self.lanes = dict.fromkeys(LANES, _Inline())
         self.ledger = Ledger()
         self._slabs: list[torch.Tensor] = []
+        self.kept = {}
         self.pinned = unlocked()  # nothing is copied by itself
         self._pool = Pool(self.pinned)
 

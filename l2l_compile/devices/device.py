@@ -8,6 +8,7 @@ in the order of the compute lane alone, so an allocator that knows one stream is
 from __future__ import annotations
 
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -94,6 +95,18 @@ class Piece:
     pinned: bool
 
 
+class Kept:
+    """Weights that a forward has left in a slab: of which step and segment, and, once all its lanes are done, the tensors."""
+
+    def __init__(self, step: object, segment: int):
+        self._step, self._segment = weakref.ref(step), segment
+        self.tensors: list[torch.Tensor] = []
+
+    def of(self, step: object, segment: int | None = None) -> bool:
+        """Whether they are those of a step, and of a segment of it."""
+        return self._step() is step and segment in (None, self._segment)
+
+
 class Device(ABC):
     """Lanes, copies and slabs. Copies are called inside of `Lane.run` on the lane that the vocabulary names.
 
@@ -102,6 +115,8 @@ class Device(ABC):
     takes_norms           whether norms of gradients are better taken before they cross the link: the host has no time to lose
     overlaps              whether it works while the caller does
     traced                whether its lanes are measured now
+    keeps_slabs           whether weights may stay in a slab between a forward and its backward
+    kept                  those that do, by slab
     """
 
     assertions_are_final = False
@@ -109,6 +124,8 @@ class Device(ABC):
     takes_norms = False
     overlaps = True
     traced = False
+    keeps_slabs = True
+    kept: dict[int, Kept]
     torch_device: torch.device
     lanes: Mapping[str, Lane]
     pinned: PinnedMemory
@@ -119,7 +136,13 @@ class Device(ABC):
 
     @abstractmethod
     def reserve_slabs(self, count: int, size: int) -> None:
-        """Have `count` weight slabs of `size` bytes; called before every step, and does nothing if they are there."""
+        """Have `count` weight slabs of `size` bytes; called before every step, and does nothing if they are there. Others are emptied."""
+
+    def empty_slabs(self) -> None:
+        """Nothing stays in slabs. No lane is at work."""
+        for kept in self.kept.values():
+            self.free(kept.tensors)
+        self.kept.clear()
 
     def send(self, slab: int, wire: HostWeights, start: int, end: int) -> None:
         """Copy bytes of a wire to the same place in a slab (h2d lane)."""

@@ -87,6 +87,7 @@ class ThreadedDevice(Device):
         self.lanes = dict(zip(LANES, self._threads, strict=True))
         self.ledger = Ledger()
         self._slabs: list[torch.Tensor] = []
+        self.kept = {}
 
     def reseed(self, seed: int) -> None:
         """From now on, pauses are those of a device opened with this seed. Called between steps."""
@@ -97,6 +98,7 @@ class ThreadedDevice(Device):
         if count == 0:
             self.ledger.clear()
         if len(self._slabs) != count or (count and self._slabs[0].numel() < size):
+            self.empty_slabs()
             self._slabs = [torch.empty(size, dtype=torch.uint8, device=self.torch_device) for _ in range(count)]
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:

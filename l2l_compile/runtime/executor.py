@@ -25,6 +25,7 @@ from .fetch import load, unread
 from .instructions import Instructions
 from .segment_run import for_the_link, norms, run_backward, run_forward
 from .slab import slots
+from .slabs import Slabs
 from .step import RuntimeValue, Step, bytes_of, copies
 from .streaming import GradientStream, OutputStream, StreamedGradient
 
@@ -45,11 +46,8 @@ def handles(function: Callable) -> Callable[[Handler], Handler]:
 class Executor:
     """Runs the nodes of one graph for one step. `inputs` fill the placeholders, in order; see `run`."""
 
-    def __init__(self, device: Device, step: Step, segments: Sequence[Segment], slabs: int):
-        self.device, self.step, self.segments = device, step, segments
-        self.slab_free: list[Any] = [None] * slabs
-        self.slab_places = [Place(f"weight slab {number}") for number in range(slabs)]
-        self.next_slab = 0
+    def __init__(self, device: Device, step: Step, segments: Sequence[Segment], slabs: Slabs):
+        self.device, self.step, self.segments, self.slabs = device, step, segments, slabs
         self.released_to_comm: list[Place] = []  # values of the lane `comm` whose memory its next value may take
 
     def run(self, instructions: Instructions, inputs: Sequence[RuntimeValue]) -> Any:
@@ -111,16 +109,20 @@ class Executor:
 
 @handles(nodes.fetch_weights)
 def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeValue | None = None) -> RuntimeValue:
-    fetched, slab = run.segments[segment], run.next_slab
-    run.next_slab = (slab + 1) % len(run.slab_free)
+    fetched = run.segments[segment]
+    slab, kept = run.slabs.take(segment, may_stay=not fetched.divided)  # ranks have to agree on what they gather
     result = RuntimeValue()
-    result.slab, result.place = slab, run.slab_places[slab]
-    result.unfetched = unread(run.step, node, run.segments)
+    result.slab, result.place = slab, run.slabs.places[slab]
+    result.unfetched = unread(run.step, node, run.segments) if kept is None else frozenset()
     weights = [run.step.arguments[w.index] if w.index >= 0 else run.step.constants[w.name] for w in fetched.weights]
-    if run.slab_free[slab] is not None:
-        run.device.lanes["h2d"].wait(run.slab_free[slab])
+    if run.slabs.free[slab] is not None:
+        run.device.lanes["h2d"].wait(run.slabs.free[slab])
 
     def work() -> None:
+        if kept is not None:
+            run.step.server.load(run.step, fetched, weights)  # it counts fetches
+            result.tensors = kept.tensors
+            return
         result.tensors = load(run.step, run.device, fetched, slab, weights, result.unfetched)
         run.device.hold(result.tensors)
 
@@ -245,14 +247,19 @@ def _release(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
         if lane != "compute":
             compute.wait(event)
 
+    kept = run.slabs.keeps(x)
+
     def work() -> None:
         run.device.accesses.write(x.place)
-        run.device.free([t for t in x.tensors if t is not None])
+        if kept is not None:
+            kept.tensors = x.tensors
+        else:
+            run.device.free([t for t in x.tensors if t is not None])
         x.tensors = None
 
     compute.run(work)
     if x.slab is not None:
-        run.slab_free[x.slab] = compute.record()
+        run.slabs.free[x.slab] = compute.record()
     elif x.lane == "comm":
         run.released_to_comm.append(x.place)
     return x

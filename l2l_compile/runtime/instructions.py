@@ -32,6 +32,7 @@ class Instructions:
     With `launches_first`, weights are fetched and gathered behind the next launch of a segment, unless that segment reads them.
 
     inputs    how many values come first: those of the placeholders, in order
+    fetches   how many of the nodes fetch weights
     nodes     the instructions
     output    reads what the graph returns, in its structure
     """
@@ -43,7 +44,7 @@ class Instructions:
         *given, end = (node for node in graph.nodes if node.op != "placeholder")
         for node in [*inputs, *given]:
             self._numbers[node] = self._number(None)
-        self.inputs = len(inputs)
+        self.inputs, self.fetches = len(inputs), sum(node.target is nodes.fetch_weights for node in given)
         ordered = _launches_before_fetches(given) if launches_first else given
         self.nodes = [Instruction(node, self._numbers[node], self._all(node.args)) for node in ordered]
         self.output = self._read(end.args[0])

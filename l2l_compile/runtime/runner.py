@@ -28,6 +28,7 @@ from .executor import Executor
 from .instructions import instructions_of
 from .segment_run import lowerings
 from .slab import slab_bytes
+from .slabs import Slabs
 from .stashes import Stashes, StashQueue
 from .step import BlockCheck, Host, RuntimeValue, Stats, Step
 
@@ -178,7 +179,7 @@ class Runner:
         )
         self.program.bindings = step.bindings
         inputs = [RuntimeValue([inputs_seen[i.index]]) for i in captured.inputs if not i.is_weight and i.node in captured.specs]
-        outputs, kept, _ = self._run(self.program.forward.graph, step, inputs)
+        outputs, kept, _ = self._run(self.program.forward.graph, step, inputs, keep=to_train)
         accesses = self.device.accesses
         accesses.read(step.places[0])
         with torch.no_grad():
@@ -247,13 +248,17 @@ class Runner:
         values = (arguments[i.index] for i in self.captured.inputs if i.kind == "value")
         return next((v.shape[0] for v in values if v.dim()), 1)
 
-    def _run(self, graph: fx.Graph, step: Step, inputs: Sequence[RuntimeValue]) -> Any:
-        slabs = self.options.prefetch + 1
+    def _run(self, graph: fx.Graph, step: Step, inputs: Sequence[RuntimeValue], keep: bool = False) -> Any:
+        """Run a graph; with `keep`, its last weights stay in their slabs for the backward of the step."""
+        count = self.options.prefetch + 1
         try:
             with self.device.running(), ranges(self.device), torch.no_grad(), without_autocast(self.device.torch_device):
-                self.device.reserve_slabs(slabs, self._slab_bytes)
+                self.device.reserve_slabs(count, self._slab_bytes)
                 instructions = instructions_of(graph, self.device.launches_first)
+                slabs = Slabs(self.device, step, count, instructions.fetches, keep)
                 result = Executor(self.device, step, self.program.segments, slabs).run(instructions, inputs)
+                if not keep:
+                    slabs.end()
                 self.device.synchronize()
             return result
         except BaseException as error:

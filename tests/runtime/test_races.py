@@ -227,7 +227,7 @@ CASES = [
         one_step,
         {
             "runtime.executor.Executor.submit: queue.wait(value.event)": "h2d compute",
-            "runtime.executor._fetch_weights: run.device.lanes['h2d'].wait(run.slab_free[slab])": "compute",
+            "runtime.executor._fetch_weights: run.device.lanes['h2d'].wait(run.slabs.free[slab])": "compute",
             "runtime.executor._release: compute.wait(event)": "d2h",
             "runtime.streaming.OutputStream._send: d2h.wait(made)": "compute",
             "runtime.streaming.OutputStream._free: compute.wait(copied)": "d2h",
