@@ -108,6 +108,25 @@ def test_explain_leaves_a_compiled_model_as_it_was():
     assert l2l_compile.programs(model) == before[0]
 
 
+class BreaksInEachLayer(Layer):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*backend 'l2l'")
+def test_explain_leaves_compiled_what_dynamo_gave_up_on_for_another_model():
+    """Both models have one class, whose forward Dynamo leaves alone once it has met the second."""
+    model, other = compiled(Stack(3)), compiled(Stack([BreaksInEachLayer() for _ in range(3)]))
+    x = rows(6, dtype=torch.float32)
+    model(x)
+    before = l2l_compile.programs(model)
+    other(x)
+    explain(model, x)
+    model(x)
+    assert l2l_compile.programs(model) == before
+
+
 def test_types_of_what_programs_gives():
     model = compiled(Stack(3))
     assert l2l_compile.programs(model) == ()

@@ -27,9 +27,10 @@ from typing import Any
 import torch
 from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo import utils as dynamo_utils
-from torch._dynamo.eval_frame import innermost_backend, reset_code
+from torch._dynamo.eval_frame import innermost_backend, set_code_exec_strategy
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, Unsupported, UserError
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
 from torch._dynamo.variables import ConstantVariable, builder, misc
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -309,9 +310,12 @@ _PACKED = "Dynamo traces no packed sequences, whose sizes depend on lengths"
 
 
 def retry_skipped() -> None:
-    """Have Dynamo look again at the frames that it has skipped: it remembers them, and says nothing the second time."""
+    """Have Dynamo look again at the frames that it has skipped: it remembers them, and says nothing the second time.
+
+    What is compiled of such a frame, for a model that it could compile, stays.
+    """
     for code in list(_skipped_codes):
-        reset_code(code)
+        set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
 _skipped_codes: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
