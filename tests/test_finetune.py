@@ -22,11 +22,13 @@ from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
-# Imports once, then forks a run for every line of arguments: what a run prints goes to the test, then how it ended.
+# Imports and compiles once, then forks a run for every line of arguments: what a run prints goes to the test, then how it ended.
 LAUNCHER = """
 import json, os, sys
 import networkx, sympy, torch._dynamo, torch._functorch.aot_autograd, transformers.models.bert.modeling_bert
-import l2l_compile.backend, finetune
+import l2l_compile.backend, finetune, lean
+lean.settle()
+lean.warm()
 for line in sys.stdin:
     ranks, port, *arguments = json.loads(line)
     others = []
@@ -70,7 +72,7 @@ class Launcher:
     """Runs of the example as processes of their own."""
 
     def __init__(self, folder: Path):
-        paths = [p for p in (str(EXAMPLES), os.environ.get("PYTHONPATH")) if p]
+        paths = [p for p in (str(EXAMPLES), str(Path(__file__).parent), os.environ.get("PYTHONPATH")) if p]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self.errors = folder / "errors.txt"
         self.process = subprocess.Popen(
@@ -105,9 +107,9 @@ class Launcher:
         raise AssertionError(f"the launcher ended: {self.errors.read_text()[-3000:]}")
 
 
-@pytest.fixture
-def launcher(tmp_path):
-    launcher = Launcher(tmp_path)
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory):
+    launcher = Launcher(tmp_path_factory.mktemp("launcher"))
     yield launcher
     launcher.process.stdin.close()
     launcher.process.wait(timeout=30)
