@@ -21,6 +21,7 @@ sys.path[:0] = {folders}
 import lean, pool
 lean.settle()
 lean.warm()
+pool.warm()
 ranks = {{}}
 missing = list(range({size}))
 while True:
@@ -94,6 +95,20 @@ def _ended(connection: Connection) -> tuple[str, None]:
     except (EOFError, ConnectionResetError):
         return "", None
     return "a rank that was to be killed has come to its end", None
+
+
+def warm() -> None:
+    """Processes that are forked from this one have what the tests import."""
+    import importlib
+
+    import transformers.models.llama.modeling_llama
+    import transformers.models.mixtral.modeling_mixtral  # noqa: F401
+
+    import lean
+
+    for file in sorted(FOLDERS[0].glob("test_*.py")):
+        importlib.import_module(file.stem)
+    lean.freeze()
 
 
 def work(rank: int, address: str) -> None:
