@@ -16,6 +16,7 @@ from .frontend.batch_dimension import try_other_batch_dimension
 from .frontend.capture import capture
 from .frontend.propagation import remember_propagation
 from .ir.captured import Captured
+from .ir.graph_modules import graph_module
 from .ir.program import Program
 from .lowering.lower import Lowering
 from .options import Options
@@ -106,7 +107,7 @@ def _rebuild_backward(compilation: Compilation, gradient_mask: tuple[bool, ...])
     facts = frozenset().union(*(step.provides for step in PREPARATION + SEGMENTATION))
     run(fresh, STREAMING + compilation.options.passes, facts)
     assert fresh.backward is not None, "some output has a gradient"
-    return fx.GraphModule({}, fresh.backward)
+    return graph_module(fresh.backward)
 
 
 l2l.streams_layers = True  # type: ignore[attr-defined]  # what `session.streams_layers` looks for

@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol
 from torch import fx
 
 from ..ir.captured import Captured
+from ..ir.graph_modules import graph_module
 from ..ir.program import Program
 from ..ir.segments import Block, Segment, Uncut, Value
 from ..options import Options
@@ -94,8 +95,8 @@ class Compilation:
             self.captured,
             tuple(self.segments),
             tuple(self.blocks),
-            fx.GraphModule({}, self.forward),
-            fx.GraphModule({}, self.backward) if self.backward is not None else None,
+            graph_module(self.forward),
+            graph_module(self.backward) if self.backward is not None else None,
             self.captured.hints,
             self.uncut,
             tuple(i.index for i in self.captured.inputs if i.node in carried),

@@ -11,6 +11,7 @@ from torch import fx
 
 from . import nodes
 from .captured import Captured, Input
+from .graph_modules import graph_module
 from .parse import Parsed, parse
 from .segments import Block, Segment, Uncut
 from .text import print_program
@@ -76,7 +77,7 @@ class Program:
         Raises `ParseError`, with the line, for what is no text of a program.
         """
         found = parse(text)
-        modules = {title: fx.GraphModule({}, graph) for title, graph in found.graphs.items()}
+        modules = {title: graph_module(graph) for title, graph in found.graphs.items()}
         return cls(_captured(found), found.segments, found.blocks, modules["forward"], modules.get("backward"), found.bindings)
 
 

@@ -19,6 +19,7 @@ from torch import fx
 
 from ...ir.captured import Input
 from ...ir.fx_types import attribute, name_of
+from ...ir.graph_modules import graph_module
 from ...ir.segments import Block, symbolic_size
 from ...ir.values import TensorSpec
 from ...lowering.forms import argument_form, graph_form
@@ -147,7 +148,7 @@ def build_block(sequence: OperationSequence, piece: Piece, name: str) -> Block:
     root = torch.nn.Module()
     for path, value in attributes.items():
         setattr(root, path, value)
-    module = fx.GraphModule(root, graph) if attributes else fx.GraphModule({}, graph)
+    module = graph_module(graph, root if attributes else None)
     return Block(
         name=name,
         module=module,
