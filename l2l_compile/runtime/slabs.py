@@ -48,7 +48,9 @@ class Slabs:
 
     def keeps(self, x: RuntimeValue) -> Kept | None:
         """Whether the weights of a slab stay in it; then where to note them."""
-        segment = self._to_keep.pop(x.slab, None) if x.slab is not None else None
+        if x.slab is None:
+            return None
+        segment = self._to_keep.pop(x.slab, None)
         if segment is None or x.unfetched:
             return None
         kept = self.device.kept[x.slab] = Kept(self.step, segment)
