@@ -11,7 +11,9 @@ import queue
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,50 +24,60 @@ from .ledger import Ledger
 from .staging import Staging
 
 
-class _Thread(Lane):
-    """Notes what fails in `failures`, which all lanes of a device share."""
+@dataclass
+class _Queue:
+    """What a lane and its thread share. `failures` is that of the whole device; `failed` is what the lane has not handed on yet."""
 
-    def __init__(self, name: str, delay: float, seed: int, failures: list[BaseException]):
-        self._work: queue.SimpleQueue = queue.SimpleQueue()
-        self._failed: BaseException | None = None
-        self._failures = failures
-        self._delay, self._random = delay, random.Random(seed)
-        threading.Thread(target=self._loop, name=f"l2l-{name}", daemon=True).start()
+    delay: float
+    random: random.Random
+    failures: list[BaseException]
+    work: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
+    failed: BaseException | None = None
 
-    def run(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
-
-    def record(self) -> threading.Event:
-        event = threading.Event()
-        self._work.put(event)
-        return event
-
-    def wait(self, event: threading.Event) -> None:
-        self._work.put(event.wait)
-
-    def synchronize(self) -> None:
-        self.record().wait()
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            raise failed
-
-    def reseed(self, seed: int) -> None:
-        self._random.seed(seed)
-
-    def _loop(self) -> None:
-        while True:
-            work = self._work.get()
+    def run(self) -> None:
+        """Until `None` comes."""
+        while (work := self.work.get()) is not None:
             if isinstance(work, threading.Event):
                 work.set()
                 continue
             try:
-                if self._failed is None:
-                    time.sleep(self._random.random() * self._delay)
+                if self.failed is None:
+                    time.sleep(self.random.random() * self.delay)
                     with torch.no_grad():
                         work()
             except BaseException as error:  # noqa: BLE001 - handed to the caller by synchronize
-                self._failed = error
-                self._failures.append(error)
+                self.failed = error
+                self.failures.append(error)
+            del work  # it would be alive until the next one comes
+
+
+class _Thread(Lane):
+    """The thread ends when nobody has the lane any more. What fails is noted in `failures`, which all lanes of a device share."""
+
+    def __init__(self, name: str, delay: float, seed: int, failures: list[BaseException]):
+        self._queue = _Queue(delay, random.Random(seed), failures)
+        threading.Thread(target=self._queue.run, name=f"l2l-{name}", daemon=True).start()
+        weakref.finalize(self, self._queue.work.put, None)
+
+    def run(self, work: Callable[[], None]) -> None:
+        self._queue.work.put(work)
+
+    def record(self) -> threading.Event:
+        event = threading.Event()
+        self._queue.work.put(event)
+        return event
+
+    def wait(self, event: threading.Event) -> None:
+        self._queue.work.put(event.wait)
+
+    def synchronize(self) -> None:
+        self.record().wait()
+        failed, self._queue.failed = self._queue.failed, None
+        if failed is not None:
+            raise failed
+
+    def reseed(self, seed: int) -> None:
+        self._queue.random.seed(seed)
 
 
 class ThreadedDevice(Device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 
 import pytest
@@ -61,6 +62,25 @@ def test_memory_that_another_value_holds_is_not_poisoned():
     assert torch.equal(x, torch.ones(4))
     device.free([x[:2]])
     assert x.isnan().all()
+
+
+def test_threads_end_with_the_model(threaded):
+    torch._dynamo.reset()
+    gc.collect()
+    before = set(threading.enumerate())
+    model = compiled(Stack(2).double())
+    model(rows(4)).sum().backward()
+    l2l_compile.synchronize(model)
+    threads = {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("l2l-")}
+    assert {"l2l-compute", "l2l-h2d", "l2l-d2h"} <= {thread.name for thread in threads}
+
+    del model
+    threaded.devices.clear()
+    torch._dynamo.reset()
+    gc.collect()
+    for thread in threads:
+        thread.join(5)
+    assert [thread.name for thread in threads if thread.is_alive()] == []
 
 
 def test_error_of_a_lane_is_raised_by_synchronize_and_work_behind_it_is_dropped():

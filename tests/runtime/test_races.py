@@ -379,7 +379,8 @@ class Run:
 def slow(session, name: str) -> None:
     """A lane of the device, or of the host, pauses before each piece of its work; the others do not."""
     for lane, thread in session.device.lanes.items():
-        thread._delay, thread._random = PAUSE if lane == name else 0.0, types.SimpleNamespace(random=lambda: 1.0)
+        thread._queue.delay = PAUSE if lane == name else 0.0
+        thread._queue.random = types.SimpleNamespace(random=lambda: 1.0)
     for worker in session.server.workers:
         submit = functools.partial(type(worker).submit, worker)
         pause = 0.0 if name != worker.name else 4 * PAUSE if name == "update" else PAUSE  # updates may take a whole forward
