@@ -1,10 +1,16 @@
 """Collectives on tensors of the host and of devices: one adapter for the names of PyTorch 2.11 and 2.13.
 
 On the host, a collective is asynchronous and is polled: a rank that has failed releases those that wait for it.
+
+One thread at a time gives a collective. PyTorch's flight recorder notes the Python stack of each under a mutex (`PythonTraceback::gather`).
+There it drops stacks of earlier ones: a function that lives no more ends then, and what ends with it may let go of the GIL. A
+thread that takes the GIL and comes to the mutex waits forever, and so does the process. To give one never waits for other ranks'
+threads: on the host it is queued, and collectives of devices are given by one thread of each rank.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +21,7 @@ from torch.distributed import distributed_c10d
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_giving = threading.Lock()
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two looks at a collective
 
 Group = dist.ProcessGroup
@@ -43,9 +50,11 @@ def finish(work: dist.Work, check: Callable[[], None], explain: Callable[[Except
 def all_gather(whole: torch.Tensor, piece: torch.Tensor, group: Group, done: Finish) -> None:
     """Fill a contiguous tensor with the pieces of all ranks, in their order; `piece` may be its own place in it."""
     if whole.device.type != "cpu":
-        _all_gather(whole, piece, group=group)
+        with _giving:
+            _all_gather(whole, piece, group=group)
         return
-    work = _all_gather(whole.view(-1).view(torch.uint8), piece.view(-1).view(torch.uint8), group=group, async_op=True)
+    with _giving:
+        work = _all_gather(whole.view(-1).view(torch.uint8), piece.view(-1).view(torch.uint8), group=group, async_op=True)
     done(work)
 
 
@@ -56,11 +65,14 @@ def sum_to_owners(rows: torch.Tensor, group: Group, done: Finish) -> torch.Tenso
     """
     if rows.device.type != "cpu":
         mine = torch.empty_like(rows[0])
-        _reduce_scatter(mine, rows, group=group)
+        with _giving:
+            _reduce_scatter(mine, rows, group=group)
         return mine
     received = torch.empty_like(rows)
     bytes_of = lambda t: t.view(-1).view(torch.uint8)  # noqa: E731
-    done(dist.all_to_all_single(bytes_of(received), bytes_of(rows), group=group, async_op=True))
+    with _giving:
+        work = dist.all_to_all_single(bytes_of(received), bytes_of(rows), group=group, async_op=True)
+    done(work)
     return in_order(received)
 
 

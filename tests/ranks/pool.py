@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -42,7 +44,7 @@ class Pool:
         self.folder, self.count = folder, 0
         self.listener = Listener(str(folder / "pool"))
         script = _SCRIPT.format(folders=list(map(str, FOLDERS)), size=SIZE, address=self.listener.address)
-        self.process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", script])
+        self.process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", script], start_new_session=True)
         self.workers: dict[int, Connection] = {}
         self._meet(SIZE)
 
@@ -81,7 +83,8 @@ class Pool:
         return self.process.poll() is None
 
     def close(self) -> None:
-        self.process.kill()
+        if self.alive:
+            os.killpg(self.process.pid, signal.SIGKILL)  # a rank may hang
         self.process.wait()
         self.listener.close()
         for connection in self.workers.values():
@@ -113,8 +116,6 @@ def warm() -> None:
 
 def work(rank: int, address: str) -> None:
     """The loop of a process."""
-    import os
-
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     connection = Client(address)
     connection.send(rank)
