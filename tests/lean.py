@@ -23,6 +23,7 @@ def warm() -> None:
     """Processes that are forked from this one have what a first compilation imports and makes, and no thread runs.
 
     They leave alone what is there: to look at it, or to take it apart where Python ends, would copy its pages into each of them.
+    A backward is left out where PyTorch is built for GPUs: its autograd starts threads then, and refuses to work in a forked process.
     """
     import tqdm
 
@@ -32,7 +33,11 @@ def warm() -> None:
     tqdm.tqdm.monitor_interval = 0  # no thread beside a bar
     model = torch.nn.Sequential(torch.nn.LayerNorm(7), torch.nn.Linear(7, 6), torch.nn.GELU(), torch.nn.Linear(6, 7))
     step = torch.compile(model, backend="l2l", options={"device": "cpu", "micro_batches": 2, "block_compiler": "eager"})
-    step(torch.randn(4, 7)).pow(2).mean().backward()
+    if torch.version.cuda or torch.version.hip:
+        with torch.no_grad():
+            step(torch.randn(4, 7))
+    else:
+        step(torch.randn(4, 7)).pow(2).mean().backward()
     l2l_compile.synchronize(step)
     torch._dynamo.reset()
     store.clear()
