@@ -46,7 +46,7 @@ def in_order(threaded, monkeypatch):
     """A device with memory of its own, on which each piece of work is done before the next is given to any lane."""
 
     def run(lane, work):
-        lane._work.put(work)
+        lane._queue.work.put(work)
         lane.synchronize()
 
     monkeypatch.setattr(_Thread, "run", run)

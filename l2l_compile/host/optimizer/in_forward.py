@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ...errors import L2LError
 from ...memory.accesses import Place
 from ...options import Options
 from ...ranks.announcements import Kind
@@ -21,6 +20,7 @@ from ..worker import Ticket, Worker
 from .divided import counts_here, ranks_among, summed_over
 from .gradient_ledger import Parameter, PendingBackward, Pushed
 from .loss_scale import LossScale
+from .put_off import PutOff
 from .torch_step import Hyperparameters
 from .updates import UpdatesBehindTheDevice
 
@@ -32,13 +32,13 @@ class _Step:
     """A step whose updates are put off. Gradients are not here: those of a segment are free after its update.
 
     groups    the hyperparameters of `optimizer.step()`
-    versions  of the parameters then: nobody may write into one before its update
+    put_off   the parameters as they were then
     max_norm  that gradients are clipped to, None for none
     factor    on all gradients, once they have been looked at: clipping, 1 / loss scale; 0 if the step is skipped
     """
 
     groups: Hyperparameters
-    versions: Mapping[Parameter, int]
+    put_off: PutOff
     max_norm: float | None
     factor: float = 0.0
 
@@ -104,7 +104,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         gradients = self._ledger.take_all()
         outside = self._take_gradients_from_outside(gradients)
         summed_over(ranks_among(self.managed), Kind.STEP, ())
-        step = _Step(groups, {p: p._version for p in gradients}, self._max_norm)
+        step = _Step(groups, PutOff(gradients), self._max_norm)
         self._max_norm = self._max_norm_of_all
         norms, self._norms = self._norms, {}
         self._looked = self._updating.submit(functools.partial(self._look_at, step, gradients, norms))
@@ -201,9 +201,5 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         """Update the parameters of a segment. Raises `L2LError` if somebody has written into one since."""
         if step.factor == 0.0:
             return
-        if any(p._version != step.versions[p] for p in gradients):
-            raise L2LError(
-                "a parameter was written while its update was still to come: with update='in_forward', call "
-                "l2l_compile.synchronize(model) before you write into parameters"
-            )
+        step.put_off.check(gradients)
         self._step_layer(gradients, step.factor, step.groups)

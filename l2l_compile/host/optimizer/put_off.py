@@ -1,0 +1,42 @@
+"""Parameters whose update was put off: nobody may write into them before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ...errors import L2LError
+from ...ranks.sharded import local
+from ..wire import identity
+from .gradient_ledger import Parameter
+
+_ENTRIES = 1024  # of each parameter, that are compared
+
+
+class PutOff:
+    """Parameters as they are now.
+
+    PyTorch records writes into a parameter, but not those through `.data` (`p.data.mul_()`, `vector_to_parameters`). They are found by
+    comparing some entries, so that one which changes few entries is not.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter]):
+        self._before = {p: (identity(p), _some_entries(p)) for p in parameters}
+
+    def check(self, parameters: Iterable[Parameter]) -> None:
+        """Raise `L2LError` if somebody has written into one of these since."""
+        for parameter in parameters:
+            known, entries = self._before[parameter]
+            if identity(parameter) != known or not torch.equal(_some_entries(parameter), entries):
+                raise L2LError(
+                    f"a parameter of shape {tuple(parameter.shape)} was written while its update was still to come: with "
+                    "update='in_forward', call l2l_compile.synchronize(model) before you write into parameters"
+                )
+
+
+def _some_entries(parameter: Parameter) -> torch.Tensor:
+    """The bytes of some entries, from all rows and columns."""
+    entries = local(parameter).detach().reshape(-1)
+    stride = entries.numel() // _ENTRIES | 1
+    return entries[::stride].clone().view(torch.uint8)

@@ -1,0 +1,75 @@
+"""With `update="in_forward"`, updates are put off: what happens to parameters meanwhile."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import l2l_compile
+from l2l_compile import L2LError
+from l2l_compile.session import session_of
+from models import Stack, compiled, rows
+
+
+def clamp(model):
+    for p in model.parameters():
+        p.data.clamp_(-0.01, 0.01)
+
+
+def give_other_data(model):
+    for p in model.parameters():
+        p.data = p.data.clone()
+
+
+def write(model):
+    with torch.no_grad():
+        model.layers[0].up.weight[0, 0] = 1.0
+
+
+WRITES = {
+    "clamp": clamp,
+    "scale": lambda model: model.layers[1].up.weight.data.mul_(0.5),
+    "one row in four": lambda model: model.embed.weight.data[::4].zero_(),
+    "other data": give_other_data,
+    "of a vector": lambda model: vector_to_parameters(2 * parameters_to_vector(model.parameters()), model.parameters()),
+    "another dtype and back": lambda model: model.to(torch.float32).to(torch.float64),
+    "recorded": write,
+}
+
+
+@pytest.mark.parametrize("compile_update", [True, False])
+def test_a_write_before_the_update_is_an_error_and_one_behind_it_is_not(compile_update):
+    model = Stack(2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compiled(model, optimizer=optimizer, update="in_forward", compile_update=compile_update)
+    updates, gate = session_of_first_step(step, optimizer), threading.Event()
+    update = updates._update
+    for name, change in WRITES.items():
+        gate.clear()
+        updates._update = lambda *arguments: (gate.wait(20), update(*arguments))
+        train(step, optimizer)
+        change(model)
+        gate.set()
+        with pytest.raises(L2LError, match="was written while its update was still to come"):
+            train(step, optimizer), l2l_compile.synchronize(step)
+            pytest.fail(name)
+        updates._update = update
+        train(step, optimizer)
+        l2l_compile.synchronize(step)
+        change(model)
+        train(step, optimizer)
+        l2l_compile.synchronize(step)
+
+
+def session_of_first_step(step, optimizer):
+    train(step, optimizer)
+    return session_of(step).server.updates
+
+
+def train(step, optimizer):
+    step(rows(4)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
