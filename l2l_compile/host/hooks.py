@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,3 +17,29 @@ def weakly(method: Callable) -> Callable:
         return alive(*arguments) if alive is not None else None
 
     return hook
+
+
+def before(owner: Any, name: str, method: Callable[[], None]) -> Callable[[], None]:
+    """Have a method called before one of the owner's, each time that is called. What this returns takes it back.
+
+    For what has no hooks. Neither the owner nor the object of the method is kept alive.
+    """
+    replaced = owner.__dict__.get(name)
+    kept, hook = weakref.ref(owner), weakly(method)
+
+    @functools.wraps(getattr(type(owner), name))
+    def called(*arguments: Any, **named: Any) -> Any:
+        hook()
+        if replaced is not None:
+            return replaced(*arguments, **named)
+        return getattr(type(kept()), name)(kept(), *arguments, **named)
+
+    def take_back() -> None:
+        alive = kept()
+        if alive is not None and alive.__dict__.get(name) is called:
+            del alive.__dict__[name]
+            if replaced is not None:
+                alive.__dict__[name] = replaced
+
+    owner.__dict__[name] = called
+    return take_back

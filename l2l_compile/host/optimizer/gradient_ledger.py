@@ -36,6 +36,10 @@ class Pushed:
     norm: float | None = None
 
 
+_LEFT_OUT = {
+    "in_forward": "To leave a step out, call optimizer.zero_grad() after its backward",
+    "in_backward": "A step cannot be left out after its backward, which has made its updates: end it with optimizer.step()",
+}
 _NEVER_STEPPED = (
     ". The optimizer of the option was never stepped. If this model is a deep copy of a compiled one, that optimizer is a copy as "
     "well: copy the plain model, and compile it with an optimizer of its own"
@@ -76,20 +80,21 @@ class PendingBackward:
 class GradientLedger:
     """Sums of gradients, and pending backwards.
 
-    update      the value of the option, for messages
-    accumulate  rounds in a step, or a function that says in each whether it is the last of its step
-    steps       how many steps have ended
-    has_begun   whether a backward of this step has begun
-    rounds      rounds of this step whose last backward has begun
-    complete    whether the last round of this step is among them
-    gradients   complete gradients of this step, summed over its rounds
+    update         the value of the option, for messages
+    accumulate     rounds in a step, or a function that says in each whether it is the last of its step
+    steps          how many steps have ended
+    has_begun      whether a backward of this step has begun
+    rounds         rounds of this step whose last backward has begun
+    in_last_round  whether the backward that began last belongs to the last round of its step
+    complete       whether the last round of this step is among them
+    gradients      complete gradients of this step, summed over its rounds
     """
 
     def __init__(self, update: str, accumulate: int | Callable[[], bool], memory: GradientMemory):
         self.update, self.accumulate, self._memory = update, accumulate, memory
         self.steps = self.rounds = 0
         self.has_begun = self.complete = False
-        self._in_last_round = False
+        self.in_last_round = False
         self.gradients: dict[Parameter, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._readers: Counter[Parameter] = Counter()  # open pending backwards that read a parameter
@@ -126,14 +131,14 @@ class GradientLedger:
             )
         if self.complete:
             raise L2LError(
-                f"{self.rounds + 1} backward calls without optimizer.step() between them, but {self._expected(self.rounds)}"
-                f"{'' if self.steps else _NEVER_STEPPED}"
+                f"{self.rounds + 1} backward calls without optimizer.step() between them, but {self._expected(self.rounds)}. "
+                f"{_LEFT_OUT[self.update]}{'' if self.steps else _NEVER_STEPPED}"
             )
         self.close(pending)
         self.has_begun = True
         pending.pushes = pushes
         pending.settled = {p for p in pending.parameters if p not in self._readers}
-        pending.last = self._in_last_round = self._is_last_round()
+        pending.last = self.in_last_round = self._is_last_round()
         pending.ends_round = not self._readers
         self.rounds += pending.ends_round
         self.complete = pending.last and pending.ends_round
@@ -151,7 +156,7 @@ class GradientLedger:
         with self._lock:
             held, self._readers = bool(self._readers), Counter()
             self.steps += 1
-        held_last = held and self._in_last_round and (self.accumulate == 1 or callable(self.accumulate))
+        held_last = held and self.in_last_round and (self.accumulate == 1 or callable(self.accumulate))
         if not self.complete and not held_last:
             rounds, expected = self.rounds, self._expected(self.rounds)
             self.forget()
@@ -167,7 +172,7 @@ class GradientLedger:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self.rounds, self.has_begun, self.complete, self._in_last_round = 0, False, False, False
+        self.rounds, self.has_begun, self.complete, self.in_last_round = 0, False, False, False
 
     # ---- called on the host lane -------------------------------------------------------------------------------------
 

@@ -69,6 +69,9 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
         self._squares = 0.0
         self._squares_of.clear()
 
+    def _updates_have_begun(self) -> bool:
+        return self._ledger.in_last_round
+
     def _end_step(self, groups: Hyperparameters) -> None:
         """Update what a held forward kept from its update, and note the norm. Raises `L2LError` if a gradient came from elsewhere."""
         if left := self._ledger.take_all():

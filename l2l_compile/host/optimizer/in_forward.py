@@ -104,7 +104,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         gradients = self._ledger.take_all()
         outside = self._take_gradients_from_outside(gradients)
         summed_over(ranks_among(self.managed), Kind.STEP, ())
-        step = _Step(groups, PutOff(gradients), self._max_norm)
+        step = _Step(groups, PutOff(self.optimizer, gradients), self._max_norm)
         self._max_norm = self._max_norm_of_all
         norms, self._norms = self._norms, {}
         self._looked = self._updating.submit(functools.partial(self._look_at, step, gradients, norms))

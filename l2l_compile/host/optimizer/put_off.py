@@ -15,19 +15,25 @@ _ENTRIES = 1024  # of each parameter, that are compared
 
 
 class PutOff:
-    """Parameters as they are now.
+    """Parameters of an optimizer as they are now.
 
     PyTorch records writes into a parameter, but not those through `.data` (`p.data.mul_()`, `vector_to_parameters`). They are found by
     comparing some entries, so that one which changes few entries is not.
     """
 
-    def __init__(self, parameters: Iterable[Parameter]):
-        self._before = {p: (identity(p), _some_entries(p)) for p in parameters}
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Parameter]):
+        self._optimizer = optimizer
+        self._before = {p: (identity(p), _some_entries(p), optimizer.state.get(p)) for p in parameters}
 
     def check(self, parameters: Iterable[Parameter]) -> None:
-        """Raise `L2LError` if somebody has written into one of these since."""
+        """Raise `L2LError` if somebody has written into one of these since, or replaced its state."""
         for parameter in parameters:
-            known, entries = self._before[parameter]
+            known, entries, state = self._before[parameter]
+            if self._optimizer.state.get(parameter) is not state:
+                raise L2LError(
+                    f"the optimizer's state of a parameter of shape {tuple(parameter.shape)} was replaced while its update was still to "
+                    "come: with update='in_forward', call l2l_compile.synchronize(model) before you change optimizer.state"
+                )
             if identity(parameter) != known or not torch.equal(_some_entries(parameter), entries):
                 raise L2LError(
                     f"a parameter of shape {tuple(parameter.shape)} was written while its update was still to come: with "

@@ -22,7 +22,7 @@ from ...memory.accesses import Place
 from ...options import Options
 from ...runtime.step import Stats
 from ..gradients import GradientMemory
-from ..hooks import weakly
+from ..hooks import before, weakly
 from ..wire import Wires
 from ..worker import Ticket, Worker
 from . import earlier_weights
@@ -118,6 +118,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
         ]
         for handle in handles:
             weakref.finalize(self, handle.remove)
+        weakref.finalize(self, before(self.optimizer, "zero_grad", self._before_zero_grad))
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
 
@@ -193,6 +194,21 @@ class UpdatesBehindTheDevice(Updates, ABC):
         self._before_reading()
         self._loaded, plain = earlier_weights.take(optimizer, state_dict)
         return plain
+
+    def _before_zero_grad(self) -> None:
+        """`optimizer.zero_grad()` is called: a step that has begun starts again. Raises `L2LError` if it has updated something."""
+        if self._ledger.has_begun:
+            if self._updates_have_begun():
+                raise L2LError(
+                    f"optimizer.zero_grad() between backward and optimizer.step() would leave the step out, but update={self._ledger.update!r} "
+                    "has made its updates already: call optimizer.step(), which ends the step, or use update='in_forward'"
+                )
+            self._drain()
+            self.forget()
+
+    def _updates_have_begun(self) -> bool:
+        """Whether the step that has begun may have updated parameters."""
+        return False
 
     def _before_own_step(self, optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
         """`optimizer.step()` is called: the end of a step. What it does itself then finds no gradients of ours."""

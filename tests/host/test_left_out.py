@@ -1,0 +1,106 @@
+"""Steps that are left out: `optimizer.zero_grad()` after a backward, in the place of `optimizer.step()`."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+
+import l2l_compile
+from l2l_compile import L2LError
+from models import Stack, compiled, rows
+
+B, Z, S = "backward", "zero_grad", "step"
+LOOPS = {
+    "one left out": (1, [B, S, Z, B, Z, B, S, Z, B, S, Z]),
+    "the first": (1, [B, Z, Z, B, S, Z]),
+    "half a step": (2, [B, B, S, Z, B, Z, B, B, S, Z]),
+    "a whole one": (2, [B, B, S, Z, B, B, Z, B, B, S, Z]),
+}
+
+
+def run(calls, step, optimizer):
+    for number, call in enumerate(calls):
+        if call == B:
+            torch.manual_seed(number)
+            step(rows(4)).pow(2).mean().backward()
+        elif call == S:
+            optimizer.step()
+        else:
+            optimizer.zero_grad()
+
+
+def pair(update, accumulate, momentum=0.9):
+    plain = Stack(2).double()
+    streamed = copy.deepcopy(plain)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=momentum) for m in (plain, streamed)]
+    step = compiled(streamed, optimizer=optimizers[1], update=update, accumulate=accumulate, compile_update=False)
+    return plain, optimizers[0], step, optimizers[1]
+
+
+def assert_same(plain, step):
+    l2l_compile.synchronize(step)
+    for ours, theirs in zip(step.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_its_gradients_are_dropped(loop):
+    accumulate, calls = LOOPS[loop]
+    plain, optimizer, step, streamed = pair("in_forward", accumulate)
+    run(calls, plain, optimizer), run(calls, step, streamed)
+    assert_same(plain, step)
+
+
+def test_in_backward_they_are_until_its_updates_have_begun():
+    plain, optimizer, step, streamed = pair("in_backward", 2)
+    calls = [B, Z, B, B, S, Z]
+    run(calls, plain, optimizer), run(calls, step, streamed)
+    assert_same(plain, step)
+    run([B, B], step, streamed)
+    with pytest.raises(L2LError, match=r"update='in_backward' has made its updates already: call optimizer.step\(\)"):
+        streamed.zero_grad()
+    run([S, Z], step, streamed)
+    run([B, B, S, Z], step, streamed)
+    for _ in range(2):
+        run([B, B, S, Z], plain, optimizer)
+    assert_same(plain, step)
+
+
+@pytest.mark.parametrize("update, remedy", [("in_forward", "optimizer.zero_grad()"), ("in_backward", "optimizer.step()")])
+def test_the_error_of_a_step_that_was_not_ended_says_how_to_go_on(update, remedy):
+    plain, optimizer, step, streamed = pair(update, 1)
+    run([B], step, streamed)
+    with pytest.raises(L2LError) as raised:
+        run([B], step, streamed)
+    assert remedy in str(raised.value)
+    getattr(streamed, remedy.removeprefix("optimizer.").removesuffix("()"))()
+    run([B, S, Z], step, streamed)
+
+
+def test_the_optimizer_is_left_as_it_was():
+    model = Stack(1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compiled(model, optimizer=optimizer, update="in_forward")
+    run([B, S, Z], step, optimizer)
+    assert copy.deepcopy(optimizer).param_groups[0]["lr"] == 0.1
+    model.embed.weight.grad = torch.ones_like(model.embed.weight)
+    l2l_compile.synchronize(step)  # no work of the host lane is under way
+    optimizer.zero_grad(set_to_none=False)
+    assert not model.embed.weight.grad.any()
+    del step
+    torch._dynamo.reset()
+    gc.collect()
+    assert "zero_grad" not in vars(optimizer)
+
+    alive = weakref.ref(optimizer)
+    step = compiled(model, optimizer=optimizer, update="in_forward")
+    run([B, S, Z], step, optimizer)
+    l2l_compile.synchronize(step)
+    del optimizer, step, model
+    torch._dynamo.reset()
+    gc.collect()
+    assert alive() is None
