@@ -72,7 +72,7 @@ def test_in_backward_they_are_until_its_updates_have_begun():
 
 @pytest.mark.parametrize("update, remedy", [("in_forward", "optimizer.zero_grad()"), ("in_backward", "optimizer.step()")])
 def test_the_error_of_a_step_that_was_not_ended_says_how_to_go_on(update, remedy):
-    plain, optimizer, step, streamed = pair(update, 1)
+    *_, step, streamed = pair(update, 1)
     run([B], step, streamed)
     with pytest.raises(L2LError) as raised:
         run([B], step, streamed)
