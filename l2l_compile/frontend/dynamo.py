@@ -28,9 +28,9 @@ import torch
 from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.eval_frame import innermost_backend, set_code_exec_strategy
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis, Unsupported, UserError
+from torch._dynamo.exc import ObservedException, TensorifyScalarRestartAnalysis, Unsupported, UserError
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
-from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
 from torch._dynamo.variables import ConstantVariable, builder, misc
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -186,6 +186,13 @@ class SkippedFrame:
 _SETTINGS = {"allow_rnn": True, "fake_tensor_cache_enabled": False}
 
 
+_MISTAKES = (
+    8  # so many calls of a function may raise in a row; one that does so counts as raising for a purpose, and is left uncompiled
+)
+_RUN_THIS_CALL_UNCOMPILED = ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False)
+_mistaken: weakref.WeakKeyDictionary[types.CodeType, int] = weakref.WeakKeyDictionary()  # calls in a row that raised
+
+
 def watch_frames(
     is_ours: Callable[[Any], bool],
     skipped: Callable[[Any, SkippedFrame], None],
@@ -195,6 +202,9 @@ def watch_frames(
     """From now on, frames with a backend that `is_ours` are compiled under our limits (`limits.raised`) and with recurrent layers.
 
     `begun` hears of each before Dynamo looks at it, `skipped` of those which Dynamo leaves uncompiled, `recompiled` of functions with many programs.
+
+    A call that raises (a wrong keyword, say) runs uncompiled, and the function stays as it is for others. Dynamo would leave it, and all
+    functions that it calls, uncompiled from then on.
     """
     original = convert_frame.ConvertFrameAssert.__call__
     if is_replaced(original):
@@ -210,15 +220,21 @@ def watch_frames(
             settings = torch._dynamo.config.patch(_SETTINGS)
             lazy = _use_lazy_graph_module(True)  # nobody runs Dynamo's graph: no Python code is written for it
             with collection.rests(), limits.raised(self, frame, recompiled), settings, lazy:
-                return with_room(original, self, frame, *args, **kwargs)
+                compiled = with_room(original, self, frame, *args, **kwargs)
+            _mistaken.pop(frame.f_code, None)
+            return compiled
         except (Unsupported, UserError) as error:
             if not (self._one_graph or self._box.error_on_graph_break):  # else the user gets the error itself
-                _skipped_codes.add(frame.f_code)
                 code, where = frame.f_code, getattr(error, "real_stack", None) or ()
                 line = next((s.lineno for s in where if s.filename == code.co_filename), code.co_firstlineno)
                 reason = SkippedFrame(code.co_qualname, code.co_filename, line, str(error).strip().split("\n")[0])
-                if not _is_of_python(code):
+                mistaken = isinstance(error.__cause__, ObservedException)
+                _mistaken[code] = _mistaken.get(code, 0) + mistaken
+                if not _is_of_python(code) and not (mistaken and _mistaken[code] == 1):
                     skipped(innermost_backend(self._torchdynamo_orig_backend), reason)
+                if mistaken and _mistaken[code] < _MISTAKES:
+                    return _RUN_THIS_CALL_UNCOMPILED
+                _skipped_codes.add(code)
             raise
         finally:
             _seen.pop()
