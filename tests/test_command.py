@@ -101,7 +101,17 @@ def workload(batch):
 def test_a_function_gives_a_model_and_its_batch(capsys):
     assert main(["explain", f"{__name__}:workload", "--batch", "6", "--micro-batches", "3", "--outputs", "all"]) == 0
     printed = capsys.readouterr().out
-    assert "a batch of 6" in printed and "3 micro-batches" in printed
+    assert "144 parameters, a batch of 6 rows" in printed and "3 micro-batches" in printed
+
+
+def workload_of_five():
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), (torch.empty(5, 8),)
+
+
+def test_a_function_without_arguments_makes_the_batch(capsys):
+    assert main(["explain", f"{__name__}:workload_of_five", "--outputs", "all"]) == 0
+    printed = capsys.readouterr().out
+    assert "a batch of 5 rows" in printed and "5 micro-batches" in printed
 
 
 def test_coverage_compares_with_eager(capsys):
@@ -115,6 +125,8 @@ def test_what_cannot_be_asked_is_one_line(config, capsys):
     for given, words in (
         (["explain", "nothing"], "no folder, no config.json, and no package.module:function"),
         (["explain", "no_such_module:f"], "No module named 'no_such_module'"),
+        (["explain", f"{__name__}:workload_of_five", "--batch", "3"], "takes no argument 'batch'"),
+        (["explain", config(), "--batch", "0"], "--batch must be at least 1, got 0"),
         (["explain", config(), "--length", "512"], "the model has 64 positions"),
         (["simulate", config(), "--machine", "abacus"], "no machine 'abacus'"),
     ):

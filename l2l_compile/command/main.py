@@ -18,7 +18,7 @@ from ..simulation.simulate import simulate
 from ..testing import compare
 from ..units import format_bytes
 from .fit import needs, stashes_on_host
-from .models import Workload, load
+from .models import BATCH, LENGTH, Workload, load
 from .tiny import tiny
 
 _OPTIMIZERS = {
@@ -63,8 +63,8 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", help="a Hugging Face folder or config.json, or package.module:function that returns a model and its batch"
     )
-    parser.add_argument("--batch", type=int, default=8, help="rows of the batch (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a row (default: %(default)s)")
+    parser.add_argument("--batch", type=int, help=f"rows of the batch (default: {BATCH})")
+    parser.add_argument("--length", type=int, help=f"tokens of a row (default: {LENGTH})")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--update", default="in_forward", choices=("at_step", "in_backward", "in_forward"))
@@ -79,12 +79,20 @@ def _options(given: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     names = ("precision", "update", "stash", "prefetch", "outputs")
     chosen = {name: getattr(given, name) for name in names}
     optimizer = _OPTIMIZERS[given.optimizer](workload.model.parameters())
-    return {**chosen, "micro_batches": min(given.micro_batches, given.batch), "optimizer": optimizer}
+    return {**chosen, "micro_batches": min(given.micro_batches, workload.rows), "optimizer": optimizer}
 
 
-def _headline(workload: Workload, given: argparse.Namespace) -> str:
-    size = f"{given.batch} x {given.length} tokens" if workload.tokens is not None else f"{given.batch} rows"
-    return f"{workload.name}: {workload.parameters / 1e9:.3g} billion parameters, a batch of {size}"
+def _headline(workload: Workload) -> str:
+    rows, parameters = workload.rows, workload.parameters
+    size = f"{rows} x {workload.tokens // rows} tokens" if workload.tokens is not None else f"{rows} rows"
+    of = (
+        f"{parameters / 1e9:.3g} billion"
+        if parameters >= 1e9
+        else f"{parameters / 1e6:.3g} million"
+        if parameters >= 1e6
+        else f"{parameters:,}"
+    )
+    return f"{workload.name}: {of} parameters, a batch of {size}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ def _explain(given: argparse.Namespace) -> int:
     machine = Machine.load(given.machine) if given.machine else None
     asked = _Asked.of(given)
     report = asked.report
-    print(_headline(asked.workload, given))
+    print(_headline(asked.workload))
     fits = _print_needs(asked, machine) if machine is not None else True
     _save_page(given, report)
     print(f"\n{report}\nhost memory for stashes: {format_bytes(stashes_on_host(report))}")
@@ -138,7 +146,7 @@ def _simulate(given: argparse.Namespace) -> int:
     machine = Machine.load(given.machine)
     asked = _Asked.of(given)
     workload, report = asked.workload, asked.report
-    print(_headline(workload, given))
+    print(_headline(workload))
     fits = _print_needs(asked, machine)
     step = workload.call(simulate(workload.model, machine, asked.options))
     rate = f", {workload.tokens / step.seconds:,.0f} tokens/s" if workload.tokens is not None else ""

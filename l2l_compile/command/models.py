@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..errors import OptionError
 
+BATCH, LENGTH = 8, 512  # unless others are given
 _TASKS = ("ForSequenceClassification", "ForImageClassification")  # a label a row
 
 
@@ -36,22 +38,30 @@ class Workload:
     def parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
 
+    @property
+    def rows(self) -> int:
+        """Of the batch: the first size of its first tensor."""
+        return next((t.shape[0] for t in tree_leaves(self.batch) if isinstance(t, torch.Tensor) and t.dim()), 1)
 
-def load(given: str, batch: int, length: int) -> Workload:
+
+def load(given: str, batch: int | None, length: int | None) -> Workload:
     """A workload of a folder or `config.json` of transformers, or of `package.module:function`.
 
     The function returns a model and its batch (a mapping, a tuple or a tensor); it is called on the meta device, with `batch` and
-    `length` if it takes them. Raises `OptionError` for what is neither.
+    `length` if it takes them. Raises `OptionError` for what is neither, and for a size that is given to a function without it.
     """
     path = Path(given)
+    for name, size in (("batch", batch), ("length", length)):
+        if size is not None and size < 1:
+            raise OptionError(f"--{name} must be at least 1, got {size}")
     if path.exists():
-        return _of_config(path, batch, length)
+        return _of_config(path, batch or BATCH, length or LENGTH)
     if ":" in given:
         return _of_function(given, batch, length)
     raise OptionError(f"{given!r} is no folder, no config.json, and no package.module:function")
 
 
-def _of_function(given: str, batch: int, length: int) -> Workload:
+def _of_function(given: str, batch: int | None, length: int | None) -> Workload:
     module_name, name = given.split(":", 1)
     sys.path.insert(0, "")
     try:
@@ -61,7 +71,10 @@ def _of_function(given: str, batch: int, length: int) -> Workload:
     finally:
         sys.path.remove("")
     taken = inspect.signature(function).parameters
-    sizes = {key: value for key, value in (("batch", batch), ("length", length)) if key in taken}
+    for key, size in (("batch", batch), ("length", length)):
+        if size is not None and key not in taken:
+            raise OptionError(f"--{key} {size}: {given!r} takes no argument {key!r}, and makes the batch that it makes")
+    sizes = {key: value for key, value in (("batch", batch or BATCH), ("length", length or LENGTH)) if key in taken}
     with torch.device("meta"):
         made = function(**sizes)
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], torch.nn.Module):
