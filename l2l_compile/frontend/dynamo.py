@@ -182,13 +182,12 @@ class SkippedFrame:
 
 
 # The cache of fake tensors takes longer than it saves: a result with symbolic sizes is made a second time to be kept, and
-# operations that come again are known without it (`propagation.py`).
-_SETTINGS = {"allow_rnn": True, "fake_tensor_cache_enabled": False}
+# operations that come again are known without it (`propagation.py`). Without guards on hooks, one that is added later is not called.
+_SETTINGS = {"allow_rnn": True, "fake_tensor_cache_enabled": False, "skip_nnmodule_hook_guards": False}
 
 
-_MISTAKES = (
-    8  # so many calls of a function may raise in a row; one that does so counts as raising for a purpose, and is left uncompiled
-)
+# A function that raises in so many calls in a row does so for a purpose, and is left uncompiled.
+_MISTAKES = 8
 _RUN_THIS_CALL_UNCOMPILED = ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False)
 _mistaken: weakref.WeakKeyDictionary[types.CodeType, int] = weakref.WeakKeyDictionary()  # calls in a row that raised
 

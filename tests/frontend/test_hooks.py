@@ -1,0 +1,34 @@
+"""Hooks of modules that come and go between calls: stock `torch.compile` leaves them out once a module was compiled without."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from models import Stack, compiled, rows
+
+HOOKS = {
+    "forward": lambda module: module.register_forward_hook(lambda module, inputs, output: 2 * output),
+    "before forward": lambda module: module.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,)),
+    "backward": lambda module: module.register_full_backward_hook(lambda module, grads, _: (3 * grads[0],)),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_that_is_added_after_the_first_call_is_called_until_it_is_removed(kind):
+    plain = Stack(3).double()
+    model = copy.deepcopy(plain)
+    step, x = compiled(model), rows(6)
+    for with_hook in (False, True, False):
+        handles = [HOOKS[kind](m.layers[1]) for m in (plain, model)] if with_hook else []
+        found = []
+        for module in (plain, step):
+            module.zero_grad()
+            output = module(x)
+            output.pow(2).mean().backward()
+            found.append([output.detach(), *(p.grad for p in module.parameters())])
+        torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
+        for handle in handles:
+            handle.remove()
