@@ -10,7 +10,8 @@ import torch
 
 from ..memory.heap import apart_from_the_heap
 from ..memory.pages import Pool, unlocked
-from .device import LANES, Device, DeviceKind, HostWeights, Lane, Piece
+from .counted import Counted
+from .device import LANES, DeviceKind, HostWeights, Lane, Piece
 from .host import HOST, half_of_the_cores
 from .ledger import Ledger
 
@@ -31,7 +32,7 @@ class _Inline(Lane):
         pass
 
 
-class CpuDevice(Device):
+class CpuDevice(Counted):
     """Runs a program on the host, where weights and stashes are already: nothing is copied.
 
     `peak_bytes` is what a device would hold: weights from fetch to release, activations and gradients while program
@@ -88,23 +89,8 @@ class CpuDevice(Device):
         """What stands in for device memory leaves the host's heap as it was."""
         return apart_from_the_heap(_LARGE)
 
-    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.ledger.hold(tensors)
-
-    def free(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.ledger.drop(tensors)
-
-    def use_workspace(self, size: int) -> None:
-        self.ledger.touch(size)
-
     def host_threads(self) -> int:
         return half_of_the_cores()
-
-    def start_peak(self) -> None:
-        self.ledger.start_peak()
-
-    def peak_bytes(self) -> int:
-        return self.ledger.peak
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,9 @@ from ..memory.address import memory_of_storage
 from ..memory.pages import Lease, PinnedMemory, Pool, _Buffer
 from ..timeline import CALLER, LANES, Piece, Timeline
 from .accelerator import Accelerator
+from .counted import Counted
 from .cpu import CpuDevice
-from .device import Device, Lane
+from .device import Lane
 from .host import HOST
 from .labels import label_of, label_of_micro_batch
 from .ledger import Ledger
@@ -212,7 +213,7 @@ class SimulatedPool(Pool):
         return lease.buffer if lease is not None else None
 
 
-class _InVirtualTime(Device):
+class _InVirtualTime(Counted):
     """The part of a simulated device that does not depend on where its memory is. To be opened, and used, in a fake mode.
 
     clocks  when what has run
@@ -248,23 +249,8 @@ class _InVirtualTime(Device):
         self.clocks.label = label_of_micro_batch(self.node, number)
         self.clocks.spend(self.machine.micro_batch)
 
-    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.ledger.hold(tensors)
-
-    def free(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.ledger.drop(tensors)
-
-    def use_workspace(self, size: int) -> None:
-        self.ledger.touch(size)
-
     def host_threads(self) -> int:
         return 1
-
-    def start_peak(self) -> None:
-        self.ledger.start_peak()
-
-    def peak_bytes(self) -> int:
-        return self.ledger.peak
 
 
 class SimulatedStaging(Staging):

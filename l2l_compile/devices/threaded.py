@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ..memory.pages import PinnedMemory, Pool
-from .device import LANES, Device, Lane
+from .counted import Counted
+from .device import LANES, Lane
 from .host import HOST, half_of_the_cores
 from .ledger import Ledger
 from .staging import Staging
@@ -80,7 +81,7 @@ class _Thread(Lane):
         self._queue.random.seed(seed)
 
 
-class ThreadedDevice(Device):
+class ThreadedDevice(Counted):
     """`delay` is the longest pause in seconds before each piece of work; `seed` fixes the pauses' lengths.
 
     Tensors of the device are on `torch_device`: on the host, unless a test has another type of device.
@@ -136,24 +137,12 @@ class ThreadedDevice(Device):
         super().recover()
         self._failures.clear()
 
-    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.ledger.hold(tensors)
-
     def free(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in self.ledger.drop(tensors):
             _poison(tensor)
 
-    def use_workspace(self, size: int) -> None:
-        self.ledger.touch(size)
-
     def host_threads(self) -> int:
         return half_of_the_cores()
-
-    def start_peak(self) -> None:
-        self.ledger.start_peak()
-
-    def peak_bytes(self) -> int:
-        return self.ledger.peak
 
 
 def _poison(tensor: torch.Tensor) -> None:
