@@ -34,6 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import huggingface_hub
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -220,6 +221,10 @@ def build_model(args: argparse.Namespace, labels: list[str], vocabulary: int) ->
     """A classifier in fp32 on the host: pretrained by name, or a small BERT with random weights."""
     names = dict(enumerate(labels))
     heads = {"id2label": names, "label2id": {n: i for i, n in names.items()}, "problem_type": "single_label_classification"}
+    if args.model and dist.is_initialized():  # `fill` reads the weights of each process
+        config = transformers.AutoConfig.from_pretrained(args.model, **heads)
+        with torch.device("meta"):
+            return transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).train()
     if args.model:
         model = transformers.AutoModelForSequenceClassification.from_pretrained(args.model, dtype=torch.float32, **heads)
         return model.train()
@@ -234,6 +239,14 @@ def build_model(args: argparse.Namespace, labels: list[str], vocabulary: int) ->
             **heads,
         )
     )
+
+
+def fill(model: torch.nn.Module, name: str) -> None:
+    """Read the part of a pretrained model that belongs to this process. A classifier that it lacks is new."""
+    folder = name if Path(name).is_dir() else huggingface_hub.snapshot_download(name, allow_patterns="*.safetensors*")
+    found = l2l_compile.load_pretrained(model, folder, strict=False)
+    if rank() == 0:
+        print(f"new: {', '.join(found.missing_keys) or 'nothing'}; left out: {', '.join(found.unexpected_keys) or 'nothing'}")
 
 
 def build_optimizer(model: torch.nn.Module, args: argparse.Namespace, steps: int):
@@ -514,6 +527,8 @@ def main() -> None:
     size = sum(p.numel() for p in model.parameters()) / 1e6
     if dist.is_initialized():
         l2l_compile.shard(model, init_device_mesh("cpu", (world(),)))
+        if args.model:
+            fill(model, args.model)
     optimizer, scheduler = build_optimizer(model, args, args.epochs * (count // args.batch_size))
     if rank() == 0:
         print(

@@ -2,7 +2,7 @@
 
 `explain` shows what would be compiled, `simulate` how long a step would take on a machine, `measure_machine` gives the figures of
 this one, `programs` what was compiled, `stats` what the last step moved and held, `trace` what ran when. `view` shows a
-compiled model as a page.
+compiled model as a page. `shard` divides a model among ranks, `load_pretrained` fills it from a folder of weights.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from .inspection import programs, stats, synchronize
+    from .integrations.pretrained import load_pretrained
     from .ir.program import Program
     from .ir.segments import Block, Segment
     from .options import Options
@@ -60,6 +61,7 @@ __all__ = [
     "Trace",
     "VerifyError",
     "explain",
+    "load_pretrained",
     "measure_machine",
     "programs",
     "shard",
@@ -76,6 +78,7 @@ _MODULES = {
     "devices.machine": ["Machine"],
     "errors": [name for name in __all__ if name.endswith("Error")],
     "inspection": ["programs", "stats", "synchronize"],
+    "integrations.pretrained": ["load_pretrained"],
     "ir.program": ["Program"],
     "ir.segments": ["Block", "Segment"],
     "options": ["Options"],

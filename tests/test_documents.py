@@ -328,6 +328,25 @@ if child:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@checks("docs/ranks.md: A pretrained model")
+def test_the_lines_on_a_pretrained_model_fill_it(shown, tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    saved, dist = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, **sizes)), torch.distributed
+    saved.save_pretrained(tmp_path / "model")
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        scope = {"folder": tmp_path / "model", "mesh": init_device_mesh("cpu", (1,)), "torch": torch, "l2l_compile": l2l_compile}
+        scope |= {"AutoConfig": AutoConfig, "AutoModelForCausalLM": AutoModelForCausalLM}
+        run(shown[0].text, scope)
+        for name, value in scope["plain"].state_dict().items():
+            assert torch.equal(value.full_tensor() if hasattr(value, "full_tensor") else value, saved.state_dict()[name]), name
+    finally:
+        dist.destroy_process_group()
+
+
 @checks("docs/ranks.md: Several hosts")
 def test_the_lines_on_several_hosts_divide_a_model_within_each(shown):
     from torch.distributed.device_mesh import init_device_mesh

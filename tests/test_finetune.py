@@ -224,6 +224,16 @@ def test_a_run_of_two_processes_is_continued_by_one(launcher, tmp_path):
         torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-5, msg=name)
     status, printed = launcher.run(*common, "--output", divided)
     assert status == 0 and any("was written under torchrun" in line for line in printed)
+    for ranks, output in (
+        (2, tmp_path / "two"),
+        (0, tmp_path / "one"),
+    ):  # from weights in a folder, which each process reads in part
+        status, printed = launcher.run(*common, "--max-steps", 1, "--model", alone / "final", "--output", output, ranks=ranks)
+        assert status == 0, launcher.errors.read_text()[-3000:]
+        assert ("new: nothing; left out: nothing" in printed) == (ranks == 2)
+    ours, expected = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("two", "one"))
+    for name, weight in expected.items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def state_of(step: int) -> dict:

@@ -217,6 +217,11 @@ def divided_as(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     )
 
 
+def whole_of_rank_0(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor that every rank has whole, divided as a parameter is; the values are those of rank 0."""
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else whole
+
+
 def ranks_behind(tensor: DTensor) -> Ranks:
     """The ranks among which a parameter is divided. Raises `L2LError` if `shard` was not called with its mesh."""
     return ranks_of(_data(tensor.device_mesh))

@@ -1,0 +1,271 @@
+"""`load_pretrained`: folders of `save_pretrained`, read by each rank as far as they are its own, bit-equal to `from_pretrained`."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import l2l_compile
+from l2l_compile.errors import L2LError
+
+SIZES = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def llama(**changes) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(**SIZES, num_key_value_heads=1, **changes)
+
+
+def mixtral(**changes) -> transformers.MixtralConfig:
+    return transformers.MixtralConfig(**SIZES, num_key_value_heads=1, num_local_experts=3, **changes)
+
+
+def bert(**changes) -> transformers.BertConfig:
+    return transformers.BertConfig(**SIZES, **changes)
+
+
+def on_meta(kind, config, **options) -> nn.Module:
+    with torch.device("meta"):
+        return kind._from_config(config, **options)
+
+
+def everything(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, also those that are not saved, whole."""
+    found = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in found.items()}
+
+
+def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
+    mine, expected = everything(ours), everything(theirs)
+    assert mine.keys() == expected.keys()
+    for name, value in expected.items():
+        assert mine[name].dtype == value.dtype and torch.equal(mine[name], value), name
+
+
+KINDS = {
+    "tied": (transformers.LlamaForCausalLM, llama, {"tie_word_embeddings": True}),
+    "experts": (transformers.MixtralForCausalLM, mixtral, {}),
+    "bert": (transformers.BertForMaskedLM, bert, {}),
+}
+
+
+def loads(rank, world, folder, name, dtype):
+    """On ranks, the pieces of what `from_pretrained` gives."""
+    kind, config, changes = KINDS[name]
+    model = on_meta(kind, config(**changes), dtype=dtype)
+    if world > 1:
+        l2l_compile.shard(model, init_device_mesh("cpu", (world,)))
+    before = list(model.parameters())
+    assert l2l_compile.load_pretrained(model, folder) == ([], [])
+    assert all(new is old for new, old in zip(model.parameters(), before, strict=True))
+    if world > 1:
+        assert all(p.to_local().shape[0] <= -(-p.shape[0] // world) for p in before if p.dim())
+    assert_equal(model, kind.from_pretrained(folder, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("size", ["5GB", "6KB"])  # one file, and several with an index
+def test_pieces_equal_from_pretrained(ranks, tmp_path, name, size):
+    kind, config, changes = KINDS[name]
+    kind(config(**changes)).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size=size)
+    assert (size == "5GB") == (tmp_path / "model.safetensors").exists()
+    loads(0, 1, tmp_path, name, torch.bfloat16)
+    for world in (2, 3):
+        ranks.run(loads, tmp_path, name, torch.float32, world=world)
+
+
+def loads_a_new_head(rank, world, folder):
+    """The head is rank 0's, and what `from_pretrained` draws with its seed."""
+    config = bert(num_labels=5)
+    model = on_meta(transformers.BertForSequenceClassification, config)
+    if world > 1:
+        l2l_compile.shard(model, init_device_mesh("cpu", (world,)))
+    torch.manual_seed(7 + rank)
+    missing, unexpected = l2l_compile.load_pretrained(model, folder, strict=False)
+    assert {"classifier.weight", "classifier.bias"} <= set(missing) and all(name.startswith("cls.") for name in unexpected)
+    torch.manual_seed(7)
+    assert_equal(model, transformers.BertForSequenceClassification.from_pretrained(folder, num_labels=5))
+
+
+def test_a_head_that_the_folder_lacks(ranks, tmp_path):
+    transformers.BertForMaskedLM(bert()).save_pretrained(tmp_path)
+    loads_a_new_head(0, 1, tmp_path)
+    ranks.run(loads_a_new_head, tmp_path)
+
+
+def test_with_and_without_the_prefix_of_the_base_model(tmp_path):
+    torch.manual_seed(0)
+    whole = transformers.LlamaForCausalLM(llama(tie_word_embeddings=True))
+    whole.save_pretrained(tmp_path / "whole")
+    whole.model.save_pretrained(tmp_path / "base")
+    for kind, folder in ((transformers.LlamaForCausalLM, "base"), (transformers.LlamaModel, "whole")):
+        model = on_meta(kind, llama(tie_word_embeddings=True))
+        assert l2l_compile.load_pretrained(model, tmp_path / folder) == ([], [])
+        assert_equal(model, whole if kind is transformers.LlamaForCausalLM else whole.model)
+
+
+@contextmanager
+def private_bytes():
+    """The most private memory that this process has within it, beyond what it had before: a list of one number, once it is over."""
+
+    def now() -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        return int(line.split()[1]) << 10
+
+    most, over = [now()], threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.0005):
+            most[0] = max(most[0], now())
+
+    watcher, before = threading.Thread(target=look), most[0]
+    watcher.start()
+    try:
+        yield most
+    finally:
+        over.set()
+        watcher.join()
+        most[0] = max(most[0], now()) - before
+
+
+def stack(layers: int, size: int) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(layers)))
+
+
+def loads_with_little_memory(rank, world, folder, layers, size):
+    for count, width in ((1, 4), (layers, size)):  # the first one imports
+        model = stack(count, width)
+        l2l_compile.shard(model, init_device_mesh("cpu", (world,)))
+        with private_bytes() as most:
+            l2l_compile.load_pretrained(model, folder / str(count))
+    return most[0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_no_rank_has_the_whole_model(ranks, tmp_path):
+
+    layers, size = 24, 1024  # 4 MiB each
+    for count, width in ((1, 4), (layers, size)):
+        (tmp_path / str(count)).mkdir()
+        weights = {f"{n}.weight": torch.full((width, width), float(n)) for n in range(count)}
+        save_file(weights, tmp_path / str(count) / "model.safetensors")
+    whole, one = layers * size * size * 4, size * size * 4
+    for most in ranks.run(loads_with_little_memory, tmp_path, layers, size):
+        print(f"{most / 2**20:.1f} MiB of {whole / 2**20:.0f}")
+        assert most < whole / 2 + 2 * one
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+
+def test_a_model_of_another_library(tmp_path):
+
+    plain = Plain()
+    plain.norm(torch.randn(4, 3))
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    there = Plain()
+    assert l2l_compile.load_pretrained(there, tmp_path) == ([], [])
+    assert_equal(there, plain)
+    with torch.device("meta"):
+        there = Plain()
+    with pytest.raises(L2LError, match="table of Plain: on the meta device, in no file"):
+        l2l_compile.load_pretrained(there, tmp_path)
+    assert there.norm.weight.is_meta  # nothing has been touched
+    there.table = torch.arange(3.0)
+    l2l_compile.load_pretrained(there, tmp_path)
+    assert_equal(there, plain)
+
+
+def edited(folder: Path, edit) -> Path:
+    """A folder whose tensors somebody has edited."""
+
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def quantize(tensors) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    "edit, sentence",
+    [
+        (lambda t: t.pop("model.norm.weight"), r"lacks model\.norm\.weight: strict=False"),
+        (lambda t: t.update(more=torch.ones(1)), "has tensors that the model lacks: more: strict=False"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"'model\.norm\.weight' of .* has the shape \[3\].*\[16\]"),
+        (quantize, r"'model\.norm\.weight' of .* is torch\.int8.*quantized weights are not read"),
+        (lambda t: t.update({"lm_head.weight": torch.ones(37, 16)}), "is tied, but .* has other numbers in"),
+    ],
+    ids=["missing", "unexpected", "shape", "dtype", "tied"],
+)
+def test_tensors_that_do_not_fit(tmp_path, edit, sentence):
+    transformers.LlamaForCausalLM(llama(tie_word_embeddings=True)).save_pretrained(tmp_path)
+    with pytest.raises(L2LError, match=sentence):
+        l2l_compile.load_pretrained(
+            on_meta(transformers.LlamaForCausalLM, llama(tie_word_embeddings=True)), edited(tmp_path, edit)
+        )
+
+
+def test_a_tied_tensor_may_be_there_twice(tmp_path):
+    model = transformers.LlamaForCausalLM(llama(tie_word_embeddings=True))
+    model.save_pretrained(tmp_path)
+    edited(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
+    found = on_meta(transformers.LlamaForCausalLM, llama(tie_word_embeddings=True))
+    l2l_compile.load_pretrained(found, tmp_path)
+    assert_equal(found, model)
+
+
+def test_files_that_do_not_fit(tmp_path):
+    model = transformers.LlamaForCausalLM(llama())
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(L2LError, match=r"has no \*\.safetensors: .* save_pretrained"):
+        l2l_compile.load_pretrained(model, tmp_path)
+    model.save_pretrained(tmp_path, max_shard_size="6KB")
+    first, *_ = sorted(tmp_path.glob("*.safetensors"))
+    first.rename(tmp_path / "first")
+    with pytest.raises(L2LError, match="lacks model-00001-of-.*, which model.safetensors.index.json names"):
+        l2l_compile.load_pretrained(model, tmp_path)
+    (tmp_path / "first").rename(first)
+    (tmp_path / "copy.safetensors").write_bytes(first.read_bytes())
+    with pytest.raises(L2LError, match="in several files: leave one of them there"):
+        l2l_compile.load_pretrained(copy.deepcopy(model), tmp_path)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+
+def loads_parallel_layers(rank, world, folder):
+    """Rows of rows, and columns, of layers that are divided twice."""
+    with torch.device("meta"):
+        model = Pair()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    l2l_compile.shard(model, mesh)
+    l2l_compile.load_pretrained(model, folder)
+    expected = load_file(folder / "model.safetensors")
+    for name, found in everything(model).items():
+        assert torch.equal(found, expected[name]), name
+
+
+def test_parallel_layers(ranks, tmp_path):
+    save_file(Pair().state_dict(), tmp_path / "model.safetensors")
+    ranks.run(loads_parallel_layers, tmp_path, world=4)
