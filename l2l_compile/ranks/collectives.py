@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,8 +54,30 @@ def all_gather(whole: torch.Tensor, piece: torch.Tensor, group: Group, done: Fin
             _all_gather(whole, piece, group=group)
         return
     with _giving:
-        work = _all_gather(whole.view(-1).view(torch.uint8), piece.view(-1).view(torch.uint8), group=group, async_op=True)
+        work = _all_gather(_bytes_of(whole), _bytes_of(piece), group=group, async_op=True)
     done(work)
+
+
+def all_gather_each(wholes: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], group: Group, done: Finish) -> None:
+    """As `all_gather` of each; all are on their way at the same time, so that hops are waited for once."""
+    if not wholes:
+        return
+    if wholes[0].device.type != "cpu":
+        all_gather_in_one(wholes, pieces, group)
+        return
+    works = []
+    for whole, piece in zip(wholes, pieces, strict=True):
+        with _giving:
+            works.append(_all_gather(_bytes_of(whole), _bytes_of(piece), group=group, async_op=True))
+    for work in works:
+        done(work)
+
+
+def all_gather_in_one(wholes: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], group: Group) -> None:
+    """As `all_gather` of each: one launch of NCCL, into the places themselves."""
+    with _giving, distributed_c10d._coalescing_manager(group):
+        for whole, piece in zip(wholes, pieces, strict=True):
+            _all_gather(whole.view(-1), piece.view(-1), group=group)
 
 
 def sum_to_owners(rows: torch.Tensor, group: Group, done: Finish) -> torch.Tensor:
@@ -69,11 +91,14 @@ def sum_to_owners(rows: torch.Tensor, group: Group, done: Finish) -> torch.Tenso
             _reduce_scatter(mine, rows, group=group)
         return mine
     received = torch.empty_like(rows)
-    bytes_of = lambda t: t.view(-1).view(torch.uint8)  # noqa: E731
     with _giving:
-        work = dist.all_to_all_single(bytes_of(received), bytes_of(rows), group=group, async_op=True)
+        work = dist.all_to_all_single(_bytes_of(received), _bytes_of(rows), group=group, async_op=True)
     done(work)
     return in_order(received)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def in_order(parts: torch.Tensor) -> torch.Tensor:

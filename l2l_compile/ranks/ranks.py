@@ -18,7 +18,9 @@ from .pieces import Pieces
 from .watch import Watch
 
 _TOLD = 4  # whole numbers beside a path
-REDUCED_BYTES = 16 << 20  # of the buffer in which gradients are summed (ZeRO's C_B, arXiv 1910.02054, section 6.2)
+# Bytes of the buffer in which gradients are summed (ZeRO's C_B, arXiv 1910.02054, section 6.2): a row of 2 MiB for each rank, which
+# takes a link longer than the latency of a hop, within bounds.
+_ROW_BYTES, _LEAST_REDUCED, _MOST_REDUCED = 2 << 20, 16 << 20, 128 << 20
 
 
 class Ranks:
@@ -109,12 +111,12 @@ class Ranks:
     def average_replicas(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Gradients of this rank's pieces become their means over the replicas, the same bits in each (host lane).
 
-        They go through a buffer of constant size, in float32 at least.
+        They go through a buffer of bounded size, in float32 at least.
         """
         for gradient in gradients:
             if gradient is not None:
                 wide = torch.promote_types(gradient.dtype, torch.float32)
-                for part in gradient.view(-1).split(max(1, REDUCED_BYTES // (self.replicas * wide.itemsize))):
+                for part in gradient.view(-1).split(_reduced_entries(self.replicas, wide)):
                     gathered = part.new_empty((self.replicas, len(part)), dtype=wide)
                     exchange.all_gather(gathered, part.to(wide), self.replica_group, self._finish)
                     part.copy_(exchange.in_order(gathered) / self.replicas)
@@ -124,11 +126,10 @@ class Ranks:
 
     # ---- the lane comm -------------------------------------------------------------------------------------------------
 
-    def gather(self, whole: torch.Tensor) -> None:
-        """Complete a contiguous tensor, of which each rank has filled its own piece."""
-        piece = whole.view(self.size, -1)[self.rank]
-        if piece.numel():
-            self._all_gather(whole, piece)
+    def gather(self, wholes: Sequence[torch.Tensor]) -> None:
+        """Complete contiguous tensors, of each of which each rank has filled its own piece, all together."""
+        filled = [whole for whole in wholes if whole.numel()]
+        self._all_gather_each(filled, [whole.view(self.size, -1)[self.rank] for whole in filled])
 
     def gather_rows(self, own: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
         """The rows of all ranks along a dimension, of which each has `rows[rank]`."""
@@ -148,6 +149,10 @@ class Ranks:
     def _all_gather(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
         """As `collectives.all_gather`."""
         exchange.all_gather(whole, piece, self.device_group, self._finish)
+
+    def _all_gather_each(self, wholes: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
+        """As `collectives.all_gather_each`."""
+        exchange.all_gather_each(wholes, pieces, self.device_group, self._finish)
 
     def _sum_to_owners(self, rows: torch.Tensor) -> torch.Tensor:
         """As `collectives.sum_to_owners`."""
@@ -175,7 +180,7 @@ class Ranks:
     ) -> list[torch.Tensor | None]:
         """The sum over all ranks of each gradient, or the mean, as far as it belongs to this rank, in float32 at least.
 
-        Gradients go through a buffer of constant size. Where one rank lacks a gradient, all do: they run the same program.
+        Gradients go through a buffer of bounded size. Where one rank lacks a gradient, all do: they run the same program.
         """
         there = [(g, p) for g, p in zip(gradients, pieces, strict=True) if g is not None and p is not None]
         found: dict[int, torch.Tensor] = {}
@@ -201,7 +206,7 @@ class Ranks:
         total = sum(p.entries for _, p in gradients)
         if not total:
             return {id(g): g.new_empty(p.shape_of(self.rank), dtype=dtype) for g, p in gradients}
-        width = min(total, max(1, REDUCED_BYTES // (self.size * dtype.itemsize)))
+        width = min(total, _reduced_entries(self.size, dtype))
         some, _ = gradients[0]
         buffer, mine = some.new_zeros((self.size, width), dtype=dtype), some.new_empty(total, dtype=dtype)
         for first in range(0, total, width):
@@ -235,6 +240,11 @@ class Ranks:
                 if len(part):
                     columns[whole, here][: len(part)] = part
             start += piece.entries
+
+
+def _reduced_entries(ranks: int, dtype: torch.dtype) -> int:
+    """Of a gradient that each of so many ranks puts into the buffer of a reduction at a time, for each of them."""
+    return max(1, min(max(_ROW_BYTES * ranks, _LEAST_REDUCED), _MOST_REDUCED) // (ranks * dtype.itemsize))
 
 
 def numbers_of(values: Sequence[float]) -> list[int]:

@@ -137,12 +137,9 @@ def _gather_weights(run: Executor, node: fx.Node, segment: int, slab: RuntimeVal
     result.slab, result.place = slab.slab, slab.place
 
     def work() -> None:
-        places = slots(gathered, run.step.bindings)
-        for weight, slot in zip(slab.tensors, places, strict=True):
-            if slot.is_gathered:
-                ranks.gather(weight)
-                run.step.stats.gathered_bytes += slot.bytes - slot.bytes // ranks.size
-        weights = zip(slab.tensors, places, strict=True)
+        weights = list(zip(slab.tensors, slots(gathered, run.step.bindings), strict=True))
+        ranks.gather([weight for weight, slot in weights if slot.is_gathered])
+        run.step.stats.gathered_bytes += sum(slot.bytes - slot.bytes // ranks.size for _, slot in weights if slot.is_gathered)
         result.tensors = [weight if slot.pieces is None else _unpadded(weight, slot.pieces) for weight, slot in weights]
 
     run.submit("comm", (slab,), (result,), work)

@@ -60,6 +60,10 @@ class SimulatedRanks(Ranks):
     def _all_gather(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
         self._clocks.queue(self._ring.seconds(nbytes([whole])))
 
+    def _all_gather_each(self, wholes: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
+        if wholes:
+            self._clocks.queue(self._ring.seconds(nbytes(wholes)))
+
     def _sum_to_owners(self, rows: torch.Tensor) -> torch.Tensor:
         self._clocks.queue(self._ring.seconds(nbytes([rows])))
         return rows.new_empty(rows.shape[1:])

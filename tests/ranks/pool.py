@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -62,12 +63,13 @@ class Pool:
         store = str(self.folder / f"store_{self.count}")
         chosen = [self.workers[rank] for rank in range(world)]
         for connection in chosen:
-            connection.send((check.__module__, check.__qualname__, world, store, arguments))
+            connection.send((check.__module__, check.__qualname__, world, store, seconds, arguments))
         found: list[Any] = []
         for rank, connection in enumerate(chosen):
             if not connection.poll(seconds):
                 self.close()
-                raise AssertionError(f"rank {rank} of '{check.__qualname__}' has not ended after {seconds} s")
+                stack = Path(f"{store}.{rank}").read_text()
+                raise AssertionError(f"rank {rank} of '{check.__qualname__}' has not ended after {seconds} s:\n{stack}")
             found.append(_ended(connection) if rank == killed else connection.recv())
         if killed is not None:
             for connection in chosen:
@@ -130,7 +132,16 @@ def work(rank: int, address: str) -> None:
             connection.send((f"rank {rank}:\n{traceback.format_exc()}", None))
 
 
-def _run(rank: int, module: str, name: str, world: int, store: str, arguments: tuple) -> Any:
+def _run(rank: int, module: str, name: str, world: int, store: str, seconds: int, arguments: tuple) -> Any:
+    with open(f"{store}.{rank}", "w") as file:
+        faulthandler.dump_traceback_later(0.9 * seconds, file=file)  # where a rank hangs
+        try:
+            return _call(rank, module, name, world, store, arguments)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _call(rank: int, module: str, name: str, world: int, store: str, arguments: tuple) -> Any:
     import importlib
 
     import torch
