@@ -19,7 +19,7 @@ import sysconfig
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -451,6 +451,25 @@ def is_module_attribute(placeholder: torch.fx.Node) -> bool:
 def graph_is_kept() -> bool:
     """Inside of an autograd Function's backward: whether the user asked for `retain_graph=True`."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def accumulates(node: Any, arguments: Sequence[object], parameters: Collection[object]) -> bool:
+    """Inside of an autograd Function's backward: whether it is to add to the gradients of these arguments.
+
+    `node` is the Function's. False for gradients of other tensors alone: `torch.autograd.grad(loss, x)`, `backward(inputs=[x])`.
+    Raises `ValueError` if some are asked for and others are not, or gradients themselves (`torch.autograd.grad(loss, parameters)`).
+    """
+    tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+    asked_for = set()
+    for tensor, (accumulator, _) in zip(tensors, node.next_functions, strict=True):
+        if accumulator is not None and tensor in parameters:
+            try:
+                asked_for.add(torch._C._will_engine_execute_node(accumulator))
+            except RuntimeError:
+                raise ValueError("torch.autograd.grad() of parameters") from None
+    if len(asked_for) > 1:
+        raise ValueError("backward(inputs=...) with some of the parameters")
+    return asked_for != {False}
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from ..timeline import HOST, UPDATE
 from .gradients import GradientMemory
 from .optimizer.at_step import UpdatesAtStep
 from .optimizer.delayed import DelayedUpdates
-from .optimizer.gradient_ledger import Parameter, Pushed
+from .optimizer.gradient_ledger import Parameter, PendingBackward, Pushed
 from .optimizer.in_backward import UpdatesInBackward
 from .optimizer.in_forward import UpdatesInForward
 from .optimizer.updates import Updates
@@ -145,8 +145,8 @@ class ParameterServer:
             step.last_fetches = Counter(_indices(segments[nodes.operands(n).segment]) for n in fetches)
         pushing = [segments[nodes.operands(n).segment] for n in graph.find_nodes(op="call_function", target=nodes.push_gradients)]
         is_final = step.world is None or step.world.replicas == 1  # what crosses the link, and not its mean over the replicas
-        step.wants_norms = self.updates.wants_norms and step.pending is not None and is_final
-        self.updates.begin_backward(step.pending, Counter(p for s in pushing for p in _managed(step, s).values()))
+        step.wants_norms = self.updates.wants_norms and _collecting(step) is not None and is_final
+        self.updates.begin_backward(_collecting(step), Counter(p for s in pushing for p in _managed(step, s).values()))
         step.scale = self.updates.scale.value if self.updates.scale is not None else 1.0
 
     def collect(self, step: Step, segment: Segment, gradients: RuntimeValue) -> None:
@@ -154,7 +154,7 @@ class ParameterServer:
 
         Waits while those of several other segments are there and not yet put where they belong.
         """
-        if step.pending is None and gradients.absent:
+        if _collecting(step) is None and gradients.absent:
             return
         while len(self._in_flight) >= segments_in_flight(self.options):
             self._in_flight.popleft().wait()
@@ -171,10 +171,10 @@ class ParameterServer:
         gradients.tensors = None
         if step.world is not None and step.world.replicas > 1:
             step.world.average_replicas(tensors)
-        if step.pending is not None:
+        if _collecting(step) is not None:
             managed = _managed(step, segment)
             pushed = [Pushed(p, arrived.pop(w, None), w.part, norms.get(w)) for w, p in managed.items()]
-            self.updates.collect(step.pending, pushed)
+            self.updates.collect(_collecting(step), pushed)
         self._return(step, segment, arrived)
 
     def _return(self, step: Step, segment: Segment, arrived: dict[Input, torch.Tensor]) -> None:
@@ -191,15 +191,15 @@ class ParameterServer:
 
     def update(self, step: Step, segment: Segment) -> None:
         """The segment has pushed its gradients: what is complete may be updated."""
-        if step.pending is not None:
-            ticket = self.updates.update(step.pending, _managed(step, segment).values())
+        if _collecting(step) is not None:
+            ticket = self.updates.update(_collecting(step), _managed(step, segment).values())
             if ticket is not None:
                 self._in_flight[-1] = ticket
 
     def end_backward(self, step: Step) -> dict[int, torch.Tensor]:
         """All gradients of a backward are on their way. Those that are for `p.grad`, by index of the argument."""
-        if step.pending is not None:
-            self.updates.end_backward(step.pending)
+        if _collecting(step) is not None:
+            self.updates.end_backward(_collecting(step))
         if _returns_gradients(step):
             try:
                 self.worker.drain()
@@ -233,20 +233,27 @@ def segments_in_flight(options: Options) -> int:
     return options.prefetch + 2
 
 
+def _collecting(step: Step) -> PendingBackward | None:
+    """What the gradients of the backward that is under way are collected for, None if they are not for the optimizer."""
+    return step.pending if step.for_optimizer else None
+
+
 def _managed(step: Step, segment: Segment) -> dict[Input, Parameter]:
     """The weights of a segment that are updated here, each with the parameter that it is or is a part of."""
-    if step.pending is None:
+    pending = _collecting(step)
+    if pending is None:
         return {}
     weights = zip(segment.weights, segment.block.weights, strict=True)
     found = {w: step.given[w.owner] for w, spec in weights if w.index >= 0 and spec.differentiable}
-    return {w: p for w, p in found.items() if p in step.pending.parameters}
+    return {w: p for w, p in found.items() if p in pending.parameters}
 
 
 def _returns_gradients(step: Step) -> bool:
     """Whether a backward may have gradients for `p.grad`: they are waited for."""
-    if step.pending is None:
+    pending = _collecting(step)
+    if pending is None:
         return True
-    return any(p.requires_grad and p not in step.pending.parameters for p in step.given if isinstance(p, Parameter))
+    return any(p.requires_grad and p not in pending.parameters for p in step.given if isinstance(p, Parameter))
 
 
 def _indices(segment: Segment) -> tuple[int, ...]:

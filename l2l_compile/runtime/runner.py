@@ -12,7 +12,7 @@ from ..devices.device import Device
 from ..devices.host import without_autocast
 from ..devices.ranges import ranges
 from ..errors import DeviceError, L2LError
-from ..frontend.dynamo import graph_is_kept
+from ..frontend.dynamo import accumulates, graph_is_kept
 from ..ir import nodes
 from ..ir.captured import Captured, Part
 from ..ir.program import Program
@@ -316,5 +316,23 @@ class _Streamed(torch.autograd.Function):
         count = len(ctx.runner.captured.inputs)
         if all(g is None for g in gradients):
             return (None,) * (1 + count)
-        found = ctx.runner.backward(ctx.step, ctx.stashes.take(keep=graph_is_kept()), gradients)
+        kept = graph_is_kept()
+        _choose_gradients(ctx, ctx.step, kept)
+        found = ctx.runner.backward(ctx.step, ctx.stashes.take(keep=kept), gradients)
         return None, *(found.get(index) for index in range(count))
+
+
+def _choose_gradients(node: Any, step: Step, kept: bool) -> None:
+    """Whether the backward that is under way is for the optimizer; if not, and it is the last one through its forward, none is waited for."""
+    step.for_optimizer = True
+    if step.pending is None:
+        return
+    try:
+        step.for_optimizer = accumulates(node, step.given, step.pending.parameters)
+    except ValueError as error:
+        raise L2LError(
+            f"{error}: the option optimizer has all gradients of a backward go to its updates, so that none can be returned or left "
+            "out. Use update='at_step'"
+        ) from error
+    if not (step.for_optimizer or kept):
+        step.pending.give_up()

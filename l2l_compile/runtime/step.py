@@ -173,6 +173,7 @@ class Step:
     first_micro_batch  how many micro-batches the ranks before this one have: seeds are numbered over all ranks
     scale      the factor on the gradients of the outputs in backward
     pending    the host's own record of this forward, until its backward has run
+    for_optimizer  whether gradients of the backward that is under way go to the optimizer
     wants_norms  whether the host asks for the norm of each gradient of a weight, which the device may take
     returned   gradients for `p.grad` by index of the argument, filled by the host lane
     places     of `writes` and `returned`: what is watched for races
@@ -194,6 +195,7 @@ class Step:
     first_micro_batch: int = 0
     gradient_wire: str | None = None
     pending: Any = None
+    for_optimizer: bool = True
     wants_norms: bool = False
     writes: dict[int, torch.Tensor] = field(default_factory=dict)
     seed: int | None = None

@@ -73,8 +73,12 @@ class PendingBackward:
         self.sums: dict[Parameter, torch.Tensor] = {}
         self.groups: Hyperparameters = []
 
-    def __del__(self) -> None:
+    def give_up(self) -> None:
+        """No backward for the optimizer is going to run."""
         self.ledger.close(self)
+
+    def __del__(self) -> None:
+        self.give_up()
 
 
 class GradientLedger:
