@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
 import sys
 import threading
@@ -19,12 +20,13 @@ from ..timeline import HOST
 class Ticket:
     """A piece of work of the host lane; `wait` returns when it is done, and all that is in `order`."""
 
-    def __init__(self, accesses: Unwatched, order: Order) -> None:
+    def __init__(self, worker: Worker, order: Order) -> None:
         self._done = threading.Event()
-        self._accesses, self._order = accesses, order
+        self._worker, self._accesses, self._order = worker, worker.accesses, order
 
     def wait(self) -> None:
-        self._done.wait()
+        while not self._done.wait(_LOOK):
+            self._worker.finish_what_is_left()
         self._accesses.follow(self._order)
 
     def finish(self) -> None:
@@ -46,12 +48,13 @@ class Worker:
         self.finished = 0  # pieces of work that were done or dropped
         thread = threading.Thread(target=self._loop, args=(threads, self._queue), name=f"l2l-{name}", daemon=True)
         _threads[thread] = self
+        self._thread = weakref.ref(thread)
         thread.start()
 
     def submit(self, work: Callable[[], None]) -> Ticket:
         """Queue work; it runs without recording gradients."""
         given, order = self.accesses.give(self.name, work)
-        ticket = Ticket(self.accesses, order)
+        ticket = Ticket(self, order)
         self._queue.put((given, ticket))
         return ticket
 
@@ -75,21 +78,32 @@ class Worker:
         self._dropping = drop
         self.close()
 
+    def finish_what_is_left(self) -> None:
+        """Do what was given after `close`, if the thread has ended: somebody waits for it."""
+        thread = self._thread()
+        if thread is None or not thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._do(*self._queue.get_nowait())
+
     def _loop(self, threads: int, work_queue: queue.SimpleQueue) -> None:
         torch.set_num_threads(threads)
         while (item := work_queue.get()) is not None:
-            work, ticket = item
-            try:
-                if self._failure is None and not self._dropping:
-                    with torch.no_grad():
-                        work()
-            except BaseException as error:  # noqa: BLE001 - handed to the caller by drain or raise_failure
-                self._failure = error
-            ticket.finish()
-            self.finished += 1
-            del item, work, ticket
+            self._do(*item)
+            del item
+
+    def _do(self, work: Callable[[], None], ticket: Ticket) -> None:
+        try:
+            if self._failure is None and not self._dropping:
+                with torch.no_grad():
+                    work()
+        except BaseException as error:  # noqa: BLE001 - handed to the caller by drain or raise_failure
+            self._failure = error
+        ticket.finish()
+        self.finished += 1
 
 
+_LOOK = 0.2  # seconds
 _threads: weakref.WeakKeyDictionary[threading.Thread, Worker] = weakref.WeakKeyDictionary()
 _PATIENCE = 60.0  # seconds without any work being finished
 _PATIENCE_AFTER_FAILURE = 3.0

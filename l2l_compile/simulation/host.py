@@ -18,8 +18,8 @@ from .costs import nbytes
 class SimulatedTicket(Ticket):
     """A piece of work that is done at a time."""
 
-    def __init__(self, accesses: Unwatched, clocks: Clocks, done: SimulatedEvent):
-        super().__init__(accesses, Order())
+    def __init__(self, worker: Worker, clocks: Clocks, done: SimulatedEvent):
+        super().__init__(worker, Order())
         self._clocks, self._at = clocks, done
 
     def wait(self) -> None:
@@ -37,7 +37,7 @@ class SimulatedWorker(Worker):
         with self._clocks.on_thread(self._clock), torch.no_grad():
             work()
         self.finished += 1
-        return SimulatedTicket(self.accesses, self._clocks, self._clock.event())
+        return SimulatedTicket(self, self._clocks, self._clock.event())
 
     def drain(self) -> None:
         self._clocks.thread.wait(self._clock.event())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import signal
 import threading
 import time
 
@@ -13,9 +15,10 @@ from torch import nn
 
 import l2l_compile
 from l2l_compile import L2LError
+from l2l_compile.host.worker import Worker
 from l2l_compile.session import session_of
 from l2l_compile.testing import training_equivalent
-from models import Broken, Shared, Stack, assert_same_state, compiled
+from models import Broken, Shared, Stack, assert_same_state, compiled, rows
 
 MODES = ("in_backward", "in_forward")
 
@@ -424,6 +427,57 @@ for number in range(4):
     for end, expected in (("", "0\n1\n2\n3\n"), ("raise SystemExit(3)", "0\n1\n2\n3\n")):
         done = launcher.run(script + end)
         assert (done.stdout, done.stderr) == (expected, "")
+
+
+def test_work_behind_the_end_of_a_worker_is_done_by_those_who_wait_for_it():
+    worker, done = Worker(1), []
+    worker.submit(lambda: (time.sleep(0.05), done.append("before")))
+    worker.close()
+    worker.submit(lambda: done.append("behind"))
+    worker.drain()
+    assert done == ["before", "behind"]
+
+
+def test_a_model_that_is_released_with_updates_under_way_has_them_in_its_state_dict():
+    plain = Stack(2).double()
+    model = copy.deepcopy(plain)
+    optimizer, streamed = (Slow(m.parameters(), lr=0.1) for m in (plain, model))
+    step, x = compiled(model, optimizer=streamed, update="in_forward", compile_update=False), rows(4)
+    for module, own in ((plain, optimizer), (step, streamed)):
+        module(x).pow(2).mean().backward()
+        own.step()
+    del step
+    torch._dynamo.reset()
+    gc.collect()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12)
+
+
+def test_an_interrupted_wait_leaves_updates_under_way(monkeypatch):
+    plain = Stack(2).double()
+    model = copy.deepcopy(plain)
+    optimizer, streamed = (Slow(m.parameters(), lr=0.1) for m in (plain, model))
+    step, x = compiled(model, optimizer=streamed, update="in_forward", compile_update=False), rows(4)
+    for number in range(3):
+        for module, own in ((plain, optimizer), (step, streamed)):
+            module(x).pow(2).mean().backward()
+            own.step()
+            own.zero_grad()
+        if number == 0:
+            worker = session_of(step).server.worker
+            with monkeypatch.context() as patch:
+                patch.setattr(worker, "drain", lambda: signal.raise_signal(signal.SIGINT))
+                with pytest.raises(KeyboardInterrupt):
+                    l2l_compile.synchronize(step)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12)
+
+
+class Slow(torch.optim.SGD):
+    """The step of a layer takes a while on the host lane."""
+
+    def step(self, closure=None):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.02)
+        return super().step(closure)
 
 
 def test_the_norm_is_that_of_the_last_step():

@@ -66,7 +66,7 @@ class DelayedUpdates(UpdatesInForward):
         super()._drain()
         try:
             self._updating.drain()
-        except BaseException:
+        except Exception:
             self.forget()
             raise
         self._wires.updating = frozenset()

@@ -174,7 +174,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
     def _drain(self) -> None:
         try:
             self.worker.drain()
-        except BaseException:
+        except Exception:  # an interrupt of the wait leaves the updates under way
             self.forget()
             raise
 
