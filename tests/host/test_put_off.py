@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -38,6 +39,7 @@ WRITES = {
     "another dtype and back": lambda model: model.to(torch.float32).to(torch.float64),
     "recorded": write,
     "state": lambda model: model.optimizer.state.clear(),
+    "its place in the optimizer": lambda model: model.optimizer.param_groups[0].update(params=list(model.head.parameters())),
 }
 
 
@@ -75,3 +77,25 @@ def train(step, optimizer):
     step(rows(4)).pow(2).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("update", ["in_forward", "in_backward"])
+def test_groups_are_added_behind_the_updates(update):
+    plain = Stack(2).double()
+    model = copy.deepcopy(plain)
+    steps = []
+    for module, streamed in ((plain, False), (model, True)):
+        optimizer = torch.optim.SGD(module.layers.parameters(), lr=0.1, momentum=0.9)
+        step = compiled(module, optimizer=optimizer, update=update, compile_update=False) if streamed else module
+        steps.append((module, optimizer, step))
+    for number in range(4):
+        x = rows(4)
+        for module, optimizer, step in steps:
+            for p in module.head.parameters():
+                p.requires_grad_(number > 1)
+            step(x).pow(2).mean().backward()
+            optimizer.step()
+            if number == 1:
+                optimizer.add_param_group({"params": module.head.parameters(), "lr": 0.05})
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12)

@@ -471,15 +471,6 @@ def test_an_interrupted_wait_leaves_updates_under_way(monkeypatch):
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12)
 
 
-class Slow(torch.optim.SGD):
-    """The step of a layer takes a while on the host lane."""
-
-    def step(self, closure=None):
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.02)
-        return super().step(closure)
-
-
 def test_the_norm_is_that_of_the_last_step():
     """Read at once after the step, while the host lane is slow to look at the gradients."""
     norms = {}

@@ -26,8 +26,14 @@ class PutOff:
         self._before = {p: (identity(p), _some_entries(p), optimizer.state.get(p)) for p in parameters}
 
     def check(self, parameters: Iterable[Parameter]) -> None:
-        """Raise `L2LError` if somebody has written into one of these since, or replaced its state."""
+        """Raise `L2LError` if somebody has written into one of these since, replaced its state, or taken it out of the optimizer."""
+        there = {p for group in self._optimizer.param_groups for p in group["params"]}
         for parameter in parameters:
+            if parameter not in there:
+                raise L2LError(
+                    f"a parameter of shape {tuple(parameter.shape)} was taken out of the optimizer while its update was still to come: "
+                    "with update='in_forward', call l2l_compile.synchronize(model) before you change param_groups"
+                )
             known, entries, state = self._before[parameter]
             if self._optimizer.state.get(parameter) is not state:
                 raise L2LError(

@@ -119,6 +119,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
         for handle in handles:
             weakref.finalize(self, handle.remove)
         weakref.finalize(self, before(self.optimizer, "zero_grad", self._before_zero_grad))
+        weakref.finalize(self, before(self.optimizer, "add_param_group", self.synchronize))
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
 
