@@ -81,6 +81,22 @@ def test_the_error_of_a_step_that_was_not_ended_says_how_to_go_on(update, remedy
     run([B, S, Z], step, streamed)
 
 
+@pytest.mark.parametrize("update", ["in_forward", "in_backward"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_forward_that_is_forgotten_after_the_backward_of_another_one(update, accumulate):
+    plain, optimizer, step, streamed = pair(update, accumulate)
+    for module, own in ((plain, optimizer), (step, streamed)):
+        for _ in range(2):
+            torch.manual_seed(0)
+            for _ in range(accumulate):
+                one, other = module(rows(4)), module(rows(4))
+                one.pow(2).mean().backward()
+                del one, other
+            own.step()
+            own.zero_grad()
+    assert_same(plain, step)
+
+
 def test_the_optimizer_is_left_as_it_was():
     model = Stack(1).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

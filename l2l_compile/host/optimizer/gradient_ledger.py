@@ -98,7 +98,7 @@ class GradientLedger:
         self.update, self.accumulate, self._memory = update, accumulate, memory
         self.steps = self.rounds = 0
         self.has_begun = self.complete = False
-        self.in_last_round = False
+        self.in_last_round = self._round_is_open = False
         self.gradients: dict[Parameter, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._readers: Counter[Parameter] = Counter()  # open pending backwards that read a parameter
@@ -107,6 +107,7 @@ class GradientLedger:
 
     def open(self, parameters: Iterable[Parameter]) -> PendingBackward:
         """A forward through these parameters begins."""
+        self._end_round_without_the_rest()
         pending = PendingBackward(self, parameters)
         with self._lock:
             self._readers.update(pending.parameters)
@@ -144,8 +145,18 @@ class GradientLedger:
         pending.settled = {p for p in pending.parameters if p not in self._readers}
         pending.last = self.in_last_round = self._is_last_round()
         pending.ends_round = not self._readers
-        self.rounds += pending.ends_round
-        self.complete = pending.last and pending.ends_round
+        self._round_is_open = True
+        if pending.ends_round:
+            self._end_round()
+
+    def _end_round(self) -> None:
+        self.rounds += 1
+        self._round_is_open, self.complete = False, self.in_last_round
+
+    def _end_round_without_the_rest(self) -> None:
+        """A round of which all other forwards were forgotten after a backward is over."""
+        if self._round_is_open and not self._readers:
+            self._end_round()
 
     def _is_last_round(self) -> bool:
         return bool(self.accumulate()) if callable(self.accumulate) else self.rounds == self.accumulate - 1
@@ -157,6 +168,7 @@ class GradientLedger:
 
     def end_step(self) -> None:
         """`optimizer.step()` is called: the last round is over as well. Raises `L2LError`, and drops the gradients, if one is missing."""
+        self._end_round_without_the_rest()
         with self._lock:
             held, self._readers = bool(self._readers), Counter()
             self.steps += 1
@@ -176,7 +188,8 @@ class GradientLedger:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self.rounds, self.has_begun, self.complete, self.in_last_round = 0, False, False, False
+        self.rounds, self.has_begun, self.complete = 0, False, False
+        self.in_last_round = self._round_is_open = False
 
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
