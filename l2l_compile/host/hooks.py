@@ -5,7 +5,11 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
+
+import torch
+
+from ..frontend.patches import is_replaced, replace
 
 
 def weakly(method: Callable) -> Callable:
@@ -43,3 +47,26 @@ def before(owner: Any, name: str, method: Callable[[], None]) -> Callable[[], No
 
     owner.__dict__[name] = called
     return take_back
+
+
+class HearsOfZeroGrad(Protocol):
+    def before_zero_grad_of(self, module: torch.nn.Module) -> None: ...
+
+
+_hearers: weakref.WeakSet[HearsOfZeroGrad] = weakref.WeakSet()
+
+
+def before_zero_grad(hearer: HearsOfZeroGrad) -> None:
+    """Have `hearer.before_zero_grad_of(module)` called before each `module.zero_grad()`, of any module, as long as the hearer lives."""
+    _hearers.add(hearer)
+    original = torch.nn.Module.zero_grad
+    if is_replaced(original):
+        return
+
+    @functools.wraps(original)
+    def zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
+        for each in list(_hearers):
+            each.before_zero_grad_of(self)
+        original(self, set_to_none)
+
+    replace(torch.nn.Module, "zero_grad", zero_grad)

@@ -42,7 +42,8 @@ def pair(update, accumulate, momentum=0.9):
 
 
 def assert_same(plain, step):
-    l2l_compile.synchronize(step)
+    if hasattr(step, "_orig_mod"):
+        l2l_compile.synchronize(step)
     for ours, theirs in zip(step.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
@@ -53,6 +54,35 @@ def test_its_gradients_are_dropped(loop):
     plain, optimizer, step, streamed = pair("in_forward", accumulate)
     run(calls, plain, optimizer), run(calls, step, streamed)
     assert_same(plain, step)
+
+
+@pytest.mark.parametrize("update", ["in_forward", "in_backward"])
+def test_a_discriminator_whose_gradients_of_the_other_players_turn_are_dropped(update):
+    """The loop of PyTorch's DCGAN tutorial: `netD.zero_grad()` drops what the generator's loss has left."""
+    plain, optimizer, step, streamed = pair(update, 2)
+    generators = [torch.nn.Linear(5, 5).double() for _ in range(2)]
+    generators[1].load_state_dict(generators[0].state_dict())
+    for number in range(3):
+        for discriminator, own, generator in zip((plain, step), (optimizer, streamed), generators, strict=True):
+            torch.manual_seed(number)
+            discriminator.zero_grad()
+            discriminator(rows(4)).pow(2).mean().backward()
+            made = generator(rows(4))
+            discriminator(made.detach()).mean().backward()
+            own.step()
+            generator.zero_grad()
+            discriminator(made).mean().neg().backward()
+    assert_same(plain, step)
+    assert_same(*generators)
+
+
+def test_a_part_of_the_model_cannot_be_left_out():
+    _, _, step, streamed = pair("in_forward", 2)
+    run([B], step, streamed)
+    with pytest.raises(L2LError, match=r"zero_grad\(\) of a module with 2 of the optimizer's"):
+        step.head.zero_grad()
+    step.zero_grad()
+    run([B, B, S, Z], step, streamed)
 
 
 def test_in_backward_they_are_until_its_updates_have_begun():

@@ -22,7 +22,7 @@ from ...memory.accesses import Place
 from ...options import Options
 from ...runtime.step import Stats
 from ..gradients import GradientMemory
-from ..hooks import before, weakly
+from ..hooks import before, before_zero_grad, weakly
 from ..wire import Wires
 from ..worker import Ticket, Worker
 from . import earlier_weights
@@ -119,6 +119,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
         for handle in handles:
             weakref.finalize(self, handle.remove)
         weakref.finalize(self, before(self.optimizer, "zero_grad", self._before_zero_grad))
+        before_zero_grad(self)
         weakref.finalize(self, before(self.optimizer, "add_param_group", self.synchronize))
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
@@ -206,6 +207,18 @@ class UpdatesBehindTheDevice(Updates, ABC):
                 )
             self._drain()
             self.forget()
+
+    def before_zero_grad_of(self, module: torch.nn.Module) -> None:
+        """`zero_grad()` of a module is called, as of the optimizer. Raises `L2LError` within a step if it has a part of the parameters."""
+        if self._ledger.has_begun:
+            theirs = self.managed.intersection(module.parameters())
+            if theirs and theirs != self.managed:
+                raise L2LError(
+                    f"zero_grad() of a module with {len(theirs)} of the optimizer's {len(self.managed)} parameters, after a backward of this "
+                    f"step: update={self._ledger.update!r} drops the gradients of all of them, or none. Call optimizer.zero_grad()"
+                )
+            if theirs:
+                self._before_zero_grad()
 
     def _updates_have_begun(self) -> bool:
         """Whether the step that has begun may have updated parameters."""
