@@ -49,6 +49,12 @@ def before(owner: Any, name: str, method: Callable[[], None]) -> Callable[[], No
     return take_back
 
 
+def put_around_those_of_the_user(optimizer: torch.optim.Optimizer, before_step: int, after_step: int) -> None:
+    """Our hooks of `step`, by their ids, are the last before it and the first behind it: what the user's change is seen, and stays."""
+    optimizer._optimizer_step_pre_hooks.move_to_end(before_step)
+    optimizer._optimizer_step_post_hooks.move_to_end(after_step, last=False)
+
+
 class HearsOfZeroGrad(Protocol):
     def before_zero_grad_of(self, module: torch.nn.Module) -> None: ...
 

@@ -91,6 +91,7 @@ class GradientLedger:
     rounds         rounds of this step whose last backward has begun
     in_last_round  whether the backward that began last belongs to the last round of its step
     complete       whether the last round of this step is among them
+    trained        parameters of forwards whose backward of this step has begun
     gradients      complete gradients of this step, summed over its rounds
     """
 
@@ -99,6 +100,7 @@ class GradientLedger:
         self.steps = self.rounds = 0
         self.has_begun = self.complete = False
         self.in_last_round = self._round_is_open = False
+        self.trained: set[Parameter] = set()
         self.gradients: dict[Parameter, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._readers: Counter[Parameter] = Counter()  # open pending backwards that read a parameter
@@ -141,6 +143,7 @@ class GradientLedger:
             )
         self.close(pending)
         self.has_begun = True
+        self.trained |= pending.parameters
         pending.pushes = pushes
         pending.settled = {p for p in pending.parameters if p not in self._readers}
         pending.last = self.in_last_round = self._is_last_round()
@@ -190,6 +193,7 @@ class GradientLedger:
     def _begin_step(self) -> None:
         self.rounds, self.has_begun, self.complete = 0, False, False
         self.in_last_round = self._round_is_open = False
+        self.trained.clear()
 
     # ---- called on the host lane -------------------------------------------------------------------------------------
 

@@ -83,8 +83,8 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
         outside = [p for p in self.managed if p.grad is not None]
         if outside:
             raise L2LError(
-                f"{len(outside)} parameters also have a gradient from outside of the compiled model, after update='in_backward' "
-                "has updated them: use update='in_forward' or 'at_step'"
+                f"{len(outside)} parameters of the optimizer have a gradient from outside of the compiled model, and update='in_backward' "
+                "has made its updates already: use update='in_forward' or 'at_step'"
             )
 
     # ---- called on the host lane -------------------------------------------------------------------------------------

@@ -86,6 +86,17 @@ class UpdatesInForward(UpdatesBehindTheDevice):
     def clip(self, max_norm: float) -> None:
         self._max_norm = max_norm
 
+    @property
+    def clips(self) -> bool:
+        return self._max_norm is not None
+
+    def _before_step_of_others(self) -> None:
+        """Clip what is in `p.grad`, as with gradients of the compiled model beside it."""
+        outside = [p for p in self.managed if p.grad is not None]
+        if outside and self._max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(outside, self._max_norm)
+            self._max_norm = self._max_norm_of_all
+
     def _drain(self) -> None:
         super()._drain()
         self._tickets.clear()

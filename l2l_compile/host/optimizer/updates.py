@@ -22,7 +22,7 @@ from ...memory.accesses import Place
 from ...options import Options
 from ...runtime.step import Stats
 from ..gradients import GradientMemory
-from ..hooks import before, before_zero_grad, weakly
+from ..hooks import before, before_zero_grad, put_around_those_of_the_user, weakly
 from ..wire import Wires
 from ..worker import Ticket, Worker
 from . import earlier_weights
@@ -110,9 +110,13 @@ class UpdatesBehindTheDevice(Updates, ABC):
         self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._loaded = earlier_weights.take_loaded(self.optimizer)
         check_layers_are_independent(self.optimizer)
+        _updates_of.setdefault(self.optimizer, weakref.WeakSet()).add(self)
+        before_step = self.optimizer.register_step_pre_hook(weakly(self._before_own_step))
+        after_step = self.optimizer.register_step_post_hook(weakly(self._after_own_step))
+        self._step_hooks = before_step.id, after_step.id
         handles = [
-            self.optimizer.register_step_pre_hook(weakly(self._before_own_step)),
-            self.optimizer.register_step_post_hook(weakly(self._after_own_step)),
+            before_step,
+            after_step,
             self.optimizer.register_state_dict_pre_hook(weakly(self._before_reading)),
             self.optimizer.register_load_state_dict_pre_hook(weakly(self._load)),
         ]
@@ -141,6 +145,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
         """None as well if no backward may follow, or the optimizer has none of the parameters. Raises `L2LError`."""
         if not to_train:
             return None
+        put_around_those_of_the_user(self.optimizer, *self._step_hooks)
         trained = {p for p in parameters if p.requires_grad}
         self._refuse_hooks(trained)
         mine = trained & self.managed
@@ -233,13 +238,39 @@ class UpdatesBehindTheDevice(Updates, ABC):
             )
         ends_a_step = self._ledger.has_begun
         if ends_a_step:
+            self._check_that_no_other_model_takes_part()
             self._groups.forget_own_steps()
             self.synchronize()
+        else:
+            self._before_step_of_others()
         groups = self._groups.begin_own_step()
         if ends_a_step:
             self.worker.accesses.write(self._place)
             self._ledger.end_step()
             self._end_step(groups)
+
+    def _check_that_no_other_model_takes_part(self) -> None:
+        """Raise `L2LError` if another compiled model has trained the same parameters in this step, or others whose norm is clipped with ours."""
+        for other in _updates_of[self.optimizer]:
+            if other is not self and other._ledger.has_begun:
+                shared = len(self._ledger.trained & other._ledger.trained)
+                if shared or self.clips or other.clips:
+                    why = f"train {shared} of the same parameters" if shared else "are to be clipped by one norm"
+                    for each in (self, other):
+                        each._drain()
+                        each.forget()
+                    raise L2LError(
+                        f"two compiled models {why} in one step of an optimizer, but each makes its own updates: compile one module that "
+                        "holds both, or use update='at_step'"
+                    )
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients of this step are clipped."""
+        return False
+
+    def _before_step_of_others(self) -> None:
+        """`optimizer.step()` is called, and the compiled model has no part in it."""
 
     def _after_own_step(self, optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
         self._groups.end_own_step()
@@ -260,6 +291,11 @@ class UpdatesBehindTheDevice(Updates, ABC):
             self.worker.accesses.write_parameters(gradients)
             with apart_from_compilation():  # optimizers compute otherwise while something is compiled
                 self._groups.counted(groups, self._step.on(groups, gradients, factor))
+
+
+_updates_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[UpdatesBehindTheDevice]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def sum_of_squares(gradients: Iterable[torch.Tensor]) -> float:
