@@ -51,28 +51,43 @@ def before(owner: Any, name: str, method: Callable[[], None]) -> Callable[[], No
 
 def put_around_those_of_the_user(optimizer: torch.optim.Optimizer, before_step: int, after_step: int) -> None:
     """Our hooks of `step`, by their ids, are the last before it and the first behind it: what the user's change is seen, and stays."""
-    optimizer._optimizer_step_pre_hooks.move_to_end(before_step)
-    optimizer._optimizer_step_post_hooks.move_to_end(after_step, last=False)
+    before: Any = optimizer._optimizer_step_pre_hooks  # PyTorch's stubs say `dict`
+    after: Any = optimizer._optimizer_step_post_hooks
+    before.move_to_end(before_step)
+    after.move_to_end(after_step, last=False)
 
 
-class HearsOfZeroGrad(Protocol):
-    def before_zero_grad_of(self, module: torch.nn.Module) -> None: ...
+class Hearer(Protocol):
+    """Hears of what has no hooks, as long as it lives."""
+
+    def before_zero_grad_of(self, module: torch.nn.Module) -> None:
+        """`module.zero_grad()` is called, of any module."""
+
+    def before_scaled_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """`GradScaler.step(optimizer)` is called, of any optimizer, by a scaler that is enabled."""
 
 
-_hearers: weakref.WeakSet[HearsOfZeroGrad] = weakref.WeakSet()
+_hearers: weakref.WeakSet[Hearer] = weakref.WeakSet()
 
 
-def before_zero_grad(hearer: HearsOfZeroGrad) -> None:
-    """Have `hearer.before_zero_grad_of(module)` called before each `module.zero_grad()`, of any module, as long as the hearer lives."""
+def hear(hearer: Hearer) -> None:
+    """Have the methods of `hearer` called from now on."""
     _hearers.add(hearer)
-    original = torch.nn.Module.zero_grad
-    if is_replaced(original):
+    zero, scaled = torch.nn.Module.zero_grad, torch.amp.GradScaler.step
+    if is_replaced(zero):
         return
 
-    @functools.wraps(original)
+    @functools.wraps(zero)
     def zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
         for each in list(_hearers):
             each.before_zero_grad_of(self)
-        original(self, set_to_none)
+        zero(self, set_to_none)
+
+    @functools.wraps(scaled)
+    def step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any) -> float | None:
+        for each in list(_hearers) if self.is_enabled() else ():
+            each.before_scaled_step_of(optimizer)
+        return scaled(self, optimizer, *arguments, **named)
 
     replace(torch.nn.Module, "zero_grad", zero_grad)
+    replace(torch.amp.GradScaler, "step", step)

@@ -25,7 +25,7 @@ from .optimizer.delayed import DelayedUpdates
 from .optimizer.gradient_ledger import Parameter, PendingBackward, Pushed
 from .optimizer.in_backward import UpdatesInBackward
 from .optimizer.in_forward import UpdatesInForward
-from .optimizer.updates import Updates
+from .optimizer.updates import Updates, wait_for_other_models
 from .versions import DelayedWires
 from .wire import Ready, Wire, Wires, nobody
 from .worker import Ticket, Worker
@@ -83,6 +83,7 @@ class ParameterServer:
         self.wires.begin_forward()
         if to_train:
             self._check_optimizer(parameters)
+        wait_for_other_models(self.updates, parameters)
         step.pending = self.updates.begin_forward(parameters, to_train)
 
     def _check_optimizer(self, parameters: Sequence[Parameter]) -> None:
@@ -171,10 +172,10 @@ class ParameterServer:
         gradients.tensors = None
         if step.world is not None and step.world.replicas > 1:
             step.world.average_replicas(tensors)
-        if _collecting(step) is not None:
+        if (pending := _collecting(step)) is not None:
             managed = _managed(step, segment)
             pushed = [Pushed(p, arrived.pop(w, None), w.part, norms.get(w)) for w, p in managed.items()]
-            self.updates.collect(_collecting(step), pushed)
+            self.updates.collect(pending, pushed)
         self._return(step, segment, arrived)
 
     def _return(self, step: Step, segment: Segment, arrived: dict[Input, torch.Tensor]) -> None:
@@ -191,15 +192,15 @@ class ParameterServer:
 
     def update(self, step: Step, segment: Segment) -> None:
         """The segment has pushed its gradients: what is complete may be updated."""
-        if _collecting(step) is not None:
-            ticket = self.updates.update(_collecting(step), _managed(step, segment).values())
+        if (pending := _collecting(step)) is not None:
+            ticket = self.updates.update(pending, _managed(step, segment).values())
             if ticket is not None:
                 self._in_flight[-1] = ticket
 
     def end_backward(self, step: Step) -> dict[int, torch.Tensor]:
         """All gradients of a backward are on their way. Those that are for `p.grad`, by index of the argument."""
-        if _collecting(step) is not None:
-            self.updates.end_backward(_collecting(step))
+        if (pending := _collecting(step)) is not None:
+            self.updates.end_backward(pending)
         if _returns_gradients(step):
             try:
                 self.worker.drain()

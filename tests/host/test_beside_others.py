@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -120,3 +121,37 @@ def test_two_compiled_models_with_the_same_parameters_are_refused(update):
     ):
         loss.backward()
         optimizer.step()
+
+
+def test_another_compiled_model_of_the_same_weights_waits_for_updates():
+    class Slow(torch.optim.SGD):
+        def step(self, closure=None):
+            time.sleep(0.05)
+            return super().step(closure)
+
+    plain = Stack(2).double()
+    model = copy.deepcopy(plain)
+    optimizers = [Slow(m.parameters(), lr=0.1) for m in (plain, model)]
+    streamed, evaluated = compiled(model, optimizer=optimizers[1], update="in_forward", compile_update=False), compiled(model)
+    x = rows(4)
+    for _ in range(2):
+        for module, optimizer in zip((plain, streamed), optimizers, strict=True):
+            train(module, optimizer, x)
+        with torch.no_grad():
+            torch.testing.assert_close(evaluated(x), plain(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_a_scaler_of_gradients_is_refused(update):
+    model = Parts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.first = compiled(model.first, optimizer=optimizer, update=update, compile_update=False)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(rows(4).float()).pow(2).mean()).backward()
+    with pytest.raises(L2LError, match=r"torch.amp.GradScaler around update=.* leave it out"):
+        scaler.step(optimizer)
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    optimizer.zero_grad()
+    if update == "in_forward":
+        disabled.scale(model(rows(4).float()).pow(2).mean()).backward()
+        disabled.step(optimizer)

@@ -22,7 +22,7 @@ from ...memory.accesses import Place
 from ...options import Options
 from ...runtime.step import Stats
 from ..gradients import GradientMemory
-from ..hooks import before, before_zero_grad, put_around_those_of_the_user, weakly
+from ..hooks import before, hear, put_around_those_of_the_user, weakly
 from ..wire import Wires
 from ..worker import Ticket, Worker
 from . import earlier_weights
@@ -123,7 +123,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
         for handle in handles:
             weakref.finalize(self, handle.remove)
         weakref.finalize(self, before(self.optimizer, "zero_grad", self._before_zero_grad))
-        before_zero_grad(self)
+        hear(self)
         weakref.finalize(self, before(self.optimizer, "add_param_group", self.synchronize))
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
@@ -225,6 +225,16 @@ class UpdatesBehindTheDevice(Updates, ABC):
             if theirs:
                 self._before_zero_grad()
 
+    def before_scaled_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises `L2LError` within a step of ours: the scale of a `GradScaler` would stay on our gradients."""
+        if optimizer is self.optimizer and self._ledger.has_begun:
+            self._drain()
+            self.forget()
+            raise L2LError(
+                f"torch.amp.GradScaler around update={self._ledger.update!r}, whose gradients never come to p.grad, where they are unscaled: "
+                "leave it out (precision='fp16' scales the loss by itself), or use update='at_step'. The gradients of this step were dropped"
+            )
+
     def _updates_have_begun(self) -> bool:
         """Whether the step that has begun may have updated parameters."""
         return False
@@ -296,6 +306,14 @@ class UpdatesBehindTheDevice(Updates, ABC):
 _updates_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[UpdatesBehindTheDevice]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def wait_for_other_models(mine: Updates, parameters: Iterable[Parameter]) -> None:
+    """Block until updates of these parameters that other compiled models have put off can be seen."""
+    read = set(parameters)
+    for other in [each for of_one in list(_updates_of.values()) for each in list(of_one)]:
+        if other is not mine and not other.managed.isdisjoint(read):
+            other.synchronize()
 
 
 def sum_of_squares(gradients: Iterable[torch.Tensor]) -> float:
