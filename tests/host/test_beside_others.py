@@ -155,3 +155,23 @@ def test_a_scaler_of_gradients_is_refused(update):
     if update == "in_forward":
         disabled.scale(model(rows(4).float()).pow(2).mean()).backward()
         disabled.step(optimizer)
+
+
+class Tokens(nn.Module):
+    """A table with sparse gradients, outside of the part that is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.rest = nn.Embedding(10, 5, sparse=True), Stack(2)
+
+    def forward(self, tokens):
+        return self.rest(self.table(tokens))
+
+
+def test_a_sparse_gradient_from_outside():
+    both = pair(Tokens, {"update": "in_forward"}, parts=["rest"], momentum=0.0)
+    for _ in range(3):
+        tokens = torch.randint(0, 10, (6,))
+        for module, optimizer in both:
+            train(module, optimizer, tokens)
+    assert_same(both[0][0], both[1][0])

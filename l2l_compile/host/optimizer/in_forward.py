@@ -197,7 +197,8 @@ class UpdatesInForward(UpdatesBehindTheDevice):
 
     def _norm_of_one(self, parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor:
         """The norm of a gradient as wide as its parameter; one wide copy at a time."""
-        return torch.linalg.vector_norm(self._memory.widened(gradient, parameter.dtype))
+        entries = gradient.coalesce().values() if gradient.is_sparse else gradient  # an embedding outside of the compiled model
+        return torch.linalg.vector_norm(self._memory.widened(entries, parameter.dtype))
 
     def _skip_step(self) -> None:
         self._skipped += 1
