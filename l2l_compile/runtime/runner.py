@@ -312,7 +312,12 @@ class _Streamed(torch.autograd.Function):
                 "backend 'l2l' computes first derivatives only: backward was called with create_graph=True. "
                 "Differentiate the uncompiled model where second derivatives are needed"
             )
-        ctx.saved_tensors  # noqa: B018 - raises when a saved tensor was written into, or when backward has run before
+        try:
+            ctx.saved_tensors  # noqa: B018 - raises when a saved tensor was written into, or when backward has run before
+        except RuntimeError:
+            if ctx.step.pending is not None:
+                ctx.step.pending.check()  # the writer may be an update
+            raise
         count = len(ctx.runner.captured.inputs)
         if all(g is None for g in gradients):
             return (None,) * (1 + count)

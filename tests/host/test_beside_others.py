@@ -151,8 +151,8 @@ def test_a_scaler_of_gradients_is_refused(update):
     with pytest.raises(L2LError, match=r"torch.amp.GradScaler around update=.* leave it out"):
         scaler.step(optimizer)
     disabled = torch.amp.GradScaler("cpu", enabled=False)
-    optimizer.zero_grad()
     if update == "in_forward":
+        optimizer.zero_grad()
         disabled.scale(model(rows(4).float()).pow(2).mean()).backward()
         disabled.step(optimizer)
 

@@ -76,6 +76,15 @@ def test_a_discriminator_whose_gradients_of_the_other_players_turn_are_dropped(u
     assert_same(*generators)
 
 
+@pytest.mark.parametrize("update", ["in_forward", "in_backward"])
+def test_two_losses_through_one_forward_are_refused_with_a_remedy(update):
+    _, _, step, _optimizer = pair(update, 1)
+    output = step(rows(4))
+    output.pow(2).mean().backward(retain_graph=True)
+    with pytest.raises(L2LError, match="backward ran twice through one forward.* use update='at_step' for retain_graph=True"):
+        output.mean().backward()
+
+
 def test_a_part_of_the_model_cannot_be_left_out():
     _, _, step, streamed = pair("in_forward", 2)
     run([B], step, streamed)

@@ -33,6 +33,26 @@ class Counting(torch.optim.SGD):
         super().step()
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Hands calls on to another optimizer."""
+
+    def __init__(self, parameters, lr):
+        self.inner = torch.optim.SGD(parameters, lr=lr)
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure=None):
+        return self.inner.step()
+
+
+@pytest.mark.parametrize("update", ["in_backward", "in_forward"])
+def test_an_optimizer_that_calls_the_step_of_another_is_refused(update):
+    model = Stack(2)
+    optimizer = Wrapping(model.parameters(), lr=0.1)
+    step = compiled(model, optimizer=optimizer, update=update)
+    with pytest.raises(L2LError, match=r"Wrapping holds another optimizer \(SGD\).*Give the option 'optimizer' the SGD"):
+        step(torch.randn(6, 5))
+
+
 def test_an_optimizer_that_couples_parameters_is_refused():
     model = Stack()
     with pytest.raises(L2LError, match="Coupled does not update parameters independently.*at_step"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import signal
 import threading
 import time
 
@@ -452,6 +451,10 @@ def test_a_model_that_is_released_with_updates_under_way_has_them_in_its_state_d
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12)
 
 
+def interrupted():
+    raise KeyboardInterrupt
+
+
 def test_an_interrupted_wait_leaves_updates_under_way(monkeypatch):
     plain = Stack(2).double()
     model = copy.deepcopy(plain)
@@ -464,10 +467,9 @@ def test_an_interrupted_wait_leaves_updates_under_way(monkeypatch):
             own.zero_grad()
         if number == 0:
             worker = session_of(step).server.worker
-            with monkeypatch.context() as patch:
-                patch.setattr(worker, "drain", lambda: signal.raise_signal(signal.SIGINT))
-                with pytest.raises(KeyboardInterrupt):
-                    l2l_compile.synchronize(step)
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(worker, "drain", interrupted)
+                l2l_compile.synchronize(step)
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12)
 
 

@@ -35,7 +35,7 @@ def threads(rank: int, slow: str = "") -> Iterator[list[ThreadedDevice]]:
     def opened(device, pinned_memory):
         devices.append(ThreadedDevice(0.0 if slow else DELAY, 1000 * rank, pinned_memory))
         if slow:
-            devices[-1].lanes[slow]._delay = 0.04
+            devices[-1].lanes[slow]._queue.delay = 0.04
         return devices[-1]
 
     KINDS[CPU.name] = dataclasses.replace(CPU, open=opened)

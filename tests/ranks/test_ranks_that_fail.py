@@ -131,7 +131,8 @@ def one_step(step, optimizer, failing: Failing) -> None:
         loss.backward()
     if where not in ("a backward", "a step"):
         optimizer.step()
-    optimizer.zero_grad()
+    if where != "a step":
+        optimizer.zero_grad()
     if failing.where == "saving":
         model_state, optimizer_state = get_state_dict(failing.model, optimizer)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{failing.folder}/checkpoint")

@@ -179,6 +179,15 @@ def a_forward_before_the_step(step, optimizer):
     optimizer.step()
 
 
+def left_out(step, optimizer):
+    """The gradients of a step that was left out belong to no other."""
+    for number in range(3):
+        step(batch(number)).pow(2).sum().backward()
+        if number != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
 def the_norm(step, optimizer):
     for number in range(2):
         step(batch(number)).pow(2).sum().backward()
@@ -284,6 +293,12 @@ CASES = [
         options=in_("forward"),
     ),
     Case(
+        "a step that is left out",
+        left_out,
+        {"host.optimizer.updates.UpdatesBehindTheDevice._before_zero_grad: self._drain()": "host"},
+        options=in_("forward"),
+    ),
+    Case(
         "the norm",
         the_norm,
         {"host.optimizer.in_forward.UpdatesInForward.describe: self._looked.wait()": "host"},
@@ -331,7 +346,8 @@ CASES = [
     ),
 ]
 ELSEWHERE = {
-    "runtime.executor.Executor.submit_comm: self.device.lanes['comm'].wait(released)": "tests/ranks/test_memory_taken_again.py"
+    "host.optimizer.updates.wait_for_other_models: other.synchronize()": "tests/host/test_beside_others.py",
+    "runtime.executor.Executor.submit_comm: self.device.lanes['comm'].wait(released)": "tests/ranks/test_memory_taken_again.py",
 }
 NO_RACE = {
     "host.server.ParameterServer.collect: self._in_flight.popleft().wait()": "bounds the memory of gradients",

@@ -73,6 +73,10 @@ class PendingBackward:
         self.sums: dict[Parameter, torch.Tensor] = {}
         self.groups: Hyperparameters = []
 
+    def check(self) -> None:
+        """Raise `L2LError` if no backward may run any more."""
+        self.ledger.check(self)
+
     def give_up(self) -> None:
         """No backward for the optimizer is going to run."""
         self.ledger.close(self)
@@ -126,16 +130,7 @@ class GradientLedger:
 
     def begin_backward(self, pending: PendingBackward, pushes: Counter[Parameter]) -> None:
         """A backward begins, which will hand over gradients `pushes[p]` times for each parameter. Raises `L2LError`."""
-        if pending.step != self.steps:
-            raise L2LError(
-                f"backward through a forward that ran before optimizer.step(), but update={self.update!r} has changed its weights "
-                "since: call backward before optimizer.step()"
-            )
-        if not pending.open:
-            raise L2LError(
-                f"backward ran twice through one forward, but update={self.update!r} may have changed its weights "
-                "in between: use update='at_step' for retain_graph=True"
-            )
+        self.check(pending)
         if self.complete:
             raise L2LError(
                 f"{self.rounds + 1} backward calls without optimizer.step() between them, but {self._expected(self.rounds)}. "
@@ -151,6 +146,19 @@ class GradientLedger:
         self._round_is_open = True
         if pending.ends_round:
             self._end_round()
+
+    def check(self, pending: PendingBackward) -> None:
+        """Raise `L2LError` if no backward may run through this forward any more."""
+        if pending.step != self.steps:
+            raise L2LError(
+                f"backward through a forward that ran before optimizer.step(), but update={self.update!r} has changed its weights "
+                "since: call backward before optimizer.step()"
+            )
+        if not pending.open:
+            raise L2LError(
+                f"backward ran twice through one forward, but update={self.update!r} may have changed its weights "
+                "in between: use update='at_step' for retain_graph=True"
+            )
 
     def _end_round(self) -> None:
         self.rounds += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -103,8 +104,15 @@ def _stand_in(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Te
 def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
     """Raise `L2LError` if an optimizer's step on all parameters is not that on some, then on the others.
 
-    Tried on small tensors with the optimizer's class and hyperparameters: three steps, with gradients of other sizes.
+    Tried on small tensors with the optimizer's class and hyperparameters: three steps, with gradients of other sizes. One that calls the
+    step of another would step that one's parameters, and is refused.
     """
+    if (inner := _wrapped(optimizer)) is not None:
+        name, within = type(optimizer).__name__, type(inner).__name__
+        raise L2LError(
+            f"{name} holds another optimizer ({within}), whose step it calls for all parameters: it cannot update layer by layer. Give the "
+            f"option 'optimizer' the {within}, if {name} only hands calls on, or use update='at_step'"
+        )
     try:
         joint, counts = _trial(optimizer, together=True)
         apart, counts_apart = _trial(optimizer, together=False)
@@ -120,6 +128,12 @@ def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
         )
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     check_pieces_are_independent(optimizer, functools.partial(_trial_in_pieces, optimizer), trained)
+
+
+def _wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """An optimizer that another one holds."""
+    held = itertools.chain.from_iterable(v if isinstance(v, (list, tuple)) else [v] for v in vars(optimizer).values())
+    return next((each for each in held if isinstance(each, torch.optim.Optimizer)), None)
 
 
 def check_steps_on_the_host(optimizer: torch.optim.Optimizer) -> None:

@@ -228,11 +228,9 @@ class UpdatesBehindTheDevice(Updates, ABC):
     def before_scaled_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises `L2LError` within a step of ours: the scale of a `GradScaler` would stay on our gradients."""
         if optimizer is self.optimizer and self._ledger.has_begun:
-            self._drain()
-            self.forget()
             raise L2LError(
                 f"torch.amp.GradScaler around update={self._ledger.update!r}, whose gradients never come to p.grad, where they are unscaled: "
-                "leave it out (precision='fp16' scales the loss by itself), or use update='at_step'. The gradients of this step were dropped"
+                "leave it out (precision='fp16' scales the loss by itself), or use update='at_step'"
             )
 
     def _updates_have_begun(self) -> bool:
@@ -266,9 +264,6 @@ class UpdatesBehindTheDevice(Updates, ABC):
                 shared = len(self._ledger.trained & other._ledger.trained)
                 if shared or self.clips or other.clips:
                     why = f"train {shared} of the same parameters" if shared else "are to be clipped by one norm"
-                    for each in (self, other):
-                        each._drain()
-                        each.forget()
                     raise L2LError(
                         f"two compiled models {why} in one step of an optimizer, but each makes its own updates: compile one module that "
                         "holds both, or use update='at_step'"
