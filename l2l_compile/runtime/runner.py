@@ -91,6 +91,8 @@ class Runner:
         self._source = [None if node is None else self._made.index(first[node]) for node in made]
         self._viewed = {view.base for view in self.captured.views.values() if not view.of_argument}
         self.differentiable = [differentiable[position] for position in self._made]
+        parameters = (i for i in self.captured.inputs if i.kind == "parameter")
+        self._frozen = [i.index for i in parameters if not i.node.meta["example_value"].requires_grad]
 
     def __call__(self, *arguments: Any) -> list:
         """One forward pass; outputs on the host, joined to autograd where they take a gradient."""
@@ -139,6 +141,12 @@ class Runner:
         for argument, i in zip(arguments, self.captured.inputs, strict=True):
             if isinstance(argument, torch.Tensor) and argument.device.type != "cpu":
                 raise DeviceError(f"input '{i.name}' is on {argument.device}; leave the model and its inputs on the host")
+        unfrozen = [i for i in self._frozen if arguments[i].requires_grad] if torch.is_grad_enabled() else []
+        if unfrozen:  # the guards of PyTorch 2.11 do not look at it
+            raise L2LError(
+                f"{len(unfrozen)} parameters had requires_grad=False when the model was compiled, and PyTorch {torch.__version__} does not "
+                "compile it again for them: they would get no gradient. Call torch._dynamo.reset() after you unfreeze parameters"
+            )
         if self.device.assertions_are_final:
             self.captured.check_indices(arguments)
 
