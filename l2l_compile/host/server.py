@@ -147,7 +147,8 @@ class ParameterServer:
         pushing = [segments[nodes.operands(n).segment] for n in graph.find_nodes(op="call_function", target=nodes.push_gradients)]
         is_final = step.world is None or step.world.replicas == 1  # what crosses the link, and not its mean over the replicas
         step.wants_norms = self.updates.wants_norms and _collecting(step) is not None and is_final
-        self.updates.begin_backward(_collecting(step), Counter(p for s in pushing for p in _managed(step, s).values()))
+        pending = _collecting(step)
+        self.updates.begin_backward(pending, Counter(p for s in pushing for p in _managed(step, s, pending).values()))
         step.scale = self.updates.scale.value if self.updates.scale is not None else 1.0
 
     def collect(self, step: Step, segment: Segment, gradients: RuntimeValue) -> None:
@@ -159,9 +160,10 @@ class ParameterServer:
             return
         while len(self._in_flight) >= segments_in_flight(self.options):
             self._in_flight.popleft().wait()
-        self._in_flight.append(self.worker.submit(lambda: self._collect(step, segment, gradients)))
+        pending = _collecting(step)  # now: when the work is done, another backward of the step may be under way
+        self._in_flight.append(self.worker.submit(lambda: self._collect(step, segment, gradients, pending)))
 
-    def _collect(self, step: Step, segment: Segment, gradients: RuntimeValue) -> None:
+    def _collect(self, step: Step, segment: Segment, gradients: RuntimeValue, pending: PendingBackward | None) -> None:
         """Wait for the gradients, and put each where it belongs (host lane)."""
         if gradients.event is not None:
             self.device.wait_on_host(gradients.event)
@@ -172,8 +174,8 @@ class ParameterServer:
         gradients.tensors = None
         if step.world is not None and step.world.replicas > 1:
             step.world.average_replicas(tensors)
-        if (pending := _collecting(step)) is not None:
-            managed = _managed(step, segment)
+        if pending is not None:
+            managed = _managed(step, segment, pending)
             pushed = [Pushed(p, arrived.pop(w, None), w.part, norms.get(w)) for w, p in managed.items()]
             self.updates.collect(pending, pushed)
         self._return(step, segment, arrived)
@@ -193,7 +195,7 @@ class ParameterServer:
     def update(self, step: Step, segment: Segment) -> None:
         """The segment has pushed its gradients: what is complete may be updated."""
         if (pending := _collecting(step)) is not None:
-            ticket = self.updates.update(pending, _managed(step, segment).values())
+            ticket = self.updates.update(pending, _managed(step, segment, pending).values())
             if ticket is not None:
                 self._in_flight[-1] = ticket
 
@@ -239,9 +241,8 @@ def _collecting(step: Step) -> PendingBackward | None:
     return step.pending if step.for_optimizer else None
 
 
-def _managed(step: Step, segment: Segment) -> dict[Input, Parameter]:
+def _managed(step: Step, segment: Segment, pending: PendingBackward | None) -> dict[Input, Parameter]:
     """The weights of a segment that are updated here, each with the parameter that it is or is a part of."""
-    pending = _collecting(step)
     if pending is None:
         return {}
     weights = zip(segment.weights, segment.block.weights, strict=True)

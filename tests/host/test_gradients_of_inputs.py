@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
 
 import l2l_compile
 from l2l_compile import L2LError
+from l2l_compile.host.server import ParameterServer
 from models import Stack, compiled, rows
 
 
@@ -50,6 +52,24 @@ def test_the_optimizer_does_not_see_them(options, again):
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
         assert ours.grad is None
+
+
+def test_those_of_the_backward_before_are_still_on_their_way(monkeypatch):
+    """The host lane is slow to collect what `loss.backward()` has pushed; the graph is kept for a gradient of the input."""
+    plain = Stack(2).double()
+    model = copy.deepcopy(plain)
+    optimizer, streamed = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
+    step = compiled(model, optimizer=streamed, update="in_forward", compile_update=False)
+    collect = ParameterServer._collect
+    monkeypatch.setattr(ParameterServer, "_collect", lambda *arguments: (time.sleep(0.05), collect(*arguments)))
+    for module, own in ((plain, optimizer), (step, streamed)):
+        torch.manual_seed(0)
+        x = rows(4).requires_grad_()
+        loss = module(x).pow(2).mean()
+        loss.backward(retain_graph=True)
+        torch.autograd.grad(loss, x)
+        own.step()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("update", ["in_forward", "in_backward"])
