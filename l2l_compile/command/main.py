@@ -85,14 +85,15 @@ def _options(given: argparse.Namespace, workload: Workload) -> dict[str, Any]:
 def _headline(workload: Workload) -> str:
     rows, parameters = workload.rows, workload.parameters
     size = f"{rows} x {workload.tokens // rows} tokens" if workload.tokens is not None else f"{rows} rows"
-    of = (
-        f"{parameters / 1e9:.3g} billion"
-        if parameters >= 1e9
-        else f"{parameters / 1e6:.3g} million"
-        if parameters >= 1e6
-        else f"{parameters:,}"
-    )
-    return f"{workload.name}: {of} parameters, a batch of {size}"
+    return f"{workload.name}: {_count(parameters)} parameters, a batch of {size}"
+
+
+def _count(number: int) -> str:
+    """70.6 billion, 1.5 million, 144."""
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:,}"
 
 
 @dataclass(frozen=True)

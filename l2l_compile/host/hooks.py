@@ -51,10 +51,10 @@ def before(owner: Any, name: str, method: Callable[[], None]) -> Callable[[], No
 
 def put_around_those_of_the_user(optimizer: torch.optim.Optimizer, before_step: int, after_step: int) -> None:
     """Our hooks of `step`, by their ids, are the last before it and the first behind it: what the user's change is seen, and stays."""
-    before: Any = optimizer._optimizer_step_pre_hooks  # PyTorch's stubs say `dict`
-    after: Any = optimizer._optimizer_step_post_hooks
-    before.move_to_end(before_step)
-    after.move_to_end(after_step, last=False)
+    pre: Any = optimizer._optimizer_step_pre_hooks  # PyTorch's stubs say `dict`
+    post: Any = optimizer._optimizer_step_post_hooks
+    pre.move_to_end(before_step)
+    post.move_to_end(after_step, last=False)
 
 
 class Hearer(Protocol):

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from test_beside_others import assert_same
 
 import l2l_compile
 from l2l_compile import L2LError
@@ -39,13 +40,6 @@ def pair(update, accumulate, momentum=0.9):
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=momentum) for m in (plain, streamed)]
     step = compiled(streamed, optimizer=optimizers[1], update=update, accumulate=accumulate, compile_update=False)
     return plain, optimizers[0], step, optimizers[1]
-
-
-def assert_same(plain, step):
-    if hasattr(step, "_orig_mod"):
-        l2l_compile.synchronize(step)
-    for ours, theirs in zip(step.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("loop", LOOPS)

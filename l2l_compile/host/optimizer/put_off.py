@@ -48,7 +48,7 @@ class PutOff:
 
 
 def _some_entries(parameter: Parameter) -> torch.Tensor:
-    """The bytes of some entries, from all rows and columns."""
+    """The bytes of some entries, an odd number apart: from many rows and columns."""
     entries = local(parameter).detach().reshape(-1)
     stride = entries.numel() // _ENTRIES | 1
     return entries[::stride].clone().view(torch.uint8)
