@@ -1,8 +1,10 @@
 # Everything runs in a virtual environment of the checkout, made on first use: `make quickstart`, `make test`.
 #   make test PYTHON=python3.12       another Python (3.11 or newer) for the environment
+#   make test JOBS=8                 more workers, where there are more than two cores
 #   make test TORCH=torch==2.11.0     another PyTorch; or install one into .venv first, it is left alone
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+JOBS ?= 2
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -33,11 +35,11 @@ check: $(CHECKERS)
 	rm -rf $(TREE) && mkdir -p $(TREE) && cp -r l2l_compile $(TREE) && cp -r passes $(TREE)/l2l_compile
 	cd $(TREE) && $(CURDIR)/$(RUN) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir ../types -p l2l_compile
 	cd $(TREE) && PYTHONPATH=. $(CURDIR)/$(VENV)/bin/lint-imports --no-cache --config $(CURDIR)/pyproject.toml
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 $(UNIT_TESTS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) $(UNIT_TESTS)
 
 # One thread a worker: two workers that fight for two cores are slower than one.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal --durations=10
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist worksteal --durations=10
 
 bench: $(READY)
 	@failed=; for name in depth starts compile_time speed overhead update overlap host_memory ranks; do \

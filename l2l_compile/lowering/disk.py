@@ -54,7 +54,7 @@ def digest(key: Any) -> str | None:
 
 def read(name: str) -> Iterator[tuple[Any, Callable[[str], None]]]:
     """The entries under a digest. Each comes with a function that drops it, for the one who finds that it cannot be right."""
-    folder = _folder(name)
+    folder = folder_of(name)
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         drop = functools.partial(_drop, path)
         try:
@@ -74,7 +74,7 @@ def read(name: str) -> Iterator[tuple[Any, Callable[[str], None]]]:
 def write(name: str, entry: Any) -> None:
     """Add an entry under a digest. A disk that cannot be written to costs nothing but the entry."""
     text = json.dumps(entry)
-    folder = _folder(name)
+    folder = folder_of(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=folder)
@@ -91,7 +91,8 @@ def _drop(path: Path, why: str) -> None:
         path.unlink()
 
 
-def _folder(name: str) -> Path:
+def folder_of(name: str) -> Path:
+    """Where the entries under a digest lie."""
     return Path(cache_dir()) / "l2l_compile" / name[:2] / name
 
 

@@ -223,9 +223,9 @@ def test_a_write_while_an_update_is_pending_is_an_error(monkeypatch):
 
 
 def test_without_a_compiler(monkeypatch):
-    from l2l_compile.host.optimizer import kernel
+    from l2l_compile.host.optimizer import kernel, library
 
-    monkeypatch.setattr(kernel.shutil, "which", lambda name: None)
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
     kernel.address_of.cache_clear()
     with pytest.raises(L2LError, match="no C compiler.*compile_update=False"):
         _, step, _ = trained()

@@ -11,17 +11,12 @@ from __future__ import annotations
 import array
 import ctypes
 import functools
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from ...errors import LoweringError
+from .library import build
 from .record import Formula
 
 _REAL = {torch.float32: "float", torch.float64: "double"}
@@ -32,19 +27,6 @@ _STORED = {
     torch.bfloat16: ("bf16", "from_bf16({})", "to_bf16({})"),
     torch.float16: ("_Float16", "(real){}", "(_Float16){}"),
 }
-_FLAGS = [
-    "-x",
-    "c",
-    "-std=gnu11",
-    "-O3",
-    "-march=native",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-pthread",
-    "-shared",
-    "-fPIC",
-]
 _ALONE = 1 << 16  # entries below which a second thread costs more than it gives
 
 _PRELUDE = """\
@@ -126,24 +108,6 @@ static long __attribute__((noinline)) range(long n, const real* restrict s, {", 
 }}
 long update(long n, const real* s, void** a) {{ return range(n, s, {", ".join(f"a[{i}]" for i in range(len(places)))}); }}
 """
-
-
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="l2l_compile_")
-
-
-def build(text: str) -> ctypes.CDLL:
-    """The library of a C text. Raises `LoweringError` where there is no C compiler, or it fails."""
-    remedy = "The option compile_update=False runs the optimizer's own step"
-    found = [name for name in (os.environ.get("CXX"), "g++", "gcc", "clang", "cc") if name and shutil.which(name)]
-    if not found:
-        raise LoweringError(f"no C compiler (g++, gcc or clang, or the variable CXX) was found to compile the update. {remedy}")
-    library = Path(_folder().name) / f"{len(list(Path(_folder().name).iterdir()))}.so"
-    done = subprocess.run([found[0], *_FLAGS, "-", "-o", str(library), "-lm"], input=text, capture_output=True, text=True)
-    if done.returncode:
-        raise LoweringError(f"{found[0]} cannot compile the update: {done.stderr.strip()[-500:]}. {remedy}")
-    return ctypes.CDLL(str(library))
 
 
 # Runs kernels on several threads without coming back to Python, whose lock the executor holds meanwhile.
