@@ -8,19 +8,23 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..frontend.patches import is_replaced, replace
 
 
-def weakly(method: Callable) -> Callable:
-    """A hook that does not keep the object of its method alive."""
-    reference = weakref.WeakMethod(method)
+class WeakHook:
+    """A hook that does not keep the object of its method alive. A copy and a pickle of it do nothing: they belong to no step."""
 
-    def hook(*arguments: Any) -> Any:
-        alive = reference()
+    def __init__(self, method: Callable | None):
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    def __call__(self, *arguments: Any) -> Any:
+        alive = self._method() if self._method is not None else None
         return alive(*arguments) if alive is not None else None
 
-    return hook
+    def __reduce__(self) -> tuple[type[WeakHook], tuple[None]]:
+        return WeakHook, (None,)
 
 
 def before(owner: Any, name: str, method: Callable[[], None]) -> Callable[[], None]:
@@ -29,7 +33,7 @@ def before(owner: Any, name: str, method: Callable[[], None]) -> Callable[[], No
     For what has no hooks. Neither the owner nor the object of the method is kept alive.
     """
     replaced = owner.__dict__.get(name)
-    kept, hook = weakref.ref(owner), weakly(method)
+    kept, hook = weakref.ref(owner), WeakHook(method)
 
     @functools.wraps(getattr(type(owner), name))
     def called(*arguments: Any, **named: Any) -> Any:
@@ -63,6 +67,9 @@ class Hearer(Protocol):
     def before_zero_grad_of(self, module: torch.nn.Module) -> None:
         """`module.zero_grad()` is called, of any module."""
 
+    def after_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer.step()` has been called, of any optimizer."""
+
     def before_scaled_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         """`GradScaler.step(optimizer)` is called, of any optimizer, by a scaler that is enabled."""
 
@@ -89,5 +96,10 @@ def hear(hearer: Hearer) -> None:
             each.before_scaled_step_of(optimizer)
         return scaled(self, optimizer, *arguments, **named)
 
+    def stepped(optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
+        for each in list(_hearers):
+            each.after_step_of(optimizer)
+
+    register_optimizer_step_post_hook(stepped)
     replace(torch.nn.Module, "zero_grad", zero_grad)
     replace(torch.amp.GradScaler, "step", step)

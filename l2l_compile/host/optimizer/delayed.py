@@ -17,7 +17,7 @@ import torch
 
 from ...options import Options
 from ..gradients import GradientMemory
-from ..hooks import weakly
+from ..hooks import WeakHook
 from ..versions import DelayedWires
 from ..worker import Worker
 from .earlier_weights import add
@@ -40,7 +40,7 @@ class DelayedUpdates(UpdatesInForward):
         self._updating, self._wires = updating, wires
         wires.wait = super().wait
         wires.restore(self._loaded)
-        weakref.finalize(self, self.optimizer.register_state_dict_post_hook(weakly(self._save)).remove)
+        weakref.finalize(self, self.optimizer.register_state_dict_post_hook(WeakHook(self._save)).remove)
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
 

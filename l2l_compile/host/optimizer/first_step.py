@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...memory.heap import apart_from_the_heap, trim_the_heap
-from ..hooks import weakly
+from ..hooks import WeakHook
 
 
 class FirstStepMemory:
@@ -21,8 +21,8 @@ class FirstStepMemory:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self._apart = ExitStack()
         self._tried = False
-        optimizer.register_step_pre_hook(weakly(self._before_step))
-        optimizer.register_step_post_hook(weakly(self._after_step))
+        optimizer.register_step_pre_hook(WeakHook(self._before_step))
+        optimizer.register_step_post_hook(WeakHook(self._after_step))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._apart.close()  # a step that failed may have left it open

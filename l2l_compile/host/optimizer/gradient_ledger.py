@@ -134,7 +134,7 @@ class GradientLedger:
         if self.complete:
             raise L2LError(
                 f"{self.rounds + 1} backward calls without optimizer.step() between them, but {self._expected(self.rounds)}. "
-                f"{_LEFT_OUT[self.update]}{'' if self.steps else _NEVER_STEPPED}"
+                f"{_LEFT_OUT[self.update]}{self.never_stepped}"
             )
         self.close(pending)
         self.has_begun = True
@@ -168,6 +168,11 @@ class GradientLedger:
         """A round of which all other forwards were forgotten after a backward is over."""
         if self._round_is_open and not self._readers:
             self._end_round()
+
+    @property
+    def never_stepped(self) -> str:
+        """What a message says more where the optimizer of the option has made no step yet."""
+        return "" if self.steps else _NEVER_STEPPED
 
     def _is_last_round(self) -> bool:
         return bool(self.accumulate()) if callable(self.accumulate) else self.rounds == self.accumulate - 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..hooks import weakly
+from ..hooks import WeakHook
 
 _SAVED = "l2l_loss_scale"  # in the first param_group of an optimizer's state_dict: the scale and the number of good steps
 
@@ -38,8 +38,8 @@ class LossScale:
         """Saved in the `state_dict` of an optimizer from now on, and loaded with it; begins with one that was loaded before."""
         self._load(optimizer)
         handles = [
-            optimizer.register_state_dict_pre_hook(weakly(self._save)),
-            optimizer.register_load_state_dict_post_hook(weakly(self._load)),
+            optimizer.register_state_dict_pre_hook(WeakHook(self._save)),
+            optimizer.register_load_state_dict_post_hook(WeakHook(self._load)),
         ]
         for handle in handles:
             weakref.finalize(self, handle.remove)

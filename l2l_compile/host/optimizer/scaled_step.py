@@ -7,7 +7,7 @@ import torch
 from ...errors import L2LError
 from ...ranks.announcements import Kind
 from ...ranks.sharded import local
-from ..hooks import weakly
+from ..hooks import WeakHook
 from .divided import ranks_among, summed_over
 from .loss_scale import LossScale
 
@@ -19,7 +19,7 @@ class ScaledStep:
         self.scale = LossScale().keep_with(optimizer)
         self.skipped = 0
         self.used = False  # whether the gradients of this step were scaled here: an optimizer may serve several models
-        optimizer.register_step_pre_hook(weakly(self._before_step))
+        optimizer.register_step_pre_hook(WeakHook(self._before_step))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
         if any(a is not None for a in (*arguments[1:], *named.values())):

@@ -22,7 +22,7 @@ from ...memory.accesses import Place
 from ...options import Options
 from ...runtime.step import Stats
 from ..gradients import GradientMemory
-from ..hooks import before, hear, put_around_those_of_the_user, weakly
+from ..hooks import WeakHook, before, hear, put_around_those_of_the_user
 from ..wire import Wires
 from ..worker import Ticket, Worker
 from . import earlier_weights
@@ -111,14 +111,14 @@ class UpdatesBehindTheDevice(Updates, ABC):
         self._loaded = earlier_weights.take_loaded(self.optimizer)
         check_layers_are_independent(self.optimizer)
         _updates_of.setdefault(self.optimizer, weakref.WeakSet()).add(self)
-        before_step = self.optimizer.register_step_pre_hook(weakly(self._before_own_step))
-        after_step = self.optimizer.register_step_post_hook(weakly(self._after_own_step))
+        before_step = self.optimizer.register_step_pre_hook(WeakHook(self._before_own_step))
+        after_step = self.optimizer.register_step_post_hook(WeakHook(self._after_own_step))
         self._step_hooks = before_step.id, after_step.id
         handles = [
             before_step,
             after_step,
-            self.optimizer.register_state_dict_pre_hook(weakly(self._before_reading)),
-            self.optimizer.register_load_state_dict_pre_hook(weakly(self._load)),
+            self.optimizer.register_state_dict_pre_hook(WeakHook(self._before_reading)),
+            self.optimizer.register_load_state_dict_pre_hook(WeakHook(self._load)),
         ]
         for handle in handles:
             weakref.finalize(self, handle.remove)
@@ -133,8 +133,8 @@ class UpdatesBehindTheDevice(Updates, ABC):
         for module in (inner for root in modules for inner in root.modules()):
             if module not in self._watched:
                 self._watched.add(module)
-                module.register_state_dict_pre_hook(weakly(self._before_reading))
-                module.register_load_state_dict_pre_hook(weakly(self._before_reading))
+                module.register_state_dict_pre_hook(WeakHook(self._before_reading))
+                module.register_load_state_dict_pre_hook(WeakHook(self._before_reading))
 
     @property
     def managed(self) -> set[Parameter]:
@@ -224,6 +224,18 @@ class UpdatesBehindTheDevice(Updates, ABC):
                 )
             if theirs:
                 self._before_zero_grad()
+
+    def after_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises `L2LError` if another optimizer takes itself for that of a step which has been computed."""
+        if optimizer is self.optimizer or not self._ledger.complete:
+            return
+        shared = self.managed.intersection(p for group in optimizer.param_groups for p in group["params"])
+        if shared:
+            raise L2LError(
+                f"{type(optimizer).__name__}.step() found no gradients of {len(shared)} parameters: the option optimizer is another "
+                f"{type(self.optimizer).__name__}, and update={self._ledger.update!r} gives them to that one. Compile the model again with "
+                f"the optimizer that is stepped, or call step() of the one that it was compiled with{self._ledger.never_stepped}"
+            )
 
     def before_scaled_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises `L2LError` within a step of ours: the scale of a `GradScaler` would stay on our gradients."""
