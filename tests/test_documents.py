@@ -328,8 +328,9 @@ if child:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@checks("docs/ranks.md: A pretrained model")
-def test_the_lines_on_a_pretrained_model_fill_it(shown, tmp_path):
+@checks("docs/ranks.md: A pretrained model", "docs/ranks.md: A folder for transformers")
+def test_the_lines_on_a_pretrained_model_fill_it_and_save_it(shown, tmp_path):
+    """Those that save run behind those that fill it."""
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -340,9 +341,14 @@ def test_the_lines_on_a_pretrained_model_fill_it(shown, tmp_path):
     try:
         scope = {"folder": tmp_path / "model", "mesh": init_device_mesh("cpu", (1,)), "torch": torch, "l2l_compile": l2l_compile}
         scope |= {"AutoConfig": AutoConfig, "AutoModelForCausalLM": AutoModelForCausalLM}
-        run(shown[0].text, scope)
-        for name, value in scope["plain"].state_dict().items():
-            assert torch.equal(value.full_tensor() if hasattr(value, "full_tensor") else value, saved.state_dict()[name]), name
+        (fill,) = [block for block in BLOCKS if (block.document, block.heading) == ("docs/ranks.md", "A pretrained model")]
+        run(fill.text, scope)
+        found = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in scope["plain"].state_dict().items()}
+        if shown != [fill]:
+            run(shown[0].text, scope | {"dist": dist, "folder": tmp_path / "written"})
+            found = LlamaForCausalLM.from_pretrained(tmp_path / "written").state_dict()
+        for name, value in saved.state_dict().items():
+            assert torch.equal(found[name], value), name
     finally:
         dist.destroy_process_group()
 

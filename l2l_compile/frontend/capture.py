@@ -37,7 +37,7 @@ def capture(gm: fx.GraphModule) -> Captured:
     dynamo.name_the_owner_self(gm.graph)
     divided, ranks = make_whole(gm.graph)
     parallel_layer = make_local(gm.graph)
-    world = ranks if ranks is not None and ranks.size > 1 else None
+    world = ranks if ranks is not None and ranks.count > 1 else None
     break_reason = dynamo.graph_break(gm)
     if world is not None and break_reason is not None:
         _refuse_break(break_reason)

@@ -27,16 +27,20 @@ class Ranks:
     """The ranks of a mesh. What is called together has to be called by all of them, in the same order.
 
     size, rank         among those that divide a model: the mesh, or its second dimension
-    replicas, replica  how many times the mesh has the whole model, and which of them this rank is in: its first dimension, if it has two
+    replicas, replica  how many times the mesh has the whole model, and which of them this rank is in: the first dimension of
+                       ("replicate", "shard")
+    parts, part        how many ranks share parallel layers, and which of them this one is: the second dimension of ("dp", "tp")
     count, number      of all ranks of the mesh
 
     Groups of their own, so that collectives of different threads cannot meet: weights and gradients (the lane `comm`), the thread
     that updates (`host`, and `replicas` for the same piece in all replicas), and the caller (`control`).
     """
 
-    replicas, replica = 1, 0
+    replicas = parts = 1
+    replica = part = 0
 
-    def __init__(self, mesh: DeviceMesh):
+    def __init__(self, mesh: DeviceMesh, parallel: DeviceMesh | None = None):
+        """`parallel` has two dimensions, the ranks of `mesh` along the first one and those of parallel layers along the second one."""
         shards = shards_of(mesh)
         self.size, self.rank = shards.size(), shards.get_local_rank()
         self.device_group = shards.get_group()
@@ -45,6 +49,9 @@ class Ranks:
             self.replicas, self.replica = mesh.size(0), mesh.get_local_rank(0)
             self.replica_group = dist.new_group(mesh.mesh[:, self.rank].tolist(), use_local_synchronization=True)
             members = mesh.mesh.flatten().tolist()
+        if parallel is not None:
+            self.parts, self.part = parallel.size(1), parallel.get_local_rank(1)
+            members = parallel.mesh.flatten().tolist()
         self.mesh, self.count, self.number = mesh, len(members), members.index(dist.get_rank())
         self.control_group, self.host_group = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
         self.forwards = self.steps = 0
@@ -90,7 +97,8 @@ class Ranks:
         numbers = path.numbers()
         mine = torch.tensor([*numbers, *told, *[0] * (_TOLD - len(told))])
         gathered = mine.new_empty((self.count, len(mine)))
-        exchange.all_gather(gathered, mine, self.control_group, self._finish)
+        waiting = self.watch.waiting(str(path))
+        exchange.all_gather(gathered, mine, self.control_group, lambda work: finish(work, waiting, self.watch.explain))
         rows: list[list[int]] = gathered.tolist()
         tell = [row[len(numbers) :] for row in rows]
         if refuse is not None and all(row[0] == kind for row in rows):
@@ -274,13 +282,13 @@ def shards_of(mesh: DeviceMesh) -> DeviceMesh:
 _known: dict[DeviceMesh, Ranks] = {}
 
 
-def ranks_of(mesh: DeviceMesh, make: bool = False) -> Ranks:
+def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None = None) -> Ranks:
     """The ranks of a mesh. Raises `L2LError` if `shard` has made none for it."""
     known = _known.get(mesh)
     if make and (known is None or known.device_group is not shards_of(mesh).get_group()):  # torch.distributed may have begun anew
         if known is not None:
             known.close()
-        known = _known[mesh] = Ranks(mesh)
+        known = _known[mesh] = Ranks(mesh, parallel)
     if known is None:
         raise L2LError(f"a parameter is a DTensor on {mesh}, which l2l_compile.shard has not seen: divide the model with it")
     return known
@@ -304,4 +312,4 @@ def is_known(mesh: DeviceMesh) -> bool:
 
 def anything_is_divided() -> bool:
     """Whether a model of this process is divided among several ranks."""
-    return dist.is_available() and dist.is_initialized() and any(ranks.size > 1 for ranks in _known.values())
+    return dist.is_available() and dist.is_initialized() and any(ranks.count > 1 for ranks in _known.values())

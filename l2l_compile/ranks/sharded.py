@@ -45,7 +45,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if replicates(mesh) and mesh.size(1) == 1:
         raise L2LError(f"{mesh} repeats the model and divides nothing: use DistributedDataParallel, or a mesh of one dimension")
     data = _data(mesh)
-    ranks_of(data, make=True)
+    ranks_of(data, make=True, parallel=mesh if data is not mesh else None)
     _count_steps()
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in model.named_modules():
@@ -170,6 +170,11 @@ def _shape_of_part(parameter: DTensor) -> torch.Size:
 def is_divided_twice(tensor: torch.Tensor) -> bool:
     """Whether `shard` has divided what was a part of a parallel layer's parameter."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 2 and not replicates(tensor.device_mesh)
+
+
+def is_split_by_a_parallel_layer(tensor: torch.Tensor) -> bool:
+    """Whether the ranks that share a parallel layer have different parts of a parameter, and not the same one."""
+    return isinstance(tensor, DTensor) and is_divided_twice(tensor) and tensor.placements[1].is_shard()
 
 
 def is_divided(tensor: Any) -> TypeGuard[DTensor]:

@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from ..errors import RankError
 
 BEAT = 0.5  # seconds between two looks
 PATIENCE = 6.0  # seconds without an answer after which a rank counts as gone
+LATE = 30.0  # seconds for which a rank waits for one that lives before it says so
 GRACE = 2.0  # seconds in which what a rank has sent before it ended may still arrive
 
 
@@ -40,7 +43,7 @@ class Watch:
         self.abandoned = False  # whether a collective was left that others may never finish
         self._closed = threading.Event()
         self._seen: dict[int, tuple[bytes, float]] = {}
-        self._beats = 0
+        self._beats = self._begun = 0
         self._beat()
         _all.add(self)
         threading.Thread(target=self._loop, name="l2l-watch", daemon=True).start()
@@ -51,6 +54,22 @@ class Watch:
         if failure is not None and time.monotonic() >= failure.gives_up:
             self.abandoned = True
             raise RankError(failure.text)
+
+    def waiting(self, begins: str) -> Callable[[], None]:
+        """This rank begins something that all begin. `check` while it waits for them, which warns of a rank that is late."""
+        self._begun += 1
+        since, warned = time.monotonic(), False
+
+        def check() -> None:
+            nonlocal warned
+            self.check()
+            if not warned and time.monotonic() - since > LATE:
+                warned = True
+                late = [rank for rank, (beat, _) in sorted(self._seen.copy().items()) if int(beat.split()[1]) < self._begun]
+                if late:
+                    _warn_of(late, self.rank, begins)
+
+        return check
 
     def explain(self, error: Exception) -> RankError:
         """A collective has failed, most likely because a rank is gone: which one, as soon as that is known."""
@@ -107,7 +126,7 @@ class Watch:
 
     def _beat(self) -> None:
         self._beats += 1
-        self._store.set(f"beat/{self.rank}", str(self._beats))
+        self._store.set(f"beat/{self.rank}", f"{self._beats} {self._begun}")
 
     def _look(self) -> None:
         """Note the first thing that is wrong with another rank."""
@@ -132,6 +151,17 @@ class Watch:
         else:
             text = f"rank {rank} does not answer since {PATIENCE:.0f} s: it was killed, or hangs"
         self.failure = Failure(text, now)
+
+
+def _warn_of(late: list[int], rank: int, begins: str) -> None:
+    others = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+    warnings.warn(
+        f"rank {rank} {begins}, and has waited {LATE:.0f} s for {others}, alive but not as far. All ranks have to take the same steps: one "
+        "with fewer batches, or in a collective of its own (all_reduce, barrier, full_tensor), is waited for until the timeout of the "
+        "process group",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 _all: weakref.WeakSet[Watch] = weakref.WeakSet()

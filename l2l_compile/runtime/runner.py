@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -245,9 +246,10 @@ class Runner:
         collectives = collectives_of(self.program.forward.graph, self.program.segments)
         count = step.rows if step.batch is not None else self._rows_of(step.given)
         told = (count, len(step.sizes), step.base_seed())
-        rows = world.announce(Kind.FORWARD, collectives, to_train, told, _refuse_no_rows)
+        rows = world.announce(Kind.FORWARD, collectives, to_train, told, functools.partial(_refuse_rows, world.parts))
         step.seed = rows[0][2]
-        step.first_micro_batch = sum(micro_batches for _, micro_batches, *_ in rows[: world.number])
+        each = rows[world.part :: world.parts]  # ranks that share parallel layers have the same micro-batches
+        step.first_micro_batch = sum(micro_batches for _, micro_batches, *_ in each[: world.number // world.parts])
         if self.options.ranks == "global":
             step.rows_of_ranks = tuple(count for count, *_ in rows)
 
@@ -277,11 +279,17 @@ class Runner:
             raise
 
 
-def _refuse_no_rows(told: list[list[int]]) -> None:
+def _refuse_rows(parts: int, told: list[list[int]]) -> None:
     """What each rank tells before a forward begins with its rows."""
     for rank, (count, *_) in enumerate(told):
         if count == 0:
             raise L2LError(f"rank {rank} has a batch of no rows: every rank needs one row at least (drop_last=True, or pad)")
+        first = rank - rank % parts
+        if count != told[first][0]:
+            raise L2LError(
+                f"ranks {first} and {rank} share parallel layers and have batches of {told[first][0]} and {count} rows: they compute parts "
+                "of the same rows, so give both the same batch"
+            )
 
 
 def collectives_of(graph: fx.Graph, segments: Sequence[Segment]) -> tuple[str, ...]:

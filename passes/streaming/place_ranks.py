@@ -94,10 +94,10 @@ def _check_parallel_layers(compilation: Compilation) -> None:
     layer, options = compilation.captured.parallel_layer, compilation.options
     if not layer:
         return
-    if options.update != "at_step" or options.optimizer is not None:
+    if options.optimizer is not None and compilation.captured.world is None:
         raise L2LError(
-            f"{layer}: updates behind the device, and norms of gradients, know nothing of the ranks of a parallel layer. Use "
-            "update='at_step', without the option 'optimizer'"
+            f"{layer}: the option 'optimizer' needs to know the ranks of a parallel layer. Call l2l_compile.shard with a mesh of two "
+            "dimensions, of which that of the layer is the second (the first may have the size 1), or update the model without the option"
         )
-    if compilation.is_global:
+    if options.ranks == "global":
         raise L2LError(f"{layer}: a model with parallel layers is divided with ranks='mean' alone")

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from steps import OPTIONS
+from steps import OPTIONS, divided
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+from l2l_compile.ranks import watch
 from models import Stack
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -177,3 +179,23 @@ def test_every_process_ends_with_a_sentence(launcher, tmp_path, how):
     for rank in {0, world - 1} - {1}:
         assert CASES[how] in found.printed[rank], (rank, found.printed[rank][-2000:])
         assert found.seconds[rank] < SECONDS, (rank, found.seconds)
+
+
+def late_ranks_are_named(rank, world):
+    step = divided(Stack(2), world)[-1]
+    step(torch.randn(4, 5))
+    with warnings.catch_warnings(record=True) as seen, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "LATE", 0.5)
+        warnings.simplefilter("always")
+        if rank == 1:
+            time.sleep(1.5)
+        step(torch.randn(4, 5))
+    return [str(w.message) for w in seen if issubclass(w.category, RuntimeWarning)]
+
+
+def test_a_rank_that_is_late_is_named_by_those_that_wait(ranks):
+    (waits,), nothing = ranks.run(late_ranks_are_named)
+    assert waits.startswith(
+        "rank 0 begins forward 2, to train, after 0 optimizer steps, and has waited 0 s for rank 1, alive but"
+    )
+    assert not nothing

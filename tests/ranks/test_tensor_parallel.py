@@ -172,7 +172,10 @@ REFUSED = {
     ),
     columns_of_a_whole: ({}, r"parameter .*layers.*down.*weight.* is a DTensor with .* on DeviceMesh\(\(tp=2\).* in another way"),
     uneven: ({}, r"parameter .*head.*weight.* is a DTensor with .*, and its 3 rows or columns are not a multiple of the ranks"),
-    parallel_layers: ({"update": "in_backward"}, r"parameter .* on DeviceMesh\(\(tp=2\).*: updates behind the device.*at_step"),
+    parallel_layers: (
+        {"update": "in_backward"},
+        r"parameter .* on DeviceMesh\(\(tp=2\).*: the option 'optimizer' needs .*shard with a mesh of two",
+    ),
 }
 
 

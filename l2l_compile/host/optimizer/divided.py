@@ -10,7 +10,7 @@ import torch
 from ...errors import L2LError
 from ...ranks.announcements import Kind
 from ...ranks.ranks import Ranks, floats_of, numbers_of
-from ...ranks.sharded import divided_as, is_divided, local, pieces_of, ranks_behind
+from ...ranks.sharded import divided_as, is_divided, is_split_by_a_parallel_layer, local, pieces_of, ranks_behind
 
 
 def own_state(state: Mapping[str, Any], parameter: torch.Tensor) -> Any:
@@ -50,16 +50,19 @@ def _like(earlier: torch.Tensor, value: torch.Tensor, parameter: torch.Tensor) -
 def ranks_among(parameters: Iterable[torch.Tensor]) -> Ranks | None:
     """The ranks among which parameters are divided; None if there is one rank, or none of them is."""
     ranks = next((ranks_behind(p) for p in parameters if is_divided(p)), None)
-    return ranks if ranks is not None and ranks.size > 1 else None
+    return ranks if ranks is not None and ranks.count > 1 else None
 
 
 def counts_here(parameter: torch.Tensor, ranks: Ranks | None) -> bool:
     """Whether this rank's piece counts in a sum over all ranks.
 
-    Every rank has a parameter without dimensions as a whole, and every replica has each piece.
+    Every rank has a parameter without dimensions as a whole, and every replica has each piece. Those who share parallel layers
+    have the same pieces of all that is not split among them.
     """
     if ranks is None or not is_divided(parameter):
         return True
+    if ranks.part and not is_split_by_a_parallel_layer(parameter):
+        return False
     return ranks.replica == 0 and (ranks.rank == 0 or not pieces_of(parameter).replicated)
 
 
@@ -72,13 +75,15 @@ def summed_over(ranks: Ranks | None, kind: Kind, values: tuple[float, ...]) -> l
 
 
 def check_pieces_are_independent(optimizer: torch.optim.Optimizer, trial: Any, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise `L2LError` if a step on a matrix is not that on its rows in two pieces: a norm of the whole, factored state.
+    """Raise `L2LError` if a step on a matrix is not that on its pieces: a norm of the whole, factored state.
 
-    `trial(rows)` gives the matrix after some steps on pieces of so many rows.
+    `trial(sizes, dim)` gives a matrix of 6 rows and columns after some steps on pieces of so many rows, or columns.
     """
-    if ranks_among(parameters) is None:
+    divided = [p for p in parameters if is_divided(p)]
+    if ranks_among(divided) is None:
         return
-    if not torch.equal(trial([6]), trial([3, 3])):
+    dims = {0} | {p.placements[1].dim for p in divided if is_split_by_a_parallel_layer(p)}  # type: ignore[attr-defined]
+    if any(not torch.equal(trial([6], dim), trial([3, 3], dim)) for dim in dims):
         raise L2LError(
             f"{type(optimizer).__name__} looks at a parameter as a whole (its norm, its rows and columns), and each rank has a piece "
             "of it: use update='at_step', where PyTorch's DTensor gathers what it asks for"

@@ -197,15 +197,15 @@ def _trial(optimizer: torch.optim.Optimizer, together: bool) -> tuple[list[torch
     return [p.detach() for p in parameters], left
 
 
-def _trial_in_pieces(optimizer: torch.optim.Optimizer, rows: Sequence[int]) -> torch.Tensor:
-    """A small matrix after three steps, in pieces of so many rows."""
+def _trial_in_pieces(optimizer: torch.optim.Optimizer, sizes: Sequence[int], dim: int) -> torch.Tensor:
+    """A small matrix after three steps, in pieces of so many rows (`dim` 0) or columns."""
     generator = torch.Generator().manual_seed(0)
-    parameters = [torch.nn.Parameter(p) for p in torch.randn(6, 4, generator=generator).split(list(rows))]
+    parameters = [torch.nn.Parameter(p.contiguous()) for p in torch.randn(6, 6, generator=generator).split(list(sizes), dim)]
     trial, groups = _small_copy(optimizer, parameters), hyperparameters(optimizer)[:1]
     for _ in range(3):
-        gradients = torch.randn(6, 4, generator=generator).split(list(rows))
+        gradients = [g.contiguous() for g in torch.randn(6, 6, generator=generator).split(list(sizes), dim)]
         groups = step_on(trial, groups, dict(zip(parameters, gradients, strict=True)))
-    return torch.cat([p.detach() for p in parameters])
+    return torch.cat([p.detach() for p in parameters], dim)
 
 
 def _state_like(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:

@@ -1,0 +1,188 @@
+"""The three values of `update` on tensor parallel layers: each rank updates its parts, with the numbers of the model that is not divided."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from steps import OPTIONS, assert_same, mean_of_eager, whole
+from test_mean import FLOOR, numbers
+from test_tensor_parallel import Layers, parallel_layers
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+import l2l_compile
+from l2l_compile import L2LError
+
+STEPS = 3
+OPTIMIZERS = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.05, foreach=False),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=False),
+}
+WAYS = [
+    ("in_backward", {}),
+    ("at_step", {}),
+    ("in_forward", {"max_grad_norm": 0.01}),
+    ("in_forward", {"max_grad_norm": 0.01, "compile_update": False}),
+]
+
+
+def shared_by(mesh, model, optimizer, **options):
+    """The model with parallel layers, divided over the mesh; its optimizer, and the model compiled."""
+    parallel_layers(model, mesh["tp"])
+    l2l_compile.shard(model, mesh)
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    return chosen, torch.compile(model, backend="l2l", fullgraph=True, options={**OPTIONS, "optimizer": chosen, **options})
+
+
+def equals_the_whole_model(rank, world, optimizer):
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    start = Layers().double()
+    for update, options in WAYS:
+        torch._dynamo.reset()
+        plain, model = copy.deepcopy(start), copy.deepcopy(start)
+        theirs = OPTIMIZERS[optimizer](plain.parameters())
+        ours, step = shared_by(mesh, model, optimizer, update=update, **options)
+        for number in range(STEPS):
+            expected = mean_of_eager(plain, [lambda m, r=r, n=number: m(numbers(r, n)) for r in range(mesh.size(0))])
+            for name, parameter in plain.named_parameters():
+                parameter.grad = expected[name]
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), options.get("max_grad_norm", 1e9))
+            theirs.step()
+            step(numbers(mesh.get_local_rank("dp"), number)).backward()
+            ours.step()
+            ours.zero_grad()
+            assert abs(l2l_compile.stats(step).gradient_norm - norm) <= 1e-12 * norm, (update, number)
+        l2l_compile.synchronize(step)
+        assert_same(whole(model), {n: p.detach() for n, p in plain.named_parameters()}, FLOOR)
+        state = get_optimizer_state_dict(model, ours, options=StateDictOptions(full_state_dict=True))["state"]
+        if rank == 0:
+            for index, (name, _) in enumerate(plain.named_parameters()):
+                for key, value in theirs.state_dict()["state"][index].items():
+                    assert state[name][key].shape == value.shape, (update, name, key)
+                    torch.testing.assert_close(state[name][key], value, rtol=FLOOR, atol=1e-15)
+
+
+@pytest.mark.parametrize(("optimizer", "world"), [("adamw", 2), ("adamw", 4), ("sgd", 2)])
+def test_all_ways_to_update_have_the_numbers_of_the_model_that_is_not_divided(ranks, optimizer, world):
+    ranks.run(equals_the_whole_model, optimizer, world=world)
+
+
+def skips_alike(rank, world):
+    """The gradient of a part that one rank has overflows the norm; the loss and the other gradients are finite."""
+    torch.manual_seed(0)
+    model = Layers().double()
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    optimizer, step = shared_by(mesh, model, "sgd", update="in_forward")
+    if rank == 1:
+        layer = model.layers[1]
+        with torch.no_grad():
+            layer.up._parameters["weight"].to_local().fill_(1e200)
+            layer.down._parameters["weight"].to_local().zero_()
+    before = copy.deepcopy(whole(model))
+    loss = step(numbers(0, 0))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        loss.backward()
+        optimizer.step()
+        l2l_compile.synchronize(step)
+    assert loss.isfinite() and any("updates nothing" in str(w.message) for w in seen)
+    assert_same(whole(model), before, 0)
+    return l2l_compile.stats(step).skipped_steps
+
+
+def test_a_part_that_overflows_has_the_step_skipped_by_all(ranks):
+    assert ranks.run(skips_alike) == [1, 1]
+
+
+class Masked(Layers):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.drop(layer(x))
+        return self.head(x).pow(2).mean()
+
+
+def masks_are_those_of_one_process(rank, world):
+    torch.manual_seed(0)
+    model = Masked().double()
+    alone = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    _, step = shared_by(mesh, model, "sgd")
+    batches = [numbers(1, r) for r in range(mesh.size(0))]  # of four rows
+    torch.manual_seed(1)
+    loss = step(batches[mesh.get_local_rank("dp")]).detach()
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    options = {**OPTIONS, "micro_batches": 2 * mesh.size(0)}
+    expected = torch.compile(alone, backend="l2l", options=options)(torch.cat(batches))
+    total = loss.clone()
+    torch.distributed.all_reduce(total)
+    torch.testing.assert_close(total / world, expected.detach(), rtol=1e-12, atol=0)
+    return loss.item()
+
+
+def test_ranks_that_share_layers_draw_alike(ranks):
+    a, b, c, d = ranks.run(masks_are_those_of_one_process, world=4)
+    assert a == b != c == d
+
+
+def another_batch_is_refused(rank, world):
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    _, step = shared_by(mesh, Layers().double(), "sgd")
+    with pytest.raises(L2LError, match="ranks 0 and 1 share parallel layers and have batches of 4 and 3 rows"):
+        step(numbers(1 - rank, 0))
+
+
+def test_ranks_that_share_layers_have_the_same_rows(ranks):
+    ranks.run(another_batch_is_refused)
+
+
+def another_path_is_an_error(rank, world):
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    _, step = shared_by(mesh, Layers().double(), "sgd")
+    step(numbers(0, 0)).backward()
+    with (
+        torch.set_grad_enabled(rank == 0),
+        pytest.raises(L2LError, match="rank 0: begins forward 2, to train.*\n.*rank 1: .*without"),
+    ):
+        step(numbers(0, 0))
+
+
+def test_ranks_that_share_layers_take_the_same_path(ranks):
+    ranks.run(another_path_is_an_error)
+
+
+class RowsAlone(torch.optim.Optimizer):
+    """A step on each row by its norm: right on rows, wrong on columns."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * p.grad / (p.grad.norm(dim=-1, keepdim=True) + 1e-9)
+
+
+def an_optimizer_of_rows_is_refused(rank, world):
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    model = Layers()
+    parallel_layers(model, mesh["tp"])
+    l2l_compile.shard(model, mesh)
+    options = {**OPTIONS, "optimizer": RowsAlone(model.parameters()), "update": "in_forward"}
+    with pytest.raises(L2LError, match="RowsAlone looks at a parameter as a whole"):
+        torch.compile(model, backend="l2l", fullgraph=True, options=options)(numbers(0, 0).float())
+
+
+def test_an_optimizer_that_needs_whole_rows_is_refused(ranks):
+    ranks.run(an_optimizer_of_rows_is_refused)
