@@ -10,7 +10,8 @@
     %o = redistribute(%z, (R,))                                   %o = sum_over(%z, group)
     %l = to_local(%o)                                             %l = %o + %b
 
-A parameter is this rank's part of it. No value is a DTensor any more, and the mesh is the name of its group.
+A parameter is this rank's part of it. No value is a DTensor any more, and the mesh is the name of its group. Siblings that read the same
+%x (the projections of queries, keys and values) have one `sum_gradients`: their gradients are added up, and summed over ranks once.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class _Layers:
         self.graph = graph
         self.found: dict[fx.Node, _Local] = {}
         self.parameters: dict[fx.Node, DTensor] = {}
+        self.entered: dict[tuple[fx.Node, str, tuple[str, ...]], fx.Node] = {}
 
     def rewrite(self) -> None:
         for node in list(self.graph.nodes):
@@ -125,11 +127,19 @@ class _Layers:
         assert isinstance(given, fx.Node)
         form = _form(example)
         if form == REPLICATED:
-            with self.graph.inserting_before(node):
-                given = self._like(self.graph.call_function(sum_gradients, (given, _group(example))), node, example)
+            given = self._summed(given, node, example)
         elif form != COLUMNS:
             raise self._refused(node)
         self.found[node] = _Local(given, form)
+
+    def _summed(self, given: fx.Node, node: fx.Node, example: DTensor) -> fx.Node:
+        """The value with a sum of gradients behind it: one for those modules of a parent that read it."""
+        *parents, _ = node.meta.get("nn_module_stack") or ("",)
+        key = given, _group(example), tuple(parents)
+        if not parents or key not in self.entered:
+            with self.graph.inserting_before(node):
+                self.entered[key] = self._like(self.graph.call_function(sum_gradients, (given, _group(example))), node, example)
+        return self.entered[key]
 
     def _linear(self, node: fx.Node, example: object) -> None:
         operands: dict[str, Any] = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}

@@ -44,18 +44,20 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         raise L2LError(f"l2l_compile.shard takes a mesh of one dimension, or of two with names, got one of {mesh.ndim}: {mesh}")
     if replicates(mesh) and mesh.size(1) == 1:
         raise L2LError(f"{mesh} repeats the model and divides nothing: use DistributedDataParallel, or a mesh of one dimension")
+    for name, parameter in model.named_parameters():
+        _check(parameter, mesh, name)
     data = _data(mesh)
     ranks_of(data, make=True, parallel=mesh if data is not mesh else None)
     _count_steps()
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for path, module in model.named_modules():
+    for module in model.modules():
         names = [name for name, parameter in module._parameters.items() if parameter is not None]
         parallel = {}
         for name in names:
             parameter = module._parameters[name]
             assert parameter is not None
             if parameter not in made:
-                made[parameter] = _divided(parameter, mesh, f"{path}.{name}".removeprefix("."))
+                made[parameter] = _divided(parameter, mesh)
             module._parameters[name] = made[parameter]
             if is_divided_twice(made[parameter]):
                 parallel[name] = mesh
@@ -87,21 +89,33 @@ def _counted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         ranks_behind(first).steps += 1
 
 
-def _divided(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> nn.Parameter:
-    if (
-        isinstance(parameter, DTensor)
-        and mesh.ndim == 2
-        and not replicates(mesh)
-        and parameter.device_mesh == mesh[_names(mesh)[1]]
-    ):
-        return _divided_twice(parameter, mesh, name)
-    if isinstance(parameter, DTensor):
+def _is_of_this_parallel_layer(parameter: torch.Tensor, mesh: DeviceMesh) -> TypeGuard[DTensor]:
+    """Whether `parallelize_module` has divided a parameter along the second dimension of the mesh."""
+    if not isinstance(parameter, DTensor) or mesh.ndim != 2 or replicates(mesh):
+        return False
+    return parameter.device_mesh == mesh[_names(mesh)[1]]
+
+
+def _check(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> None:
+    """Raise `L2LError` if a parameter cannot be divided."""
+    if _is_of_this_parallel_layer(parameter, mesh):
+        rows, data = parameter.to_local().shape[0], _data(mesh)
+        if parameter.placements[0].is_shard(0) and rows % data.size():
+            raise L2LError(
+                f"parameter '{name}' has {rows} rows on each rank of {parameter.device_mesh}, which {data} cannot divide"
+            )
+    elif isinstance(parameter, DTensor):
         raise L2LError(
             f"parameter '{name}' is divided among ranks already: call l2l_compile.shard once, on the plain model; "
             "behind parallelize_module, with the mesh of both dimensions, its own the second"
         )
-    if parameter.device.type not in ("cpu", "meta"):
+    elif parameter.device.type not in ("cpu", "meta"):
         raise L2LError(f"parameter '{name}' is on {parameter.device}: leave the model on the host, or on meta")
+
+
+def _divided(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    if _is_of_this_parallel_layer(parameter, mesh):
+        return _divided_twice(parameter, mesh)
     placements: list[Placement] = [Replicate()] * _data(mesh).ndim
     if parameter.dim():
         placements[-1] = Shard(0)
@@ -110,16 +124,12 @@ def _divided(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> nn.Paramet
     return divided
 
 
-def _divided_twice(parameter: DTensor, mesh: DeviceMesh, name: str) -> nn.Parameter:
+def _divided_twice(parameter: DTensor, mesh: DeviceMesh) -> nn.Parameter:
     """This rank's rows of its part of a parallel layer's parameter."""
     (placement,), data, part = parameter.placements, _data(mesh), parameter.to_local().detach()
     rows: Shard | _StridedShard = Shard(0)
     if placement.is_shard(0):  # the parts of the second dimension are cut into rows: rank (0, 1) is not behind rank (0, 0)
         rows = _StridedShard(0, split_factor=parameter.device_mesh.size())
-        if part.shape[0] % data.size():
-            raise L2LError(
-                f"parameter '{name}' has {part.shape[0]} rows on each rank of {parameter.device_mesh}, which {data} cannot divide"
-            )
     piece = distribute_tensor(part, data, [Shard(0)]).to_local()
     shape = parameter.shape
     made = DTensor.from_local(piece, mesh, [rows, placement], run_check=False, shape=shape, stride=stride_of(shape))

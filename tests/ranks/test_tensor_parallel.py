@@ -203,3 +203,17 @@ def test_shard_takes_parallel_layers_with_the_mesh_of_both_dimensions_alone(two_
     parallel_layers(model, two_ranks)
     with pytest.raises(L2LError, match="is divided among ranks already: .*; behind parallelize_module, with the mesh of both"):
         l2l_compile.shard(model, two_ranks)
+
+
+def test_a_layer_sums_over_ranks_as_often_as_it_has_to(two_ranks):
+    """Forward: once behind attention, once behind the MLP. Backward: the former again, and the gradients of what each of them reads."""
+    model = wide_llama()
+    parallel_llama(model, two_ranks)
+    ids = tokens(0, 0, 31)
+    (program,) = l2l_compile.explain(model, OPTIONS)(input_ids=ids, labels=ids).programs
+    block = next(s.block for s in program.segments if "layers" in s.name)
+    sums = [
+        len(module.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default))
+        for module in (block.forward, block.backward)
+    ]
+    assert sums == [2, 3]
