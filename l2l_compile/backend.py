@@ -11,7 +11,7 @@ from torch import fx
 
 from .dumps import trace
 from .errors import L2LError, OptionError
-from .frontend import dynamo
+from .frontend import dynamo, kept_programs
 from .frontend.batch_dimension import try_other_batch_dimension
 from .frontend.capture import capture
 from .frontend.propagation import remember_propagation
@@ -60,7 +60,9 @@ def _check_call(backend: Any) -> None:
 def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
     """Compile a captured graph for a session and register its program there."""
     runner = new_runner(gm, session)
-    session.server.watch(dynamo.modules_in_frame())
+    local, others = dynamo.modules_in_frame()
+    session.server.watch([*local, *others])
+    session.ends_with(dynamo.current_owner(), local or others)
     return runner
 
 
@@ -112,6 +114,7 @@ def _rebuild_backward(compilation: Compilation, gradient_mask: tuple[bool, ...])
 
 l2l.streams_layers = True  # type: ignore[attr-defined]  # what `session.streams_layers` looks for
 dynamo.look_at_calls(streams_layers, _check_call)
+kept_programs.note_contexts(streams_layers)
 dynamo.mark_batches(streams_layers)
 dynamo.watch_frames(streams_layers, frame_skipped, function_recompiled, frame_begins)
 dynamo.keep_graphs_whole(streams_layers)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from .check import Check
 from .devices.device import Device
@@ -13,7 +15,7 @@ from .devices.host import is_host
 from .devices.registry import kind_of
 from .devices.watched import watch
 from .errors import L2LError, OptionError
-from .frontend import dynamo, limits
+from .frontend import dynamo, kept_programs, limits
 from .host.server import ParameterServer
 from .host.worker import Worker
 from .lowering import vector_instructions
@@ -52,6 +54,8 @@ class Session:
         self.waiting = StashQueue() if options.stash == "host" else StashQueue(near=None)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: what it forgets is gone here as well
         self._step: list[weakref.ref[Runner]] = []
+        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._has_roots = self._has_run = False
         self._warned: set[str] = set()
         self.timeline: Timeline | None = None  # of the last steps that were traced
 
@@ -72,8 +76,24 @@ class Session:
         """The programs that Dynamo may still call, in the order in which they were captured."""
         return _alive(self._runners)
 
+    def ends_with(self, owner: Any, modules: Sequence[torch.nn.Module]) -> None:
+        """A program was captured for the call behind `owner`. Nothing is kept of the call when all of these modules are gone."""
+        for module in modules:
+            if module not in self._roots:
+                self._roots.add(module)
+                self._has_roots = True
+                weakref.finalize(module, _module_is_gone, weakref.ref(owner), weakref.ref(self)).atexit = False
+
+    @property
+    def has_no_modules(self) -> bool:
+        """Whether those for which programs were captured are gone."""
+        return self._has_roots and not any(True for _ in self._roots)
+
     def started(self, runner: Runner) -> None:
         """A forward begins: of a new step, unless this is another program of the same pass through the model."""
+        if not self._has_run:
+            self._has_run = True
+            _release_others(self)
         step = _alive(self._step)
         if runner in step or any(r.stats.backward_seconds for r in step):
             step = []
@@ -146,6 +166,13 @@ def _alive(references: list[weakref.ref]) -> list:
     return [thing for reference in references if (thing := reference()) is not None]
 
 
+def _module_is_gone(owner: weakref.ref, session: weakref.ref[Session]) -> None:
+    """Have Dynamo forget a call if that was the last of its modules. A step that has begun is ended first: `_release_others` looks again."""
+    found, call = session(), owner()
+    if found is not None and call is not None and found.has_no_modules and found.server.updates.is_idle:
+        kept_programs.forget(call)
+
+
 _SESSION = "_l2l_session"
 _SAID = "_l2l_has_said_what_to_do_about_skipped_frames"
 
@@ -162,6 +189,29 @@ def session_for(owner: Any, options: Options) -> Session:
 
 
 _owners: list[weakref.ref] = []
+
+
+def _release_others(session: Session) -> None:
+    """Release sessions that nobody can use any more: their modules are gone, or other calls train their parameters with other optimizers."""
+    for owner in _alive(_owners):
+        other: Session | None = getattr(owner, _SESSION, None)
+        if other is None or other is session or not other.server.updates.is_idle:
+            continue
+        if other.has_no_modules or _is_replaced_by(owner, other, session):
+            other.server.synchronize()
+            kept_programs.forget(owner)
+
+
+def _is_replaced_by(owner: Any, session: Session, newer: Session) -> bool:
+    """Whether a session has an optimizer whose parameters a newer session trains with another one, and its model cannot be called."""
+    before, now = session.options.optimizer, newer.options.optimizer
+    if before is None or now is None or before is now or kept_programs.in_use(owner):
+        return False
+    return not _parameters_of(before).isdisjoint(_parameters_of(now))
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
 
 
 def session_of(compiled: Any) -> Session | None:

@@ -38,6 +38,7 @@ from torch.nn.modules import rnn
 
 from . import collection, limits
 from .frames import with_room
+from .kept_programs import note_code
 from .patches import is_replaced, replace
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
@@ -50,6 +51,11 @@ def apart_from_compilation() -> AbstractContextManager:
     Waits for a compilation that is under way. Whoever compiles must not wait for one who waits here.
     """
     return convert_frame.compile_lock
+
+
+def compiles_here() -> bool:
+    """Whether this thread compiles, so that it must not wait for one that asks to be apart from it."""
+    return convert_frame.compile_lock._is_owned()  # type: ignore[attr-defined]  # an RLock
 
 
 def unseen_by_saved_tensors_hooks() -> AbstractContextManager:
@@ -214,7 +220,8 @@ def watch_frames(
         if not is_ours(self._torchdynamo_orig_backend):
             return original(self, frame, *args, **kwargs)
         _seen.append(Counter(counters["unimplemented"]))
-        begun(innermost_backend(self._torchdynamo_orig_backend))
+        begun(owner := innermost_backend(self._torchdynamo_orig_backend))
+        note_code(owner, frame.f_code)
         try:
             settings = torch._dynamo.config.patch(_SETTINGS)
             lazy = _use_lazy_graph_module(True)  # nobody runs Dynamo's graph: no Python code is written for it
@@ -343,14 +350,15 @@ def current_owner() -> Any:
     return innermost_backend(tx.output.compiler_fn) if tx is not None else None
 
 
-def modules_in_frame() -> list[torch.nn.Module]:
-    """The modules that the function being compiled now can reach by a local or global name, or in the `*args` of a decorator."""
+def modules_in_frame() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+    """The modules that the function being compiled now can reach by a local name, or in the `*args` of a decorator; and by a global one."""
     tx = _translator_at_work()
     if tx is None:
-        return []
-    values = [*tx.output.local_scope.values(), *tx.output.global_scope.values()]
-    packed = [inner for value in tx.output.local_scope.values() if isinstance(value, tuple) for inner in value]
-    return [v for v in (*values, *packed) if isinstance(v, torch.nn.Module)]
+        return [], []
+    values = list(tx.output.local_scope.values())
+    packed = [inner for value in values if isinstance(value, tuple) for inner in value]
+    local = [v for v in (*values, *packed) if isinstance(v, torch.nn.Module)]
+    return local, [v for v in tx.output.global_scope.values() if isinstance(v, torch.nn.Module)]
 
 
 def owner_of(compiled: Any) -> Any:

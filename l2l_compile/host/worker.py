@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import queue
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
+from ..frontend.dynamo import compiles_here
 from ..memory.accesses import UNWATCHED, Order, Unwatched
 from ..timeline import HOST
 
@@ -31,6 +33,10 @@ class Ticket:
 
     def finish(self) -> None:
         self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
 
 
 class Worker:
@@ -109,6 +115,35 @@ _PATIENCE = 60.0  # seconds without any work being finished
 _PATIENCE_AFTER_FAILURE = 3.0
 
 
+def _before_fork() -> None:
+    """A forked process has no threads: an update under way would stay half done there, with what its thread has locked.
+
+    Not where the updates wait for this thread, which is one of a worker, or compiles.
+    """
+    if threading.current_thread() in _threads or compiles_here():
+        return
+    workers = [worker for thread, worker in dict(_threads).items() if thread.is_alive()]
+    tickets = [worker.submit(lambda: None) for worker in workers]
+    _wait(lambda: all(ticket.is_done for ticket in tickets), workers, _PATIENCE, "a process is forked")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
+
+
+def _wait(done: Callable[[], bool], workers: Iterable[Worker], patience: float, what: str) -> None:
+    """Wait, as long as something is done within the patience."""
+    finished, since = -1, time.monotonic()
+    while not done():
+        time.sleep(0.002)
+        now = sum(worker.finished for worker in workers)
+        if now != finished:
+            finished, since = now, time.monotonic()
+        elif time.monotonic() - since > patience:
+            print(f"l2l: {what} without an update that has taken more than {patience:.0f} s", file=sys.stderr, flush=True)
+            return
+
+
 @atexit.register
 def _finish() -> None:
     """Python should not end while a thread is at work: its last updates would be lost. But it must end.
@@ -120,14 +155,4 @@ def _finish() -> None:
     workers = dict(_threads)
     for worker in workers.values():
         worker.end(drop=failed)
-    finished, since = -1, time.monotonic()
-    while alive := [thread for thread in workers if thread.is_alive()]:
-        alive[0].join(0.05)
-        now = sum(worker.finished for worker in workers.values())
-        if now != finished:
-            finished, since = now, time.monotonic()
-        elif time.monotonic() - since > patience:
-            print(
-                f"l2l: the program ends without an update that has taken more than {patience:.0f} s", file=sys.stderr, flush=True
-            )
-            return
+    _wait(lambda: not any(thread.is_alive() for thread in workers), workers.values(), patience, "the program ends")

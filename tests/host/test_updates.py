@@ -451,6 +451,34 @@ def test_a_model_that_is_released_with_updates_under_way_has_them_in_its_state_d
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12)
 
 
+FORKED = """
+import os, time, torch
+import l2l_compile
+class Slow(torch.optim.SGD):
+    def step(self, closure=None):
+        time.sleep(0.3)
+        return super().step(closure)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)))
+optimizer = Slow(model.parameters(), lr=0.1)
+options = {"update": "in_forward", "optimizer": optimizer, "compile_update": False, "block_compiler": "eager", "device": "cpu"}
+step = torch.compile(model, backend="l2l", options=options)
+step(torch.randn(4, 8)).pow(2).sum().backward()
+optimizer.step()
+child = os.fork()
+weights = torch.cat([p.flatten() for p in model.state_dict().values()]).tolist()
+if child:
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(hash(tuple(weights)), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_forked_process_has_the_updates_that_were_under_way(launcher):
+    done = launcher.run(FORKED, seconds=60)
+    child, status, parent = done.stdout.split() or [done.stderr]
+    assert status == "0" and child == parent
+
+
 def interrupted():
     raise KeyboardInterrupt
 

@@ -33,6 +33,10 @@ class UpdatesAtStep(Updates):
                 self._scaled = ScaledStep(options.optimizer)
                 self.scale = self._scaled.scale
 
+    @property
+    def is_idle(self) -> bool:
+        return self._scaled is None or not self._scaled.used
+
     def describe(self, stats: Stats) -> None:
         super().describe(stats)
         if self._scaled is not None:

@@ -111,6 +111,11 @@ class GradientLedger:
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no backward of this step has begun, and no forward waits for one."""
+        return not self.has_begun and not self._readers
+
     def open(self, parameters: Iterable[Parameter]) -> PendingBackward:
         """A forward through these parameters begins."""
         self._end_round_without_the_rest()

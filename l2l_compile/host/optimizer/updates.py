@@ -45,6 +45,11 @@ class Updates:
     scale: LossScale | None = None
     wants_norms: ClassVar[bool] = False
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step has begun that is still to be ended here."""
+        return True
+
     def watch(self, modules: Iterable[torch.nn.Module]) -> None:
         """The modules that own the parameters."""
 
@@ -127,6 +132,10 @@ class UpdatesBehindTheDevice(Updates, ABC):
         weakref.finalize(self, before(self.optimizer, "add_param_group", self.synchronize))
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        return self._ledger.is_idle
 
     def watch(self, modules: Iterable[torch.nn.Module]) -> None:
         """Make `state_dict` of these modules, and of those in them, wait for updates that are under way."""
