@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from steps import OPTIONS, assert_same, whole
@@ -10,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import l2l_compile
+from l2l_compile.session import session_of
 from models import Stack
 
 STEPS = 3
@@ -152,3 +155,34 @@ def an_optimizer_of_wholes_is_refused(rank, world):
 
 def test_an_optimizer_that_needs_whole_tensors_is_refused(ranks):
     ranks.run(an_optimizer_of_wholes_is_refused)
+
+
+def frozen_behind_backward(rank, world, delayed):
+    """As loops of GANs do: the first layer is frozen between backward and step, or behind the step, and thawed before the next one."""
+    torch.manual_seed(0)
+    model = Stack(2).double()
+    l2l_compile.shard(model, init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {**OPTIONS, "optimizer": optimizer, "update": "in_forward", "max_grad_norm": 0.02, "compile_update": False}
+    step = torch.compile(model, backend="l2l", fullgraph=True, options=options)
+    for number in range(2):
+        step(numbers(rank, number)).pow(2).mean().backward()
+        if delayed:
+            updates, gate = session_of(step).server.updates, threading.Event()
+            look = type(updates)._look_at.__get__(updates)
+            updates._look_at = lambda *given, gate=gate, look=look: gate.wait(10) and look(*given)
+            optimizer.step()
+            model.requires_grad_(False)
+            gate.set()
+        else:
+            model.requires_grad_(False)
+            optimizer.step()
+        l2l_compile.synchronize(step)
+        model.requires_grad_(True)
+    return l2l_compile.stats(step).gradient_norm, {name: p.tolist() for name, p in whole(model).items()}
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_ranks_decide_together_though_parameters_are_frozen_meanwhile(ranks, delayed):
+    frozen = ranks.run(frozen_behind_backward, delayed)
+    assert frozen[0] == frozen[1]

@@ -78,7 +78,7 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
             self.worker.submit(lambda: self._apply(left, groups))
             self._drain()
         self.worker.accesses.write(self._place)
-        (squares,) = summed_over(ranks_among(self.managed), Kind.STEP, (self._squares,))
+        (squares,) = summed_over(self.ranks, Kind.STEP, (self._squares,))
         self._norm, self._squares = math.sqrt(squares), 0.0
         outside = [p for p in self.managed if p.grad is not None]
         if outside:

@@ -17,7 +17,7 @@ from ...runtime.step import Stats
 from ..gradients import GradientMemory
 from ..wire import Wires
 from ..worker import Ticket, Worker
-from .divided import counts_here, ranks_among, summed_over
+from .divided import counts_here, summed_over
 from .gradient_ledger import Parameter, PendingBackward, Pushed
 from .loss_scale import LossScale
 from .put_off import PutOff
@@ -114,7 +114,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         """
         gradients = self._ledger.take_all()
         outside = self._take_gradients_from_outside(gradients)
-        summed_over(ranks_among(self.managed), Kind.STEP, ())
+        summed_over(self.ranks, Kind.STEP, ())
         step = _Step(groups, PutOff(self.optimizer, gradients), self._max_norm)
         self._max_norm = self._max_norm_of_all
         norms, self._norms = self._norms, {}
@@ -176,7 +176,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
 
     def _norm_over_ranks(self, gradients: Mapping[Parameter, torch.Tensor], known: _Norms) -> torch.Tensor:
         """The global norm of gradients of which each rank has pieces: the same bits on all."""
-        ranks = ranks_among(self.managed)
+        ranks = self.ranks
         norm = self._norm_of({p: g for p, g in gradients.items() if counts_here(p, ranks)}, known)
         if ranks is None:
             return norm

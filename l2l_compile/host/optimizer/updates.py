@@ -20,6 +20,7 @@ from ...errors import L2LError
 from ...frontend.dynamo import apart_from_compilation, in_data_parallel
 from ...memory.accesses import Place
 from ...options import Options
+from ...ranks.ranks import Ranks
 from ...runtime.step import Stats
 from ..gradients import GradientMemory
 from ..hooks import WeakHook, before, hear, put_around_those_of_the_user
@@ -27,6 +28,7 @@ from ..wire import Wires
 from ..worker import Ticket, Worker
 from . import earlier_weights
 from .compiled_step import CompiledStep
+from .divided import ranks_among
 from .gradient_ledger import GradientLedger, Parameter, PendingBackward, Pushed
 from .groups import Groups
 from .loss_scale import LossScale
@@ -149,6 +151,11 @@ class UpdatesBehindTheDevice(Updates, ABC):
     def managed(self) -> set[Parameter]:
         """The parameters of the optimizer, which are updated here."""
         return {p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Those among which the optimizer's parameters are divided; None for one rank. A loop may freeze parameters at any time (any thread)."""
+        return ranks_among(p for group in self.optimizer.param_groups for p in group["params"])
 
     def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
         """None as well if no backward may follow, or the optimizer has none of the parameters. Raises `L2LError`."""
