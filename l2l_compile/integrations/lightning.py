@@ -6,11 +6,11 @@ trainer = Trainer(accelerator="cpu", callbacks=[StreamingCallback(micro_batches=
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -77,6 +77,7 @@ class StreamingCallback(Callback):
             self._update,
             is_last=lambda: self._precision.in_last_backward,
             readers=_readers_of_gradients(trainer, pl_module),
+            waits=_may_read_weights(trainer, pl_module),
         )
         self._precision.clip = self._steps.clip if self._steps.clips else None
 
@@ -189,11 +190,28 @@ def _model_in(module: LightningModule, name: str | None) -> torch.nn.Module:
 
 
 def _readers_of_gradients(trainer: Trainer, module: LightningModule) -> list[str]:
-    hooks = ("on_before_optimizer_step", "on_after_backward")
+    found = _with_hooks(trainer, module, ("on_before_optimizer_step", "on_after_backward"))
+    return [f"{type(part).__name__}, which has {hook}," for part, hook in found]
+
+
+def _may_read_weights(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether something has a hook behind `optimizer.step()`. Of Lightning's own callbacks, averages of weights alone read them there."""
+    found = _with_hooks(trainer, module, ("optimizer_step", "on_train_batch_end", "on_before_zero_grad"))
+    return any(isinstance(part, _AVERAGES) or not _is_of_lightning(part) for part, _ in found)
+
+
+def _with_hooks(trainer: Trainer, module: LightningModule, hooks: Sequence[str]) -> list[tuple[Any, str]]:
+    """The module and callbacks that have one of these hooks of their own, with its name."""
     parts = [(module, LightningModule), *((callback, Callback) for callback in trainer.callbacks)]
     return [
-        f"{type(part).__name__}, which has {hook},"
-        for part, base in parts
-        for hook in hooks
-        if getattr(type(part), hook) is not getattr(base, hook)
+        (part, hook) for part, base in parts for hook in hooks if getattr(type(part), hook, None) is not getattr(base, hook, None)
     ]
+
+
+def _is_of_lightning(part: Any) -> bool:
+    return isinstance(part, StreamingCallback) or type(part).__module__.split(".")[0] in ("lightning", "pytorch_lightning")
+
+
+_AVERAGES = tuple(
+    kind for name in ("WeightAveraging", "StochasticWeightAveraging") if (kind := getattr(callbacks, name, None)) is not None
+)

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import OptionError
 from ..host.optimizer.torch_step import check_steps_on_the_host
-from ..inspection import stats
+from ..inspection import stats, synchronize
 from ..options import Options
 from ..session import session_of
 
@@ -68,7 +68,8 @@ class StreamedSteps:
     """A model that is compiled in place for training, and its steps: clipping, the norm of the gradients, steps that did nothing.
 
     `is_last` says, when a backward begins, whether it is the last one of its step; `skipped` hears, behind each
-    `optimizer.step()`, whether it did nothing because a gradient was not finite (fp16).
+    `optimizer.step()`, whether it did nothing because a gradient was not finite (fp16). With `waits`, weights are those of the step as
+    soon as `optimizer.step()` is over: something of the loop may read them there, and the loop is not the user's to call `synchronize` in.
     Raises `L2LError` for an optimizer that cannot update tensors of the host, and `OptionError` for readers of gradients.
     """
 
@@ -81,9 +82,10 @@ class StreamedSteps:
         is_last: Callable[[], bool],
         skipped: Callable[[bool], None] = lambda _: None,
         readers: Iterable[str] = (),
+        waits: bool = False,
     ):
         self.model, self.update = model, update
-        self._skipped, self._skipped_before = skipped, 0
+        self._skipped, self._skipped_before, self._waits = skipped, 0, waits
         self._norm = torch.zeros((), dtype=torch.float64)
         plain = _plain(optimizer)
         refuse_readers_of_gradients(model, update, readers)
@@ -115,6 +117,8 @@ class StreamedSteps:
         raise OptionError(f"update={self.update!r} clips by the norm of the gradients, not by their values. Use update='at_step'")
 
     def _stepped(self, *_: Any) -> None:
+        if self._waits:
+            synchronize(self.model)
         figures = stats(self.model)
         self._norm.fill_(figures.gradient_norm)
         self._skipped(figures.skipped_steps > self._skipped_before)

@@ -103,16 +103,17 @@ class _Streaming(TrainerCallback):
             self.update,
             is_last=lambda: trainer.accelerator.sync_gradients,
             skipped=self._step_was_skipped,
-            readers=self._readers_of_gradients(),
+            readers=[f"the callback {name}, which has on_pre_optimizer_step," for name, _ in self._with("on_pre_optimizer_step")],
+            waits=any(not is_known for _, is_known in self._with("on_optimizer_step", "on_step_end")),
         )
         if self._steps.clips:
             trainer.accelerator.clip_grad_norm_ = self._steps.clip
 
-    def _readers_of_gradients(self) -> list[str]:
-        event = "on_pre_optimizer_step"
+    def _with(self, *events: str) -> list[tuple[str, bool]]:
+        """The names of callbacks with one of these events, and whether they are of transformers, whose own read no weights."""
         callbacks = self.trainer.callback_handler.callbacks
-        readers = [c for c in callbacks if getattr(type(c), event, None) is not getattr(TrainerCallback, event)]
-        return [f"the callback {type(c).__name__}, which has {event}," for c in readers]
+        found = [c for c in callbacks if any(getattr(type(c), e, None) is not getattr(TrainerCallback, e, None) for e in events)]
+        return [(type(c).__name__, type(c).__module__.split(".")[0] == "transformers") for c in found]
 
     def _step_was_skipped(self, skipped: bool) -> None:
         self.trainer.optimizer._is_overflow = skipped  # the scheduler waits then, as with GradScaler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import runpy
+import time
 import warnings
 from pathlib import Path
 
@@ -26,6 +27,7 @@ lightning = pytest.importorskip("lightning", reason="lightning is not installed:
 
 import l2l_compile  # noqa: E402
 from l2l_compile import OptionError  # noqa: E402
+from l2l_compile.host.worker import Worker  # noqa: E402
 from l2l_compile.integrations.lightning import StreamingCallback, StreamingStrategy  # noqa: E402
 from l2l_compile.session import session_of  # noqa: E402
 
@@ -173,3 +175,35 @@ def test_what_cannot_mean_the_same_is_refused_with_the_option_that_works(tmp_pat
             fit(tmp_path, module, strategy=StreamingStrategy(**OPTIONS, **options), **given)
     with pytest.raises(OptionError, match="Did you mean 'micro_batches'"):
         StreamingCallback(microbatches=2)
+
+
+class SumsOfWeights(lightning.Callback):
+    """Reads the weights behind each step, as averages of a user's own do."""
+
+    def __init__(self):
+        self.sums = []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.sums.append(sum(p.detach().double().sum().item() for p in module.parameters()))
+
+
+def late(monkeypatch):
+    """Updates come late."""
+    do = Worker._do
+    monkeypatch.setattr(Worker, "_do", lambda self, *work: (time.sleep(0.003), do(self, *work)))
+
+
+@pytest.mark.parametrize("update", ["in_backward", "in_forward"])
+def test_what_reads_weights_behind_a_step_finds_those_of_the_step(update, tmp_path, monkeypatch):
+    found, short = [], {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 0, "gradient_clip_val": None}
+    late(monkeypatch)
+    for streams in (False, True):
+        streaming = lambda: {"strategy": StreamingStrategy(**OPTIONS, update=update)} if streams else {}  # noqa: B023, E731
+        sums, average = SumsOfWeights(), lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.5)
+        module, _ = fit(tmp_path, callbacks=[sums], **short, **streaming())
+        averaged, _ = fit(tmp_path, callbacks=[average], **short, **streaming())
+        found.append((module, sums.sums, averaged))
+    (plain, expected, average), (streamed, sums, ours) = found
+    assert sums == pytest.approx(expected, rel=1e-10) and len(sums) == 4
+    assert largest_difference(streamed, plain) < 1e-10
+    assert largest_difference(ours, average) < 1e-10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import transformers
@@ -20,6 +22,7 @@ from loop_models import (
 
 import l2l_compile
 from l2l_compile import L2LError, OptionError
+from l2l_compile.host.worker import Worker
 from l2l_compile.session import session_of
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'l2l-compile[transformers]'")
@@ -236,3 +239,26 @@ def test_an_optimizer_for_a_gpu_alone_is_refused_when_training_starts(update, tm
     stream(trainer, update=update, **OPTIONS)
     with pytest.raises(L2LError, match="OnAGPUAlone cannot update parameters on the host.*must be on a GPU.*AdamW"):
         trainer.train()
+
+
+class SumsOfWeights(transformers.TrainerCallback):
+    """Reads the weights behind each step, as averages of a user's own do."""
+
+    def __init__(self):
+        self.sums = []
+
+    def on_step_end(self, args, state, control, model, **_):
+        self.sums.append(sum(p.detach().double().sum().item() for p in model.parameters()))
+
+
+def test_callbacks_find_the_weights_of_the_step(tmp_path, monkeypatch):
+    do, found = Worker._do, []
+    monkeypatch.setattr(Worker, "_do", lambda self, *work: (time.sleep(0.003), do(self, *work)))  # updates come late
+    for streams in (False, True):
+        sums = SumsOfWeights()
+        trainer = trainer_of(tmp_path, callbacks=[sums], max_steps=3, eval_strategy="no", save_strategy="no")
+        if streams:
+            stream(trainer, **OPTIONS, update="in_forward")
+        trainer.train()
+        found.append(sums.sums)
+    assert found[1] == pytest.approx(found[0], rel=1e-8) and len(found[0]) == 3
