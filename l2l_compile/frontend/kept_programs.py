@@ -59,9 +59,16 @@ def forget(owner: Any) -> None:
                 guards.extra_state.invalidate(entry, DeletedGuardManagerWrapper("nobody can call what was compiled"))
 
 
-def _noted(owner: Any, name: str) -> weakref.WeakSet:
+class _Noted(weakref.WeakSet):
+    """Nothing is noted of a copy, or a pickle."""
+
+    def __reduce__(self) -> tuple[type[_Noted], tuple[()]]:
+        return _Noted, ()
+
+
+def _noted(owner: Any, name: str) -> _Noted:
     found = getattr(owner, name, None)
     if found is None:
-        found = weakref.WeakSet()
+        found = _Noted()
         setattr(owner, name, found)
     return found

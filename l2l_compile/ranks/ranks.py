@@ -43,8 +43,9 @@ class Ranks:
         """`parallel` has two dimensions, the ranks of `mesh` along the first one and those of parallel layers along the second one."""
         shards = shards_of(mesh)
         self.size, self.rank = shards.size(), shards.get_local_rank()
-        self.device_group = shards.get_group()
-        members = dist.get_process_group_ranks(self.device_group)
+        self.mesh_group = shards.get_group()  # the user's: a thread of theirs may be in a collective of it
+        members = dist.get_process_group_ranks(self.mesh_group)
+        self.device_group = dist.new_group(members, use_local_synchronization=True)
         if replicates(mesh):
             self.replicas, self.replica = mesh.size(0), mesh.get_local_rank(0)
             self.replica_group = dist.new_group(mesh.mesh[:, self.rank].tolist(), use_local_synchronization=True)
@@ -285,7 +286,7 @@ _known: dict[DeviceMesh, Ranks] = {}
 def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None = None) -> Ranks:
     """The ranks of a mesh. Raises `L2LError` if `shard` has made none for it."""
     known = _known.get(mesh)
-    if make and (known is None or known.device_group is not shards_of(mesh).get_group()):  # torch.distributed may have begun anew
+    if make and (known is None or known.mesh_group is not shards_of(mesh).get_group()):  # torch.distributed may have begun anew
         if known is not None:
             known.close()
         known = _known[mesh] = Ranks(mesh, parallel)

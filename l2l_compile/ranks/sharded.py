@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import L2LError
 from .pieces import Pieces, stride_of
@@ -58,12 +58,16 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             assert parameter is not None
             if parameter not in made:
                 made[parameter] = _divided(parameter, mesh)
+                setattr(parameter, _REPLACED, True)
             module._parameters[name] = made[parameter]
             if is_divided_twice(made[parameter]):
                 parallel[name] = mesh
         if names:
             module.__class__ = _reading_whole(type(module), tuple(names), _data(mesh).ndim, tuple(parallel.items()))  # type: ignore[arg-type]  # a class is hashable
     return model
+
+
+_REPLACED = "_l2l_replaced"  # an attribute of parameters that `shard` has taken out of a model
 
 
 def _data(mesh: DeviceMesh) -> DeviceMesh:
@@ -79,7 +83,18 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 @functools.cache
 def _count_steps() -> None:
     """From now on, every step of an optimizer of divided parameters is counted: ranks compare the counts."""
+    register_optimizer_step_pre_hook(_refuse_parameters_of_before)
     register_optimizer_step_post_hook(_counted)
+
+
+def _refuse_parameters_of_before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise `L2LError` for an optimizer that was made before `shard`: it would update what is no part of the model any more."""
+    replaced = sum(hasattr(p, _REPLACED) for group in optimizer.param_groups for p in group["params"])
+    if replaced:
+        raise L2LError(
+            f"{type(optimizer).__name__} holds {replaced} parameters that l2l_compile.shard has replaced by divided ones, so it trains "
+            "nothing: make it from model.parameters() behind l2l_compile.shard"
+        )
 
 
 def _counted(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -34,6 +34,31 @@ class Counting(torch.optim.SGD):
         super().step()
 
 
+class DecaysAll(torch.optim.SGD):
+    """Decays parameters without a gradient as well."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.99)
+        super().step()
+
+
+class Remembering(torch.optim.SGD):
+    """Counts its steps in an attribute, and steps by that."""
+
+    taken = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.taken += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / self.taken)
+
+
 class Wrapping(torch.optim.Optimizer):
     """Hands calls on to another optimizer."""
 
@@ -58,6 +83,20 @@ def test_an_optimizer_that_couples_parameters_is_refused():
     model = Stack()
     with pytest.raises(L2LError, match="Coupled does not update parameters independently.*at_step"):
         step_of(model, optimizer=Coupled(model.parameters(), lr=0.1))[0](data(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (DecaysAll, "DecaysAll changes parameters, or their state, that have no gradient.*at_step"),
+        (Remembering, "attribute 'taken'.*at_step"),
+    ],
+)
+@pytest.mark.parametrize("update", MODES)
+def test_optimizers_of_which_a_whole_step_leaves_more_than_those_of_the_layers_are_refused(kind, sentence, update):
+    model = Stack()
+    with pytest.raises(L2LError, match=sentence):
+        step_of(model, update, kind(model.parameters(), lr=0.1))[0](data(1))
 
 
 @pytest.mark.parametrize("update", MODES)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+
 import pytest
 import torch
+import torch.distributed as dist
 from steps import assert_same, divided, mean_of_eager, whole
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import l2l_compile
+from l2l_compile import L2LError
 from l2l_compile.ir import nodes
+from l2l_compile.ranks import collectives
 from models import Stack
 
 FLOOR = 1e-10  # in float64
@@ -131,3 +138,49 @@ def gathers_also_without_compilation(rank, world):
 
 def test_a_divided_model_that_is_not_compiled_has_the_same_gradients(ranks):
     ranks.run(gathers_also_without_compilation)
+
+
+def an_optimizer_of_before_is_an_error(rank, world):
+    model = Odd()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    l2l_compile.shard(model, init_device_mesh("cpu", (world,)))
+    with pytest.raises(L2LError, match="SGD holds .* parameters that l2l_compile.shard has replaced .* behind l2l_compile.shard"):
+        early.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_an_optimizer_that_was_made_before_the_division_is_an_error(ranks):
+    ranks.run(an_optimizer_of_before_is_an_error)
+
+
+def another_thread_talks_meanwhile(rank, world):
+    """In the group of all ranks, as `torch.distributed.checkpoint.async_save` does."""
+    _, _, step = divided(Odd(), world)
+    loss, stop, failed = (lambda m: m(tokens(rank, 0, 11))), threading.Event(), []
+
+    def total_of(value):
+        with collectives._giving:  # PyTorch itself hangs where two threads give one at the same time
+            work = dist.all_reduce(value, async_op=True)
+        work.wait()
+        return value
+
+    def talk():
+        try:
+            for number in itertools.count():
+                assert (total_of(torch.ones(number % 7 + 1)) == world).all()
+                if total_of(torch.tensor(float(stop.is_set()))).item() == world:
+                    return
+        except BaseException as error:  # noqa: BLE001 - looked at below
+            failed.append(error)
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    for _ in range(3):
+        loss(step).backward()
+    stop.set()
+    thread.join()
+    assert not failed
+
+
+def test_threads_of_the_user_may_talk_meanwhile(ranks):
+    ranks.run(another_thread_talks_meanwhile)

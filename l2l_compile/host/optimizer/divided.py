@@ -86,5 +86,6 @@ def check_pieces_are_independent(optimizer: torch.optim.Optimizer, trial: Any, p
     if any(not torch.equal(trial([6], dim), trial([3, 3], dim)) for dim in dims):
         raise L2LError(
             f"{type(optimizer).__name__} looks at a parameter as a whole (its norm, its rows and columns), and each rank has a piece "
-            "of it: use update='at_step', where PyTorch's DTensor gathers what it asks for"
+            "of it. Use one that updates each entry by itself, as AdamW and SGD do. With update='at_step' it runs its own step, if it can do "
+            "so on PyTorch's DTensors"
         )

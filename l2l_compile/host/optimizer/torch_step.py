@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -113,21 +113,41 @@ def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
             f"{name} holds another optimizer ({within}), whose step it calls for all parameters: it cannot update layer by layer. Give the "
             f"option 'optimizer' the {within}, if {name} only hands calls on, or use update='at_step'"
         )
-    try:
+    with _tried(optimizer):
         joint, counts = _trial(optimizer, together=True)
         apart, counts_apart = _trial(optimizer, together=False)
-    except Exception as error:
-        raise L2LError(
-            f"a step of {type(optimizer).__name__} on small tensors failed, so it cannot update layer by layer: "
-            f"{type(error).__name__}: {str(error).rstrip('.')}. Use update='at_step', or an optimizer that takes dense gradients of host tensors"
-        ) from error
     if counts != counts_apart or not all(torch.equal(a, b) for a, b in zip(joint, apart, strict=True)):
         raise L2LError(
             f"{type(optimizer).__name__} does not update parameters independently of each other (a norm over all of them, "
             "or a count of its own), so it cannot update layer by layer: use update='at_step'"
         )
+    with _tried(optimizer):
+        remembers, writes_on = _trial_of_whole_steps(optimizer)
+    name = type(optimizer).__name__
+    if remembers:
+        raise L2LError(
+            f"a step of {name} changes its attribute '{remembers[0]}', and layers are stepped by copies of it, which do not share that. "
+            "Keep it in param_groups or in the state of each parameter, or use update='at_step'"
+        )
+    if writes_on:
+        raise L2LError(
+            f"a step of {name} changes parameters, or their state, that have no gradient. Behind the steps of the layers its own step runs as "
+            "well, and finds no gradients, so it would do that twice: use update='at_step'"
+        )
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     check_pieces_are_independent(optimizer, functools.partial(_trial_in_pieces, optimizer), trained)
+
+
+@contextmanager
+def _tried(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within it, an optimizer steps on small tensors. Raises `L2LError` if it fails."""
+    try:
+        yield
+    except Exception as error:
+        raise L2LError(
+            f"a step of {type(optimizer).__name__} on small tensors failed, so it cannot update layer by layer: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}. Use update='at_step', or an optimizer that takes dense gradients of host tensors"
+        ) from error
 
 
 def _wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
@@ -195,6 +215,40 @@ def _trial(optimizer: torch.optim.Optimizer, together: bool) -> tuple[list[torch
         left += [{k: v for k, v in a[0].items() if not isinstance(v, torch.Tensor)} for a in after]
         groups = after[-1]
     return [p.detach() for p in parameters], left
+
+
+def _trial_of_whole_steps(optimizer: torch.optim.Optimizer) -> tuple[list[str], bool]:
+    """What the class's own step leaves besides hyperparameters: attributes that it changes, and whether it changes what has no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(3, 4, generator=generator)) for _ in range(2)]
+    trial = _small_copy(optimizer, parameters)
+    shadow, step = shadow_of(trial, hyperparameters(optimizer)[:1], [parameters])
+    shadow.state = trial.state
+    before = _remembered(shadow)
+    for p in parameters:
+        p.grad = torch.randn(3, 4, generator=generator)
+    step()
+    changed = sorted(name for name, value in _remembered(shadow).items() if value != before.get(name))
+    for p in parameters:
+        p.grad = None
+    left = _written(shadow, parameters)
+    step()
+    return changed, _written(shadow, parameters) != left
+
+
+def _remembered(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The attributes of an optimizer that can count, in words. Flags say what was warned of, and do not count."""
+    kept = {
+        k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "defaults") and not isinstance(v, bool)
+    }
+    return {k: repr(v) for k, v in kept.items() if isinstance(v, (int, float, torch.Tensor, list, dict, set, deque))}
+
+
+def _written(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> str:
+    """Parameters and their state, in words."""
+    return repr(
+        [(p.tolist(), {k: getattr(v, "tolist", lambda v=v: v)() for k, v in optimizer.state[p].items()}) for p in parameters]
+    )
 
 
 def _trial_in_pieces(optimizer: torch.optim.Optimizer, sizes: Sequence[int], dim: int) -> torch.Tensor:
