@@ -54,9 +54,9 @@ def forget(owner: Any) -> None:
         del eval_frame.cached_backends[id(owner)]
     for code in list(_noted(owner, _CODES)):
         for entry in eval_frame._debug_get_cache_entry_list(code):
-            if entry.backend is not None and innermost_backend(entry.backend) is owner:
-                guards = entry.guard_manager
-                guards.extra_state.invalidate(entry, DeletedGuardManagerWrapper("nobody can call what was compiled"))
+            kept = entry.guard_manager.extra_state
+            if kept is not None and entry.backend is not None and innermost_backend(entry.backend) is owner:
+                kept.invalidate(entry, DeletedGuardManagerWrapper("nobody can call what was compiled"))
 
 
 class _Noted(weakref.WeakSet):
