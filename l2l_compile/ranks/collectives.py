@@ -34,6 +34,11 @@ def own_store(prefix: str) -> dist.Store:
     return dist.PrefixStore(prefix, store.clone())
 
 
+def group_named(name: str) -> Group:
+    """The process group of a name (`group_name`). Raises `RuntimeError` if there is none."""
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str
+
+
 def finish(work: dist.Work, check: Callable[[], None], explain: Callable[[Exception], Exception]) -> None:
     """Wait for a collective of the host. Raises what `check` raises, and what `explain` makes of the collective's own error."""
     pause = _SHORTEST
@@ -45,6 +50,11 @@ def finish(work: dist.Work, check: Callable[[], None], explain: Callable[[Except
         work.wait()
     except RuntimeError as error:
         raise explain(error) from error
+
+
+def wait(work: dist.Work) -> None:
+    """Wait for a collective of the host until the timeout of its group."""
+    work.wait()
 
 
 def all_gather(whole: torch.Tensor, piece: torch.Tensor, group: Group, done: Finish) -> None:
@@ -95,6 +105,17 @@ def sum_to_owners(rows: torch.Tensor, group: Group, done: Finish) -> torch.Tenso
         work = dist.all_to_all_single(_bytes_of(received), _bytes_of(rows), group=group, async_op=True)
     done(work)
     return in_order(received)
+
+
+def all_reduce(values: torch.Tensor, group: Group, done: Finish) -> None:
+    """A contiguous tensor becomes the sum of those of all ranks, the same bits on each."""
+    if values.device.type != "cpu":
+        with _giving:
+            dist.all_reduce(values, group=group)
+        return
+    with _giving:
+        work = dist.all_reduce(values, group=group, async_op=True)
+    done(work)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,7 @@ class Ranks:
 
     replicas = parts = 1
     replica = part = 0
+    part_group: dist.ProcessGroup | None = None
 
     def __init__(self, mesh: DeviceMesh, parallel: DeviceMesh | None = None):
         """`parallel` has two dimensions, the ranks of `mesh` along the first one and those of parallel layers along the second one."""
@@ -51,6 +52,7 @@ class Ranks:
             members = mesh.mesh.flatten().tolist()
         if parallel is not None:
             self.parts, self.part = parallel.size(1), parallel.get_local_rank(1)
+            self.part_group = parallel.get_group(1)
             members = parallel.mesh.flatten().tolist()
         self.mesh, self.count, self.number = mesh, len(members), members.index(dist.get_rank())
         self.control_group, self.host_group = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
@@ -113,7 +115,7 @@ class Ranks:
         """Sums over all ranks, in float64 and in their order: the same bits on each (host lane)."""
         mine = torch.tensor(values, dtype=torch.float64)
         gathered = mine.new_empty((self.count, *mine.shape))
-        exchange.all_gather(gathered, mine, self.host_group, self._finish)
+        exchange.all_gather(gathered, mine, self.host_group, self.finish)
         return exchange.in_order(gathered).tolist()
 
     def average_replicas(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -126,10 +128,11 @@ class Ranks:
                 wide = torch.promote_types(gradient.dtype, torch.float32)
                 for part in gradient.view(-1).split(_reduced_entries(self.replicas, wide)):
                     gathered = part.new_empty((self.replicas, len(part)), dtype=wide)
-                    exchange.all_gather(gathered, part.to(wide), self.replica_group, self._finish)
+                    exchange.all_gather(gathered, part.to(wide), self.replica_group, self.finish)
                     part.copy_(exchange.in_order(gathered) / self.replicas)
 
-    def _finish(self, work: dist.Work) -> None:
+    def finish(self, work: dist.Work) -> None:
+        """Wait for a collective of the host. Raises `RankError` if a rank has failed."""
         finish(work, self.check, self.watch.explain)
 
     # ---- the lane comm -------------------------------------------------------------------------------------------------
@@ -156,15 +159,15 @@ class Ranks:
 
     def _all_gather(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
         """As `collectives.all_gather`."""
-        exchange.all_gather(whole, piece, self.device_group, self._finish)
+        exchange.all_gather(whole, piece, self.device_group, self.finish)
 
     def _all_gather_each(self, wholes: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
         """As `collectives.all_gather_each`."""
-        exchange.all_gather_each(wholes, pieces, self.device_group, self._finish)
+        exchange.all_gather_each(wholes, pieces, self.device_group, self.finish)
 
     def _sum_to_owners(self, rows: torch.Tensor) -> torch.Tensor:
         """As `collectives.sum_to_owners`."""
-        return exchange.sum_to_owners(rows, self.device_group, self._finish)
+        return exchange.sum_to_owners(rows, self.device_group, self.finish)
 
     def _sum_everywhere(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, the same bits on each: every rank gathers all, and adds up in the order of ranks."""
@@ -292,6 +295,11 @@ def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None =
     if known is None:
         raise L2LError(f"a parameter is a DTensor on {mesh}, which l2l_compile.shard has not seen: divide the model with it")
     return known
+
+
+def waiting_in(group: dist.ProcessGroup) -> exchange.Finish:
+    """How a collective of the ranks that share parallel layers is waited for: of those of a mesh that `shard` has seen, one may fail."""
+    return next((ranks.finish for ranks in _known.values() if ranks.part_group is group), exchange.wait)
 
 
 @contextmanager
