@@ -25,7 +25,7 @@ _giving = threading.Lock()
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two looks at a collective
 
 Group = dist.ProcessGroup
-Finish = Callable[[dist.Work], None]  # waits for a collective of the host
+Finish = Callable[[dist.Work], object]  # waits for a collective of the host
 
 
 def own_store(prefix: str) -> dist.Store:
@@ -50,11 +50,6 @@ def finish(work: dist.Work, check: Callable[[], None], explain: Callable[[Except
         work.wait()
     except RuntimeError as error:
         raise explain(error) from error
-
-
-def wait(work: dist.Work) -> None:
-    """Wait for a collective of the host until the timeout of its group."""
-    work.wait()
 
 
 def all_gather(whole: torch.Tensor, piece: torch.Tensor, group: Group, done: Finish) -> None:

@@ -39,6 +39,9 @@ class Ranks:
     replicas = parts = 1
     replica = part = 0
     part_group: dist.ProcessGroup | None = None
+    divides = True  # whether `shard` has divided a model among them
+    forwards = steps = 0
+    _watch: Watch | None = None
 
     def __init__(self, mesh: DeviceMesh, parallel: DeviceMesh | None = None):
         """`parallel` has two dimensions, the ranks of `mesh` along the first one and those of parallel layers along the second one."""
@@ -56,8 +59,6 @@ class Ranks:
             members = parallel.mesh.flatten().tolist()
         self.mesh, self.count, self.number = mesh, len(members), members.index(dist.get_rank())
         self.control_group, self.host_group = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
-        self.forwards = self.steps = 0
-        self._watch: Watch | None = None
 
     @property
     def watch(self) -> Watch:
@@ -99,6 +100,8 @@ class Ranks:
         numbers = path.numbers()
         mine = torch.tensor([*numbers, *told, *[0] * (_TOLD - len(told))])
         gathered = mine.new_empty((self.count, len(mine)))
+        if self.part_group is not None:
+            _begun[self.part_group] = self
         waiting = self.watch.waiting(str(path))
         exchange.all_gather(gathered, mine, self.control_group, lambda work: finish(work, waiting, self.watch.explain))
         rows: list[list[int]] = gathered.tolist()
@@ -283,6 +286,9 @@ def shards_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 _known: dict[DeviceMesh, Ranks] = {}
+_begun: dict[
+    dist.ProcessGroup, Ranks
+] = {}  # those that have begun something last, by the group of those that share parallel layers
 
 
 def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None = None) -> Ranks:
@@ -298,8 +304,9 @@ def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None =
 
 
 def waiting_in(group: dist.ProcessGroup) -> exchange.Finish:
-    """How a collective of the ranks that share parallel layers is waited for: of those of a mesh that `shard` has seen, one may fail."""
-    return next((ranks.finish for ranks in _known.values() if ranks.part_group is group), exchange.wait)
+    """How a collective of the ranks that share parallel layers is waited for: one of them may fail."""
+    ranks = _begun.get(group)
+    return ranks.finish if ranks is not None else dist.Work.wait  # one rank alone tells nobody
 
 
 @contextmanager

@@ -134,20 +134,40 @@ def test_ranks_that_share_layers_draw_alike(ranks):
     assert a == b != c == d
 
 
-def another_batch_is_refused(rank, world):
-    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    _, step = shared_by(mesh, Layers().double(), "sgd")
+def with_or_without_shard(world, model, with_shard):
+    """A model whose layers all ranks share, compiled."""
+    if with_shard:
+        return shared_by(init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp")), model, "sgd")[1]
+    parallel_layers(model, init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)))
+    return torch.compile(model, backend="l2l", fullgraph=True, options=OPTIONS)
+
+
+def seeds_of_their_own(rank, world):
+    """Every rank has a seed of its own: masks are those of the first."""
+    torch.manual_seed(0)
+    step = with_or_without_shard(world, Masked().double(), False)
+    torch.manual_seed(rank)
+    return [step(numbers(0, 0)).item() for _ in range(2)]
+
+
+def test_ranks_that_share_layers_draw_alike_without_shard(ranks):
+    first, second = ranks.run(seeds_of_their_own)
+    assert first == second and first[0] != first[1]
+
+
+def another_batch_is_refused(rank, world, with_shard):
+    step = with_or_without_shard(world, Layers().double(), with_shard)
     with pytest.raises(L2LError, match="ranks 0 and 1 share parallel layers and have batches of 4 and 3 rows"):
         step(numbers(1 - rank, 0))
 
 
-def test_ranks_that_share_layers_have_the_same_rows(ranks):
-    ranks.run(another_batch_is_refused)
+@pytest.mark.parametrize("with_shard", [True, False])
+def test_ranks_that_share_layers_have_the_same_rows(ranks, with_shard):
+    ranks.run(another_batch_is_refused, with_shard)
 
 
-def another_path_is_an_error(rank, world):
-    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    _, step = shared_by(mesh, Layers().double(), "sgd")
+def another_path_is_an_error(rank, world, with_shard):
+    step = with_or_without_shard(world, Layers().double(), with_shard)
     step(numbers(0, 0)).backward()
     with (
         torch.set_grad_enabled(rank == 0),
@@ -156,8 +176,26 @@ def another_path_is_an_error(rank, world):
         step(numbers(0, 0))
 
 
-def test_ranks_that_share_layers_take_the_same_path(ranks):
-    ranks.run(another_path_is_an_error)
+@pytest.mark.parametrize("with_shard", [True, False])
+def test_ranks_that_share_layers_take_the_same_path(ranks, with_shard):
+    ranks.run(another_path_is_an_error, with_shard)
+
+
+def a_step_that_one_skips(rank, world):
+    model = Layers().double()
+    step = with_or_without_shard(world, model, False)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    step(numbers(0, 0)).backward()
+    if rank == 0:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.step()
+    with pytest.raises(L2LError, match="rank 0: begins forward 2, to train, after 1 .*\n.*rank 1: .*after 0"):
+        step(numbers(0, 0))
+
+
+def test_ranks_that_share_layers_step_together_without_shard(ranks):
+    ranks.run(a_step_that_one_skips)
 
 
 class RowsAlone(torch.optim.Optimizer):

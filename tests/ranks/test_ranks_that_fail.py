@@ -19,6 +19,7 @@ from test_tensor_parallel import Layers, parallel_layers
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+import l2l_compile
 from l2l_compile.ranks import watch
 from models import Stack
 
@@ -93,7 +94,6 @@ class Failing:
 
 def train(rank: int, world: int, folder: str, how: str) -> None:
     """Three steps; rank 1 fails in the second one, as `how` says."""
-    import l2l_compile
     from l2l_compile.host.optimizer.in_backward import UpdatesInBackward
     from l2l_compile.ir import nodes
     from l2l_compile.ranks import collectives, watch
@@ -104,10 +104,10 @@ def train(rank: int, world: int, folder: str, how: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
-    model = shared(world) if how.endswith(" sum") else l2l_compile.shard(Stack(1), init_device_mesh("cpu", (world,)))
+    model = MODELS.get(how, divided_alone)(world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {**OPTIONS, "optimizer": optimizer, "update": "in_backward"}
-    step = torch.compile(model, backend="l2l", fullgraph=True, options=options)
+    behind_the_device = {"optimizer": optimizer, "update": "in_backward"} if MODELS.get(how) is not shared_alone else {}
+    step = torch.compile(model, backend="l2l", fullgraph=True, options={**OPTIONS, **behind_the_device})
     failing = Failing(folder, how)
     for node in (nodes.forward, nodes.backward):
         executor.HANDLERS[node] = failing.around(node.__name__, executor.HANDLERS[node])
@@ -123,13 +123,25 @@ def train(rank: int, world: int, folder: str, how: str) -> None:
         one_step(step, optimizer, failing)
 
 
+def divided_alone(world: int) -> torch.nn.Module:
+    return l2l_compile.shard(Stack(1), init_device_mesh("cpu", (world,)))
+
+
 def shared(world: int) -> torch.nn.Module:
     """A model of parallel layers that all ranks share."""
-    import l2l_compile
-
     model, mesh = Layers(1), init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
     parallel_layers(model, mesh["tp"])
     return l2l_compile.shard(model, mesh)
+
+
+def shared_alone(world: int) -> torch.nn.Module:
+    """As above, without `shard`."""
+    model = Layers(1)
+    parallel_layers(model, init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)))
+    return model
+
+
+MODELS = {"kill sum": shared, "stop sum": shared_alone, "raise sum": shared}
 
 
 def one_step(step, optimizer, failing: Failing) -> None:
