@@ -45,8 +45,8 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         raise L2LError(f"l2l_compile.shard takes a mesh of one dimension, or of two with names, got one of {mesh.ndim}: {mesh}")
     if replicates(mesh) and mesh.size(1) == 1:
         raise L2LError(f"{mesh} repeats the model and divides nothing: use DistributedDataParallel, or a mesh of one dimension")
-    for name, parameter in model.named_parameters():
-        _check(parameter, mesh, name)
+    for path, whole in model.named_parameters():
+        _check(whole, mesh, path)
     data = _data(mesh)
     ranks_of(data, make=True, parallel=mesh if data is not mesh else None)
     count_steps()

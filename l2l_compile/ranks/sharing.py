@@ -36,7 +36,8 @@ _known: dict[DeviceMesh, Sharing] = {}
 
 def ranks_sharing(mesh: DeviceMesh) -> Ranks:
     """The ranks of the mesh of a parallel layer."""
-    group = group_named(mesh.get_group().group_name)  # that of the mesh itself may be from before torch.distributed has begun anew
+    # The group of the mesh itself may be from before torch.distributed has begun anew.
+    group = group_named(mesh.get_group().group_name)
     known = _known.get(mesh)
     if known is None or known.part_group is not group:
         if known is not None:
