@@ -72,31 +72,63 @@ def test_all_ways_to_update_have_the_numbers_of_the_model_that_is_not_divided(ra
     ranks.run(equals_the_whole_model, optimizer, world=world)
 
 
-def skips_alike(rank, world):
-    """The gradient of a part that one rank has overflows the norm; the loss and the other gradients are finite."""
+def skips_alike(rank, world, precision, large):
+    """The gradient of a part that one rank has overflows; the loss and the other gradients are finite."""
     torch.manual_seed(0)
-    model = Layers().double()
+    model = Layers() if precision == "fp16" else Layers().double()
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    optimizer, step = shared_by(mesh, model, "sgd", update="in_forward")
+    optimizer, step = shared_by(mesh, model, "sgd", update="in_forward", precision=precision)
+    optimizer.param_groups[0]["l2l_loss_scale"] = (1024.0, 0)  # as one that was loaded: the first one overflows on both ranks
     if rank == 1:
         layer = model.layers[1]
         with torch.no_grad():
-            layer.up._parameters["weight"].to_local().fill_(1e200)
+            layer.up._parameters["weight"].to_local()[:, 0] = large
             layer.down._parameters["weight"].to_local().zero_()
     before = copy.deepcopy(whole(model))
-    loss = step(numbers(0, 0))
+    loss = step(numbers(0, 0).to(model.head.weight.dtype))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         loss.backward()
         optimizer.step()
         l2l_compile.synchronize(step)
-    assert loss.isfinite() and any("updates nothing" in str(w.message) for w in seen)
+    assert loss.isfinite() and (precision == "fp16" or any("updates nothing" in str(w.message) for w in seen))
     assert_same(whole(model), before, 0)
-    return l2l_compile.stats(step).skipped_steps
+    stats = l2l_compile.stats(step)
+    return stats.skipped_steps, stats.loss_scale
 
 
-def test_a_part_that_overflows_has_the_step_skipped_by_all(ranks):
-    assert ranks.run(skips_alike) == [1, 1]
+@pytest.mark.parametrize(("precision", "large"), [("fp32", 1e200), ("fp16", 2e4)])
+def test_a_part_that_overflows_has_the_step_skipped_by_all(ranks, precision, large):
+    first, second = ranks.run(skips_alike, precision, large)
+    assert first == second and first[0] == 1
+
+
+def late_updates(rank, world):
+    """With `delay`, as one process that has the same rows."""
+    torch.manual_seed(0)
+    start = Layers().double()
+    ways = {"update": "in_forward", "delay": 1, "max_grad_norm": 0.01, "compile_update": False}
+    found = []
+    for shared in (False, True):
+        torch._dynamo.reset()
+        model = copy.deepcopy(start)
+        if shared:
+            mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+            optimizer, step = shared_by(mesh, model, "sgd", **ways)
+        else:
+            optimizer = OPTIMIZERS["sgd"](model.parameters())
+            step = torch.compile(model, backend="l2l", fullgraph=True, options={**OPTIONS, **ways, "optimizer": optimizer})
+        for number in range(STEPS):
+            step(numbers(0, number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        l2l_compile.synchronize(step)
+        found.append(whole(model))
+    assert_same(found[1], found[0], FLOOR)
+
+
+def test_updates_may_be_late(ranks):
+    ranks.run(late_updates)
 
 
 class Masked(Layers):
