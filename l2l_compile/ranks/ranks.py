@@ -286,18 +286,22 @@ def shards_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 _known: dict[DeviceMesh, Ranks] = {}
-_begun: dict[
-    dist.ProcessGroup, Ranks
-] = {}  # those that have begun something last, by the group of those that share parallel layers
+# Those that have begun something last, by the group of those that share parallel layers.
+_begun: dict[dist.ProcessGroup, Ranks] = {}
 
 
 def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None = None) -> Ranks:
-    """The ranks of a mesh. Raises `L2LError` if `shard` has made none for it."""
+    """The ranks of a mesh. Raises `L2LError` if `shard` has made none for it, or has made them without its ranks of parallel layers."""
     known = _known.get(mesh)
     if make and (known is None or known.device_group is not shards_of(mesh).get_group()):  # torch.distributed may have begun anew
         if known is not None:
             known.close()
         known = _known[mesh] = Ranks(mesh, parallel)
+    elif known is not None and parallel is not None and known.parts != parallel.size(1):
+        raise L2LError(
+            f"l2l_compile.shard has divided a model over {mesh} alone, and is given {parallel} for another: give it the mesh of both "
+            "dimensions for both"
+        )
     if known is None:
         raise L2LError(f"a parameter is a DTensor on {mesh}, which l2l_compile.shard has not seen: divide the model with it")
     return known
