@@ -20,6 +20,8 @@ from ..errors import DeviceError, L2LError
 from ..ir.captured import Captured, Input
 from ..ir.fx_types import attribute, name_of
 from ..ir.values import TensorSpec, dim_of
+from ..ranks.sharded import count_steps
+from ..ranks.sharing import ranks_sharing
 from . import dynamo
 from .indices import IndexCheck
 from .inline import inline_subgraphs
@@ -36,10 +38,13 @@ def capture(gm: fx.GraphModule) -> Captured:
     inline_subgraphs(gm)
     dynamo.name_the_owner_self(gm.graph)
     divided, ranks = make_whole(gm.graph)
-    parallel_layer = make_local(gm.graph)
+    parallel_layer, mesh = make_local(gm.graph)
+    if ranks is None and mesh is not None:
+        count_steps()
+        ranks = ranks_sharing(mesh)
     world = ranks if ranks is not None and ranks.count > 1 else None
     break_reason = dynamo.graph_break(gm)
-    if world is not None and break_reason is not None:
+    if world is not None and world.divides and break_reason is not None:
         _refuse_break(break_reason)
     _refuse_data_dependence(gm.graph)
     simplify(gm.graph)

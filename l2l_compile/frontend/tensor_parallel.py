@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..errors import L2LError
@@ -42,8 +43,10 @@ class _Local:
     bias: fx.Node | None = None
 
 
-def make_local(graph: fx.Graph) -> str:
-    """Take the DTensors of parallel layers out of a graph; the first of their parameters in words, "" if there are none.
+def make_local(graph: fx.Graph) -> tuple[str, DeviceMesh | None]:
+    """Take the DTensors of parallel layers out of a graph; the first of their parameters in words, and its mesh.
+
+    "" and None if there are no such layers.
 
     Raises `L2LError` for another way to make a layer parallel.
     """
@@ -51,8 +54,8 @@ def make_local(graph: fx.Graph) -> str:
         if (parameter := _parallel(node)) is not None:
             first = _in_words(node, parameter)
             _Layers(graph).rewrite()
-            return first
-    return ""
+            return first, parameter.device_mesh
+    return "", None
 
 
 def _in_words(placeholder: fx.Node, parameter: DTensor) -> str:

@@ -107,7 +107,7 @@ class Captured:
     views        outputs that are views of an argument or of another output, by position: there is None in their place as well
     indices      checks the indices in the arguments of a call, for these sizes; None if none was made
     ranks        among how many ranks the parameters are divided
-    world        those ranks; None for one rank, and in a program that was parsed
+    world        those ranks, or those that share parallel layers; None for one rank, and in a program that was parsed
     parallel_layer  a parameter of a tensor parallel layer in words; "" if there is none
     """
 

@@ -41,9 +41,6 @@ def settings_of_a_trace() -> tuple:
     )  # fmt: skip
 
 
-_collectives = torch.ops._c10d_functional
-
-
 class _BlockInterpreter(fx.Interpreter):
     """Runs a block's torch-level graph with numbers for symbolic sizes, and the device for every mention of the host.
 
@@ -327,7 +324,6 @@ def _trace(
             functorch.pop_dynamic_layer_stack()
     _check_constants(block, module)
     _erase_aliases(module.graph)
-    _erase_unread_sums(module.graph)
     for node in reversed(module.graph.nodes):
         node.meta.pop("tensor_meta", None)
         if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), SIZES):
@@ -346,21 +342,6 @@ def _erase_aliases(graph: fx.Graph) -> None:
             if not any(_changes_view(reader) for reader in (*node.users, *named.users)):
                 node.replace_all_uses_with(named)
                 graph.erase_node(node)
-
-
-def _erase_unread_sums(graph: fx.Graph) -> None:
-    """Sums over ranks that nothing reads: recompute ends with one. PyTorch keeps them, for other ranks may wait there; here they do not.
-
-    All ranks of a parallel layer trace it alike.
-    """
-    waits = graph.find_nodes(op="call_function", target=_collectives.wait_tensor.default)
-    if not waits:
-        return
-    graph.eliminate_dead_code()
-    for node in waits:
-        if not node.users:
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
 
 
 def _changes_view(node: fx.Node) -> bool:

@@ -25,13 +25,18 @@ _giving = threading.Lock()
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two looks at a collective
 
 Group = dist.ProcessGroup
-Finish = Callable[[dist.Work], None]  # waits for a collective of the host
+Finish = Callable[[dist.Work], object]  # waits for a collective of the host
 
 
 def own_store(prefix: str) -> dist.Store:
     """The store of the default process group, through a connection of its own and under a name of its own."""
     store: Any = distributed_c10d._get_default_store()  # PyTorch's stubs lack `clone`
     return dist.PrefixStore(prefix, store.clone())
+
+
+def group_named(name: str) -> Group:
+    """The process group of a name (`group_name`). Raises `RuntimeError` if there is none."""
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str
 
 
 def finish(work: dist.Work, check: Callable[[], None], explain: Callable[[Exception], Exception]) -> None:
@@ -95,6 +100,17 @@ def sum_to_owners(rows: torch.Tensor, group: Group, done: Finish) -> torch.Tenso
         work = dist.all_to_all_single(_bytes_of(received), _bytes_of(rows), group=group, async_op=True)
     done(work)
     return in_order(received)
+
+
+def all_reduce(values: torch.Tensor, group: Group, done: Finish) -> None:
+    """A contiguous tensor becomes the sum of those of all ranks, the same bits on each."""
+    if values.device.type != "cpu":
+        with _giving:
+            dist.all_reduce(values, group=group)
+        return
+    with _giving:
+        work = dist.all_reduce(values, group=group, async_op=True)
+    done(work)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

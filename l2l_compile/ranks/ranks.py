@@ -38,6 +38,10 @@ class Ranks:
 
     replicas = parts = 1
     replica = part = 0
+    part_group: dist.ProcessGroup | None = None
+    divides = True  # whether `shard` has divided a model among them
+    forwards = steps = 0
+    _watch: Watch | None = None
 
     def __init__(self, mesh: DeviceMesh, parallel: DeviceMesh | None = None):
         """`parallel` has two dimensions, the ranks of `mesh` along the first one and those of parallel layers along the second one."""
@@ -52,11 +56,10 @@ class Ranks:
             members = mesh.mesh.flatten().tolist()
         if parallel is not None:
             self.parts, self.part = parallel.size(1), parallel.get_local_rank(1)
+            self.part_group = parallel.get_group(1)
             members = parallel.mesh.flatten().tolist()
         self.mesh, self.count, self.number = mesh, len(members), members.index(dist.get_rank())
         self.control_group, self.host_group = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
-        self.forwards = self.steps = 0
-        self._watch: Watch | None = None
 
     @property
     def watch(self) -> Watch:
@@ -98,6 +101,8 @@ class Ranks:
         numbers = path.numbers()
         mine = torch.tensor([*numbers, *told, *[0] * (_TOLD - len(told))])
         gathered = mine.new_empty((self.count, len(mine)))
+        if self.part_group is not None:
+            _begun[self.part_group] = self
         waiting = self.watch.waiting(str(path))
         exchange.all_gather(gathered, mine, self.control_group, lambda work: finish(work, waiting, self.watch.explain))
         rows: list[list[int]] = gathered.tolist()
@@ -114,7 +119,7 @@ class Ranks:
         """Sums over all ranks, in float64 and in their order: the same bits on each (host lane)."""
         mine = torch.tensor(values, dtype=torch.float64)
         gathered = mine.new_empty((self.count, *mine.shape))
-        exchange.all_gather(gathered, mine, self.host_group, self._finish)
+        exchange.all_gather(gathered, mine, self.host_group, self.finish)
         return exchange.in_order(gathered).tolist()
 
     def average_replicas(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -127,10 +132,11 @@ class Ranks:
                 wide = torch.promote_types(gradient.dtype, torch.float32)
                 for part in gradient.view(-1).split(_reduced_entries(self.replicas, wide)):
                     gathered = part.new_empty((self.replicas, len(part)), dtype=wide)
-                    exchange.all_gather(gathered, part.to(wide), self.replica_group, self._finish)
+                    exchange.all_gather(gathered, part.to(wide), self.replica_group, self.finish)
                     part.copy_(exchange.in_order(gathered) / self.replicas)
 
-    def _finish(self, work: dist.Work) -> None:
+    def finish(self, work: dist.Work) -> None:
+        """Wait for a collective of the host. Raises `RankError` if a rank has failed."""
         finish(work, self.check, self.watch.explain)
 
     # ---- the lane comm -------------------------------------------------------------------------------------------------
@@ -157,15 +163,15 @@ class Ranks:
 
     def _all_gather(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
         """As `collectives.all_gather`."""
-        exchange.all_gather(whole, piece, self.device_group, self._finish)
+        exchange.all_gather(whole, piece, self.device_group, self.finish)
 
     def _all_gather_each(self, wholes: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
         """As `collectives.all_gather_each`."""
-        exchange.all_gather_each(wholes, pieces, self.device_group, self._finish)
+        exchange.all_gather_each(wholes, pieces, self.device_group, self.finish)
 
     def _sum_to_owners(self, rows: torch.Tensor) -> torch.Tensor:
         """As `collectives.sum_to_owners`."""
-        return exchange.sum_to_owners(rows, self.device_group, self._finish)
+        return exchange.sum_to_owners(rows, self.device_group, self.finish)
 
     def _sum_everywhere(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, the same bits on each: every rank gathers all, and adds up in the order of ranks."""
@@ -281,18 +287,31 @@ def shards_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 _known: dict[DeviceMesh, Ranks] = {}
+# Those that have begun something last, by the group of those that share parallel layers.
+_begun: dict[dist.ProcessGroup, Ranks] = {}
 
 
 def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None = None) -> Ranks:
-    """The ranks of a mesh. Raises `L2LError` if `shard` has made none for it."""
+    """The ranks of a mesh. Raises `L2LError` if `shard` has made none for it, or has made them without its ranks of parallel layers."""
     known = _known.get(mesh)
     if make and (known is None or known.mesh_group is not shards_of(mesh).get_group()):  # torch.distributed may have begun anew
         if known is not None:
             known.close()
         known = _known[mesh] = Ranks(mesh, parallel)
+    elif known is not None and parallel is not None and known.parts != parallel.size(1):
+        raise L2LError(
+            f"l2l_compile.shard has divided a model over {mesh} alone, and is given {parallel} for another: give it the mesh of both "
+            "dimensions for both"
+        )
     if known is None:
         raise L2LError(f"a parameter is a DTensor on {mesh}, which l2l_compile.shard has not seen: divide the model with it")
     return known
+
+
+def waiting_in(group: dist.ProcessGroup) -> exchange.Finish:
+    """How a collective of the ranks that share parallel layers is waited for: one of them may fail."""
+    ranks = _begun.get(group)
+    return ranks.finish if ranks is not None else dist.Work.wait  # one rank alone tells nobody
 
 
 @contextmanager

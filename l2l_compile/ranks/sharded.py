@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..errors import L2LError
 from .pieces import Pieces, stride_of
 from .ranks import Ranks, is_known, ranks_of, replicates
+from .sharing import ranks_sharing
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -48,7 +49,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         _check(whole, mesh, name)
     data = _data(mesh)
     ranks_of(data, make=True, parallel=mesh if data is not mesh else None)
-    _count_steps()
+    count_steps()
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         names = [name for name, parameter in module._parameters.items() if parameter is not None]
@@ -81,7 +82,7 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 @functools.cache
-def _count_steps() -> None:
+def count_steps() -> None:
     """From now on, every step of an optimizer of divided parameters is counted: ranks compare the counts."""
     register_optimizer_step_pre_hook(_refuse_parameters_of_before)
     register_optimizer_step_post_hook(_counted)
@@ -99,9 +100,10 @@ def _refuse_parameters_of_before(optimizer: torch.optim.Optimizer, *_: Any) -> N
 
 def _counted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    divided = (p for p in parameters if is_divided(p) and not is_of_a_parallel_layer(p))
-    if (first := next(divided, None)) is not None:
-        ranks_behind(first).steps += 1
+    if (first := next(filter(is_divided, parameters), None)) is not None:
+        mesh = first.device_mesh
+        ranks = ranks_sharing(mesh) if is_of_a_parallel_layer(first) else ranks_behind(first)
+        ranks.steps += 1
 
 
 def _is_of_this_parallel_layer(parameter: torch.Tensor, mesh: DeviceMesh) -> TypeGuard[DTensor]:

@@ -1,6 +1,11 @@
 """Two operations of tensor parallel layers: a sum over ranks whose gradient is not summed, and the other way round.
 
-They are the operators g and f of Megatron-LM (arXiv 1909.08053, section 3). Both run on the lane `compute`, inside of blocks.
+They are the operators g and f of Megatron-LM (arXiv 1909.08053, section 3). Both run on the lane `compute`, inside of blocks:
+
+    sum_over_ranks(part, group)  -> the sum, in memory of its own
+
+On the host, PyTorch's own `_c10d_functional.all_reduce` cannot be left before the timeout of its group. This operator is polled, so a
+rank that has failed releases those that wait for it.
 """
 
 from __future__ import annotations
@@ -9,11 +14,27 @@ from typing import Any
 
 import torch
 
-_ops = torch.ops._c10d_functional
+from . import collectives as exchange
+from .ranks import waiting_in
+
+_LIBRARY = torch.library.Library("l2l_compile", "FRAGMENT")
+_LIBRARY.define("sum_over_ranks(Tensor part, str group) -> Tensor")
+_sum = torch.ops.l2l_compile.sum_over_ranks
 
 
-def _sum(part: torch.Tensor, group: str) -> torch.Tensor:
-    return _ops.wait_tensor(_ops.all_reduce(part.contiguous(), "sum", group))
+def _sum_over_ranks(part: torch.Tensor, group: str) -> torch.Tensor:
+    total = part.clone(memory_format=torch.contiguous_format)
+    process_group = exchange.group_named(group)
+    exchange.all_reduce(total, process_group, waiting_in(process_group))
+    return total
+
+
+def _sizes(part: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(part, memory_format=torch.contiguous_format)
+
+
+_LIBRARY.impl("sum_over_ranks", _sum_over_ranks, "CompositeExplicitAutograd")
+torch.library.register_fake("l2l_compile::sum_over_ranks", _sizes, lib=_LIBRARY)
 
 
 class _SumOver(torch.autograd.Function):

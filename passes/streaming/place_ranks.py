@@ -94,7 +94,8 @@ def _check_parallel_layers(compilation: Compilation) -> None:
     layer, options = compilation.captured.parallel_layer, compilation.options
     if not layer:
         return
-    if options.optimizer is not None and compilation.captured.world is None:
+    world = compilation.captured.world
+    if options.optimizer is not None and (world is None or not world.divides):
         raise L2LError(
             f"{layer}: the option 'optimizer' needs to know the ranks of a parallel layer. Call l2l_compile.shard with a mesh of two "
             "dimensions, of which that of the layer is the second (the first may have the size 1), or update the model without the option"

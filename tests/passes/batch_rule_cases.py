@@ -751,12 +751,10 @@ no(RECURRENT, lambda x, y, h, w, v: recurrent("gru", True)(torch.cat([x, y]), h,
 # ---- sums over ranks, which take numbers of several processes: tests/ranks/test_tensor_parallel.py -------------------------
 
 
-def over_ranks(reduce: str) -> Callable:
-    return lambda x: torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, reduce, "ranks"))
+def over_ranks(x):
+    return torch.ops.l2l_compile.sum_over_ranks(x, "ranks")
 
 
-for name in ("all_reduce", "wait_tensor"):
-    ok(f"_c10d_functional::{name}.default", over_ranks("sum"), X("B", 3), numbers=False)
-    ok(f"_c10d_functional::{name}.default", over_ranks("max"), X(3, "2B"), numbers=False)
-    ok(f"_c10d_functional::{name}.default", lambda x: over_ranks("sum")(x.sum(0)), X("B", 3), numbers=False)
-no("_c10d_functional::all_reduce.default", lambda x: over_ranks("max")(x.sum(0)), X("B", 3), why="needs the sum over the whole batch")
+ok("l2l_compile::sum_over_ranks.default", over_ranks, X("B", 3), numbers=False)
+ok("l2l_compile::sum_over_ranks.default", over_ranks, X(3, "2B"), numbers=False)
+ok("l2l_compile::sum_over_ranks.default", lambda x: over_ranks(x.sum(0)), X("B", 3), numbers=False)

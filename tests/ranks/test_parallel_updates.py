@@ -72,31 +72,63 @@ def test_all_ways_to_update_have_the_numbers_of_the_model_that_is_not_divided(ra
     ranks.run(equals_the_whole_model, optimizer, world=world)
 
 
-def skips_alike(rank, world):
-    """The gradient of a part that one rank has overflows the norm; the loss and the other gradients are finite."""
+def skips_alike(rank, world, precision, large):
+    """The gradient of a part that one rank has overflows; the loss and the other gradients are finite."""
     torch.manual_seed(0)
-    model = Layers().double()
+    model = Layers() if precision == "fp16" else Layers().double()
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    optimizer, step = shared_by(mesh, model, "sgd", update="in_forward")
+    optimizer, step = shared_by(mesh, model, "sgd", update="in_forward", precision=precision)
+    optimizer.param_groups[0]["l2l_loss_scale"] = (1024.0, 0)  # as one that was loaded: the first one overflows on both ranks
     if rank == 1:
         layer = model.layers[1]
         with torch.no_grad():
-            layer.up._parameters["weight"].to_local().fill_(1e200)
+            layer.up._parameters["weight"].to_local()[:, 0] = large
             layer.down._parameters["weight"].to_local().zero_()
     before = copy.deepcopy(whole(model))
-    loss = step(numbers(0, 0))
+    loss = step(numbers(0, 0).to(model.head.weight.dtype))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         loss.backward()
         optimizer.step()
         l2l_compile.synchronize(step)
-    assert loss.isfinite() and any("updates nothing" in str(w.message) for w in seen)
+    assert loss.isfinite() and (precision == "fp16" or any("updates nothing" in str(w.message) for w in seen))
     assert_same(whole(model), before, 0)
-    return l2l_compile.stats(step).skipped_steps
+    stats = l2l_compile.stats(step)
+    return stats.skipped_steps, stats.loss_scale
 
 
-def test_a_part_that_overflows_has_the_step_skipped_by_all(ranks):
-    assert ranks.run(skips_alike) == [1, 1]
+@pytest.mark.parametrize(("precision", "large"), [("fp32", 1e200), ("fp16", 2e4)])
+def test_a_part_that_overflows_has_the_step_skipped_by_all(ranks, precision, large):
+    first, second = ranks.run(skips_alike, precision, large)
+    assert first == second and first[0] == 1
+
+
+def late_updates(rank, world):
+    """With `delay`, as one process that has the same rows."""
+    torch.manual_seed(0)
+    start = Layers().double()
+    ways = {"update": "in_forward", "delay": 1, "max_grad_norm": 0.01, "compile_update": False}
+    found = []
+    for shared in (False, True):
+        torch._dynamo.reset()
+        model = copy.deepcopy(start)
+        if shared:
+            mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+            optimizer, step = shared_by(mesh, model, "sgd", **ways)
+        else:
+            optimizer = OPTIMIZERS["sgd"](model.parameters())
+            step = torch.compile(model, backend="l2l", fullgraph=True, options={**OPTIONS, **ways, "optimizer": optimizer})
+        for number in range(STEPS):
+            step(numbers(0, number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        l2l_compile.synchronize(step)
+        found.append(whole(model))
+    assert_same(found[1], found[0], FLOOR)
+
+
+def test_updates_may_be_late(ranks):
+    ranks.run(late_updates)
 
 
 class Masked(Layers):
@@ -134,20 +166,40 @@ def test_ranks_that_share_layers_draw_alike(ranks):
     assert a == b != c == d
 
 
-def another_batch_is_refused(rank, world):
-    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    _, step = shared_by(mesh, Layers().double(), "sgd")
+def with_or_without_shard(world, model, with_shard):
+    """A model whose layers all ranks share, compiled."""
+    if with_shard:
+        return shared_by(init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp")), model, "sgd")[1]
+    parallel_layers(model, init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)))
+    return torch.compile(model, backend="l2l", fullgraph=True, options=OPTIONS)
+
+
+def seeds_of_their_own(rank, world):
+    """Every rank has a seed of its own: masks are those of the first."""
+    torch.manual_seed(0)
+    step = with_or_without_shard(world, Masked().double(), False)
+    torch.manual_seed(rank)
+    return [step(numbers(0, 0)).item() for _ in range(2)]
+
+
+def test_ranks_that_share_layers_draw_alike_without_shard(ranks):
+    first, second = ranks.run(seeds_of_their_own)
+    assert first == second and first[0] != first[1]
+
+
+def another_batch_is_refused(rank, world, with_shard):
+    step = with_or_without_shard(world, Layers().double(), with_shard)
     with pytest.raises(L2LError, match="ranks 0 and 1 share parallel layers and have batches of 4 and 3 rows"):
         step(numbers(1 - rank, 0))
 
 
-def test_ranks_that_share_layers_have_the_same_rows(ranks):
-    ranks.run(another_batch_is_refused)
+@pytest.mark.parametrize("with_shard", [True, False])
+def test_ranks_that_share_layers_have_the_same_rows(ranks, with_shard):
+    ranks.run(another_batch_is_refused, with_shard)
 
 
-def another_path_is_an_error(rank, world):
-    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    _, step = shared_by(mesh, Layers().double(), "sgd")
+def another_path_is_an_error(rank, world, with_shard):
+    step = with_or_without_shard(world, Layers().double(), with_shard)
     step(numbers(0, 0)).backward()
     with (
         torch.set_grad_enabled(rank == 0),
@@ -156,8 +208,26 @@ def another_path_is_an_error(rank, world):
         step(numbers(0, 0))
 
 
-def test_ranks_that_share_layers_take_the_same_path(ranks):
-    ranks.run(another_path_is_an_error)
+@pytest.mark.parametrize("with_shard", [True, False])
+def test_ranks_that_share_layers_take_the_same_path(ranks, with_shard):
+    ranks.run(another_path_is_an_error, with_shard)
+
+
+def a_step_that_one_skips(rank, world):
+    model = Layers().double()
+    step = with_or_without_shard(world, model, False)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    step(numbers(0, 0)).backward()
+    if rank == 0:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.step()
+    with pytest.raises(L2LError, match="rank 0: begins forward 2, to train, after 1 .*\n.*rank 1: .*after 0"):
+        step(numbers(0, 0))
+
+
+def test_ranks_that_share_layers_step_together_without_shard(ranks):
+    ranks.run(a_step_that_one_skips)
 
 
 class RowsAlone(torch.optim.Optimizer):

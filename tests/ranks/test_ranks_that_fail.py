@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from steps import OPTIONS, divided
+from test_tensor_parallel import Layers, parallel_layers
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+import l2l_compile
 from l2l_compile.ranks import watch
 from models import Stack
 
@@ -92,10 +94,9 @@ class Failing:
 
 def train(rank: int, world: int, folder: str, how: str) -> None:
     """Three steps; rank 1 fails in the second one, as `how` says."""
-    import l2l_compile
     from l2l_compile.host.optimizer.in_backward import UpdatesInBackward
     from l2l_compile.ir import nodes
-    from l2l_compile.ranks import watch
+    from l2l_compile.ranks import collectives, watch
     from l2l_compile.runtime import executor
 
     watch.PATIENCE = PATIENCE
@@ -103,14 +104,14 @@ def train(rank: int, world: int, folder: str, how: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
-    model = Stack(1)
-    l2l_compile.shard(model, init_device_mesh("cpu", (world,)))
+    model = MODELS.get(how, divided_alone)(world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {**OPTIONS, "optimizer": optimizer, "update": "in_backward"}
-    step = torch.compile(model, backend="l2l", fullgraph=True, options=options)
+    behind_the_device = {"optimizer": optimizer, "update": "in_backward"} if MODELS.get(how) is not shared_alone else {}
+    step = torch.compile(model, backend="l2l", fullgraph=True, options={**OPTIONS, **behind_the_device})
     failing = Failing(folder, how)
     for node in (nodes.forward, nodes.backward):
         executor.HANDLERS[node] = failing.around(node.__name__, executor.HANDLERS[node])
+    collectives.all_reduce = failing.around("sum", collectives.all_reduce)
     UpdatesInBackward._apply = failing.around("update", UpdatesInBackward._apply)
     dcp.FileSystemWriter.write_data = failing.around("saving", dcp.FileSystemWriter.write_data)
     failing.model = model
@@ -120,6 +121,27 @@ def train(rank: int, world: int, folder: str, how: str) -> None:
             failing.mark()
             return
         one_step(step, optimizer, failing)
+
+
+def divided_alone(world: int) -> torch.nn.Module:
+    return l2l_compile.shard(Stack(1), init_device_mesh("cpu", (world,)))
+
+
+def shared(world: int) -> torch.nn.Module:
+    """A model of parallel layers that all ranks share."""
+    model, mesh = Layers(1), init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    parallel_layers(model, mesh["tp"])
+    return l2l_compile.shard(model, mesh)
+
+
+def shared_alone(world: int) -> torch.nn.Module:
+    """As above, without `shard`."""
+    model = Layers(1)
+    parallel_layers(model, init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)))
+    return model
+
+
+MODELS = {"kill sum": shared, "stop sum": shared_alone, "raise sum": shared}
 
 
 def one_step(step, optimizer, failing: Failing) -> None:
@@ -163,6 +185,9 @@ CASES = {
     "kill update": "rank 1 does not answer since 2 s: it was killed, or hangs",
     "kill saving": "Check the logs of the remote worker",  # an error of PyTorch, whose collectives these are
     "stop forward": "rank 1 does not answer since 2 s: it was killed, or hangs",
+    "kill sum": "rank 1 does not answer since 2 s: it was killed, or hangs",
+    "stop sum": "rank 1 does not answer since 2 s: it was killed, or hangs",
+    "raise sum": "rank 1 failed: ValueError: no more data",
     "raise loop": "rank 1 ended: ValueError: no more data",
     "raise backward": "rank 1 failed: ValueError: no more data",
     "ends early": "rank 1 has ended, and this rank waits for it",

@@ -205,6 +205,16 @@ def test_shard_takes_parallel_layers_with_the_mesh_of_both_dimensions_alone(two_
         l2l_compile.shard(model, two_ranks)
 
 
+def test_models_with_and_without_parallel_layers_take_one_mesh(two_ranks):
+    """Those that share parallel layers would count the other model's parameters twice."""
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    l2l_compile.shard(Layers(1), both["dp"])
+    with pytest.raises(
+        L2LError, match="divided a model over .*dp=1.* alone, and is given .*dp=1, tp=2.* give it the mesh of both"
+    ):
+        l2l_compile.shard(Layers(1), both)
+
+
 def test_a_layer_sums_over_ranks_as_often_as_it_has_to(two_ranks):
     """Forward: once behind attention, once behind the MLP. Backward: the former again, and the gradients of what each of them reads."""
     model = wide_llama()
@@ -213,7 +223,7 @@ def test_a_layer_sums_over_ranks_as_often_as_it_has_to(two_ranks):
     (program,) = l2l_compile.explain(model, OPTIONS)(input_ids=ids, labels=ids).programs
     block = next(s.block for s in program.segments if "layers" in s.name)
     sums = [
-        len(module.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default))
+        len(module.graph.find_nodes(op="call_function", target=torch.ops.l2l_compile.sum_over_ranks.default))
         for module in (block.forward, block.backward)
     ]
     assert sums == [2, 3]

@@ -54,7 +54,7 @@ rule(
 )(broadcast)
 
 # Sums over ranks of a parallel layer: each entry is the sum of those at its place on all ranks.
-rule("_c10d_functional::all_reduce.default", "_c10d_functional::wait_tensor.default", keeps_order=True)(broadcast)
+rule("l2l_compile::sum_over_ranks.default", keeps_order=True)(broadcast)
 
 
 @rule("bucketize.Tensor")

@@ -72,18 +72,10 @@ def alone(call: Call) -> ResultState:
     return call.each(state)
 
 
-@rule("_c10d_functional::all_reduce.default", of=Kind.SUMS)
+@rule("l2l_compile::sum_over_ranks.default", of=Kind.SUMS)
 def summed_over_ranks(call: Call) -> ResultState:
     """A sum over the ranks of a parallel layer."""
-    if call["reduce_op"] != "sum":
-        raise Refused(NEEDS_ALL)
-    return _only(call, "input")
-
-
-@rule("_c10d_functional::wait_tensor.default", of=Kind.SUMS)
-def waited_for(call: Call) -> ResultState:
-    """The result of a sum over ranks."""
-    return _only(call, "tensor")
+    return _only(call, "part")
 
 
 @rule("_to_copy.default", of=Kind.SUMS)
