@@ -32,8 +32,9 @@ class Ranks:
     parts, part        how many ranks share parallel layers, and which of them this one is: the second dimension of ("dp", "tp")
     count, number      of all ranks of the mesh
 
-    Groups of their own, so that collectives of different threads cannot meet: weights and gradients (the lane `comm`), the thread
-    that updates (`host`, and `replicas` for the same piece in all replicas), and the caller (`control`).
+    Groups of their own, so that collectives of different threads cannot meet: weights and gradients (the lane `comm`), sums of
+    parallel layers (the lane `compute`), the thread that updates (`host`, and `replicas` for the same piece in all replicas), and the
+    caller (`control`). The groups of the mesh are the user's.
     """
 
     replicas = parts = 1
@@ -47,9 +48,9 @@ class Ranks:
         """`parallel` has two dimensions, the ranks of `mesh` along the first one and those of parallel layers along the second one."""
         shards = shards_of(mesh)
         self.size, self.rank = shards.size(), shards.get_local_rank()
-        self.mesh_group = shards.get_group()  # the user's: a thread of theirs may be in a collective of it
+        self.mesh_group = shards.get_group()
         members = dist.get_process_group_ranks(self.mesh_group)
-        self.device_group = dist.new_group(members, use_local_synchronization=True)
+        self.device_group = own_group(self.mesh_group)
         if replicates(mesh):
             self.replicas, self.replica = mesh.size(0), mesh.get_local_rank(0)
             self.replica_group = dist.new_group(mesh.mesh[:, self.rank].tolist(), use_local_synchronization=True)
@@ -57,6 +58,7 @@ class Ranks:
         if parallel is not None:
             self.parts, self.part = parallel.size(1), parallel.get_local_rank(1)
             self.part_group = parallel.get_group(1)
+            self.sums_group = own_group(self.part_group)
             members = parallel.mesh.flatten().tolist()
         self.mesh, self.count, self.number = mesh, len(members), members.index(dist.get_rank())
         self.control_group, self.host_group = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
@@ -262,6 +264,11 @@ def _reduced_entries(ranks: int, dtype: torch.dtype) -> int:
     return max(1, min(max(_ROW_BYTES * ranks, _LEAST_REDUCED), _MOST_REDUCED) // (ranks * dtype.itemsize))
 
 
+def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another group of the same ranks; to be called by all of them."""
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+
+
 def numbers_of(values: Sequence[float]) -> list[int]:
     """Numbers in float64 as whole numbers with the same bits, to be told."""
     return torch.tensor(values, dtype=torch.float64).view(torch.int64).tolist()
@@ -308,10 +315,10 @@ def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None =
     return known
 
 
-def waiting_in(group: dist.ProcessGroup) -> exchange.Finish:
-    """How a collective of the ranks that share parallel layers is waited for: one of them may fail."""
+def sums_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, exchange.Finish]:
+    """Where those who share parallel layers sum, by the group of their mesh, and how they wait for it: one of them may fail."""
     ranks = _begun.get(group)
-    return ranks.finish if ranks is not None else dist.Work.wait  # one rank alone tells nobody
+    return (ranks.sums_group, ranks.finish) if ranks is not None else (group, dist.Work.wait)  # one rank alone tells nobody
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import group_named
-from .ranks import Ranks
+from .ranks import Ranks, own_group
 
 
 class Sharing(Ranks):
@@ -26,7 +26,7 @@ class Sharing(Ranks):
     def announce(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """As that of `Ranks`. The first one makes the group in which ranks tell: a program is made without the other ranks."""
         if not self._met:
-            self.control_group = dist.new_group(dist.get_process_group_ranks(self.part_group), use_local_synchronization=True)
+            self.control_group, self.sums_group = own_group(self.part_group), own_group(self.part_group)
             self._met = True
         return super().announce(*args, **kwargs)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import collectives as exchange
-from .ranks import waiting_in
+from .ranks import sums_of
 
 _LIBRARY = torch.library.Library("l2l_compile", "FRAGMENT")
 _LIBRARY.define("sum_over_ranks(Tensor part, str group) -> Tensor")
@@ -24,8 +24,7 @@ _sum = torch.ops.l2l_compile.sum_over_ranks
 
 def _sum_over_ranks(part: torch.Tensor, group: str) -> torch.Tensor:
     total = part.clone(memory_format=torch.contiguous_format)
-    process_group = exchange.group_named(group)
-    exchange.all_reduce(total, process_group, waiting_in(process_group))
+    exchange.all_reduce(total, *sums_of(exchange.group_named(group)))
     return total
 
 
