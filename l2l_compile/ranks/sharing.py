@@ -26,6 +26,7 @@ class Sharing(Ranks):
     def announce(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """As that of `Ranks`. The first one makes the group in which ranks tell: a program is made without the other ranks."""
         if not self._met:
+            assert self.part_group is not None, "given when it was made"
             self.control_group, self.sums_group = own_group(self.part_group), own_group(self.part_group)
             self._met = True
         return super().announce(*args, **kwargs)
