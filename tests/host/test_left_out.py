@@ -153,3 +153,16 @@ def test_the_optimizer_is_left_as_it_was():
     torch._dynamo.reset()
     gc.collect()
     assert alive() is None
+
+
+def test_a_step_that_has_updated_is_left_out_by_a_checkpoint():
+    """A backward, and no step: interrupted, say. What is loaded replaces its updates."""
+    plain, optimizer, step, streamed = pair("in_backward", 1)
+    saved = copy.deepcopy((plain.state_dict(), optimizer.state_dict()))
+    run([B], step, streamed)
+    with pytest.raises(L2LError, match="load a checkpoint into the optimizer"):
+        streamed.zero_grad()
+    step.load_state_dict({f"_orig_mod.{name}": value for name, value in saved[0].items()})
+    streamed.load_state_dict(saved[1])
+    run([Z, B, S, Z, B, S], plain, optimizer), run([Z, B, S, Z, B, S], step, streamed)
+    assert_same(plain, step)

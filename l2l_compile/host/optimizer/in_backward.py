@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -68,6 +69,13 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
         super().forget(pending)
         self._squares = 0.0
         self._squares_of.clear()
+
+    def _load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A step that has begun is over: what it has updated is about to be replaced."""
+        loaded = super()._load(optimizer, state_dict)
+        if self._updates_have_begun():
+            self.forget()
+        return loaded
 
     def _updates_have_begun(self) -> bool:
         return self._ledger.in_last_round

@@ -224,7 +224,8 @@ class UpdatesBehindTheDevice(Updates, ABC):
             if self._updates_have_begun():
                 raise L2LError(
                     f"optimizer.zero_grad() between backward and optimizer.step() would leave the step out, but update={self._ledger.update!r} "
-                    "has made its updates already: call optimizer.step(), which ends the step, or use update='in_forward'"
+                    "has made its updates already: call optimizer.step(), which ends the step, load a checkpoint into the optimizer, or use "
+                    "update='in_forward'"
                 )
             self._drain()
             self.forget()
