@@ -34,8 +34,9 @@ class Ticket:
     def finish(self) -> None:
         self._done.set()
 
-    @property
-    def is_done(self) -> bool:
+    def look(self) -> bool:
+        """Whether it is done. Does it, and what is before it, if the thread has ended."""
+        self._worker.finish_what_is_left()
         return self._done.is_set()
 
 
@@ -124,7 +125,7 @@ def _before_fork() -> None:
         return
     workers = [worker for thread, worker in dict(_threads).items() if thread.is_alive()]
     tickets = [worker.submit(lambda: None) for worker in workers]
-    _wait(lambda: all(ticket.is_done for ticket in tickets), workers, _PATIENCE, "a process is forked")
+    _wait(lambda: all(ticket.look() for ticket in tickets), workers, _PATIENCE, "a process is forked")
 
 
 if hasattr(os, "register_at_fork"):

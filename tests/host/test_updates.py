@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import l2l_compile
+import l2l_compile.host.worker as lanes
 from l2l_compile import L2LError
 from l2l_compile.host.worker import Worker
 from l2l_compile.session import session_of
@@ -477,6 +478,16 @@ def test_a_forked_process_has_the_updates_that_were_under_way(launcher):
     done = launcher.run(FORKED, seconds=60)
     child, status, parent = done.stdout.split() or [done.stderr]
     assert status == "0" and child == parent
+
+
+def test_a_fork_does_not_wait_for_a_lane_that_has_ended():
+    worker, done = Worker(1), []
+    worker.submit(lambda: time.sleep(0.2))
+    worker.close()
+    worker.submit(lambda: done.append("behind"))
+    begun = time.monotonic()
+    lanes._before_fork()
+    assert done == ["behind"] and time.monotonic() - begun < 10
 
 
 def interrupted():
