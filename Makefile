@@ -1,6 +1,6 @@
 # Everything runs in a virtual environment of the checkout, made on first use: `make quickstart`, `make test`.
 #   make test PYTHON=python3.12       another Python (3.11 or newer) for the environment
-#   make test JOBS=8                 more workers, where there are more than two cores
+#   make test JOBS=8                  more workers, where there are more than two cores
 #   make test TORCH=torch==2.11.0     another PyTorch; or install one into .venv first, it is left alone
 PYTHON ?= python3
 TORCH ?= torch==2.13.0

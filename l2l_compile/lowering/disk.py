@@ -74,13 +74,18 @@ def read(name: str) -> Iterator[tuple[Any, Callable[[str], None]]]:
 def write(name: str, entry: Any) -> None:
     """Add an entry under a digest. A disk that cannot be written to costs nothing but the entry."""
     text = json.dumps(entry)
+    put(name, f"{_checksum(text)[:16]}.json", f"{_checksum(text)}\n{text}".encode())
+
+
+def put(name: str, file: str, content: bytes) -> None:
+    """Put a file among the entries under a digest, whole or not at all."""
     folder = folder_of(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=folder)
-        with os.fdopen(handle, "w") as file:
-            file.write(f"{_checksum(text)}\n{text}")
-        os.replace(temporary, folder / f"{_checksum(text)[:16]}.json")
+        with os.fdopen(handle, "wb") as written:
+            written.write(content)
+        os.replace(temporary, folder / file)
     except OSError as error:
         _log.debug("not kept on disk: %s", error)
 

@@ -67,7 +67,7 @@ def test_a_disk_that_cannot_be_written_to_costs_the_entry_alone(compiled, monkey
     def full(*paths):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(library.shutil, "copy", full)
+    monkeypatch.setattr(disk.os, "replace", full)
     assert [library.build(TEXT).answer() for _ in range(2)] == [42, 42]
     assert compiled == [TEXT] * 2
 

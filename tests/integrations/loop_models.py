@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import torch
 import transformers
+
+from l2l_compile.host.worker import Worker
 
 VOCABULARY, LENGTH = 64, 12
 STEPS, ACCUMULATE, ROWS = 20, 2, 4
@@ -63,3 +66,9 @@ def same_bits(model: torch.nn.Module, reference: torch.nn.Module) -> bool:
     """Whether two models hold the same parameters, under the same names."""
     mine, theirs = model.state_dict(), reference.state_dict()
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def updates_come_late(monkeypatch) -> None:
+    """The host lane waits before each piece of work."""
+    do = Worker._do
+    monkeypatch.setattr(Worker, "_do", lambda self, *work: (time.sleep(0.003), do(self, *work)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import runpy
-import time
 import warnings
 from pathlib import Path
 
@@ -21,13 +20,13 @@ from loop_models import (
     largest_difference,
     same_bits,
     sentences,
+    updates_come_late,
 )
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install 'l2l-compile[lightning]'")
 
 import l2l_compile  # noqa: E402
 from l2l_compile import OptionError  # noqa: E402
-from l2l_compile.host.worker import Worker  # noqa: E402
 from l2l_compile.integrations.lightning import StreamingCallback, StreamingStrategy  # noqa: E402
 from l2l_compile.session import session_of  # noqa: E402
 
@@ -187,16 +186,10 @@ class SumsOfWeights(lightning.Callback):
         self.sums.append(sum(p.detach().double().sum().item() for p in module.parameters()))
 
 
-def late(monkeypatch):
-    """Updates come late."""
-    do = Worker._do
-    monkeypatch.setattr(Worker, "_do", lambda self, *work: (time.sleep(0.003), do(self, *work)))
-
-
 @pytest.mark.parametrize("update", ["in_backward", "in_forward"])
 def test_what_reads_weights_behind_a_step_finds_those_of_the_step(update, tmp_path, monkeypatch):
     found, short = [], {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 0, "gradient_clip_val": None}
-    late(monkeypatch)
+    updates_come_late(monkeypatch)
     for streams in (False, True):
         streaming = lambda: {"strategy": StreamingStrategy(**OPTIONS, update=update)} if streams else {}  # noqa: B023, E731
         sums, average = SumsOfWeights(), lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.5)

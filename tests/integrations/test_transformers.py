@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import transformers
@@ -18,11 +16,11 @@ from loop_models import (
     largest_difference,
     same_bits,
     sentences,
+    updates_come_late,
 )
 
 import l2l_compile
 from l2l_compile import L2LError, OptionError
-from l2l_compile.host.worker import Worker
 from l2l_compile.session import session_of
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'l2l-compile[transformers]'")
@@ -252,8 +250,8 @@ class SumsOfWeights(transformers.TrainerCallback):
 
 
 def test_callbacks_find_the_weights_of_the_step(tmp_path, monkeypatch):
-    do, found = Worker._do, []
-    monkeypatch.setattr(Worker, "_do", lambda self, *work: (time.sleep(0.003), do(self, *work)))  # updates come late
+    updates_come_late(monkeypatch)
+    found = []
     for streams in (False, True):
         sums = SumsOfWeights()
         trainer = trainer_of(tmp_path, callbacks=[sums], max_steps=3, eval_strategy="no", save_strategy="no")

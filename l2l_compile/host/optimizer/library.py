@@ -29,15 +29,15 @@ _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-
 def build(text: str) -> ctypes.CDLL:
     """The library of a C text. Raises `LoweringError` where there is no C compiler, or it fails."""
     compiler = _compiler()
-    folder = disk.folder_of(_digest(text, *_identity(compiler))) if disk.in_use() else None
-    found = folder and _kept(folder)
+    name = _digest(text, *_identity(compiler)) if disk.in_use() else None
+    found = name and _kept(disk.folder_of(name))
     if found:
         return found
     with tempfile.TemporaryDirectory(prefix="l2l_compile_") as temporary:
         library = Path(temporary) / "update.so"
         _compile(compiler, text, library)
-        if folder:
-            _keep(library, folder)
+        if name:
+            disk.put(name, f"{_checksum(library)}.so", library.read_bytes())
         return ctypes.CDLL(str(library))
 
 
@@ -75,18 +75,6 @@ def _kept(folder: Path) -> ctypes.CDLL | None:
             _log.debug("dropped %s: its checksum is wrong", path)
             path.unlink()
     return None
-
-
-def _keep(library: Path, folder: Path) -> None:
-    """Copy a new library into its folder. A disk that cannot be written to costs nothing but the entry."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, copy = tempfile.mkstemp(dir=folder)
-        os.close(handle)
-        shutil.copy(library, copy)
-        os.replace(copy, folder / f"{_checksum(library)}.so")
-    except OSError as error:
-        _log.debug("not kept on disk: %s", error)
 
 
 def _checksum(path: Path) -> str:
