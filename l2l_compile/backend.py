@@ -39,7 +39,8 @@ def l2l(
     """
     try:
         with dynamo.unseen_by_saved_tensors_hooks():
-            return make_runner(gm, session_for(dynamo.current_owner(), _options(options, mode)))
+            session = session_for(dynamo.current_owner(), _options(options, mode))
+            return session.entry(make_runner(gm, session))
     except L2LError as error:
         error.first_useful_frame = inspect.currentframe()  # Dynamo leaves its own frames out of the traceback
         raise

@@ -54,6 +54,7 @@ class Session:
         self.waiting = StashQueue() if options.stash == "host" else StashQueue(near=None)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: what it forgets is gone here as well
         self._step: list[weakref.ref[Runner]] = []
+        self._entries: weakref.WeakSet[kept_programs.Entry] = weakref.WeakSet()
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._has_roots = self._has_run = False
         self._warned: set[str] = set()
@@ -70,6 +71,17 @@ class Session:
             if uncut.segment not in self._warned:
                 self._warned.add(uncut.segment)
                 warnings.warn(f"backend 'l2l': {uncut}", stacklevel=2)
+
+    def entry(self, runner: Runner) -> kept_programs.Entry:
+        """What Dynamo gets of a program."""
+        made = kept_programs.Entry(runner)
+        self._entries.add(made)
+        return made
+
+    def release(self) -> None:
+        """Let go of all programs: nobody can call them any more."""
+        for entry in list(self._entries):
+            entry.clear()
 
     @property
     def runners(self) -> list[Runner]:
@@ -169,8 +181,17 @@ def _alive(references: list[weakref.ref]) -> list:
 def _module_is_gone(owner: weakref.ref, session: weakref.ref[Session]) -> None:
     """Have Dynamo forget a call if that was the last of its modules. A step that has begun is ended first: `_release_others` looks again."""
     found, call = session(), owner()
-    if found is not None and call is not None and found.has_no_modules and found.server.updates.is_idle:
-        kept_programs.forget(call)
+    if found is not None and found.has_no_modules and found.server.updates.is_idle:
+        if call is not None:
+            kept_programs.forget(call)
+        found.release()
+
+
+def _owner_is_gone(session: weakref.ref[Session]) -> None:
+    """Dynamo has let go of the call itself."""
+    found = session()
+    if found is not None:
+        found.release()
 
 
 _SESSION = "_l2l_session"
@@ -184,6 +205,7 @@ def session_for(owner: Any, options: Options) -> Session:
         session = Session(options)
         if owner is not None:
             setattr(owner, _SESSION, session)
+            weakref.finalize(owner, _owner_is_gone, weakref.ref(session)).atexit = False
             _owners.append(weakref.ref(owner))
     return session
 
@@ -200,6 +222,7 @@ def _release_others(session: Session) -> None:
         if other.has_no_modules or _is_replaced_by(owner, other, session):
             other.server.synchronize()
             kept_programs.forget(owner)
+            other.release()
 
 
 def _is_replaced_by(owner: Any, session: Session, newer: Session) -> bool:

@@ -54,9 +54,34 @@ def forget(owner: Any) -> None:
         del eval_frame.cached_backends[id(owner)]
     for code in list(_noted(owner, _CODES)):
         for entry in eval_frame._debug_get_cache_entry_list(code):
-            kept = entry.guard_manager.extra_state
+            guards = entry.guard_manager
+            kept = guards.extra_state
             if kept is not None and entry.backend is not None and innermost_backend(entry.backend) is owner:
                 kept.invalidate(entry, DeletedGuardManagerWrapper("nobody can call what was compiled"))
+                # What guards compare with, meshes of DTensors among it, would stay for as long as the functions that they name.
+                for held in ("root", "diff_guard_root", "closure_vars"):
+                    setattr(guards, held, None)
+
+
+class Entry:
+    """What Dynamo gets of a program, and may keep for longer than anybody can call it.
+
+    Dynamo lets go of it with the code that it has written, and PyTorch's flight recorder keeps the code of all functions that run when a
+    collective begins, for thousands of collectives.
+    """
+
+    __slots__ = ("__weakref__", "_run")  # Dynamo copies what is in a `__dict__`
+
+    def __init__(self, run: Callable):
+        self._run: Callable | None = run
+
+    def __call__(self, *arguments: Any) -> Any:
+        assert self._run is not None, "nobody can call a program that was cleared"
+        return self._run(*arguments)
+
+    def clear(self) -> None:
+        """Let go of the program."""
+        self._run = None
 
 
 class _Noted(weakref.WeakSet):

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from ..errors import L2LError
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -37,6 +40,27 @@ def own_store(prefix: str) -> dist.Store:
 def group_named(name: str) -> Group:
     """The process group of a name (`group_name`). Raises `RuntimeError` if there is none."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str
+
+
+class BorrowedGroup:
+    """An attribute that is a process group, which torch.distributed keeps. It ends with `destroy_process_group`, and with it its threads.
+
+    Raises `L2LError` where it is read after that.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __set__(self, holder: object, group: Group) -> None:
+        setattr(holder, self._name, weakref.ref(group))
+
+    def __get__(self, holder: object, owner: type | None = None) -> Group:
+        group: Group | None = getattr(holder, self._name)()
+        if group is None:
+            raise L2LError(
+                "torch.distributed has ended (destroy_process_group) since the model was divided: divide it again in the new process group"
+            )
+        return group
 
 
 def finish(work: dist.Work, check: Callable[[], None], explain: Callable[[Exception], Exception]) -> None:

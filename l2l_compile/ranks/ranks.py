@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import L2LError, RankError
 from . import collectives as exchange
 from .announcements import Kind, Path, difference
-from .collectives import finish, own_store
+from .collectives import BorrowedGroup, finish, own_store
 from .pieces import Pieces
 from .watch import Watch
 
@@ -39,7 +40,8 @@ class Ranks:
 
     replicas = parts = 1
     replica = part = 0
-    part_group: dist.ProcessGroup | None = None
+    device_group, replica_group, control_group, host_group = (BorrowedGroup() for _ in range(4))
+    part_group, sums_group = BorrowedGroup(), BorrowedGroup()
     divides = True  # whether `shard` has divided a model among them
     forwards = steps = 0
     _watch: Watch | None = None
@@ -48,9 +50,9 @@ class Ranks:
         """`parallel` has two dimensions, the ranks of `mesh` along the first one and those of parallel layers along the second one."""
         shards = shards_of(mesh)
         self.size, self.rank = shards.size(), shards.get_local_rank()
-        self.mesh_group = shards.get_group()
-        members = dist.get_process_group_ranks(self.mesh_group)
-        self.device_group = own_group(self.mesh_group)
+        self._made_for = weakref.ref(shards.get_group())
+        members = dist.get_process_group_ranks(shards.get_group())
+        self.device_group = own_group(shards.get_group())
         if replicates(mesh):
             self.replicas, self.replica = mesh.size(0), mesh.get_local_rank(0)
             self.replica_group = dist.new_group(mesh.mesh[:, self.rank].tolist(), use_local_synchronization=True)
@@ -63,12 +65,17 @@ class Ranks:
         self.mesh, self.count, self.number = mesh, len(members), members.index(dist.get_rank())
         self.control_group, self.host_group = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
 
+    def made_for(self, group: dist.ProcessGroup) -> bool:
+        """Whether these are the ranks of this process group, and not those of one before `torch.distributed` began anew."""
+        return self._made_for() is group
+
     @property
     def watch(self) -> Watch:
         """Watches over the other ranks from the first use on."""
         if self._watch is None:
             name = "/".join(map(str, dist.get_process_group_ranks(self.control_group)))
             self._watch = Watch(own_store(f"l2l/{name}"), self.number, self.count)
+            weakref.finalize(self.control_group, self._watch.ended).atexit = False
         return self._watch
 
     def check(self) -> None:
@@ -103,7 +110,7 @@ class Ranks:
         numbers = path.numbers()
         mine = torch.tensor([*numbers, *told, *[0] * (_TOLD - len(told))])
         gathered = mine.new_empty((self.count, len(mine)))
-        if self.part_group is not None:
+        if self.parts > 1:
             _begun[self.part_group] = self
         waiting = self.watch.waiting(str(path))
         exchange.all_gather(gathered, mine, self.control_group, lambda work: finish(work, waiting, self.watch.explain))
@@ -295,13 +302,13 @@ def shards_of(mesh: DeviceMesh) -> DeviceMesh:
 
 _known: dict[DeviceMesh, Ranks] = {}
 # Those that have begun something last, by the group of those that share parallel layers.
-_begun: dict[dist.ProcessGroup, Ranks] = {}
+_begun: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
 
 
 def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None = None) -> Ranks:
     """The ranks of a mesh. Raises `L2LError` if `shard` has made none for it, or has made them without its ranks of parallel layers."""
     known = _known.get(mesh)
-    if make and (known is None or known.mesh_group is not shards_of(mesh).get_group()):  # torch.distributed may have begun anew
+    if make and (known is None or not known.made_for(shards_of(mesh).get_group())):
         if known is not None:
             known.close()
         known = _known[mesh] = Ranks(mesh, parallel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ class Sharing(Ranks):
     divides = False
 
     def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup):
-        self.mesh, self.part_group = mesh, group
+        self._made_for, self.part_group = weakref.ref(group), group
         self.size, self.rank = 1, 0
         self.parts = self.count = mesh.size()
         self.part = self.number = dist.get_rank(group)
@@ -26,7 +27,6 @@ class Sharing(Ranks):
     def announce(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """As that of `Ranks`. The first one makes the group in which ranks tell: a program is made without the other ranks."""
         if not self._met:
-            assert self.part_group is not None, "given when it was made"
             self.control_group, self.sums_group = own_group(self.part_group), own_group(self.part_group)
             self._met = True
         return super().announce(*args, **kwargs)
@@ -40,7 +40,7 @@ def ranks_sharing(mesh: DeviceMesh) -> Ranks:
     # The group of the mesh itself may be from before torch.distributed has begun anew.
     group = group_named(mesh.get_group().group_name)
     known = _known.get(mesh)
-    if known is None or known.part_group is not group:
+    if known is None or not known.made_for(group):
         if known is not None:
             known.close()
         known = _known[mesh] = Sharing(mesh, group)

@@ -91,7 +91,7 @@ class Watch:
         self._closed.set()
 
     def ended(self) -> None:
-        """The process ends."""
+        """This rank takes part no more: its process ends, or its process groups."""
         if self._closed.is_set():
             return
         self.close()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class Pool:
         store = str(self.folder / f"store_{self.count}")
         chosen = [self.workers[rank] for rank in range(world)]
         for connection in chosen:
-            connection.send((check.__module__, check.__qualname__, world, store, seconds, arguments))
+            connection.send((check.__module__, check.__qualname__, world, store, seconds, arguments, killed is None))
         found: list[Any] = []
         for rank, connection in enumerate(chosen):
             if not connection.poll(seconds):
@@ -132,16 +133,16 @@ def work(rank: int, address: str) -> None:
             connection.send((f"rank {rank}:\n{traceback.format_exc()}", None))
 
 
-def _run(rank: int, module: str, name: str, world: int, store: str, seconds: int, arguments: tuple) -> Any:
+def _run(rank: int, module: str, name: str, world: int, store: str, seconds: int, arguments: tuple, all_end: bool) -> Any:
     with open(f"{store}.{rank}", "w") as file:
         faulthandler.dump_traceback_later(0.9 * seconds, file=file)  # where a rank hangs
         try:
-            return _call(rank, module, name, world, store, arguments)
+            return _call(rank, module, name, world, store, arguments, all_end)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
 
-def _call(rank: int, module: str, name: str, world: int, store: str, arguments: tuple) -> Any:
+def _call(rank: int, module: str, name: str, world: int, store: str, arguments: tuple, all_end: bool) -> Any:
     import importlib
 
     import torch
@@ -157,6 +158,19 @@ def _call(rank: int, module: str, name: str, world: int, store: str, arguments: 
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     try:
-        return getattr(importlib.import_module(module), name)(rank, world, *arguments)
+        result = getattr(importlib.import_module(module), name)(rank, world, *arguments)
+        if all_end:  # a rank that destroys its process group closes the connections of another that still makes one
+            meet()
+        return result
     finally:
         dist.destroy_process_group()
+
+
+def meet() -> None:
+    """Wait for the other ranks, for ten seconds: one of them may have failed."""
+    import torch.distributed as dist
+
+    try:
+        dist.monitored_barrier(timeout=timedelta(seconds=10))
+    except RuntimeError:
+        pass
