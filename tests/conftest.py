@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 
-from lean import freeze, settle
+from lean import freeze, reset, settle
 
 # What one test has traced and compiled is there for the next one, as in a process of a user; nothing of an earlier run is. A folder
 # for each worker: two processes that write one file of Inductor's cache at once have been seen to fail.
@@ -42,7 +42,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield
-    torch._dynamo.reset()
+    reset()
 
 
 @pytest.fixture(autouse=True)

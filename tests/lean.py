@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 def settle() -> None:
@@ -44,10 +46,20 @@ def warm() -> None:
     freeze()
 
 
-def freeze() -> None:
-    """What is alive now is not looked at by later collections: modules, and what earlier tests leave behind.
+def reset() -> None:
+    """Dynamo forgets all that it has compiled; its guards, which it keeps for as long as the functions and classes that they name; shapes."""
+    torch._dynamo.reset()
+    for method in vars(ShapeEnv).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
+    for finalizer in list(weakref.finalize._registry):
+        seen = finalizer.peek()
+        invalidate = getattr(seen[1], "func", None) if seen is not None else None
+        if isinstance(getattr(invalidate, "__self__", None), torch._dynamo.guards.CheckFunctionManager):
+            finalizer.detach()
 
-    Dynamo's guards on functions and classes outlive its reset.
-    """
+
+def freeze() -> None:
+    """What is alive now is not looked at by later collections: modules, and what earlier tests leave behind."""
     gc.collect()
     gc.freeze()

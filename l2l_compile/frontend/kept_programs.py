@@ -16,6 +16,7 @@ from typing import Any
 from torch._dynamo import eval_frame
 from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.guards import DeletedGuardManagerWrapper
+from torch._guards import TracingContext
 
 from .patches import is_replaced, replace
 
@@ -70,13 +71,19 @@ class Entry:
     collective begins, for thousands of collectives.
     """
 
-    __slots__ = ("__weakref__", "_run")  # Dynamo copies what is in a `__dict__`
+    __slots__ = ("__weakref__", "_run", "_shapes")  # Dynamo copies what is in a `__dict__`
 
     def __init__(self, run: Callable):
         self._run: Callable | None = run
+        context = TracingContext.try_get()
+        self._shapes = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
 
     def __call__(self, *arguments: Any) -> Any:
         assert self._run is not None, "nobody can call a program that was cleared"
+        if self._shapes is not None:
+            # Guards are made. Fake tensors have sizes, sizes this object, in C++, where Python does not see the cycle.
+            self._shapes.tracked_fakes = None
+            self._shapes = None
         return self._run(*arguments)
 
     def clear(self) -> None:

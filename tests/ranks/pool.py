@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import subprocess
@@ -148,13 +149,13 @@ def _call(rank: int, module: str, name: str, world: int, store: str, arguments: 
     import torch
     import torch.distributed as dist
 
+    import lean
     from l2l_compile import session
     from l2l_compile.devices.watched import watch
 
     if not hasattr(session, "plain_open"):
         session.plain_open = session.open_device
         session.open_device = lambda options: watch(session.plain_open(options))
-    torch._dynamo.reset()
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     try:
@@ -164,6 +165,9 @@ def _call(rank: int, module: str, name: str, world: int, store: str, arguments: 
         return result
     finally:
         dist.destroy_process_group()
+        lean.reset()
+        forget_meshes()
+        gc.collect()  # models in cycles; process groups end with them, and with those three threads each
 
 
 def meet() -> None:
@@ -174,3 +178,12 @@ def meet() -> None:
         dist.monitored_barrier(timeout=timedelta(seconds=10))
     except RuntimeError:
         pass
+
+
+def forget_meshes() -> None:
+    """DTensor keeps what it has found for each mesh, and a mesh keeps its process group."""
+    from torch.distributed.tensor import debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
