@@ -62,7 +62,8 @@ class Ranks:
             self.part_group = parallel.get_group(1)
             self.sums_group = own_group(self.part_group)
             members = parallel.mesh.flatten().tolist()
-        self.mesh, self.count, self.number = mesh, len(members), members.index(dist.get_rank())
+        self.described = str(mesh)  # the mesh itself keeps its process groups
+        self.count, self.number = len(members), members.index(dist.get_rank())
         self.control_group, self.host_group = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
 
     def made_for(self, group: dist.ProcessGroup) -> bool:
@@ -310,6 +311,7 @@ def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None =
     known = _known.get(mesh)
     if make and (known is None or not known.made_for(shards_of(mesh).get_group())):
         if known is not None:
+            del _known[mesh]  # with the mesh of before, which is equal, and keeps its process groups
             known.close()
         known = _known[mesh] = Ranks(mesh, parallel)
     elif known is not None and parallel is not None and known.parts != parallel.size(1):

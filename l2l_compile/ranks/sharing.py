@@ -42,6 +42,7 @@ def ranks_sharing(mesh: DeviceMesh) -> Ranks:
     known = _known.get(mesh)
     if known is None or not known.made_for(group):
         if known is not None:
+            del _known[mesh]  # with the mesh of before, which is equal, and keeps its process groups
             known.close()
         known = _known[mesh] = Sharing(mesh, group)
     return known

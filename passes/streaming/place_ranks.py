@@ -84,7 +84,7 @@ def check_ranks(compilation: Compilation) -> None:
     world = compilation.captured.world
     if world is not None and world.replicas > 1 and compilation.is_global:
         raise L2LError(
-            f"ranks='global' is one batch of all ranks, and {world.mesh} has {world.replicas} replicas, whose gradients are averaged: "
+            f"ranks='global' is one batch of all ranks, and {world.described} has {world.replicas} replicas, whose gradients are averaged: "
             "use ranks='mean', or a mesh of one dimension"
         )
     _check_parallel_layers(compilation)
