@@ -47,16 +47,21 @@ def warm() -> None:
 
 
 def reset() -> None:
-    """Dynamo forgets all that it has compiled; its guards, which it keeps for as long as the functions and classes that they name; shapes."""
+    """Dynamo forgets all that it has compiled, and its guards, which it keeps for as long as the functions and classes that they name."""
     torch._dynamo.reset()
-    for method in vars(ShapeEnv).values():
-        if hasattr(method, "cache_clear"):
-            method.cache_clear()
+    forget_sizes()
     for finalizer in list(weakref.finalize._registry):
         seen = finalizer.peek()
         invalidate = getattr(seen[1], "func", None) if seen is not None else None
         if isinstance(getattr(invalidate, "__self__", None), torch._dynamo.guards.CheckFunctionManager):
             finalizer.detach()
+
+
+def forget_sizes() -> None:
+    """Caches of PyTorch keep the ShapeEnv of each of the last hundreds of compilations."""
+    for method in vars(ShapeEnv).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
 
 
 def freeze() -> None:

@@ -59,7 +59,8 @@ def forget(owner: Any) -> None:
             kept = guards.extra_state
             if kept is not None and entry.backend is not None and innermost_backend(entry.backend) is owner:
                 kept.invalidate(entry, DeletedGuardManagerWrapper("nobody can call what was compiled"))
-                # What guards compare with, meshes of DTensors among it, would stay for as long as the functions that they name.
+                # Dynamo keeps guards for as long as the functions that they name, and they keep what they compare with: meshes of
+                # DTensors, and with a mesh its process groups.
                 for held in ("root", "diff_guard_root", "closure_vars"):
                     setattr(guards, held, None)
 
@@ -81,7 +82,8 @@ class Entry:
     def __call__(self, *arguments: Any) -> Any:
         assert self._run is not None, "nobody can call a program that was cleared"
         if self._shapes is not None:
-            # Guards are made. Fake tensors have sizes, sizes this object, in C++, where Python does not see the cycle.
+            # Dynamo has made its guards from them. A fake tensor holds its sizes in C++, and a size holds the ShapeEnv: Python's
+            # collector does not find that cycle.
             self._shapes.tracked_fakes = None
             self._shapes = None
         return self._run(*arguments)
