@@ -15,12 +15,13 @@ UNIT_TESTS := tests/ir tests/passes/golden $(addprefix tests/passes/test_,pipeli
 	loss_terms.py orders.py verify.py) $(addprefix tests/frontend/test_,guard_failures.py propagation.py) tests/devices/test_registry.py \
 	tests/devices/test_cuda_device.py tests/lowering/test_widening.py tests/test_options.py
 
-.PHONY: help quickstart check test bench gpu clean
+.PHONY: help quickstart check test slow bench gpu clean
 
 help:
 	@echo "make quickstart   train a small language model, layer by layer (about two minutes)"
 	@echo "make check        in about a minute: format, lint, types, layers of imports, unit tests"
-	@echo "make test         the test suite"
+	@echo "make test         the tests, without cases that are marked slow (about nine minutes on two cores)"
+	@echo "make slow         those cases: further models, optimizers, update modes, ranks (about as long)"
 	@echo "make bench        the benchmarks; figures go to runs/"
 	@echo "make gpu          nine minutes on a GPU: numbers, memory, races, speed (small sizes without one)"
 	@echo "make clean        remove the virtual environment, caches and runs"
@@ -39,7 +40,10 @@ check: $(CHECKERS)
 
 # One thread a worker: two workers that fight for two cores are slower than one.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist worksteal --durations=10
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist worksteal --durations=10 -m "not slow"
+
+slow: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist worksteal --durations=10 -m slow
 
 bench: $(READY)
 	@failed=; for name in depth starts compile_time speed overhead update overlap host_memory ranks; do \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import os
 import shutil
 import tempfile
@@ -20,6 +21,28 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = CACHE
 # The same kernels for 16 bits on every machine, AMX left out: some virtual machines say that they have it, and die of it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 warnings.filterwarnings("ignore", message=".*lowering to.*")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """The cases of a test that its mark `slow` leaves to `make test` lose it, before `-m` chooses."""
+    unused = {}
+    for item in items:
+        for mark in item.iter_markers("slow"):
+            patterns = [(name, pattern) for name in ("but", "only") for pattern in _several(mark.kwargs.get(name, ()))]
+            for name, pattern in patterns:
+                unused.setdefault((item.originalname, name, pattern), True)
+            found = [(name, p) for name, p in patterns if fnmatch.fnmatchcase(item.callspec.id, p)]
+            unused |= {(item.originalname, *key): False for key in found}
+            if patterns and bool(found) != ("only" in mark.kwargs):
+                item.own_markers = [other for other in item.own_markers if other is not mark]
+    wrong = [f"{test}: {name}={pattern!r}" for (test, name, pattern), absent in unused.items() if absent]
+    if wrong and config.args_source is config.ArgsSource.TESTPATHS:  # all tests are here
+        raise pytest.UsageError("no case has this id: " + "; ".join(wrong))
+
+
+def _several(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else patterns
 
 
 def pytest_collection_finish():

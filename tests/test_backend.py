@@ -372,6 +372,7 @@ def test_in_place_operations_across_boundaries():
 
 @pytest.mark.parametrize("turned", ["the detached name", "the name that is detached"])
 @pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
+@pytest.mark.slow(only="inductor-the detached name")
 def test_a_value_that_is_turned_in_place_keeps_its_shape_under_another_name(turned, block_compiler):
     class Turning(Layer):
         def forward(self, x):

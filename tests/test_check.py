@@ -114,6 +114,7 @@ class Everything(nn.Module):
 @pytest.mark.parametrize(
     "options, counts", [({}, (7, 5)), ({"block_compiler": "inductor"}, (6,)), ({"precision": "bf16"}, (7, 5))], ids=str
 )
+@pytest.mark.slow(only="*inductor*")
 def test_what_is_right_passes(options, counts):
     model = Everything()
     step = compiled(model, check=True, **options)

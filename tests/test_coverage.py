@@ -28,6 +28,7 @@ def coverage():
 
 
 @pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.slow(but="LlamaForSequenceClassification")
 def test_a_sample_of_the_classes(coverage, name):
     row = coverage.check(job_of(coverage, "transformers", name))
     assert row["status"] == "parity", row["reason"]
@@ -238,6 +239,7 @@ def by_name(rows):
     return {row["name"]: row for row in rows.values()}
 
 
+@pytest.mark.slow
 def test_a_crash_and_a_hang_leave_the_others_their_results(coverage, tmp_path):
     path = tmp_path / "runs" / "results.jsonl"
     rows = coverage.collect(fakes("one", "crash", "two", "hang", "three"), path, fake, seconds=3, lifetime=2)

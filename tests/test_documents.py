@@ -183,6 +183,7 @@ def test_the_lines_on_programs_print(shown, capsys):
     "docs/simulation.md: Machines",
     "docs/simulation.md: A measured timeline",
 )
+@pytest.mark.slow(only="*Machines")
 def test_the_lines_on_simulation_run(shown, tmp_path, capsys):
     (block,) = shown
     plain, loader = tiny_llama()

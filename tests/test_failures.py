@@ -124,6 +124,7 @@ def test_forward_without_backward_keeps_nothing_once_it_is_forgotten():
 
 
 @pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
+@pytest.mark.slow(only="inductor")
 def test_token_out_of_range_is_an_index_error_that_names_the_segment(block_compiler):
     class Tokens(Stack):
         def __init__(self):

@@ -139,6 +139,7 @@ def equal(one, other) -> bool:
     return one == other
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(launcher, finetune, tmp_path):
     table = write_rows(tmp_path / "rows.csv")
     common = (
@@ -192,6 +193,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(launcher, finetune,
     assert status == 0 and any("cannot be continued with other arguments: seed was '0' and is '1'" in line for line in printed)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes_is_continued_by_one(launcher, tmp_path):
     """The weights are those of a run without torchrun, dropout included."""
     table = write_rows(tmp_path / "rows.csv")
@@ -329,6 +331,7 @@ def test_kinds_of_paragraphs(finetune, paragraph, kind):
     assert finetune.kind_of(paragraph) == kind
 
 
+@pytest.mark.slow
 def test_the_default_task_is_learnt_in_16_bits(finetune, tmp_path, monkeypatch, capsys):
     """With its defaults but fewer steps, of one length: blocks compiled, bf16, updates behind the next forward."""
     monkeypatch.setattr(

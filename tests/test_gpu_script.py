@@ -90,6 +90,7 @@ def test_a_crash_leaves_the_others_and_what_was_measured_before(tmp_path):
 
 
 @pytest.mark.parametrize("code", [HANG, STUBBORN, FLOOD], ids=["sleeps", "ignores signals, has a child", "floods its output"])
+@pytest.mark.slow(but="ignores signals, has a child")
 def test_a_hang_leaves_the_others_and_ends_in_time(tmp_path, code):
     found = run(tmp_path, stage("first", GOOD), stage("hangs", code, 0.5), stage("last", GOOD, 8.0), seconds=22.0)
     assert [s["status"] for s in found.values()] == ["done", "hang", "done"]

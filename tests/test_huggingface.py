@@ -107,6 +107,7 @@ def build(name: str, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow(only=("gemma2", "t5"))
 def test_parity_in_float64_and_layers_in_the_inner_loop(name):
     model, inputs = build(name)
     fewer = {key: value[:2] for key, value in inputs.items()}  # fewer rows than micro-batches
@@ -120,6 +121,7 @@ def test_parity_in_float64_and_layers_in_the_inner_loop(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow(only=("t5", "gemma2"))
 def test_parity_on_a_device_apart_from_the_host(name, threaded):
     model, inputs = build(name)
     step = assert_parity(
@@ -129,6 +131,7 @@ def test_parity_on_a_device_apart_from_the_host(name, threaded):
 
 
 @pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
+@pytest.mark.slow(only="inductor")
 def test_parity_in_float32(block_compiler):
     model, inputs = build("llama", torch.float32)
     assert_parity(model, inputs, tolerance=1e-5, block_compiler=block_compiler, micro_batches=ROWS)

@@ -129,6 +129,7 @@ def test_parity(drawn):
 
 @FEW
 @given(stacks(), st.integers(0, 1000), st.sampled_from([0.0, 0.001, 0.004]))
+@pytest.mark.slow
 def test_parity_on_a_device_apart_from_the_host(drawn, seed, delay):
     model, batches, options = drawn
     torch._dynamo.reset()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest import mock
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
@@ -54,6 +55,7 @@ def test_no_segment_holds_two_layers_or_more_bytes_than_the_largest(plan):
 
 @FEW
 @given(plans(depths=(3,)))
+@pytest.mark.slow
 def test_deeper_towers_make_no_more_blocks(plan):
     if any(call.how == "skips" for call in plan.calls):  # beside skips, the neighbours of an odd layer depend on the depth
         plan = replace(plan, towers=tuple(replace(tower, odd=None) for tower in plan.towers))
@@ -63,6 +65,7 @@ def test_deeper_towers_make_no_more_blocks(plan):
 
 @FEW
 @given(plans(depths=(6, 7)))
+@pytest.mark.slow
 def test_without_names_no_segment_is_larger_than_two_layers(plan):
     """Layers of two towers that take turns and read each other are one layer of two parts, if nothing names them."""
     model = built(replace(plan, towers=tuple(replace(tower, odd=None) for tower in plan.towers)))

@@ -86,7 +86,10 @@ def cut_without_names(name: str, depth: int, monkeypatch) -> Compilation:
     return again
 
 
-@pytest.fixture(params=MODELS, scope="module")
+QUICK = ("Siamese", "Branches", "InterleavedKinds", "Odd", "Lent")  # the other models are trained in `make slow`
+
+
+@pytest.fixture(params=[pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in MODELS], scope="module")
 def name(request):
     """Of the module, so that the tests of one model run one after the other."""
     return request.param

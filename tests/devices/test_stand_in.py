@@ -43,6 +43,7 @@ STACKS = {
 
 
 @pytest.mark.parametrize("name", STACKS)
+@pytest.mark.slow(but="llama")
 def test_parity_of_hugging_face_models(stand_in, name):
     model, inputs = build(name)
     for stack in STACKS[name]:

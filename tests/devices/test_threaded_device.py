@@ -32,6 +32,7 @@ from models import Layer, Shared, Stack, TwoHeads, UNet, assert_parity, compilat
     ],
     ids=str,
 )
+@pytest.mark.slow(only="*inductor*")
 def test_parity(threaded, options):
     assert_parity(Stack(5).double(), rows(6), rows(8), **options)
 

@@ -155,6 +155,7 @@ def test_blocks_do_not_grow_with_time():
     ],
     ids=str,
 )
+@pytest.mark.slow(only="*inductor*")
 def test_options(options):
     assert_parity(LanguageModel(num_layers=2, keep_state=False).double(), batch(6), **options)
 

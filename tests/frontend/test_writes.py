@@ -76,6 +76,7 @@ def in_two(generate, judge):
     ("parametrization", 1, "one", 3), ("parametrization", 3, "two", 3), ("parametrization", 1, "one", 1),
     ("hook", 1, "two", 3), ("hook", 2, "one", 3),
 ])  # fmt: skip
+@pytest.mark.slow(but=("parametrization-1-one-1", "hook-1-two-3"))
 def test_a_gan_with_spectral_norm_trains_as_in_eager(norm, iterations, models, micro_batches):
     gan = Gan(NORMS[norm], iterations).double()
     reference = copy.deepcopy(gan)
@@ -100,6 +101,7 @@ def test_a_layer_with_spectral_norm_is_one_segment_and_split_into_micro_batches(
     assert max(block.repeats for block in program.blocks) == 4
 
 
+@pytest.mark.slow
 def test_spectral_norm_with_inductor():
     assert_parity(critic(NORMS["parametrization"]).double(), rows(6, 1, 4, 4), rows(6, 1, 4, 4), block_compiler="inductor")
 
@@ -250,6 +252,7 @@ MODELS = {
 
 @pytest.mark.parametrize("stash", ["host", "device"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow(only="momentum encoder*-host")
 def test_buffers_that_are_written_and_read_are_eagers(name, stash):
     assert_parity(MODELS[name]().double(), rows(6), rows(6), rows(8), stash=stash)
 

@@ -123,6 +123,7 @@ def assert_same(expected: TwoCopies, delayed: Delayed, batches_of, steps: int) -
 @pytest.mark.parametrize("device", ["cpu", "threaded"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("make_model", [Stack, frozen_in_the_middle])
+@pytest.mark.slow(but=("*-cpu", "Stack-momentum-threaded"))
 def test_bit_equal_to_two_copies(make_model, optimizer, device, request):
     if device == "threaded":
         request.getfixturevalue("threaded")
@@ -206,6 +207,7 @@ def test_sixteen_bits_on_the_wire(precision):
 
 @pytest.mark.parametrize("trained", [False, True])  # before the checkpoint is loaded
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"compile_update": True}])
+@pytest.mark.slow(only="options2-*")
 def test_a_resumed_run_is_bit_equal(options, trained):
     dtype = torch.float32 if options else torch.float64
     torch.manual_seed(0)

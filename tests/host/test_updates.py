@@ -76,6 +76,7 @@ def same_update(make, optimizer, update, **how):
 
 @pytest.mark.parametrize("update", MODES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.slow(but=("adamw-in_forward", "adafactor-in_backward", "lamb-in_forward", "sgd-in_backward"))
 def test_bit_equal_to_updates_at_step(optimizer, update):
     same_update(Stack, optimizer, update)
 
@@ -123,6 +124,7 @@ def test_sixteen_bits_on_the_wire(update):
 
 
 @pytest.mark.parametrize("update", MODES)
+@pytest.mark.slow(only="in_forward")
 def test_on_a_device_of_threads(update, threaded):
     same_update(Stack, "adamw", update, steps=5)
     same_update(Shared, "adamw", update, steps=5, precision="bf16")

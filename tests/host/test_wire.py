@@ -57,6 +57,7 @@ def test_each_part_is_up_to_date_when_it_is_sent(make):
 
 
 @pytest.mark.parametrize("stored", ["pinned", "in memory that gradients take"])
+@pytest.mark.slow(only="pinned")
 def test_parity_where_every_wire_is_sent_in_parts(threaded, stored, monkeypatch):
     model = Stack(3, width=24)
     if stored != "pinned":

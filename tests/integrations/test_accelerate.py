@@ -84,6 +84,7 @@ def plain():
 
 
 @pytest.mark.parametrize("update", ["at_step", "in_backward", "in_forward"])
+@pytest.mark.slow(but="in_forward")
 def test_losses_and_weights_are_those_of_the_plain_loop_and_a_resumed_run_has_the_same_bits(update, plain, tmp_path):
     clip = None if update == "in_backward" else CLIP
     expected, loop = plain(clip), Loop({**OPTIONS, "update": update}, clip, torch.float64)
@@ -100,6 +101,7 @@ def test_losses_and_weights_are_those_of_the_plain_loop_and_a_resumed_run_has_th
 
 
 @pytest.mark.parametrize("update", ["at_step", "in_forward"])
+@pytest.mark.slow(but="in_forward")
 def test_fp32_is_that_of_the_plain_loop_with_the_same_sums(update):
     expected, loop = Loop(model=in_micro_batches(language_model())), Loop({**OPTIONS, "update": update})
     for each in (expected, loop):
@@ -111,6 +113,7 @@ def test_fp32_is_that_of_the_plain_loop_with_the_same_sums(update):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.slow(but="fp32")
 def test_mixed_precision_is_the_precision_and_not_autocast(precision):
     given = {} if precision == "fp32" else {"mixed_precision": precision}
     loop = Loop(OPTIONS, **given)

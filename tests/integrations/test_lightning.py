@@ -98,6 +98,7 @@ def plain(tmp_path_factory):
 
 
 @pytest.mark.parametrize("update", ["at_step", "in_backward", "in_forward"])
+@pytest.mark.slow(but="in_forward")
 def test_losses_and_weights_are_those_of_the_plain_loop_and_a_resumed_run_has_the_same_bits(update, plain, tmp_path):
     clip = None if update == "in_backward" else CLIP
     expected = plain(clip)
@@ -114,6 +115,7 @@ def test_losses_and_weights_are_those_of_the_plain_loop_and_a_resumed_run_has_th
 
 
 @pytest.mark.parametrize("update", ["at_step", "in_forward"])
+@pytest.mark.slow(but="at_step")
 def test_fp32_is_that_of_the_plain_loop_with_the_same_sums(update, tmp_path):
     plain = Module(torch.float32)
     in_micro_batches(plain.model)
@@ -187,6 +189,7 @@ class SumsOfWeights(lightning.Callback):
 
 
 @pytest.mark.parametrize("update", ["in_backward", "in_forward"])
+@pytest.mark.slow(but="in_forward")
 def test_what_reads_weights_behind_a_step_finds_those_of_the_step(update, tmp_path, monkeypatch):
     found, short = [], {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 0, "gradient_clip_val": None}
     updates_come_late(monkeypatch)

@@ -89,6 +89,7 @@ def clip_of(update) -> float:
 
 
 @pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.slow(but="in_backward")
 def test_losses_and_weights_are_those_of_the_plain_loop_and_a_resumed_run_has_the_same_bits(update, plain, tmp_path):
     expected = plain(clip_of(update))
     trainer = trainer_of(tmp_path, max_grad_norm=clip_of(update))
@@ -170,6 +171,7 @@ class Overflowing(transformers.TrainerCallback):
 
 
 @pytest.mark.parametrize("update", ["at_step", "in_forward"])
+@pytest.mark.slow(but="in_forward")
 def test_a_step_that_overflows_in_fp16_leaves_the_scheduler_and_the_scale_is_saved(update, tmp_path):
     settings = {"max_steps": 6, "save_steps": 4, "eval_strategy": "no", "lr_scheduler_type": "linear"}
     trainer = trainer_of(tmp_path, callbacks=[Overflowing()], **settings)

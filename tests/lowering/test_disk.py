@@ -388,6 +388,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(launcher, tmp_path):
     done = launcher.run(TWO_AT_ONCE.replace("{folder!r}", repr(str(tmp_path))), seconds=120)
     assert not done.returncode, done.stderr[-2000:]

@@ -28,6 +28,7 @@ KINDS = {
 
 @pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow(but=("*-eager", "many draws-inductor"))
 def test_recompute_sees_the_masks_of_forward(kind, block_compiler):
     """Gradients equal finite differences of a forward with the same seed."""
     model, x = Stack([KINDS[kind]() for _ in range(3)]).double(), rows(6, 4, 5)

@@ -232,6 +232,7 @@ class Padded(Layer):
     ],
 )
 @pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.slow(only="*-Padded-*")
 def test_decisions_by_size_are_right_on_both_sides(layer, lengths, dynamic):
     assert_parity(model_of(layer=layer), *(rows(6, t, WIDTH) for t in lengths), dynamic=dynamic)
 
@@ -293,6 +294,7 @@ def compared_with_eager(model, step, shapes) -> None:
 
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.slow(but="None-True")
 def test_scores_are_made_row_by_row_at_every_length(breaks, dynamic):
     """[rows, length, classes] seen as [rows * length, classes]: the length may be a symbol."""
     torch.manual_seed(0)

@@ -119,6 +119,7 @@ def op_db() -> list:
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.slow(but=("0", "1"))
 def test_numbers_agree(op_db: list, chunk: int) -> None:
     judgements = [judge(op) for op in op_db[chunk::CHUNKS]]
     reasons = [reason for _, found in judgements for reason in found]

@@ -41,6 +41,7 @@ def wide_t5():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("make", [llama, gpt2, gemma2, bert, wide_t5])
+@pytest.mark.slow(but="llama-*")
 def test_gradients_are_about_as_good_as_those_of_autocast(make, precision):
     """Of the mean over three draws of weights and data: in one, the rounding of either may happen to cancel."""
     found, expected, errors = 0.0, 0.0, Errors(make()[0], precision, micro_batches=ROWS)  # one size of blocks to trace
@@ -51,6 +52,7 @@ def test_gradients_are_about_as_good_as_those_of_autocast(make, precision):
     assert found <= 1.5 * expected
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_as_good():
     found, expected = gradient_errors(*bert(), "bf16", block_compiler="inductor", micro_batches=ROWS)
     assert found <= 1.5 * expected

@@ -77,6 +77,7 @@ def loads(rank, world, folder, update):
 
 
 @pytest.mark.parametrize("update", ["at_step", "in_backward", "in_forward"])
+@pytest.mark.slow(but="in_forward")
 def test_what_four_ranks_save_loads_on_three_two_and_one(ranks, tmp_path, update):
     folder = str(tmp_path / "checkpoint")
     ranks.run(saves, folder, update, world=4)

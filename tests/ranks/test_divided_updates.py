@@ -64,6 +64,7 @@ def all_ways_are_bit_equal(rank, world, kind, optimizer):
 
 @pytest.mark.parametrize("kind", ["stack", "odd"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.slow(but="sgd-odd")
 def test_all_ways_to_update_are_bit_equal(ranks, kind, optimizer):
     first, *others = ranks.run(all_ways_are_bit_equal, kind, optimizer, world=3 if optimizer == "adamw" else 2)
     assert all(other == first for other in others) and all(norm > 0 for norm in first)

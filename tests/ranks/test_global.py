@@ -150,6 +150,7 @@ def equals_eager_on_all_rows(rank, world, kind, options):
 
 
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.slow(only=("convolutions", "llama", "mixture"))
 def test_gradients_are_those_of_eager_on_the_rows_of_all_ranks(ranks, kind):
     ranks.run(equals_eager_on_all_rows, kind, {}, world=3 if kind in ("bias", "centered") else 2)
 
@@ -192,6 +193,7 @@ def updates_on_all_rows(rank, world, update):
     return {name: p.tolist() for name, p in whole(model).items()}
 
 
+@pytest.mark.slow
 def test_all_ways_to_update_are_bit_equal_on_all_rows(ranks):
     expected, _ = ranks.run(updates_on_all_rows, "at_step")
     for update in ("in_backward", "in_forward"):

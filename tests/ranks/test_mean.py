@@ -83,6 +83,7 @@ def each_gradient_is_the_mean(rank, world, kind, options):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("kind", ["stack", "odd", "llama"])
+@pytest.mark.slow(only=("llama-*", "stack-3"))
 def test_each_gradient_is_the_mean_of_the_ranks_eager_gradients(ranks, kind, world):
     first, *others = ranks.run(each_gradient_is_the_mean, kind, {}, world=world)
     collectives = [line.split("comm")[0].strip() for line in first.splitlines() if " comm " in line]

@@ -85,5 +85,6 @@ def test_the_watch_refuses_a_program_without_the_wait(ranks, meaning):
 
 
 @pytest.mark.parametrize("meaning", CASES)
+@pytest.mark.slow(only="global")
 def test_its_absence_shows_on_slow_threads(ranks, meaning):
     ranks.run(its_absence_shows_on_slow_threads, meaning)

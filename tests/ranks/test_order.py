@@ -70,6 +70,7 @@ CASES = [{"prefetch": 2}, {"prefetch": 0, "stash": "device"}]
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
+@pytest.mark.slow(only="{'prefetch': 2}")
 def test_gradients_are_right_whatever_the_delays(ranks, options):
     ranks.run(gradients_are_right, options, SEEDS, world=3 if options["prefetch"] else 2)
 
@@ -116,5 +117,6 @@ def updates_are_as_without_threads(rank, world):
                 assert torch.equal(parameter, expected[name]), (update, name)
 
 
+@pytest.mark.slow
 def test_updates_have_the_same_bits_whatever_the_delays(ranks):
     ranks.run(updates_are_as_without_threads)

@@ -54,6 +54,7 @@ def loads(rank, world, parts, folder, update):
 
 
 @pytest.mark.parametrize("update", ["at_step", "in_backward", "in_forward"])
+@pytest.mark.slow
 def test_what_four_ranks_save_loads_on_four_and_two(ranks, tmp_path, update):
     """Saved on 2 x 2 ranks, loaded on 2 x 2, 1 x 2 and 2 x 1."""
     ranks.run(saves, 2, str(tmp_path), update, world=4)

@@ -68,6 +68,7 @@ def equals_the_whole_model(rank, world, optimizer):
 
 
 @pytest.mark.parametrize(("optimizer", "world"), [("adamw", 2), ("adamw", 4), ("sgd", 2)])
+@pytest.mark.slow(but="adamw-2")
 def test_all_ways_to_update_have_the_numbers_of_the_model_that_is_not_divided(ranks, optimizer, world):
     ranks.run(equals_the_whole_model, optimizer, world=world)
 

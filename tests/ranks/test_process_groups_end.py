@@ -57,6 +57,7 @@ def _one_after_another(rank: int, world: int, folder: str) -> list[tuple[Counter
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+@pytest.mark.slow
 def test_no_thread_and_no_session_outlives_its_process_group(ranks, tmp_path):
     for found in ranks.run(_one_after_another, str(tmp_path)):
         threads, sessions = zip(*found, strict=True)

@@ -198,6 +198,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("how", CASES)
+@pytest.mark.slow(but=("kill backward", "raise loop", "skip a step", "no rows"))
 def test_every_process_ends_with_a_sentence(launcher, tmp_path, how):
     world = 3 if how == "stop forward" else 2
     found = ends(launcher, tmp_path, how, world)

@@ -63,6 +63,7 @@ def trains_as_eager_on_all_batches(rank, world, kind, update):
 
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow(but=("odd-in_backward", "stack-in_forward"))
 def test_two_replicas_of_two_ranks_train_as_eager_on_all_batches(ranks, kind, update):
     first, *others = ranks.run(trains_as_eager_on_all_batches, kind, update, world=4)
     assert all(other == first for other in others)  # the same bits everywhere

@@ -76,6 +76,7 @@ def ends(rank: int, world: int, folder: str, how: str) -> dict[str, list]:
     return {name: value.tolist() for name, value in trains(rank, world, folder, how).items()}
 
 
+@pytest.mark.slow
 def test_a_run_of_which_a_rank_was_killed_is_resumed_with_the_same_bits(ranks, tmp_path):
     folder = str(tmp_path)
     ranks.run(is_killed, folder, killed=1)

@@ -97,6 +97,7 @@ def equals_the_whole_model(rank, world, kind, options):
 @pytest.mark.parametrize(
     ("kind", "compiler"), [("one layer", "inductor"), ("layers", "eager"), ("llama", "eager")], ids=lambda v: v
 )
+@pytest.mark.slow(but="layers-eager")
 def test_two_ranks_have_the_numbers_of_the_model_that_is_not_divided(ranks, kind, compiler):
     names, others = ranks.run(equals_the_whole_model, kind, {"block_compiler": compiler})
     assert names == others and sum("layers" in name for name in names) >= (1 if kind == "one layer" else 3)

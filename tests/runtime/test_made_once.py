@@ -110,6 +110,7 @@ def test_parity(threaded, model, options):
     assert threaded.devices[-1].ledger.held == 0
 
 
+@pytest.mark.slow
 def test_parity_of_compiled_blocks():
     pair_of(Masked(2).double(), block_compiler="inductor").run(scores_and_mask, rows(6, 6, 5)).check()
 

@@ -430,6 +430,7 @@ def test_the_watch_refuses_a_program_without_a_wait(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.slow(but=("a buffer", "in_backward", "skips", "state_dict"))
 def test_a_wait_that_is_deleted_shows_on_slow_threads(case):
     run = Run(case, ThreadedDevice(0.0))
     expected = run()

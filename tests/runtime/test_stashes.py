@@ -39,6 +39,7 @@ def train(model, calls=1, **options):
 
 
 @pytest.mark.parametrize("on_threads", [False, True])
+@pytest.mark.slow(only="True")
 def test_memory_does_not_grow_with_the_programs_of_a_model(on_threads, request):
     if on_threads:
         request.getfixturevalue("threaded")

@@ -62,6 +62,7 @@ def real_step(model, x, options):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow(but=("stack-*", "skips-{}", "shared, several outputs-{'precision': 'bf16'}"))
 def test_bytes_are_those_of_a_real_step(in_order, name, options):
     """Moved, and held at the peak: to the byte."""
     options = {"micro_batches": 3, **options}
@@ -161,6 +162,7 @@ def test_a_machine_without_a_figure_for_a_dtype_is_named():
 
 
 @pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
+@pytest.mark.slow(only="inductor")
 def test_measured_blocks_take_the_time_of_their_code(monkeypatch, block_compiler):
     """Each block is run once for a size. Here it counts as a second; the rest of a step is computed from the machine's figures."""
     asked = []

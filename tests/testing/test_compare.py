@@ -460,6 +460,7 @@ def test_the_helpers_of_the_suite_stand_on_it():
     assert l2l_compile.programs(assert_parity(Stack(2).double(), rows(6)))
 
 
+@pytest.mark.slow
 def test_a_llama_with_default_options_keeps_the_promise():
     """Its norms compute in float32, which Inductor rounds otherwise than eager; with uncompiled blocks all digits are eager's."""
     model, batch = llama()
