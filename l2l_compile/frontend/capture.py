@@ -25,6 +25,7 @@ from ..ranks.sharing import ranks_sharing
 from . import dynamo
 from .indices import IndexCheck
 from .inline import inline_subgraphs
+from .readiness import without_values
 from .shards import make_whole
 from .simplify import simplify
 from .stacked import take_slices_apart
@@ -162,10 +163,7 @@ def _check_on_host(gm: fx.GraphModule) -> None:
         if isinstance(example, torch.Tensor) and not is_host(example.device):
             what = "parameter" if isinstance(example, torch.nn.Parameter) else "input"
             if example.device.type == "meta":
-                raise DeviceError(
-                    f"{what} '{_readable(dynamo.source_name(node))}' is on meta, without values: give the model memory with "
-                    "model.to_empty(device='cpu'), and load its weights. (explain takes a model on meta as it is)"
-                )
+                raise without_values(f"{what} '{_readable(dynamo.source_name(node))}'")
             raise DeviceError(
                 f"{what} '{_readable(dynamo.source_name(node))}' is on {example.device}. Backend 'l2l' streams layers "
                 "from the host: leave the model and its inputs on the host (do not call .to('cuda')), and name the "

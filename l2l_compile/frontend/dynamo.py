@@ -40,6 +40,7 @@ from . import collection, limits
 from .frames import with_room
 from .kept_programs import note_code
 from .patches import is_replaced, replace
+from .readiness import check_ready
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 _ANY_MARK = (*_MARKS, "_dynamo_dynamic_indices", "_dynamo_static_indices", "_dynamo_unbacked_indices")
@@ -223,6 +224,7 @@ def watch_frames(
         begun(owner := innermost_backend(self._torchdynamo_orig_backend))
         note_code(owner, frame.f_code)
         try:
+            check_ready(frame.f_locals.values())
             settings = torch._dynamo.config.patch(_SETTINGS)
             lazy = _use_lazy_graph_module(True)  # nobody runs Dynamo's graph: no Python code is written for it
             with collection.rests(), limits.raised(self, frame, recompiled), settings, lazy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -27,6 +27,7 @@ class Path:
     forwards     how many forwards have begun so far
     steps        how many steps optimizers of divided parameters have taken
     train        whether a backward may follow
+    settings     numbers of the parameter groups of the optimizer that stepped last, as "lr=0.1"
     """
 
     kind: Kind
@@ -34,15 +35,16 @@ class Path:
     forwards: int
     steps: int
     train: bool
+    settings: tuple[str, ...] = ()
 
     def numbers(self) -> list[int]:
-        text = "\n".join(self.collectives).encode()
         return [
             self.kind,
-            int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True),
+            number_of("\n".join(self.collectives).encode()),
             self.forwards,
             self.steps,
             self.train,
+            number_of("\n".join(self.settings).encode()),
         ]
 
     def __str__(self) -> str:
@@ -53,6 +55,11 @@ class Path:
             Kind.STEP: f"begins optimizer step {self.steps + 1}",
         }[self.kind]
         return f"{what}, after {self.steps} optimizer step{'s' * (self.steps != 1)}"
+
+
+def number_of(content: bytes) -> int:
+    """A whole number of 64 bits that another content has not."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
 
 
 _SHOWN = 3  # collectives on each side of the first difference
@@ -66,6 +73,7 @@ def difference(paths: Sequence[Path]) -> str:
     lines = ["the ranks have taken different paths; all of them have to run the same programs in the same order"]
     for path, ranks in members.items():
         lines.append(f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {path}")
+    lines += _other_settings(members)
     first, *others = [path.collectives for path in members]
     for other, (_, ranks) in zip(others, list(members.items())[1:], strict=True):
         if first != other:
@@ -76,3 +84,16 @@ def difference(paths: Sequence[Path]) -> str:
                 f"  collectives part at number {place + 1}: on rank 0 {list(first[shown])}, on rank {ranks[0]} {list(other[shown])}"
             )
     return "\n".join(lines)
+
+
+def _other_settings(members: Mapping[Path, Sequence[int]]) -> list[str]:
+    """Where ranks that have taken equally many steps have taken them with other numbers than rank 0."""
+    first, *others = members.items()
+    lines = []
+    for path, ranks in others:
+        if path.steps == first[0].steps and path.settings != first[0].settings:
+            ours, theirs = (
+                sorted({*a} - {*b}) for a, b in ((first[0].settings, path.settings), (path.settings, first[0].settings))
+            )
+            lines.append(f"  the last optimizer step had {', '.join(ours)} on rank 0 and {', '.join(theirs)} on rank {ranks[0]}")
+    return lines

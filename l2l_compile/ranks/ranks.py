@@ -44,6 +44,7 @@ class Ranks:
     part_group, sums_group = BorrowedGroup(), BorrowedGroup()
     divides = True  # whether `shard` has divided a model among them
     forwards = steps = 0
+    settings: tuple[str, ...] = ()  # of the last step of an optimizer
     _watch: Watch | None = None
 
     def __init__(self, mesh: DeviceMesh, parallel: DeviceMesh | None = None):
@@ -107,7 +108,7 @@ class Ranks:
         Raises `RankError` on every rank if one of them begins something else; before that, what `refuse` raises, which looks at the
         numbers if all ranks begin something of this kind.
         """
-        path = Path(kind, collectives, self.forwards, self.steps, train)
+        path = Path(kind, collectives, self.forwards, self.steps, train, self.settings)
         numbers = path.numbers()
         mine = torch.tensor([*numbers, *told, *[0] * (_TOLD - len(told))])
         gathered = mine.new_empty((self.count, len(mine)))
@@ -344,6 +345,12 @@ def standing_in(others: Mapping[DeviceMesh, Ranks]) -> Iterator[None]:
 def is_known(mesh: DeviceMesh) -> bool:
     """Whether `shard` has divided a model among the ranks of a mesh."""
     return mesh in _known
+
+
+def parts_of(mesh: DeviceMesh) -> int:
+    """How many ranks share parallel layers of the models that `shard` has divided among the ranks of a mesh; 0 if it has not."""
+    known = _known.get(mesh)
+    return known.parts if known is not None and known.made_for(shards_of(mesh).get_group()) else 0
 
 
 def anything_is_divided() -> bool:

@@ -21,8 +21,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import L2LError
+from .gathered import gathered
 from .pieces import Pieces, stride_of
-from .ranks import Ranks, is_known, ranks_of, replicates
+from .ranks import Ranks, is_known, parts_of, ranks_of, replicates
 from .sharing import ranks_sharing
 
 
@@ -38,16 +39,15 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     ("dp", "tp"), parameters are divided along the first one; layers that `parallelize_module` has divided along the second one are
     divided along both.
 
-    Raises `L2LError` for another mesh, for a parameter that is not on the host, for one that is divided already, and for one of a
-    parallel layer that the ranks cannot divide evenly.
+    Raises `L2LError` for another mesh, for a second dimension that neither divides parameters nor has parallel layers, for a parameter
+    that is not on the host, for one that is divided already, and for one of a parallel layer that the ranks cannot divide evenly.
     """
-    if mesh.ndim > 2 or mesh.ndim == 2 and not mesh.mesh_dim_names:
-        raise L2LError(f"l2l_compile.shard takes a mesh of one dimension, or of two with names, got one of {mesh.ndim}: {mesh}")
-    if replicates(mesh) and mesh.size(1) == 1:
-        raise L2LError(f"{mesh} repeats the model and divides nothing: use DistributedDataParallel, or a mesh of one dimension")
+    _check_mesh(mesh)
     for name, whole in model.named_parameters():
         _check(whole, mesh, name)
     data = _data(mesh)
+    if data is not mesh and mesh.size(1) > 1:
+        _check_parallel(model, mesh)
     ranks_of(data, make=True, parallel=mesh if data is not mesh else None)
     count_steps()
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -64,8 +64,25 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             if is_divided_twice(made[parameter]):
                 parallel[name] = mesh
         if names:
+            module.register_load_state_dict_pre_hook(_take_rows)
             module.__class__ = _reading_whole(type(module), tuple(names), _data(mesh).ndim, tuple(parallel.items()))  # type: ignore[arg-type]  # a class is hashable
     return model
+
+
+def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """`load_state_dict` of whole tensors, which every rank has, loads the rows of this rank. Raises `L2LError` for parallel layers."""
+    for name, parameter in module._parameters.items():
+        whole = state_dict.get(prefix + name)
+        if isinstance(parameter, DTensor) and isinstance(whole, torch.Tensor) and not isinstance(whole, DTensor):
+            if is_divided_twice(parameter):
+                raise L2LError(
+                    f"'{prefix}{name}' is of a parallel layer, and whole in the state_dict: load it with set_model_state_dict(..., "
+                    "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict"
+                )
+            if whole.shape == parameter.shape:
+                pieces, ranks = pieces_of(parameter), ranks_behind(parameter)
+                span = slice(None) if pieces.replicated else slice(pieces.span(ranks.rank).start, pieces.span(ranks.rank).stop)
+                state_dict[prefix + name] = divided_as((whole[span] if whole.dim() else whole).clone(), parameter)
 
 
 _REPLACED = "_l2l_replaced"  # an attribute of parameters that `shard` has taken out of a model
@@ -104,6 +121,12 @@ def _counted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         mesh = first.device_mesh
         ranks = ranks_sharing(mesh) if is_of_a_parallel_layer(first) else ranks_behind(first)
         ranks.steps += 1
+        ranks.settings = tuple(
+            f"{name}={value} in group {number}"
+            for number, group in enumerate(optimizer.param_groups)
+            for name, value in group.items()
+            if isinstance(value, (int, float, tuple)) or isinstance(value, torch.Tensor) and not value.dim()
+        )
 
 
 def _is_of_this_parallel_layer(parameter: torch.Tensor, mesh: DeviceMesh) -> TypeGuard[DTensor]:
@@ -128,6 +151,31 @@ def _check(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> None:
         )
     elif parameter.device.type not in ("cpu", "meta"):
         raise L2LError(f"parameter '{name}' is on {parameter.device}: leave the model on the host, or on meta")
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    """Raise `L2LError` for what is no mesh that can divide a model."""
+    if not isinstance(mesh, DeviceMesh):
+        raise L2LError(f"l2l_compile.shard takes a DeviceMesh, as init_device_mesh('cpu', (ranks,)) makes it, got {mesh!r}")
+    if mesh.ndim > 2 or mesh.ndim == 2 and not mesh.mesh_dim_names:
+        raise L2LError(f"l2l_compile.shard takes a mesh of one dimension, or of two with names, got one of {mesh.ndim}: {mesh}")
+    if replicates(mesh) and mesh.size(1) == 1:
+        raise L2LError(f"{mesh} repeats the model and divides nothing: use DistributedDataParallel, or a mesh of one dimension")
+
+
+def _check_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise `L2LError` if nothing is parallel along the second dimension: its ranks would train on rows that nobody averages.
+
+    A model beside one of parallel layers has nothing parallel, and takes the mesh of both behind it.
+    """
+    if any(_is_of_this_parallel_layer(p, mesh) for p in model.parameters()) or parts_of(_data(mesh)):
+        return
+    first, second = _names(mesh)
+    raise L2LError(
+        f"l2l_compile.shard is given the dimensions ('{first}', '{second}'), and no layer of the model is parallel along '{second}'. To "
+        f"average gradients over both, name them ('replicate', 'shard'); for parallel layers, call parallelize_module(model, "
+        f"mesh['{second}'], ...) first"
+    )
 
 
 def _divided(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
@@ -172,7 +220,10 @@ def _whole(module: nn.Module, name: str, dims: int) -> Any:
     parameter = module._parameters[name]
     if not isinstance(parameter, DTensor):
         return parameter
-    return parameter.redistribute(placements=[Replicate()] * dims).to_local(grad_placements=[Partial("avg")] * dims)
+    whole = parameter.redistribute(placements=[Replicate()] * dims).to_local(grad_placements=[Partial("avg")] * dims)
+    if torch.compiler.is_compiling():
+        return whole  # the two calls alone: they are what a program gathers
+    return gathered(whole, parameter, f"the '{name}' of a {type(module).__name__}")
 
 
 def _whole_part(module: nn.Module, name: str, data: DeviceMesh, tensor: DeviceMesh) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..devices.device import Device
-from ..devices.host import without_autocast
+from ..devices.host import is_host, without_autocast
 from ..devices.ranges import ranges
 from ..errors import DeviceError, L2LError
 from ..frontend.dynamo import accumulates, graph_is_kept
@@ -22,7 +22,7 @@ from ..ir.values import TensorSpec, dim_of, evaluate
 from ..lowering.lower import Lowering
 from ..memory.address import address, memory_of
 from ..options import Options
-from ..ranks.announcements import Kind
+from ..ranks.announcements import Kind, number_of
 from ..ranks.ranks import Ranks
 from ..ranks.sharded import divided_as, local
 from .executor import Executor
@@ -32,6 +32,8 @@ from .slab import slab_bytes
 from .slabs import Slabs
 from .stashes import Stashes, StashQueue
 from .step import BlockCheck, Host, RuntimeValue, Stats, Step
+
+_COMPARED = 256  # entries of an input, about, by which ranks that share parallel layers tell that they have the same
 
 
 def _no_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -245,13 +247,28 @@ class Runner:
         world.forwards += 1
         collectives = collectives_of(self.program.forward.graph, self.program.segments)
         count = step.rows if step.batch is not None else self._rows_of(step.given)
-        told = (count, len(step.sizes), step.base_seed())
+        told = (
+            count,
+            len(step.sizes),
+            step.base_seed(),
+            self._number_of_inputs(step.given) if to_train and world.parts > 1 else 0,
+        )
         rows = world.announce(Kind.FORWARD, collectives, to_train, told, functools.partial(_refuse_rows, world.parts))
         step.seed = rows[0][2]
         each = rows[world.part :: world.parts]  # ranks that share parallel layers have the same micro-batches
         step.first_micro_batch = sum(micro_batches for _, micro_batches, *_ in each[: world.number // world.parts])
         if self.options.ranks == "global":
             step.rows_of_ranks = tuple(count for count, *_ in rows)
+
+    def _number_of_inputs(self, arguments: Sequence) -> int:
+        """A number that another batch has not: that of up to some hundred entries of each input in host memory."""
+        values = (
+            arguments[i.index].detach()
+            for i in self.captured.inputs
+            if i.kind == "value" and not arguments[i.index].requires_grad
+        )
+        seen = (v.flatten()[:: max(1, v.numel() // _COMPARED)] for v in values if is_host(v.device))
+        return number_of(b"".join(v.contiguous().view(torch.uint8).numpy().tobytes() for v in seen))
 
     def _rows_of(self, arguments: Sequence) -> int:
         """Rows of a batch that cannot be split: the size of the first dimension of the first value that has one."""
@@ -281,7 +298,7 @@ class Runner:
 
 def _refuse_rows(parts: int, told: list[list[int]]) -> None:
     """What each rank tells before a forward begins with its rows."""
-    for rank, (count, *_) in enumerate(told):
+    for rank, (count, *_, own) in enumerate(told):
         if count == 0:
             raise L2LError(f"rank {rank} has a batch of no rows: every rank needs one row at least (drop_last=True, or pad)")
         first = rank - rank % parts
@@ -289,6 +306,11 @@ def _refuse_rows(parts: int, told: list[list[int]]) -> None:
             raise L2LError(
                 f"ranks {first} and {rank} share parallel layers and have batches of {told[first][0]} and {count} rows: they compute parts "
                 "of the same rows, so give both the same batch"
+            )
+        if own and told[first][3] and own != told[first][3]:  # neither is without gradients
+            raise L2LError(
+                f"ranks {first} and {rank} share parallel layers and have other inputs than each other: they compute parts of the same rows, "
+                "so give both the same batch (a DistributedSampler takes the rank and size of the first dimension of the mesh)"
             )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import l2l_compile
+from l2l_compile import L2LError
 from l2l_compile.session import session_of
 from models import Stack
 
@@ -187,3 +188,28 @@ def frozen_behind_backward(rank, world, delayed):
 def test_ranks_decide_together_though_parameters_are_frozen_meanwhile(ranks, delayed):
     frozen = ranks.run(frozen_behind_backward, delayed)
     assert frozen[0] == frozen[1]
+
+
+def other_learning_rates_are_an_error(rank, world, options):
+    """As those of a scheduler that looks at the loss of its rank."""
+    torch.manual_seed(0)
+    model = l2l_compile.shard(Stack(2), init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    given = {**options, "optimizer": optimizer} if options else {}
+    step = torch.compile(model, backend="l2l", fullgraph=True, options={**OPTIONS, **given})
+    for number in range(2):
+        step(torch.randn(4, 5)).mean().backward()
+        if number:
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = "had lr=0.1 in group 0 on rank 0 and lr=0.05 in group 0 on rank 1"
+    with pytest.raises(
+        L2LError, match=f"rank 0: begins forward 3, .* after 2 .*\n.*rank 1: .*\n  the last optimizer step {expected}"
+    ):
+        step(torch.randn(4, 5))
+
+
+@pytest.mark.parametrize("options", [{}, {"update": "at_step"}, {"update": "in_forward"}], ids=["none", "at_step", "in_forward"])
+def test_ranks_step_with_the_same_settings(ranks, options):
+    ranks.run(other_learning_rates_are_an_error, options)

@@ -199,6 +199,18 @@ def test_ranks_that_share_layers_have_the_same_rows(ranks, with_shard):
     ranks.run(another_batch_is_refused, with_shard)
 
 
+def other_rows_are_refused(rank, world, with_shard):
+    step = with_or_without_shard(world, Layers().double(), with_shard)
+    step(numbers(0, 0)).backward()
+    with pytest.raises(L2LError, match="ranks 0 and 1 share parallel layers and have other inputs than each other"):
+        step(numbers(0, rank))
+
+
+@pytest.mark.parametrize("with_shard", [True, False])
+def test_ranks_that_share_layers_have_one_batch_and_not_two_of_a_size(ranks, with_shard):
+    ranks.run(other_rows_are_refused, with_shard)
+
+
 def another_path_is_an_error(rank, world, with_shard):
     step = with_or_without_shard(world, Layers().double(), with_shard)
     step(numbers(0, 0)).backward()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import l2l_compile
 from l2l_compile import L2LError, Program, VerifyError
@@ -249,6 +250,17 @@ def test_shard_refuses_what_it_cannot_divide(world):
         l2l_compile.shard(model, mesh)
     with pytest.raises(L2LError, match="takes a mesh of one dimension, or of two with names, got one of 2"):
         l2l_compile.shard(Stack(2), init_device_mesh("cpu", (1, world)))
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_layers_of_fully_shard_are_refused_with_the_call_that_works(world):
+    model, mesh = Stack(2), init_device_mesh("cpu", (world,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    with pytest.raises(
+        L2LError, match="layer 'layers.0' is divided by fully_shard, .*: divide the plain model with l2l_compile.shard"
+    ):
+        torch.compile(model, backend="l2l", options=OPTIONS)(rows(4, dtype=torch.float32))
 
 
 def test_pieces_of_all_ranks_are_the_tensor_with_padding_behind_it():

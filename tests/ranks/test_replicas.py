@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import l2l_compile
+from l2l_compile import L2LError
 from models import Stack
 
 FLOOR = 1e-10  # in float64
@@ -134,3 +135,18 @@ def refuses(rank, world):
 
 def test_replicas_of_one_batch_are_refused(ranks):
     ranks.run(refuses, world=4)
+
+
+def a_dimension_without_a_meaning_is_refused(rank, world):
+    for names in (("dp", "fsdp"), ("shard", "replicate"), ("dp", "tp")):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        with pytest.raises(
+            L2LError, match=rf"dimensions \('{names[0]}', '{names[1]}'\), and no layer .* name them \('replicate', 'shard'\)"
+        ):
+            l2l_compile.shard(Stack(2), mesh)
+    with pytest.raises(L2LError, match="takes a DeviceMesh, as init_device_mesh.* makes it, got 2"):
+        l2l_compile.shard(Stack(2), 2)
+
+
+def test_a_dimension_without_a_meaning_is_refused(ranks):
+    ranks.run(a_dimension_without_a_meaning_is_refused, world=4)

@@ -1,0 +1,52 @@
+"""Whether a model can be traced at all, said before Dynamo fails in the middle of it."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import DeviceError, L2LError
+
+
+def check_ready(values: Iterable[Any]) -> None:
+    """Look at the local variables of a frame: the model is one of them, and what it is given.
+
+    Raises `L2LError` for a model with layers of `fully_shard`, and `DeviceError` for one on meta that is given tensors of another device.
+    """
+    values = list(values)
+    given = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    for module in values:
+        if isinstance(module, nn.Module):
+            _check_module(module, any(tensor.device.type != "meta" for tensor in given))
+
+
+def without_values(what: str) -> DeviceError:
+    """The error for a tensor on meta in a model that is to run."""
+    return DeviceError(
+        f"{what} is on meta, without values: give the model memory with model.to_empty(device='cpu'), and load its weights. (explain "
+        "takes a model on meta as it is)"
+    )
+
+
+def _check_module(module: nn.Module, is_run: bool) -> None:
+    if (name := _divided_by_hooks(module)) is not None:
+        raise L2LError(
+            f"layer '{name}' is divided by fully_shard, whose hooks gather weights outside of the graph: divide the plain model with "
+            "l2l_compile.shard"
+        )
+    if is_run and (name := next((n for n, p in module.named_parameters() if p.device.type == "meta"), None)) is not None:
+        raise without_values(f"parameter '{name}'")
+
+
+def _divided_by_hooks(module: nn.Module) -> str | None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody has used it whose process has not imported it
+    if fsdp is None:
+        return None
+    layers = itertools.islice(module.named_modules(), 1, None)  # of a module itself, hooks run before its forward is traced
+    return next((name for name, layer in layers if isinstance(layer, fsdp.FSDPModule)), None)
