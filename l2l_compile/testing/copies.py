@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import L2LError
 from ..frontend import dynamo
+from ..ranks.sharded import is_divided
 
 Model = TypeVar("Model", bound=Callable)
 
@@ -29,10 +30,15 @@ def options_of(model: Callable) -> dict[str, Any]:
 def copied(model: Model, dtype: torch.dtype | None) -> Model:
     """A deep copy of a module, in a dtype. A function is itself.
 
-    Raises `L2LError` where the module cannot be copied; it names the part that cannot.
+    Raises `L2LError` where the module cannot be copied; it names the part that cannot. So it does for a model that ranks divide.
     """
     if not isinstance(model, nn.Module):
         return model
+    if (name := next((n for n, p in model.named_parameters() if is_divided(p)), None)) is not None:
+        raise L2LError(
+            f"parameter '{name}' of {type(model).__name__} is divided among ranks, and eager has no divided model to compare with: compare "
+            "the plain model, before l2l_compile.shard or parallelize_module"
+        )
     try:
         made = copy.deepcopy(model)
     except Exception as error:

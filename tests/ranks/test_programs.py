@@ -21,6 +21,7 @@ from l2l_compile.passes.compilation import Compilation, Fact
 from l2l_compile.passes.pipeline import PIPELINE
 from l2l_compile.passes.verify import verify
 from l2l_compile.ranks.pieces import Pieces
+from l2l_compile.testing import compare
 from models import Stack, rows
 
 FACTS = frozenset().union(*(step.provides for step in PIPELINE))
@@ -261,6 +262,15 @@ def test_layers_of_fully_shard_are_refused_with_the_call_that_works(world):
         L2LError, match="layer 'layers.0' is divided by fully_shard, .*: divide the plain model with l2l_compile.shard"
     ):
         torch.compile(model, backend="l2l", options=OPTIONS)(rows(4, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_a_divided_model_is_not_compared(world):
+    model = l2l_compile.shard(Stack(2), init_device_mesh("cpu", (world,)))
+    with pytest.raises(
+        L2LError, match="'embed.weight' of Stack is divided .*: compare the plain model, before l2l_compile.shard"
+    ):
+        compare(model, OPTIONS)(rows(4, dtype=torch.float32))
 
 
 def test_pieces_of_all_ranks_are_the_tensor_with_padding_behind_it():
