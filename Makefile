@@ -12,8 +12,8 @@ CHECKERS := $(VENV)/.checkers
 TREE := build/tree
 # Tests that compile no model, or tiny ones in a second.
 UNIT_TESTS := tests/ir tests/passes/golden $(addprefix tests/passes/test_,pipeline.py batch_rules.py canonical.py find_blocks.py \
-	loss_terms.py orders.py verify.py) $(addprefix tests/frontend/test_,guard_failures.py propagation.py) tests/devices/test_registry.py \
-	tests/devices/test_cuda_device.py tests/lowering/test_widening.py tests/test_options.py
+	orders.py verify.py) $(addprefix tests/frontend/test_,guard_failures.py propagation.py) tests/devices/test_registry.py \
+	tests/devices/test_cuda_device.py tests/lowering/test_widening.py
 
 .PHONY: help quickstart check test slow bench gpu clean
 
