@@ -335,6 +335,7 @@ def test_a_process_that_is_killed_before_its_limit_says_nothing_of_it(tmp_path, 
     assert full.verdict == "hang"
 
 
+@pytest.mark.slow
 def test_a_token_that_the_host_finds_is_refused(tmp_path, monkeypatch):
     """On the host, PyTorch's own error refuses it."""
     monkeypatch.chdir(BENCHMARKS)

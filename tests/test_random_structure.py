@@ -45,6 +45,7 @@ def with_parameters(segments) -> set:
 
 @MODEST
 @given(plans())
+@pytest.mark.slow
 def test_no_segment_holds_two_layers_or_more_bytes_than_the_largest(plan):
     model = built(plan)
     owner = owners(model)

@@ -7,9 +7,12 @@ import sys
 import types
 from pathlib import Path
 
+import pytest
+
 PATH = Path(__file__).parent.parent / "examples" / "tour.ipynb"
 
 
+@pytest.mark.slow
 def test_the_cells_of_the_tour_run_in_order(capsys, monkeypatch):
     notebook = json.loads(PATH.read_text())
     module = types.ModuleType("tour")  # Dynamo looks its globals up by the name of their module

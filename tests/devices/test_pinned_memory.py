@@ -113,7 +113,7 @@ class Text(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("precision", "update"), [("fp32", "at_step"), ("bf16", "in_backward")])
-@pytest.mark.slow(only="fp32-at_step")
+@pytest.mark.slow
 def test_texts_of_many_lengths_take_the_memory_of_the_longest(threaded, precision, update):
     def taken(shapes):
         model = Text()

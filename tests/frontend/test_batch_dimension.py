@@ -110,6 +110,7 @@ def test_one_row_of_a_varying_length():
     assert [s.name for s in last.segments][:2] == ["encoder.layers.0", "encoder.layers.1"]
 
 
+@pytest.mark.slow
 def test_time_first_of_a_varying_length():
     batches = [(rows(*shape, 16), classes(shape[1])) for shape in ((9, 6), (7, 6), (8, 6), (8, 9), (5, 1))]
     step = assert_parity(Encoder(False).double(), *batches)

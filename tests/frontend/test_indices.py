@@ -352,6 +352,7 @@ def test_training_goes_on(stand_in, update):
 # ---- Hugging Face ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_token_beyond_the_vocabulary_of_llama(stand_in):
     model, inputs = build("llama")
     step = assert_parity(model, inputs, device=stand_in)
@@ -364,6 +365,7 @@ def test_token_beyond_the_vocabulary_of_llama(stand_in):
     assert_parity(model, inputs, device=stand_in)
 
 
+@pytest.mark.slow
 def test_text_beyond_the_positions_of_gpt2(stand_in):
     model, inputs = build("gpt2")
     step = compiled(model, device=stand_in)

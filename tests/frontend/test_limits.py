@@ -205,6 +205,7 @@ def test_programs_of_other_models_of_the_class_are_named(few):
 
 
 @pytest.mark.filterwarnings("ignore:backend 'l2l' compiles")
+@pytest.mark.slow
 def test_a_depth_that_changes_twenty_times_stays_compiled():
     model = Shallow([nn.Linear(WIDTH, WIDTH) for _ in range(20)]).double()
 

@@ -144,6 +144,7 @@ class ByLayers(nn.Module):
     [Weighted, Kept, ThroughAView, Filled, Several, Returned, WithoutRecording, Data, ALeaf, ByLayers],
     ids=lambda model: model.__name__,
 )
+@pytest.mark.slow(but="*-3")
 def test_gradients_are_eagers(model, micro_batches):
     step = assert_parity(model().double(), *([rows(6, 4, WIDTH)] * 2), micro_batches=micro_batches)
     assert len(programs(step)) > 1

@@ -124,7 +124,7 @@ def test_sixteen_bits_on_the_wire(update):
 
 
 @pytest.mark.parametrize("update", MODES)
-@pytest.mark.slow(only="in_forward")
+@pytest.mark.slow
 def test_on_a_device_of_threads(update, threaded):
     same_update(Stack, "adamw", update, steps=5)
     same_update(Shared, "adamw", update, steps=5, precision="bf16")
@@ -380,6 +380,7 @@ def test_the_device_goes_on_while_the_host_updates(threaded):
     assert StashQueue.device_went_on.is_set()
 
 
+@pytest.mark.slow
 def test_python_exits_cleanly_with_updates_under_way(launcher):
     script = """
 import torch
@@ -476,6 +477,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_forked_process_has_the_updates_that_were_under_way(launcher):
     done = launcher.run(FORKED, seconds=60)
     child, status, parent = done.stdout.split() or [done.stderr]

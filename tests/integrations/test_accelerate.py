@@ -122,6 +122,7 @@ def test_mixed_precision_is_the_precision_and_not_autocast(precision):
     assert not hasattr(loop.model, "_original_forward")
 
 
+@pytest.mark.slow
 def test_the_example_prints_the_losses_of_the_plain_loop(capsys):
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "with_accelerate.py"))
     plain, streamed = example["main"](["--steps", "3"])

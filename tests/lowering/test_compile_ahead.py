@@ -40,6 +40,7 @@ def step() -> None:
 
 
 @several_compilers
+@pytest.mark.slow
 def test_no_graph_waits_for_the_kernels_of_another(monkeypatch, no_kernels):
     begun, done, asked = [], [], threading.Event()
     begin, result, submit = compile_ahead.begin, compile_ahead.Begun.result, compile_ahead._compilers().submit

@@ -117,6 +117,7 @@ def test_the_next_process_traces_and_proves_nothing(traced, name):
     assert not traced
 
 
+@pytest.mark.slow
 def test_graphs_from_disk_are_compiled(traced, inductor):
     model = nn.Sequential(Causal(), Causal(), nn.BatchNorm1d(9)).double()
     step(model, (6, 9, WIDTH))

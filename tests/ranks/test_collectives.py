@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 _TWO_LANES = """
 import os, threading, time, weakref
 os.environ["TORCH_FR_BUFFER_SIZE"] = os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "4"  # stacks that the flight recorder keeps
@@ -31,6 +33,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_threads_give_collectives_while_functions_of_earlier_ones_end(launcher):
     done = launcher.run(_TWO_LANES, seconds=20)
     assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr

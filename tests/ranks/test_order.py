@@ -89,6 +89,7 @@ def rows_of_all_ranks_are_right(rank, world, seeds):
                 assert_same(whole(model, gradients=True), {n: p.grad for n, p in eager.named_parameters()}, FLOOR)
 
 
+@pytest.mark.slow
 def test_values_of_all_ranks_are_right_whatever_the_delays(ranks):
     ranks.run(rows_of_all_ranks_are_right, SEEDS)
 

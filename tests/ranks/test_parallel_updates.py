@@ -162,6 +162,7 @@ def masks_are_those_of_one_process(rank, world):
     return loss.item()
 
 
+@pytest.mark.slow
 def test_ranks_that_share_layers_draw_alike(ranks):
     a, b, c, d = ranks.run(masks_are_those_of_one_process, world=4)
     assert a == b != c == d

@@ -127,6 +127,7 @@ def equals_the_mean_of_the_rows(rank, world):
     assert_same(whole(model), {n: p.detach() for n, p in plain.named_parameters()}, FLOOR)
 
 
+@pytest.mark.slow
 def test_parallel_layers_are_divided_among_further_ranks(ranks):
     ranks.run(equals_the_mean_of_the_rows, world=4)
 

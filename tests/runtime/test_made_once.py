@@ -100,6 +100,7 @@ def test_what_rows_have_of_their_own_is_computed_for_each():
     [Masked, lambda: Masked(5), lambda: Masked(in_place=True), lambda: Masked(batch_first=False)],
     ids=["", "deep", "written by a layer", "time first"],
 )
+@pytest.mark.slow(but="*-{}")
 def test_parity(threaded, model, options):
     made = model().double()
     pair = pair_of(made, **options)

@@ -18,6 +18,7 @@ from models import Stack, rows
 HOST = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_figures_of_the_host(tmp_path):
     state = torch.get_rng_state()
     machine = l2l_compile.measure_machine("cpu")

@@ -162,7 +162,7 @@ def test_a_machine_without_a_figure_for_a_dtype_is_named():
 
 
 @pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
-@pytest.mark.slow(only="inductor")
+@pytest.mark.slow
 def test_measured_blocks_take_the_time_of_their_code(monkeypatch, block_compiler):
     """Each block is run once for a size. Here it counts as a second; the rest of a step is computed from the machine's figures."""
     asked = []
