@@ -69,7 +69,7 @@ def _written(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Gat
     """What an operation would write to, if it was gathered."""
     name = func.__name__
     targets = [kwargs.get("out")]
-    if name in _WRITES or name.endswith("_") and not name.endswith("__"):
+    if name in _WRITES or name.endswith("_") and not name.endswith("__") or kwargs.get("inplace"):
         targets += [args[0] if args else None, kwargs.get("tensor"), kwargs.get("input"), kwargs.get("self")]
     return next((t for t in pytree.tree_leaves(targets) if isinstance(t, Gathered)), None)
 

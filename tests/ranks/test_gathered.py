@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ WRITES = {
     "init": lambda layer: nn.init.normal_(layer.weight),
     "reset_parameters": lambda layer: layer.reset_parameters(),
     "in place": lambda layer: layer.bias.zero_(),
-    "an operator": lambda layer: exec("layer.weight.data += 1", {"layer": layer}),
+    "an operator": lambda layer: operator.iadd(layer.weight.data, 1),
     "into data": lambda layer: layer.weight.data.mul_(2),
     "other data": lambda layer: setattr(layer.weight, "data", torch.zeros(5, 4)),
     "an entry": lambda layer: layer.weight.__setitem__(0, 1.0),
@@ -26,6 +27,7 @@ WRITES = {
     "one of several": lambda layer: layer.weight.unbind()[0].fill_(1.0),
     "a list": lambda layer: torch._foreach_add_([layer.weight], 1.0),
     "out": lambda layer: torch.add(torch.ones(5, 4), 1.0, out=layer.weight),
+    "a function": lambda layer: nn.functional.relu(layer.weight, inplace=True),
     "requires_grad_": lambda layer: layer.weight.requires_grad_(False),
     "requires_grad": lambda layer: setattr(layer.weight, "requires_grad", False),
     "a gradient": lambda layer: setattr(layer.weight, "grad", torch.zeros(5, 4)),
