@@ -29,11 +29,21 @@ from l2l_compile.session import session_of  # noqa: E402
 OPTIONS = {"micro_batches": 2, "block_compiler": "eager"}
 
 
+def forget_accelerators() -> None:
+    """Without it, the precision of a process's first Accelerator is that of every later one."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator_of_another_test():
+    forget_accelerators()
+
+
 class Loop:
     """Epochs of 9 batches, two a step: the last step of an epoch has one."""
 
     def __init__(self, options=None, clip=CLIP, dtype=torch.float32, model=None, **given):
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        forget_accelerators()
         self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE, **given)
         if options is not None:
             stream(self.accelerator, **options)
