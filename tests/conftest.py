@@ -23,6 +23,9 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 warnings.filterwarnings("ignore", message=".*lowering to.*")
 
 
+STALE = pytest.StashKey[str]()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """The cases of a test that its mark `slow` leaves to `make test` lose it, before `-m` chooses."""
@@ -31,14 +34,21 @@ def pytest_collection_modifyitems(config, items):
         for mark in item.iter_markers("slow"):
             patterns = [(name, pattern) for name in ("but", "only") for pattern in _several(mark.kwargs.get(name, ()))]
             for name, pattern in patterns:
-                unused.setdefault((item.originalname, name, pattern), True)
+                unused.setdefault((item.path, item.originalname, name, pattern), True)
             found = [(name, p) for name, p in patterns if fnmatch.fnmatchcase(item.callspec.id, p)]
-            unused |= {(item.originalname, *key): False for key in found}
+            unused |= {(item.path, item.originalname, *key): False for key in found}
             if patterns and bool(found) != ("only" in mark.kwargs):
                 item.own_markers = [other for other in item.own_markers if other is not mark]
-    wrong = [f"{test}: {name}={pattern!r}" for (test, name, pattern), absent in unused.items() if absent]
-    if wrong and config.args_source is config.ArgsSource.TESTPATHS:  # all tests are here
-        raise pytest.UsageError("no case has this id: " + "; ".join(wrong))
+    if config.args_source is config.ArgsSource.TESTPATHS:  # all tests are here
+        wrong = {key[:2]: f"its mark slow has an id that no case has: {key[2]}={key[3]!r}" for key, absent in unused.items() if absent}
+        for item in items:
+            if sentence := wrong.get((item.path, getattr(item, "originalname", None))):
+                item.stash[STALE] = sentence
+
+
+def pytest_runtest_setup(item):
+    if STALE in item.stash:
+        pytest.fail(item.stash[STALE])
 
 
 def _several(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
