@@ -40,7 +40,9 @@ def pytest_collection_modifyitems(config, items):
             if patterns and bool(found) != ("only" in mark.kwargs):
                 item.own_markers = [other for other in item.own_markers if other is not mark]
     if config.args_source is config.ArgsSource.TESTPATHS:  # all tests are here
-        wrong = {key[:2]: f"its mark slow has an id that no case has: {key[2]}={key[3]!r}" for key, absent in unused.items() if absent}
+        wrong = {
+            key[:2]: f"its mark slow has an id that no case has: {key[2]}={key[3]!r}" for key, absent in unused.items() if absent
+        }
         for item in items:
             if sentence := wrong.get((item.path, getattr(item, "originalname", None))):
                 item.stash[STALE] = sentence

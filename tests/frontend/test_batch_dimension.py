@@ -49,6 +49,7 @@ def classes(*shape: int, count: int = 5) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("time, batch", [(9, 6), (6, 9), (6, 6)])
+@pytest.mark.slow(but="9-6")
 def test_time_first(time, batch):
     step = assert_parity(
         Encoder(False).double(), (rows(time, batch, 16), classes(batch)), (rows(time, batch - 1, 16), classes(batch - 1))

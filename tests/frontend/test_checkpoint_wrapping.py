@@ -70,6 +70,7 @@ def test_a_model_with_a_graph_break_under_a_checkpoint(reentrant):
     assert_steps(pair_of(Broken().double()), rows(6), wrapped=under_a_checkpoint(use_reentrant=reentrant))
 
 
+@pytest.mark.slow
 def test_under_a_checkpoint_with_inductor():
     pair = pair_of(Stack(3).double(), block_compiler="inductor")
     assert_steps(pair, rows(6), wrapped=under_a_checkpoint(use_reentrant=False))

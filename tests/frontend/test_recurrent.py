@@ -60,6 +60,7 @@ def micro_batches(step) -> set[int]:
 
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "time first"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.slow(but=("LSTM-batch first", "GRU-time first"))
 def test_each_layer_is_a_segment_of_one_block(kind, batch_first):
     model = LanguageModel(kind, num_layers=3, batch_first=batch_first).double()
     step = assert_parity(model, batch(6, batch_first), batch(8, batch_first), batch(2, batch_first))
@@ -84,6 +85,7 @@ class Tagger(nn.Module):
 @pytest.mark.parametrize(
     "reduction, weighted, smoothing", [("mean", False, 0.0), ("sum", False, 0.0), ("mean", True, 0.0), ("mean", True, 0.2)]
 )
+@pytest.mark.slow(but=("mean-True-0.2", "sum-*"))
 def test_losses_over_folded_time_stay_row_wise_up_to_their_sum(reduction, weighted, smoothing):
     weight = torch.rand(4).double() if weighted else None
     model = Tagger(
@@ -109,6 +111,7 @@ def test_classes_that_lie_batch_first_in_memory():
     ],
     ids=str,
 )
+@pytest.mark.slow(but=("{'bidirectional': True}", "*'proj_size': 3*"))
 def test_forms_of_an_lstm(options):
     model = LanguageModel(**{"num_layers": 3, **options}).double()
     step = assert_parity(model, batch(6), batch(8))
@@ -116,6 +119,7 @@ def test_forms_of_an_lstm(options):
 
 
 @pytest.mark.parametrize("options", [{"nonlinearity": "relu"}, {"bidirectional": True, "bias": False}], ids=str)
+@pytest.mark.slow(but="*relu*")
 def test_forms_of_an_rnn(options):
     step = assert_parity(LanguageModel(nn.RNN, num_layers=2, **options).double(), batch(6), batch(8))
     assert micro_batches(step) == {3}
@@ -198,6 +202,7 @@ def test_dropout_between_layers():
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.slow(but="GRU")
 def test_gradients_in_16_bits_are_as_good_as_those_of_autocast(kind):
     class WithLoss(LanguageModel):
         def forward(self, ids, target):
@@ -221,6 +226,7 @@ def states(kind, layers: int, count: int, **options) -> tuple[torch.Tensor, ...]
 @pytest.mark.parametrize(
     "kind, options", [(nn.LSTM, {}), (nn.GRU, {}), (nn.LSTM, {"bidirectional": True})], ids=["LSTM", "GRU", "both directions"]
 )
+@pytest.mark.slow(but=("LSTM-batch first", "both directions-time first"))
 def test_gradients_go_through_given_states(kind, options, batch_first):
     """In both directions, there are as many states as rows: 3 * 2 = 6."""
     model = LanguageModel(kind, num_layers=3, batch_first=batch_first, **options).double()
@@ -338,6 +344,7 @@ class Cells(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@pytest.mark.slow(but="LSTMCell")
 def test_loops_over_cells(kind):
     step = assert_parity(Cells(kind).double(), batch(6, time=3), batch(8, time=3))
     assert micro_batches(step) == {3}
@@ -365,6 +372,7 @@ class Translator(nn.Module):
         return {"loss": F.cross_entropy(torch.stack(made, 1).flatten(0, 1), target[:, 1:].flatten())}
 
 
+@pytest.mark.slow
 def test_translation_with_attention():
     step = assert_parity(Translator().double(), (words(6, 5), words(6, 4)), (words(8, 5), words(8, 4)))
     assert micro_batches(step) == {3}

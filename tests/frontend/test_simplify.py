@@ -83,6 +83,7 @@ def test_a_write_that_nobody_sees_splits_no_layer():
     "squeeze", [lambda x: x.unsqueeze(1).squeeze(), lambda x: torch.squeeze(x.unsqueeze(-1)), lambda x: x.squeeze()]
 )
 @pytest.mark.parametrize("micro_batches", [3, 6])
+@pytest.mark.slow(but=("3-<lambda>0", "6-<lambda>1"))
 def test_a_micro_batch_of_one_row_keeps_its_dimension(squeeze, micro_batches):
     class Model(nn.Module):
         def __init__(self):

@@ -104,6 +104,7 @@ CASES = [
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.slow(but=("*-3", "slice_of_an_input-1"))
 def test_a_write_behind_a_graph_break_reaches_what_is_viewed(case, micro_batches):
     step = assert_parity(Views(case).double(), rows(6, WIDTH), rows(9, WIDTH), micro_batches=micro_batches)
     assert len(l2l_compile.programs(step)) > 1

@@ -50,6 +50,7 @@ def train_eagerly(model, make_optimizer, steps, micro_batches):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("make", MODELS)
+@pytest.mark.slow(but=("linear-*", "frozen-adamw", "convolutions-fused adamw"))
 def test_bit_equal_to_eager_on_the_same_micro_batches(make, optimizer):
     model = MODELS[make]()
     reference = copy.deepcopy(model)

@@ -411,6 +411,7 @@ begun.wait()
 @pytest.mark.parametrize(
     "end, code, said", [("raise ValueError('the data ran out')", 1, "the data ran out"), ("", 0, "ends without an update")]
 )
+@pytest.mark.slow(only="raise*")
 def test_python_ends_though_an_update_does_not(launcher, end, code, said):
     begin = time.monotonic()
     done = launcher.run(STUCK + end)

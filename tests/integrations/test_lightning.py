@@ -140,6 +140,7 @@ def test_validation_streams_without_training(tmp_path):
     assert l2l_compile.programs(module.model)
 
 
+@pytest.mark.slow
 def test_mixed_precision_is_the_precision_and_not_autocast(tmp_path):
     strategy = StreamingStrategy(**OPTIONS, update="in_forward")
     module, _ = fit(tmp_path, Module(torch.float32), precision="bf16-mixed", strategy=strategy, max_epochs=1)
@@ -157,6 +158,7 @@ class TwoModels(Module):
         self.other = torch.nn.Linear(2, 2)
 
 
+@pytest.mark.slow
 def test_the_example_prints_the_losses_of_the_plain_loop(capsys):
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "with_lightning.py"))
     plain, streamed = example["main"](["--steps", "3"])
@@ -189,7 +191,7 @@ class SumsOfWeights(lightning.Callback):
 
 
 @pytest.mark.parametrize("update", ["in_backward", "in_forward"])
-@pytest.mark.slow(but="in_forward")
+@pytest.mark.slow
 def test_what_reads_weights_behind_a_step_finds_those_of_the_step(update, tmp_path, monkeypatch):
     found, short = [], {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 0, "gradient_clip_val": None}
     updates_come_late(monkeypatch)

@@ -33,7 +33,7 @@ def adapter_bytes(model) -> int:
 
 
 @pytest.mark.parametrize("update", ["in_backward", "in_forward"])
-@pytest.mark.slow(only="in_backward")
+@pytest.mark.slow
 def test_adapters_train_as_in_the_plain_loop_and_a_resumed_run_has_the_same_bits(update, tmp_path):
     clip = {"max_grad_norm": 0.0} if update == "in_backward" else {"max_grad_norm": 0.1}
     settings = {"max_steps": 10, "eval_steps": 5, "save_steps": 5, **clip}

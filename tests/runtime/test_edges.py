@@ -151,7 +151,7 @@ class Trained:
 
 @pytest.mark.unwatched
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.slow(but=("stack", "stashes on the device", "a buffer, in_backward"))
+@pytest.mark.slow(but=("stashes on the device", "a buffer, in_backward"))
 def test_every_edge_is_needed(threaded, name):
     threaded.delay = 0.0
     trained = Trained(name)

@@ -22,6 +22,7 @@ def sizes(model) -> list[int]:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 7])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.slow(but=("fp32-0", "bf16-1", "fp32-2", "bf16-7"))
 def test_the_last_weights_cross_the_link_once(threaded, prefetch, precision):
     torch._dynamo.reset()
     model = Stack(4) if precision == "bf16" else Stack(4).double()

@@ -176,7 +176,7 @@ class Picture(nn.Module):
 
 @pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.slow(only="1-inductor")
+@pytest.mark.slow(only="*-inductor")
 def test_memory_in_another_order_reaches_blocks_in_that_of_the_sizes(block_compiler, micro_batches):
     """Rows of a larger batch in channels_last, and a loss whose gradient has its channels last."""
 

@@ -69,6 +69,7 @@ def step_over_compute(on: Machine, depth: int = 12, **options) -> float:
 
 @pytest.mark.parametrize("options", [{}, {"update": "in_backward"}, {"update": "in_forward", "max_grad_norm": 1.0}], ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.slow(but=("fp32-{'update': 'in_backward'}", "bf16-{'update': 'in_forward'*"))
 def test_copies_and_updates_are_hidden(options, precision):
     assert step_over_compute(machine(), precision=precision, **options) < 1.06
 
