@@ -192,10 +192,14 @@ class Wires:
 
 def same_sample(copy: torch.Tensor, parameter: torch.Tensor, generation: int) -> bool:
     """Whether some entries of a copy are still those of its parameter: others in every generation (see `Copy.refresh`)."""
-    entries = local(parameter).detach().view(-1)
+    return torch.equal(_some_entries(copy, generation), _some_entries(parameter, generation).to(copy.dtype))
+
+
+def _some_entries(tensor: torch.Tensor, generation: int) -> torch.Tensor:
+    """Every 251st entry of a tensor, in memory of their own, since PyTorch converts and compares strided ones slowly."""
+    entries = local(tensor).detach().view(-1)
     stride = _STRIDE if entries.numel() > 16 * _STRIDE else 1
-    sample = slice(generation % stride, None, stride)
-    return torch.equal(copy.view(-1)[sample], entries[sample].to(copy.dtype))
+    return entries[generation % stride :: stride].contiguous()
 
 
 def identity(parameter: torch.Tensor) -> tuple[int, ...]:
