@@ -142,7 +142,7 @@ def _check_optimizer(settings: dict) -> None:
         raise OptionError("option 'accumulate' is for update='in_backward' and 'in_forward'; at_step accumulates as PyTorch does")
     if settings.get("delay") and update != "in_forward":
         raise OptionError(
-            f"option delay=1 puts updates off to the step behind, which update={update!r} does not. Use update='in_forward'"
+            f"option delay=1 puts updates off to the next step, which update={update!r} does not. Use update='in_forward'"
         )
     if update == "in_backward" and settings.get("precision") == "fp16":
         raise OptionError(

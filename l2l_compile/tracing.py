@@ -45,7 +45,7 @@ class Trace:
     def timeline(self) -> Timeline:
         """What ran when. Raises `L2LError` before the end of the block."""
         if self._timeline is None:
-            raise L2LError("the timeline of a trace is there behind its 'with' block")
+            raise L2LError("the timeline of a trace exists after its 'with' block")
         return self._timeline
 
     def __enter__(self) -> Trace:

@@ -117,7 +117,7 @@ def test_a_traced_model_computes_the_same_and_has_its_own_lanes_again(threaded, 
         losses = [step(compiled, optimizer, x)]
         device = session_of(compiled).device
         assert "begins" in vars(device)
-        with pytest.raises(L2LError, match="the timeline of a trace is there behind"):
+        with pytest.raises(L2LError, match="the timeline of a trace exists after"):
             traced.timeline  # noqa: B018
         with pytest.raises(L2LError, match="traced already"), l2l_compile.trace(compiled):
             pass

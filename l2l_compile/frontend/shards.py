@@ -91,7 +91,7 @@ def _refuse_whole_parameters(graph: fx.Graph, divided: dict[fx.Node, Pieces]) ->
         example = node.meta.get("example_value")
         if isinstance(example, torch.nn.Parameter) and example.requires_grad and node not in divided:
             raise L2LError(
-                f"parameter '{_name(node)}' is not divided among ranks, but others are: call l2l_compile.shard behind it"
+                f"parameter '{_name(node)}' is not divided among ranks, but others are: add all layers before l2l_compile.shard"
             )
 
 

@@ -50,7 +50,7 @@ class Path:
     def __str__(self) -> str:
         what = {
             Kind.FORWARD: f"begins forward {self.forwards}, {'to train' if self.train else 'without gradients'}",
-            Kind.BACKWARD: f"begins a backward behind forward {self.forwards}",
+            Kind.BACKWARD: f"begins a backward after forward {self.forwards}",
             Kind.NORM: f"sums the norm of the gradients of forward {self.forwards}",
             Kind.STEP: f"begins optimizer step {self.steps + 1}",
         }[self.kind]

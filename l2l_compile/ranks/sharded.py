@@ -111,7 +111,7 @@ def _refuse_parameters_of_before(optimizer: torch.optim.Optimizer, *_: Any) -> N
     if replaced:
         raise L2LError(
             f"{type(optimizer).__name__} holds {replaced} parameters that l2l_compile.shard has replaced by divided ones, so it trains "
-            "nothing: make it from model.parameters() behind l2l_compile.shard"
+            "nothing: make it from model.parameters() after l2l_compile.shard"
         )
 
 
@@ -147,7 +147,7 @@ def _check(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> None:
     elif isinstance(parameter, DTensor):
         raise L2LError(
             f"parameter '{name}' is divided among ranks already: call l2l_compile.shard once, on the plain model; "
-            "behind parallelize_module, with the mesh of both dimensions, its own the second"
+            "after parallelize_module, with the mesh of both dimensions, its own the second"
         )
     elif parameter.device.type not in ("cpu", "meta"):
         raise L2LError(f"parameter '{name}' is on {parameter.device}: leave the model on the host, or on meta")

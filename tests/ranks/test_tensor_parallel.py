@@ -203,7 +203,7 @@ def test_other_layers_are_refused_with_parameter_and_mesh(two_ranks, parallelize
 def test_shard_takes_parallel_layers_with_the_mesh_of_both_dimensions_alone(two_ranks):
     model = Layers()
     parallel_layers(model, two_ranks)
-    with pytest.raises(L2LError, match="is divided among ranks already: .*; behind parallelize_module, with the mesh of both"):
+    with pytest.raises(L2LError, match="is divided among ranks already: .*; after parallelize_module, with the mesh of both"):
         l2l_compile.shard(model, two_ranks)
 
 
