@@ -2,17 +2,16 @@
 
     pip install -e ".[coverage]"                      # timm, torchvision, diffusers, torchaudio; without, they are skipped
     python examples/coverage.py                       # continues where it was stopped
-    python examples/coverage.py --fresh               # all anew: two to three hours on two cores (an estimate)
-    python examples/coverage.py BertForMaskedLM CTC   # these classes and tasks anew, the others as they were
+    python examples/coverage.py --fresh               # forgets earlier results: two to three hours on two cores (an estimate)
+    python examples/coverage.py BertForMaskedLM CTC   # runs these classes and tasks again, and keeps all other results
     python examples/coverage.py --sample 25           # of each library, some classes that have no result yet
 
-A tiny model of each class (see `tiny_models`) trains one step eager and one with l2l, in float64, or in float32
-where a kernel of the model lacks float64; loss and gradients are compared, as float32 where a model in float64 casts to it
-and they agree no further. Where they differ or l2l fails, a step with
-`torch.compile(backend="eager")` tells whether Dynamo does so too. Where the class has a depth, a model of twice the
-layers takes a step with l2l as well: blocks and peak device memory should not grow with it. A class that crashes or
-hangs costs a worker process and no more. Results go to `runs/coverage.jsonl` as they come, the table to
-`examples/coverage.md`.
+A tiny model of each class (see `tiny_models`) trains one step in eager and one with l2l, in float64, or in float32 if a kernel
+of the model lacks float64. Loss and gradients are compared. If they differ in a float64 model that computes in a narrower dtype
+somewhere, the tolerance of that dtype holds. If they still differ, or l2l fails, a step with `torch.compile(backend="eager")`
+shows whether Dynamo is the cause. If the class has a depth, a model of twice the layers takes a step with l2l as well: blocks
+and peak device memory should not grow with it. A class that crashes or hangs only costs a worker process. Results are appended
+to `runs/coverage.jsonl` as they come; the table is written to `examples/coverage.md`.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ OURS = (*l2l_compile.__path__, *l2l_compile.passes.__path__)
 
 
 def check(job: Job, dynamo_only: bool = False) -> Result:
-    """The row of one class. `dynamo_only` leaves l2l out, for a class that killed its worker."""
+    """The row of one class. With `dynamo_only`, l2l does not run: for a class that killed its worker."""
     torch.set_num_threads(1)
     gc.collect()
     started = time.process_time()
@@ -88,7 +87,7 @@ def row_of(job: Job, dynamo_only: bool) -> Result:
 
 
 def trains_eagerly(job: Job) -> tuple[nn.Module, dict[str, Any], Any, Step] | str:
-    """Model, inputs, setting, and a step of the first setting that trains; else what went wrong first."""
+    """Model, inputs, setting and step of the first setting that trains; if none trains, the text of the first error."""
     problem = ""
     for setting in settings(job):
         for dtype in TOLERANCE:
@@ -98,10 +97,10 @@ def trains_eagerly(job: Job) -> tuple[nn.Module, dict[str, Any], Any, Step] | st
                 if not torch.isfinite(step[0]):
                     raise ArithmeticError(f"the loss is {step[0].item()}")
                 return model, inputs, setting, step
-            except Exception as error:  # noqa: BLE001 - the next setting may do
+            except Exception as error:  # noqa: BLE001 - the next setting may work
                 problem = problem or describe(error)
                 if not isinstance(error, RuntimeError | ArithmeticError):
-                    break  # another dtype does not mend it
+                    break  # another dtype does not help
     return problem
 
 
@@ -111,16 +110,16 @@ def made(job: Job, setting: Any, dtype: torch.dtype, layers: int = LAYERS) -> tu
 
 
 def deeper_model(job: Job, setting: Any, model: nn.Module) -> tuple[nn.Module, dict[str, Any]] | None:
-    """A model with up to twice the layers, and its inputs; None where the setting cannot make it."""
+    """A model with up to twice the layers, and its inputs; None if the setting cannot make it."""
     dtype = max((p.dtype for p in model.parameters()), key=lambda dtype: dtype.itemsize)
     try:
         return made(job, setting, dtype, layers=2 * LAYERS)
-    except Exception:  # noqa: BLE001 - a list of the configuration has to be as long as its depth, say
+    except Exception:  # noqa: BLE001 - for example, a list in the configuration must be as long as its depth
         return None
 
 
 def deep_step(model: nn.Module, inputs: dict[str, Any], growing: set[str]) -> Result:
-    """Layers, blocks and peak of a step of the deeper model."""
+    """Layers, blocks and peak device memory of a step of the deeper model."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="l2l", options=OPTIONS)
     try:
@@ -139,7 +138,7 @@ def compiled_step(
     options: dict | None,
     growing: Collection[str] = (),
 ) -> Result:
-    """Status and reason of a step with this backend, and what l2l made of the model."""
+    """Status and reason of a step with this backend; for l2l, also figures of the compiled programs."""
     torch._dynamo.reset()
     model = copy.deepcopy(model)
     compiled = torch.compile(model, backend=backend, options=options)
@@ -158,17 +157,17 @@ def compiled_step(
 
 
 def dtype_inside(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype) -> torch.dtype:
-    """The narrowest dtype that an eager step computes in: what it rounds depends on how many rows are computed at once."""
+    """The narrowest dtype in which an eager step computes: its rounding depends on how many rows are computed at once."""
     with Narrowest(dtype) as seen:
         train(copy.deepcopy(model), inputs)
     return seen.dtype
 
 
 def describe(error: BaseException) -> str:
-    """Type and beginning of an error, and where in this project it was raised, or else where at all."""
+    """The type and the beginning of an error, and its innermost line in this project, or else the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in reversed(frames) if f.filename.startswith(OURS)), frames[-1])
-    error = getattr(error, "inner_exception", error)  # of what Dynamo wraps
+    error = getattr(error, "inner_exception", error)  # the error that Dynamo wraps
     return f"{type(error).__name__}: {' '.join(str(error).split())[:240]} ({Path(frame.filename).name}:{frame.lineno})"
 
 
@@ -176,7 +175,7 @@ def describe(error: BaseException) -> str:
 
 
 def read(path: Path) -> dict[str, Result]:
-    """The rows so far by library and class, the last one of each; a line that a kill cut off is left out."""
+    """The rows so far by library and class, the last row of each. An incomplete line, from a killed run, is left out."""
     rows: dict[str, Result] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -195,7 +194,7 @@ def collect(todo: list, path: Path, work: Callable[..., Result] = check, **how: 
     def keep(job: Job, row: Result) -> None:
         rows[job.key] = {"library": job.library, "name": job.name, "task": job.task, **row}
         with path.open("a") as file:
-            file.write("\n" + json.dumps(rows[job.key]))  # on a new line, whatever a kill left of the last one
+            file.write("\n" + json.dumps(rows[job.key]))  # on a new line, since a killed run may leave an incomplete one
 
     for number, (job, row) in enumerate(run(todo, work, **how), 1):
         keep(job, row)
@@ -208,7 +207,7 @@ def collect(todo: list, path: Path, work: Callable[..., Result] = check, **how: 
 
 
 def sampled(todo: Iterable[Job], count: int) -> list[Job]:
-    """So many jobs of each library."""
+    """`count` random jobs of each library, or all if it has fewer; the same in every call."""
     by_library: dict[str, list[Job]] = {}
     for job in todo:
         by_library.setdefault(job.library, []).append(job)

@@ -1,4 +1,4 @@
-"""One training step, and how far the losses and gradients of two steps are apart."""
+"""One training step, and the error between the losses and gradients of two steps."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tiny_models import ROWS
 Gradients = dict[str, torch.Tensor | None]
 Step = tuple[torch.Tensor, Gradients]  # loss, and the gradient of each parameter
 
-SCATTER = 4  # an error up to so many times what rounding is seen to make is rounding
+SCATTER = 4  # an error up to this many times the observed rounding counts as rounding
 
 
 def dtype_of(step: Step) -> torch.dtype:
-    """The narrowest dtype of the loss and the gradients: some models keep parameters in float32, such as those of routers."""
+    """The narrowest dtype of the loss and the gradients: some models keep parameters in float32, such as routers."""
     return min((t.dtype for t in (step[0], *step[1].values()) if t is not None), key=lambda dtype: dtype.itemsize)
 
 
 def train(model: nn.Module, inputs: dict, seed: int = 0, run: Callable | None = None) -> Step:
-    """One training step, of the model itself or as `run` compiles it."""
+    """One training step. `run` is the compiled model; by default the model itself runs."""
     torch.manual_seed(seed)
     outputs = (model if run is None else run)(**inputs)
     loss = getattr(outputs, "loss", None)
@@ -35,7 +35,7 @@ def train(model: nn.Module, inputs: dict, seed: int = 0, run: Callable | None = 
 
 
 class Narrowest(TorchFunctionMode):
-    """Notes the narrowest dtype that gradients flow through: a model in float64 may have norms that compute in float32."""
+    """Records the narrowest dtype that gradients flow through: a model in float64 may have norms that compute in float32."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -49,24 +49,25 @@ class Narrowest(TorchFunctionMode):
 
 
 def rows_reversed(value: Any) -> Any:
-    """An input with the rows of the batch in reverse order; one without rows as it is."""
+    """An input with the rows of the batch in reverse order. An input without rows is returned as it is."""
     if isinstance(value, torch.Tensor) and value.dim() and len(value) == ROWS:
         return value.flip(0)
     return value[::-1] if isinstance(value, list) and len(value) == ROWS else value
 
 
 def distance_to_waves(output: torch.Tensor) -> torch.Tensor:
-    """A number that all entries decide: also of what is normalised, whose mean square does not depend on the weights."""
+    """A loss that depends on all entries, also for normalised outputs, whose mean square does not depend on the weights."""
     waves = torch.arange(output.numel(), dtype=output.dtype if output.is_floating_point() else torch.float64).sin()
     return (output - waves.view(output.shape)).abs().square().mean()
 
 
 def error_of(expected: Step, step: Step, reordered: Step) -> tuple[float, str]:
-    """The largest norm-wise error of loss and gradients, and whose it is; infinite where one is missing or extra.
+    """The largest norm-wise error of loss and gradients, and its name; infinite if a gradient is missing or extra.
 
-    Where terms cancel (in the gradient of the bias of keys in an attention, or of the last bias before a softmax over choices), no
-    digits are left to compare. An error within the rounding of the largest gradient or of 1, with which backward begins, or like
-    the one that eager makes in a step on the same rows in reverse order, is taken relative to the largest gradient.
+    If terms cancel (in the gradient of the bias of keys in an attention, or of the last bias before a softmax over choices), no
+    digits are left to compare. So a small error is taken relative to the largest gradient. An error is small if it is like the
+    rounding of the largest gradient, or of 1 (with which backward begins), or like the error of eager on the same rows
+    reversed.
     """
     largest = max((g.norm().item() for g in expected[1].values() if g is not None), default=0.0)
     errors = [(distance(step[0], expected[0]), "loss")]
@@ -82,7 +83,7 @@ def error_of(expected: Step, step: Step, reordered: Step) -> tuple[float, str]:
 
 
 def distance(made: torch.Tensor, expected: torch.Tensor, scale: float | None = None) -> float:
-    """The norm of the error relative to that of what is expected, or to `scale`; absolute where that is zero; infinite for NaN."""
+    """The norm of the error, relative to `scale` or to the norm of `expected`; absolute if that is zero, infinite for NaN."""
     error, scale = (made - expected).norm().item(), expected.norm().item() if scale is None else scale
     error = error / scale if scale else error
     return error if error == error else float("inf")

@@ -1,4 +1,4 @@
-"""What l2l made of a model: its programs, how its stacks of layers lie in segments, blocks and peak memory."""
+"""Figures of a compiled model: its programs, whether its stacks are cut into layers, its blocks and peak memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_BATCH = "it reads and makes no batched value"  # such a segment has nothing t
 
 
 def shape_of(model: nn.Module, compiled: nn.Module, gradients: Gradients, growing: Collection[str] = ()) -> Result:
-    """Programs, segments, repeats and stacks of a compiled model, and the reasons of what runs whole-batch."""
+    """Programs, segments, repeats and stacks of a compiled model, and the reasons for which segments run whole-batch."""
     programs = l2l_compile.programs(compiled)
     segments = [s for p in programs for s in p.segments]
     held = [names for p in programs for names in parameters_of(p, list(gradients))]
@@ -41,7 +41,7 @@ def shape_of(model: nn.Module, compiled: nn.Module, gradients: Gradients, growin
 
 
 def depth_of(compiled: nn.Module) -> Result:
-    """What should not grow with the depth: the number of blocks, and the peak of the last step in bytes."""
+    """Figures that should not grow with the depth: the number of blocks, and the device peak of the last step in bytes."""
     blocks = sum(len(program.blocks) for program in l2l_compile.programs(compiled))
     return {"blocks": blocks, "peak": l2l_compile.stats(compiled).peak_device_bytes}
 
@@ -49,8 +49,8 @@ def depth_of(compiled: nn.Module) -> Result:
 def parameters_of(program: l2l_compile.Program, names: list[str]) -> Iterator[set[str]]:
     """The parameters of each segment by their names in the model.
 
-    After a graph break, a program names them from the module whose `forward` it is: where that may be several modules
-    (each layer is captured for itself, say), the segment is taken for each in turn.
+    After a graph break, a program names parameters relative to the module whose `forward` it captures. If several modules are
+    possible (for example, if each layer is captured by itself), the segments are given for each of these modules.
     """
     roots: set[str] | None = None
     for name in {n for s in program.segments for n in s.parameter_names}:
@@ -62,7 +62,7 @@ def parameters_of(program: l2l_compile.Program, names: list[str]) -> Iterator[se
 
 
 def growing_lists(model: nn.Module, deeper: nn.Module) -> set[str]:
-    """The lists of modules that are longer in a deeper model of the class, by their `pattern`: their entries are layers."""
+    """The `pattern`s of lists of modules that are longer in a deeper model of the class. Entries of such lists are layers."""
     lengths = {name: len(module) for name, module in lists(model)}
     return {pattern(name) for name, module in lists(deeper) if len(module) > lengths.get(name, len(module))}
 
@@ -72,15 +72,15 @@ def lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential
 
 
 def pattern(name: str) -> str:
-    """`stages.*.blocks` of `stages.2.blocks`: where one stage grows with the depth, the others hold layers as well."""
+    """`stages.2.blocks` -> `stages.*.blocks`: if one stage grows with the depth, the other stages hold layers as well."""
     return re.sub(r"\b\d+\b", "*", name)
 
 
 def stacks(model: nn.Module, growing: Collection[str] = ()) -> Iterator[tuple[str, dict[str, set[str]]]]:
-    """The lists of at least two layers of one class: name, and the names of the parameters of each layer.
+    """The lists with at least two layers of the same class: name, and the names of the parameters of each layer.
 
-    A layer is made of other modules; two plain `Linear`s one after the other are no stack. Of lists in lists, those
-    that grow with the depth are taken (the blocks of stages), otherwise the outermost.
+    A layer has child modules: two plain `Linear`s in a row are no stack. Of nested lists, the lists that grow with the depth
+    are taken (such as the blocks of stages), or else the outermost list.
     """
     inside: list[str] = []
     for name, module in lists(model):
@@ -101,7 +101,7 @@ def stacks(model: nn.Module, growing: Collection[str] = ()) -> Iterator[tuple[st
 
 
 def granularity(layers: dict[str, set[str]], held: list[set[str]], gradients: Gradients, sizes: dict[str, int]) -> str:
-    """`SPLIT`, `ACROSS`, or what keeps a stack from being streamed layer by layer. `held`: the parameters of each segment."""
+    """`SPLIT`, `ACROSS`, or why a stack is not streamed layer by layer. `held` gives the parameters of each segment."""
     owner = {parameter: layer for layer, parameters in layers.items() for parameter in parameters}
     owners = [{owner[p] for p in names if p in owner} for names in held]
     lost = {owner[p] for p in owner if gradients.get(p) is not None} - set().union(*owners)
@@ -113,7 +113,7 @@ def granularity(layers: dict[str, set[str]], held: list[set[str]], gradients: Gr
 
 
 def largest(layers: dict[str, set[str]], held: list[set[str]], sizes: dict[str, int]) -> float:
-    """The weights of the stack in the segment that holds most of them, where those of the largest layer are 1."""
+    """The most weights of a stack in one segment, relative to the weights of the largest layer."""
     weights = {name: sizes[name] for parameters in layers.values() for name in parameters}
     most = max((sum(weights.get(name, 0) for name in names) for names in held), default=0)
     return round(most / max(sum(weights[name] for name in parameters) for parameters in layers.values()), 3)

@@ -9,8 +9,8 @@ from typing import Any
 
 Result = dict[str, Any]
 
-SPLIT = "layers"  # of a stack that is streamed layer by layer
-ACROSS = "layers, cut inside"  # of one whose segments are at most as large as a layer, but hold parts of two
+SPLIT = "layers"  # the stack is streamed layer by layer
+ACROSS = "layers, cut inside"  # each segment of the stack is at most as large as a layer, but some hold parts of two
 FAILURES = {
     "differs": "Silently wrong",
     "refused": "Refused",
@@ -50,14 +50,14 @@ COLUMNS = (
 
 
 def verdict(row: Result) -> str:
-    """The status in the table: not ours where `torch.compile(backend="eager")` does not train the class either."""
+    """The status in the table: "Dynamo fails" if `torch.compile(backend="eager")` does not train the class either."""
     if row["status"] in ("parity", "random", "eager fails") or row.get("dynamo", "parity") == "parity":
         return row["status"]
     return "Dynamo fails"
 
 
 def table(rows: list[Result]) -> str:
-    """The results as Markdown: figures of each library, failures by reason, what runs whole-batch, and a line for each class."""
+    """The results as Markdown: figures of each library, failures by reason, reasons for whole-batch, a line for each class."""
     rows = sorted(rows, key=lambda row: row["name"].lower())
     libraries = {name: [r for r in rows if r["library"] == name] for name in dict.fromkeys(r["library"] for r in rows)}
     made_with = ", ".join(f"{name} {version(name)}" for name in ("torch", *libraries))
@@ -110,7 +110,7 @@ def missed(rows: list[Result]) -> list[str]:
 
 
 def figures(rows: list[Result]) -> dict[str, str]:
-    """The summary: what was tried, what trains, what is found."""
+    """The summary: numbers of classes that were tried, that train, and that are streamed layer by layer."""
     kinds = Counter(map(verdict, rows))
     eager = len(rows) - kinds["eager fails"] - kinds["random"]
     dynamo = eager - kinds["Dynamo fails"]

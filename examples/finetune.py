@@ -1,19 +1,19 @@
-"""Fine-tune a BERT that classifies text with `torch.compile(model, backend="l2l")`, in a run that may be killed.
+"""Fine-tune a BERT that classifies text with `torch.compile(model, backend="l2l")`, in a run that can be killed and resumed.
 
     python examples/finetune.py                                           # is a passage of Python's help prose or code?
     python examples/finetune.py --data reviews.csv --model bert-base-uncased --lr 3e-5 --epochs 3
     python examples/finetune.py --output runs/long --save-every 50 --resume    # the same line starts it and continues it
     torchrun --nproc-per-node 2 examples/finetune.py --output runs/two         # divided among two processes
 
-Parameters and AdamW's state stay in fp32 on the host; layers cross to the device and compute there in 16 bits, and each
-is updated while the next forward runs. Every batch is as long as its longest text: layers are compiled at the first two
-lengths, and never again. A run that was killed and resumed ends with the very bits of one that was not: a checkpoint holds
-all that a step depends on, and appears under its name only when it is complete. (Code that Inductor has made at another
-length may round otherwise: the bits are the same with --padding max or --block-compiler eager.)
+Parameters and AdamW's state stay in fp32 on the host. Layers are copied to the device and compute there in 16 bits; each layer
+is updated while the next forward runs. Every batch is padded to its longest text. Layers are compiled at the first two lengths,
+and never again. A run that was killed and resumed gives the same bits as an unbroken run: a checkpoint holds everything that a
+step depends on, and gets its name only when it is complete. (Code that Inductor has compiled at another length may round
+differently: the bits are the same with --padding max or --block-compiler eager.)
 
-Under torchrun, each process has its part of the model, of the optimizer and of every batch. The steps are those of one process on
-whole batches, to rounding (dropout included, where the processes divide --micro-batches), so a run may be continued with another
-number of processes. Its checkpoints are folders of torch.distributed.checkpoint.
+Under torchrun, each process has its part of the model, of the optimizer and of every batch. The steps equal the steps of one
+process on whole batches, up to rounding (dropout too, if the number of processes divides --micro-batches). So a run may be
+continued with another number of processes. Its checkpoints are folders of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ import l2l_compile
 
 Examples = list[tuple[str, str]]  # text and label
 
-WORDS = 12  # in a passage of the default task
+WORDS = 12  # words in a passage of the default task
 STEPS = {"prose": WORDS, "code": WORDS // 4}  # words from one passage to the next: there is less code, so its passages overlap
-REST = "run.pt"  # in a checkpoint's folder: what is neither the model's nor the optimizer's
+REST = "run.pt"  # file in a checkpoint's folder: all state besides model and optimizer
 MAY_DIFFER = ("output", "save_every", "keep", "resume", "log_steps", "max_steps", "eval_every", "device")  # after a resume
 
 
@@ -110,8 +110,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def documentation() -> tuple[Examples, Examples]:
     """Passages of Python's help, prose or code, for training and validation.
 
-    All words of a kind are cut into blocks, every fourth of which is for validation; passages stay inside of a block.
-    What the help says twice is used once, and training passages that share eight words in a row with validation go.
+    All words of a kind are cut into blocks, and every fourth block is for validation. Passages stay inside of a block. A
+    repeated paragraph is used once, and training passages that share eight words in a row with validation are removed.
     """
     words: dict[str, list[str]] = {kind: [] for kind in STEPS}
     for paragraph in dict.fromkeys(p for name in sorted(topics) for p in topics[name].split("\n\n")):
@@ -131,7 +131,7 @@ def documentation() -> tuple[Examples, Examples]:
 
 
 def kind_of(paragraph: str) -> str | None:
-    """Sessions, grammar and what Python can parse are code; other sentences are prose; the rest is neither."""
+    """"code" for sessions, grammar and text that Python can parse, "prose" for other sentences, None for the rest."""
     text = paragraph.strip()
     if len(text.split()) < 3:
         return None
@@ -146,7 +146,7 @@ def kind_of(paragraph: str) -> str | None:
 
 
 def runs_of_words(text: str, count: int = 8) -> set[str]:
-    """All runs of so many words in a text, the whole text if it is shorter."""
+    """All runs of `count` words in a text; the whole text if it is shorter."""
     words = text.split()
     return {" ".join(words[i : i + count]) for i in range(max(1, len(words) - count + 1))}
 
@@ -164,7 +164,7 @@ def read_file(path: Path) -> Examples:
 
 
 def read_dataset(name: str) -> tuple[Examples, Examples]:
-    """A dataset's training rows, and those of its split for validation or test, or some of the training rows."""
+    """A dataset's rows for training and validation. Without a validation or test split, some training rows are held out."""
     try:
         import datasets
     except ImportError:
@@ -177,7 +177,7 @@ def read_dataset(name: str) -> tuple[Examples, Examples]:
 
 
 def examples_of(rows, source: str, names: list[str] | None = None) -> Examples:
-    """Texts and labels of rows with these columns; names of labels that are numbers."""
+    """The texts and labels of rows with the columns text and label. With `names`, labels are indices into it."""
     try:
         return [(row["text"], names[row["label"]] if names else str(row["label"])) for row in rows]
     except KeyError as missing:
@@ -185,7 +185,7 @@ def examples_of(rows, source: str, names: list[str] | None = None) -> Examples:
 
 
 def hold_out(examples: Examples) -> tuple[Examples, Examples]:
-    """A tenth of the examples for validation, always the same ones; a text that comes twice counts once."""
+    """Hold out a tenth of the examples for validation, always the same ones. A text that occurs twice is used once."""
     unique = list(dict(reversed(examples)).items())
     order = torch.randperm(len(unique), generator=torch.Generator().manual_seed(0)).tolist()
     count = max(1, len(unique) // 10)
@@ -200,7 +200,7 @@ def load_examples(args: argparse.Namespace) -> tuple[Examples, Examples]:
 
 
 def build_tokenizer(texts: list[str], size: int = 6000) -> transformers.PreTrainedTokenizerBase:
-    """WordPiece with the most frequent words of the texts; words that come once are unknown."""
+    """WordPiece with the most frequent words of the texts. Words that occur only once are unknown."""
     split = BertPreTokenizer().pre_tokenize_str
     count = Counter(word for text in texts for word, _ in split(text.lower()))
     words = sorted((w for w in count if count[w] > 1), key=lambda w: (-count[w], w))[:size]
@@ -221,7 +221,7 @@ def build_model(args: argparse.Namespace, labels: list[str], vocabulary: int) ->
     """A classifier in fp32 on the host: pretrained by name, or a small BERT with random weights."""
     names = dict(enumerate(labels))
     heads = {"id2label": names, "label2id": {n: i for i, n in names.items()}, "problem_type": "single_label_classification"}
-    if args.model and dist.is_initialized():  # `fill` reads the weights of each process
+    if args.model and dist.is_initialized():  # `fill` later reads this process's part of the weights
         config = transformers.AutoConfig.from_pretrained(args.model, **heads)
         with torch.device("meta"):
             return transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).train()
@@ -242,7 +242,7 @@ def build_model(args: argparse.Namespace, labels: list[str], vocabulary: int) ->
 
 
 def fill(model: torch.nn.Module, name: str) -> None:
-    """Read the part of a pretrained model that belongs to this process. A classifier that it lacks is new."""
+    """Read this process's part of a pretrained model. A classifier that the folder lacks is initialised anew."""
     folder = name if Path(name).is_dir() else huggingface_hub.snapshot_download(name, allow_patterns="*.safetensors*")
     found = l2l_compile.load_pretrained(model, folder, strict=False)
     if rank() == 0:
@@ -250,7 +250,7 @@ def fill(model: torch.nn.Module, name: str) -> None:
 
 
 def build_optimizer(model: torch.nn.Module, args: argparse.Namespace, steps: int):
-    """AdamW that does not decay vectors (biases and norms), and a learning rate that rises and falls in straight lines."""
+    """AdamW without weight decay for vectors (biases and norms), and a learning rate that rises and then falls linearly."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -263,14 +263,14 @@ def build_optimizer(model: torch.nn.Module, args: argparse.Namespace, steps: int
 
 
 def rows_of_epoch(count: int, args: argparse.Namespace, epoch: int) -> torch.Tensor:
-    """The rows of each batch of an epoch, [batches, batch size], from seed and epoch alone; the rest is dropped."""
+    """The rows of each batch of an epoch, [batches, batch size], from seed and epoch alone. An incomplete batch is dropped."""
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + epoch)
     batches = count // args.batch_size
     return torch.randperm(count, generator=generator)[: batches * args.batch_size].view(batches, args.batch_size)
 
 
 def batch_of(data: dict[str, torch.Tensor], rows: torch.Tensor, padding: str) -> dict[str, torch.Tensor]:
-    """These rows, as long as the longest of them where `padding` is "longest"."""
+    """The batch of these rows. If `padding` is "longest", it is cut to the length of the longest row."""
     batch = {name: values[rows] for name, values in data.items()}
     longest = int(batch["attention_mask"].sum(1).max())
     cut = {name: values[:, :longest].contiguous() for name, values in batch.items() if values.ndim > 1}
@@ -288,7 +288,7 @@ def world() -> int:
 
 
 def own_rows(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The rows of this process: all of them without torchrun."""
+    """The rows of this process; all rows without torchrun."""
     return {name: values.tensor_split(world())[rank()] for name, values in batch.items()} if world() > 1 else batch
 
 
@@ -301,12 +301,12 @@ def of_all_ranks(count: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def accuracy(model: torch.nn.Module, compiled, data: dict[str, torch.Tensor], batch_size: int, padding: str) -> float:
-    """Share of the examples that the model classifies correctly. The last batch is filled up with rows that do not count."""
+    """The share of examples that the model classifies correctly. The last batch is filled up with rows that do not count."""
     count = len(data["labels"])
     rows = torch.arange(math.ceil(count / batch_size) * batch_size).clamp(max=count - 1).split(batch_size)
     inputs = {name: values for name, values in data.items() if name != "labels"}
     model.eval()
-    with torch.random.fork_rng(devices=[]):  # training goes on as if nothing had been drawn
+    with torch.random.fork_rng(devices=[]):  # evaluation does not change the random numbers of training
         found = [compiled(**own_rows(batch_of(inputs, r, padding))).logits.argmax(-1) for r in rows]
     model.train()
     places = torch.arange(len(rows) * batch_size).split(batch_size)
@@ -316,7 +316,7 @@ def accuracy(model: torch.nn.Module, compiled, data: dict[str, torch.Tensor], ba
 
 
 def train(args, model, optimizer, scheduler, train_data, validation_data, state: dict | None, must_match: dict) -> float:
-    """The training loop, from the start or from a checkpoint; the loop is PyTorch's own. The accuracy at the end."""
+    """The training loop, an ordinary PyTorch loop, from the start or from a checkpoint. Returns the last accuracy."""
     options = {
         "micro_batches": max(1, args.micro_batches // world()),
         "precision": args.precision,
@@ -324,7 +324,7 @@ def train(args, model, optimizer, scheduler, train_data, validation_data, state:
         "update": "in_forward",
         "max_grad_norm": 1.0,
         "block_compiler": args.block_compiler,
-        "ranks": "global",  # a batch is that of all processes together
+        "ranks": "global",  # a batch is shared by all processes
     }
     if args.device:
         options["device"] = args.device
@@ -368,7 +368,7 @@ def train(args, model, optimizer, scheduler, train_data, validation_data, state:
 
 
 def snapshot(model, optimizer, scheduler, position: dict, must_match: dict) -> dict:
-    """All that the next step depends on. `state_dict` waits for updates that are under way."""
+    """The whole state that the next step depends on. `state_dict` waits for updates that are still running."""
     divided = dist.is_initialized()
     of_model, of_optimizer = get_state_dict(model, optimizer) if divided else (model.state_dict(), optimizer.state_dict())
     return {
@@ -382,7 +382,7 @@ def snapshot(model, optimizer, scheduler, position: dict, must_match: dict) -> d
 
 
 def restore(args, state: dict, model, optimizer, scheduler) -> tuple[int, float, float]:
-    """Put everything back. The number of steps done, the best accuracy so far, and the last one."""
+    """Restore the state of a run. Returns the number of steps done, the best accuracy so far, and the last accuracy."""
     if dist.is_initialized():
         load_divided(args.output / name_of(state["position"]["step"]), model, optimizer)
     else:
@@ -395,7 +395,7 @@ def restore(args, state: dict, model, optimizer, scheduler) -> tuple[int, float,
 
 
 def name_of(step: int) -> str:
-    """The name of a checkpoint, so that names are in order."""
+    """The name of a checkpoint. Sorted names are in the order of steps."""
     return f"step-{step:09d}"
 
 
@@ -425,7 +425,7 @@ def save_divided(folder: Path, keep: int, state: dict) -> None:
 
 
 def load_divided(folder: Path, model, optimizer) -> None:
-    """Each process reads its part, whatever the number of processes that wrote the folder."""
+    """Read this process's part of a checkpoint. Another number of processes may have written the folder."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     state = {"model": of_model, "optimizer": of_optimizer}
     dcp.load(state, checkpoint_id=folder)
@@ -448,7 +448,7 @@ def load_checkpoint(folder: Path, must_match: dict) -> dict | None:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a file or folder written beside `path`, and give it the name once it is on the disk."""
+    """Call `write` with a path beside `path`, and rename the result to `path` once it is on the disk."""
     partial = path.with_name(path.name + ".partial")
     remove(partial)
     write(partial)
@@ -456,7 +456,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Give a file or folder its name once it is on the disk."""
+    """Rename a file or folder to its final name once it is on the disk."""
     for written in (partial, *partial.rglob("*")):
         sync(written)
     if path.is_dir():  # a folder cannot be replaced by another
@@ -483,7 +483,7 @@ def remove(path: Path) -> None:
 
 
 def open_output(args: argparse.Namespace, must_match: dict) -> dict | None:
-    """Make the output folder, clear what a killed run left half-written; the checkpoint to continue from, if any."""
+    """Make the output folder, and delete half-written files of a killed run. Returns the checkpoint to continue, or None."""
     if rank() == 0:
         args.output.mkdir(parents=True, exist_ok=True)
         for partial in args.output.glob("*.partial"):

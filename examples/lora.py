@@ -1,7 +1,7 @@
 """LoRA with PEFT and the Trainer of transformers, streamed: adapters of a small Llama learn Python's help, byte by byte.
 
-The text is that of examples/quickstart.py. The model is random, so that nothing is downloaded; give --model a folder or a name of the
-Hugging Face hub for a real one, whose tokenizer is used then.
+The text is the same as in examples/quickstart.py. The model has random weights, so that nothing is downloaded. For a pretrained
+model, give --model a folder or a name of the Hugging Face hub; its tokenizer is then used.
 
     pip install 'l2l-compile[transformers]'
     python examples/lora.py                         # half a minute on a CPU
@@ -54,7 +54,7 @@ def build_model(arguments: argparse.Namespace) -> tuple[torch.nn.Module, transfo
         torch.manual_seed(0)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
         base, tokenizer = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=BYTES)), None
-        trained = ["embed_tokens", "lm_head"]  # random ones tell adapters nothing
+        trained = ["embed_tokens", "lm_head"]  # trained too: random, frozen ones would tell adapters nothing
     config = peft.LoraConfig(r=arguments.rank, target_modules=ADAPTED, modules_to_save=trained, task_type="CAUSAL_LM")
     return peft.get_peft_model(base, config), tokenizer
 
@@ -70,7 +70,7 @@ def passages(arguments: argparse.Namespace, tokenizer: transformers.PreTrainedTo
 def main(given: list[str] | None = None) -> transformers.Trainer:
     arguments = parse_arguments(given)
     if arguments.model is None:
-        torch.set_num_threads(1)  # the operations of so small a model are too short to be shared
+        torch.set_num_threads(1)  # the operations of such a small model are too short for several threads
     model, tokenizer = build_model(arguments)
     model.print_trainable_parameters()
     data = passages(arguments, tokenizer)

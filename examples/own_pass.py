@@ -1,8 +1,8 @@
 """A pass of your own: weights are fetched two layers ahead in the first half of a program, one layer ahead in the second.
 
-The option `prefetch` holds for the whole program, and says how many weight slabs the device has: one more. This pass moves
-fetches of the second half to right before the layer in front of their reader. Like every pass, it is verified: `FetchEarlier`
-moves fetches to where no slab is free, and is refused with the rule that it breaks.
+The option `prefetch` holds for the whole program; the device has `prefetch` + 1 weight slabs. The pass `FetchLater` moves the
+fetches of the second half to one layer before the layer that reads them. Programs are verified after every pass: `FetchEarlier`
+moves fetches to places where no slab is free, and is refused with the rule that it breaks.
 
     python examples/own_pass.py
 """
@@ -22,7 +22,7 @@ from l2l_compile.passes.compilation import Compilation, Fact, Pass
 
 @dataclass(frozen=True)
 class FetchLater(Pass):
-    """In the second half of each graph, weights are fetched `ahead` segments before the one that reads them."""
+    """In the second half of each graph, weights are fetched `ahead` segments before the segment that reads them."""
 
     name: ClassVar[str] = "fetch_later"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED})
@@ -40,7 +40,7 @@ class FetchLater(Pass):
 
 @dataclass(frozen=True)
 class FetchEarlier(Pass):
-    """All weights are fetched at the beginning: the device has no slabs for that."""
+    """All weights are fetched at the beginning. The device has too few slabs for that."""
 
     name: ClassVar[str] = "fetch_earlier"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED})

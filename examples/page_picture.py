@@ -3,8 +3,8 @@
     pip install playwright                # chromium: `apt install chromium`, or its path in the variable CHROMIUM
     python examples/page_picture.py       # writes docs/page.png: look at it
 
-The step is one of a transformer with eight layers as wide as those of an 8 B model, simulated on an H200. The model is on the meta device:
-nothing is computed, so no memory is needed.
+The step is a step of a transformer with eight layers, as wide as the layers of an 8 B model, simulated on an H200. The model is
+on the meta device: nothing is computed, so no memory is needed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Transformer(nn.Module):
 
 
 def report_of_a_step() -> l2l_compile.Report:
-    """bf16 on the link, layers updated while the next forward runs."""
+    """The report of a step with bf16 on the link and update="in_forward"."""
     with torch.device("meta"):
         model, tokens = Transformer(layers=8, width=4096, heads=32, vocabulary=32_000), torch.zeros(32, 2048, dtype=torch.int64)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -66,7 +66,7 @@ def report_of_a_step() -> l2l_compile.Report:
 
 
 def program_of_a_small_step() -> Program:
-    """Forward and backward of two layers, with layers updated as their gradients arrive (printed in docs/programs.md)."""
+    """The program of a step of two layers, with update="in_backward" (printed in docs/programs.md)."""
     with torch.device("meta"):
         model, tokens = Transformer(layers=2, width=64, heads=2, vocabulary=256), torch.zeros(8, 32, dtype=torch.int64)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -83,7 +83,7 @@ def chromium() -> str:
 
 
 def take_picture(browser: Any, page: Path, picture: Path) -> None:
-    """A page as PNG, from its title to the memory of the host."""
+    """Save a page as PNG, from its title to the curve of the host's memory."""
     shown = browser.new_page(viewport={"width": PIXELS, "height": 1200})
     shown.goto(page.resolve().as_uri())
     end = shown.evaluate("byId('host').getBoundingClientRect().bottom") + 12

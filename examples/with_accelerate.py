@@ -1,7 +1,7 @@
-"""A loop of Accelerate, once as it is and once streamed: the losses are the same.
+"""Train in a loop of Accelerate, once plain and once streamed: the losses are the same.
 
 A small Llama learns Python's help topics, byte by byte, with accumulation, clipping and a schedule of learning rates. Nothing is
-downloaded. The streamed loop has one line more.
+downloaded. The streamed loop has one more line.
 
     pip install 'l2l-compile[transformers]'
     python examples/with_accelerate.py               # a quarter of a minute on a CPU
@@ -19,7 +19,7 @@ import transformers
 import l2l_compile
 from l2l_compile.integrations.accelerate import stream
 
-BYTES = 256  # one token a byte: no tokenizer needed
+BYTES = 256  # a token is a byte: no tokenizer is needed
 
 
 def build_model() -> transformers.LlamaForCausalLM:
@@ -40,7 +40,7 @@ def train(steps: int, streamed: bool) -> list[float]:
     """The loss of each step: the mean of its two batches."""
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     if streamed:
-        # Without block_compiler, Inductor compiles each kind of layer: it pays off beyond a tiny model
+        # The default block_compiler, Inductor, takes longer to compile than such a tiny model gains
         stream(accelerator, micro_batches=2, update="in_forward", block_compiler="eager")
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -68,7 +68,7 @@ def main(given: list[str] | None = None) -> tuple[list[float], list[float]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     steps = parser.parse_args(given).steps
-    torch.set_num_threads(1)  # the operations of so small a model are too short to be shared
+    torch.set_num_threads(1)  # the operations of such a small model are too short for several threads
     plain, streamed = train(steps, streamed=False), train(steps, streamed=True)
     print("step    plain  streamed")
     for step, losses in enumerate(zip(plain, streamed, strict=True), start=1):

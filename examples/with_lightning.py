@@ -1,7 +1,7 @@
-"""A Lightning Trainer, once as it is and once streamed: the losses are the same.
+"""Train with a Lightning Trainer, once plain and once streamed: the losses are the same.
 
 A small Llama learns Python's help topics, byte by byte, with accumulation and clipping. Nothing is downloaded. The streamed trainer
-has a strategy.
+differs only in its strategy.
 
     pip install 'l2l-compile[lightning]' transformers
     python examples/with_lightning.py                # a quarter of a minute on a CPU
@@ -20,7 +20,7 @@ import transformers
 
 from l2l_compile.integrations.lightning import StreamingStrategy
 
-BYTES = 256  # one token a byte: no tokenizer needed
+BYTES = 256  # a token is a byte: no tokenizer is needed
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", module="lightning")  # its advice on the workers of data loaders
 
@@ -74,9 +74,9 @@ def main(given: list[str] | None = None) -> tuple[list[float], list[float]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     steps = parser.parse_args(given).steps
-    torch.set_num_threads(1)  # the operations of so small a model are too short to be shared
+    torch.set_num_threads(1)  # the operations of such a small model are too short for several threads
     plain = train(steps)
-    # Without block_compiler, Inductor compiles each kind of layer: it pays off beyond a tiny model
+    # The default block_compiler, Inductor, takes longer to compile than such a tiny model gains
     streamed = train(steps, strategy=StreamingStrategy(micro_batches=2, update="in_forward", block_compiler="eager"))
     print("step    plain  streamed")
     for step, losses in enumerate(zip(plain, streamed, strict=True), start=1):

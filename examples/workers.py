@@ -1,4 +1,4 @@
-"""Worker processes that do one job after the other; one that dies or hangs is replaced, and the others do not notice."""
+"""Worker processes that do one job after the other. A worker that dies or hangs is replaced; the other workers go on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Work = Callable[[Any], dict]
 
 
 def run(jobs: Iterable, work: Work, workers: int = 2, seconds: float = 180, lifetime: int = 50) -> Iterator[tuple[Any, dict]]:
-    """Do jobs in processes: yields each with its result as it comes, and the `seconds` that it took.
+    """Do jobs in processes. Yields each job with its result as it comes, which includes the `seconds` that it took.
 
-    The result is `{"status": "hang"}` where there is none in time, and `{"status": "death"}` where the process ended. A
-    worker is replaced after `lifetime` jobs, so that what they leave in memory does not add up.
+    The result is `{"status": "hang"}` if there is none within `seconds`, and `{"status": "death"}` if the process ended, both
+    with a `reason`. A worker is replaced after `lifetime` jobs, so that memory which the jobs do not free does not add up.
     """
     todo = list(jobs)[::-1]
     pool = [Worker(work) for _ in range(min(workers, len(todo)))]
@@ -40,7 +40,7 @@ def run(jobs: Iterable, work: Work, workers: int = 2, seconds: float = 180, life
 
 
 class Worker:
-    """A process with the job that it has now."""
+    """A process and its current job."""
 
     def __init__(self, work: Work):
         context = multiprocessing.get_context("spawn")
@@ -61,7 +61,7 @@ class Worker:
         self.connection.send(job)
 
     def answer(self, seconds: float) -> dict | None:
-        """The result of the job, if it is there or will not come."""
+        """The result of the job; a failure if the process died or the time is over; None while it may still come."""
         if self.connection.poll():
             try:
                 return self.connection.recv()
@@ -75,7 +75,7 @@ class Worker:
         return None
 
     def stop(self) -> None:
-        """An idle process ends by itself when its pipe closes; any other is killed."""
+        """End the process. An idle process ends by itself when its pipe closes; a busy process is killed."""
         self.connection.close()
         self.process.join(timeout=10 if self.alive and self.job is None else 0)
         self.process.kill()

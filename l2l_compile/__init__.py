@@ -1,8 +1,9 @@
 """l2l_compile: `torch.compile(model, backend="l2l")` trains models that do not fit on the accelerator.
 
-`explain` shows what would be compiled, `simulate` how long a step would take on a machine, `measure_machine` gives the figures of
-this one, `programs` what was compiled, `stats` what the last step moved and held, `trace` what ran when. `view` shows a
-compiled model as a page. `shard` divides a model among ranks, `load_pretrained` fills it from a folder of weights.
+Before training: `explain` reports the programs that would be compiled. `simulate` gives the time of a step on a machine.
+`measure_machine` measures the figures of this machine. After a step: `programs` gives the compiled programs, `stats` the bytes
+that the last step moved and held, `trace` a timeline of its work. `view` shows a compiled model as a page. Several ranks:
+`shard` divides a model among them, `load_pretrained` fills it from a folder of weights.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# Modules are imported when they, or names of theirs, are first asked for: they need TorchDynamo, which takes seconds.
+# A module is imported when it, or one of its names, is first accessed: modules need TorchDynamo, whose import takes seconds.
 _MODULES = {
     "devices.machine": ["Machine"],
     "errors": [name for name in __all__ if name.endswith("Error")],

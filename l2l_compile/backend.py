@@ -34,7 +34,7 @@ def l2l(
 ) -> Callable:
     """Compile a graph of Dynamo into a layer-streamed program (L2L, arXiv 2002.05645, Algorithm 2).
 
-    `options` are those of `l2l_compile.Options`. Raises `OptionError` (a `ValueError`) for a bad option or any
+    `options` are fields of `l2l_compile.Options`. Raises `OptionError` (a `ValueError`) for a bad option or any
     `mode`, `DeviceError` for a model that is not on the host, and `LoweringError` for a block that cannot be traced.
     """
     try:
@@ -53,7 +53,7 @@ def _options(options: Mapping[str, Any] | None = None, mode: str | None = None) 
 
 
 def _check_call(backend: Any) -> None:
-    """A bad option is an error of `torch.compile`, and not of the first step. `backend` is the object that it has made."""
+    """Raise `OptionError` for a bad option already in `torch.compile`, before the first step. `backend` is its wrapper."""
     if getattr(backend, "compiler_fn", None) is l2l:
         _options(**backend.kwargs)
 
@@ -68,7 +68,7 @@ def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
 
 
 def new_runner(gm: fx.GraphModule, session: Session) -> Runner:
-    """As `make_runner`, without a hook on the user's modules."""
+    """As `make_runner`, without hooks on the user's modules."""
     program, compilation = compile_program(capture(gm), session.options, session.lowering)
     runner = Runner(
         program,
@@ -90,7 +90,7 @@ def new_runner(gm: fx.GraphModule, session: Session) -> Runner:
 def compile_program(
     captured: Captured, options: Options, lowering: Lowering, after: After = trace
 ) -> tuple[Program, Compilation]:
-    """Run the passes over a captured graph, ours and then those of the option `passes`; `after` is called behind each."""
+    """Run the passes over a captured graph, then the passes of the option `passes`. `after` is called after each pass."""
     compilation = Compilation(captured, options)
     run(compilation, PIPELINE + options.passes, after=after)
     if compilation.splits_rows:
@@ -105,7 +105,7 @@ def compile_program(
 
 
 def _rebuild_backward(compilation: Compilation, gradient_mask: tuple[bool, ...]) -> fx.GraphModule:
-    """The backward graph for other gradients than were foreseen."""
+    """The backward graph for a gradient mask that differs from the expected one."""
     fresh = replace(compilation, gradient_mask=gradient_mask, backward=None)
     facts = frozenset().union(*(step.provides for step in PREPARATION + SEGMENTATION))
     run(fresh, STREAMING + compilation.options.passes, facts)
@@ -113,7 +113,7 @@ def _rebuild_backward(compilation: Compilation, gradient_mask: tuple[bool, ...])
     return graph_module(fresh.backward)
 
 
-l2l.streams_layers = True  # type: ignore[attr-defined]  # what `session.streams_layers` looks for
+l2l.streams_layers = True  # type: ignore[attr-defined]  # `session.streams_layers` looks for this attribute
 dynamo.look_at_calls(streams_layers, _check_call)
 kept_programs.note_contexts(streams_layers)
 dynamo.mark_batches(streams_layers)

@@ -1,8 +1,8 @@
-"""Option `check`: on real rows of the first batch, a block gives the same for rows together and for them apart.
+"""Option `check`: tests on rows of the first batch that a block gives the same results for rows together and for rows apart.
 
-What is proven about a block rests on what its operations say of themselves; a custom operation can be wrong about that.
-For every inner-looped block, the rows of the first two micro-batches are run together and apart, the first time that the
-block runs forward and backward. Random draws are the same for every row here.
+The proof about a block relies on the declarations (schemas, tags) of its operations, and a custom operation may declare
+wrongly. The check runs for every inner-looped block, the first time that it runs forward and backward. It runs the rows of
+the first two micro-batches together and apart. Random draws are the same for every row here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Check:
         operands: Sequence[RuntimeValue],
         gradients: Sequence[RuntimeValue],
     ) -> Callable[[], None] | None:
-        """The same for the gradients of its operands."""
+        """As `forward`, for the gradients of the segment's operands."""
         block, gradient_mask = segment.block, tuple(not g.absent for g in gradients)
         if not self._begins(step, (block, gradient_mask)):
             return None
@@ -84,7 +84,7 @@ class Check:
 
 
 class _Pair:
-    """The first two micro-batches of a step through one block, together and apart. Lowers when it is made."""
+    """Runs the first two micro-batches of a step through one block, together and apart. The constructor lowers the block."""
 
     def __init__(self, step: Step, segment: Segment, what: str, lower: Callable[[Lowering, dict], Lowered], plain: Lowering):
         self.segment, self.what = segment, what
@@ -100,7 +100,7 @@ class _Pair:
         gradients: Sequence[tuple[RuntimeValue, TensorSpec]],
         made: Sequence[TensorSpec],
     ) -> None:
-        """Raises `CheckError` unless the block makes the same values, which are described by `made`."""
+        """Raises `CheckError` unless the block makes the same values together and apart. `made` describes the values."""
         block = self.segment.block
         if self.together.seeded:
             warnings.warn(
@@ -130,7 +130,7 @@ class _Pair:
                     raise CheckError(self._message(index, error / norm if norm else error, apart, together))
 
     def _values(self, pieces: list[torch.Tensor], spec: TensorSpec) -> list[torch.Tensor]:
-        """What should be the value of the two micro-batches together."""
+        """The value, from the two micro-batches, that the joint run should give; two values if it should equal both."""
         if spec.batch is not None:
             return [torch.cat(pieces, spec.batch.dim)]
         if spec.partial is not None:
@@ -158,7 +158,7 @@ class _Pair:
         operator of the block has no kernel for the host.
         """
         block = self.segment.block
-        with one_at_a_time:  # the caller of a compute lane may trace meanwhile
+        with one_at_a_time:  # the caller's thread may trace at the same time
             small, large, primes, _ = probes(block, self.step.bindings, self.step.batch)
             graphs = [probe(block, b)[0] for b in self.bindings]
         if not all(same_program(small, g.graph) for g in graphs):
@@ -182,18 +182,18 @@ class _Pair:
         if isinstance(state, Partial):
             return [self.step.summed(pieces, state.how)]
         if not isinstance(state, Rows) or state.order is not None:
-            return []  # mixes or sorts rows and is known to
+            return []  # the proof knows that this value mixes or sorts rows
         opened = [p.unflatten(state.dim, (state.outer, -1, state.multiple)) for p in pieces]
         return [torch.cat(opened, state.dim + 1).flatten(state.dim, state.dim + 2)]
 
 
 def _summed(spec: TensorSpec) -> TensorSpec:
-    """How gradients of an operand come together: rows side by side, those of what micro-batches share as a sum."""
+    """How the gradients of an operand are joined: rows are concatenated; gradients of a shared operand are summed."""
     return spec if spec.batch is not None else TensorSpec(spec.shape, spec.dtype, partial="sum")
 
 
 def _draws(run: Lowered) -> list[torch.Tensor]:
-    """The same draw for every row: masks that keep all, and one number."""
+    """Replace random draws by constants, so that all rows have the same: masks are True, numbers 0.5, whole numbers 0."""
     return [torch.full(d.shape, _same_for_all(d.dtype), dtype=d.dtype, device=d.device) for d in run.draws]
 
 
@@ -204,7 +204,7 @@ def _same_for_all(dtype: torch.dtype) -> float | bool:
 
 
 def _values_of(module: fx.GraphModule, operands: list[torch.Tensor]) -> list:
-    """What the nodes of a graph of the host make of operands that are anywhere."""
+    """The values of all nodes of a graph that runs on the host. The operands may be on any device."""
     interpreter = fx.Interpreter(module, garbage_collect_values=False)
     with torch.no_grad():
         interpreter.run(*(operand.to(HOST) for operand in operands))
@@ -212,7 +212,7 @@ def _values_of(module: fx.GraphModule, operands: list[torch.Tensor]) -> list:
 
 
 def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference; infinite where whole numbers, entries that are not finite, or the sizes are not the same."""
+    """The norm of the difference; infinite if the sizes, whole numbers, or the places of non-finite entries differ."""
     if actual.shape != expected.shape:
         return float("inf")
     if not (actual.is_floating_point() or actual.is_complex()):
@@ -224,7 +224,7 @@ def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _norm(value: torch.Tensor) -> float:
-    """Of the finite entries; 0.0 for whole numbers."""
+    """The norm of the finite entries; 0.0 for whole numbers."""
     if not (value.is_floating_point() or value.is_complex()):
         return 0.0
     return (
@@ -233,9 +233,9 @@ def _norm(value: torch.Tensor) -> float:
 
 
 def _tolerance(module: fx.GraphModule) -> tuple[float, float]:
-    """For the narrowest dtype in which a graph computes: relative to a value, and to the largest value beside it.
+    """Two tolerances for the narrowest dtype in which a graph computes: relative to a value, and to its largest result.
 
-    Where terms cancel, a value is nothing but the rounding of the larger ones that it was made from.
+    The second one is for values whose terms cancel: only the rounding of the larger terms is left in them.
     """
     values = (n.meta.get("val") for n in module.graph.nodes)
     found = {v.dtype for v in values if isinstance(v, torch.Tensor) and (v.dtype.is_floating_point or v.dtype.is_complex)}

@@ -14,7 +14,7 @@ from .units import format_bytes
 
 
 def text_of(compilation: Compilation) -> str:
-    """As far as the passes have come: the program, or else the segments, the layers, the captured graph."""
+    """The latest result of the passes so far: the program, or else the segments, the layers or the captured graph."""
     if compilation.forward is not None:
         return str(compilation.program())
     if compilation.segments:
@@ -43,7 +43,7 @@ class Dump:
         self.folder, self._programs = Path(folder), 0
 
     def next_program(self) -> After:
-        """What to call after the passes of one more program. What an earlier dump has left in its folder goes."""
+        """The function to call after each pass of the next program. Files of an earlier dump in its folder are deleted."""
         place = self.folder / f"program{self._programs}"
         self._programs += 1
         shutil.rmtree(place, ignore_errors=True)
@@ -57,7 +57,7 @@ class Dump:
 
 
 def trace(step: Pass, compilation: Compilation, seconds: float) -> None:
-    """Where the environment variable `TORCH_TRACE` is set, an artifact after every pass, for `tlparse`."""
+    """Write an artifact for `tlparse` after every pass, if the environment variable `TORCH_TRACE` is set."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"l2l_{step.name}", "encoding": "string"},

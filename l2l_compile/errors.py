@@ -1,4 +1,4 @@
-"""Errors of the compiler: each names who failed, which rule, and what to do."""
+"""Errors of the compiler. A message names the part that failed, the rule that it broke, and a remedy."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class L2LError(ShortenTraceback):
         self.message = message
 
     def __str__(self) -> str:
-        """The message alone. Dynamo appends advice to `args`: how to see more of Dynamo, where the cause is not."""
+        """The message alone. Dynamo appends advice on debugging Dynamo to `args`, but the cause is not there."""
         return self.message
 
 
 class OptionError(L2LError, ValueError):
-    """An option is unknown or has a value that it cannot have."""
+    """An option is unknown or has an invalid value."""
 
 
 class DeviceError(L2LError):
@@ -34,7 +34,7 @@ class LoweringError(L2LError):
 
 
 class CheckError(L2LError):
-    """A block gives other numbers for rows together than for rows apart (option `check`)."""
+    """A block gives different numbers for rows together than for the same rows apart (option `check`)."""
 
 
 class RaceError(L2LError):
@@ -46,11 +46,11 @@ class RecompileLimitError(L2LError):
 
 
 class IndexRangeError(L2LError, IndexError):
-    """An input leads to an index beyond what is looked up: a token that the vocabulary lacks, a label that is no class."""
+    """An input leads to an index out of range in a look-up: a token that the vocabulary lacks, a label that is no class."""
 
 
 class ParseError(L2LError):
-    """A text is not that of a program. `line` is the number of the line, from 1."""
+    """A text is not the text of a program. `line` is the number of the line with the error, from 1."""
 
     def __init__(self, line: int, message: str):
         super().__init__(f"line {line}: {message}")
@@ -58,7 +58,7 @@ class ParseError(L2LError):
 
 
 class VerifyError(L2LError):
-    """A program breaks a rule of its vocabulary. `rule` is the rule's name, `node` the offending node's name, `finding` what is wrong with it."""
+    """A program breaks a rule of its vocabulary: `rule` is the rule's name, `node` the node's name, `finding` the violation."""
 
     def __init__(self, rule: str, node: str, message: str):
         super().__init__(f"{rule}: node '{node}' {message}")
@@ -66,4 +66,4 @@ class VerifyError(L2LError):
 
 
 class RankError(L2LError):
-    """A rank has failed, has ended or does not answer, or has taken another path than the others."""
+    """A rank has failed, has ended or does not answer, or its programs or steps differ from the other ranks'."""

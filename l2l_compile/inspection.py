@@ -1,4 +1,4 @@
-"""What a user can look at after compilation: programs and figures."""
+"""Inspection of a compiled model by the user: its programs and figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def programs(compiled: Any) -> tuple[Program, ...]:
     """The programs compiled so far for a module or function that `torch.compile(..., backend="l2l")` returned.
 
     One per captured graph: a graph break makes several, and so do training and evaluation. Empty before the first
-    call. Raises `TypeError` for anything else.
+    call. Raises `TypeError` for any other argument.
     """
     session = session_of(compiled)
     return tuple(r.program for r in session.runners) if session is not None else ()
@@ -22,8 +22,8 @@ def programs(compiled: Any) -> tuple[Program, ...]:
 def synchronize(compiled: Any) -> None:
     """Block until every update that the backend has put off can be seen in the parameters and the optimizer's state.
 
-    `state_dict` of the model and of the optimizer, and `optimizer.step()`, do so themselves; reading a parameter does
-    not. Raises what an update has raised.
+    `state_dict` of the model and of the optimizer, and `optimizer.step()`, also wait; reading a parameter does not.
+    Raises the error of an update that failed.
     """
     session = session_of(compiled)
     if session is not None:

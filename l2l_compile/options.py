@@ -20,35 +20,36 @@ _PRECISIONS = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may set.
+    """The options of the backend.
 
     micro_batches   number of slices of the batch that go through a layer before the next layer is fetched (u in the
-                    L2L paper). A batch with fewer rows uses fewer; one that it does not divide gets two slice sizes.
+                    L2L paper). A batch with fewer rows has fewer slices; rows that cannot be divided evenly give two slice
+                    sizes.
     device          where the layers run; without it, or with None, the accelerator if there is one, else the host.
     stash           where forward keeps the inputs of a layer for backward: "host" or "device".
     prefetch        how many layers ahead weights and stashes are fetched; also the number of extra weight slabs.
     outputs         "all", or "loss": a program that makes a loss (an output without the batch dimension that takes a gradient)
-                    makes only outputs without the batch dimension; the others come back on the "meta" device, as shapes.
-    check           whether every inner-looped block is run on rows of two micro-batches together and apart when it first
-                    runs, and an error raised where the results differ.
+                    makes only outputs without the batch dimension. Other outputs are returned on "meta", as shapes.
+    check           whether to test every inner-looped block when it first runs: on the rows of two micro-batches together
+                    and apart, raising an error if the results differ. Also watches memory accesses for races.
     block_compiler  "inductor" compiles each block once; "eager" runs its ATen graph as traced.
     precision       "fp32" computes in the dtype of the parameters; "bf16" and "fp16" keep fp32 parameters on the host and
                     send, compute and stash in 16 bits (CMP).
-    gradient_wire   the precision in which gradients of weights cross the link; None takes that of the weights. On the
-                    device they are summed over the micro-batches in fp32.
+    gradient_wire   the precision in which gradients of weights cross the link; None takes the precision of the weights. On
+                    the device they are summed over the micro-batches in fp32.
     optimizer       the `torch.optim.Optimizer` of the training loop, for updates behind the device and for fp16.
     update          "at_step" leaves updates to `optimizer.step()`; "in_backward" updates each layer as soon as its
                     gradient is on the host; "in_forward" after the last gradient is there, while the next forward runs.
     max_grad_norm   clips the global norm of the gradients (in_forward only), as `clip_grad_norm_` does.
-    delay           1: a step computes gradients at the weights of one step before, so that the host has a whole step to update
-                    (in_forward only); 0: at its own weights.
+    delay           1: a step computes gradients at the weights of the step before, so that the host has a whole step to update
+                    (in_forward only); 0: at the current weights.
     accumulate      number of backward calls in a step (in_backward and in_forward), or a function that says, when a backward
-                    begins, whether it belongs to the last of them.
-    pinned_memory   most bytes of host memory that are page-locked for the device (cuda), or "8GB", "512MiB"; None sets no
-                    bound. Beyond it, weights go through a ring of staging buffers, and tensors come back unpinned.
-    passes          passes of the user's own (`l2l_compile.passes.compilation.Pass`), run after ours and verified as ours are.
-    ranks           what the batch of a rank is, if the model is divided among several (`l2l_compile.shard`): "mean", a batch of its
-                    own, and gradients are the mean over the ranks; "global", its rows of one batch that all ranks have together.
+                    begins, whether it is the last one of the step.
+    pinned_memory   the limit for page-locked host memory (cuda): bytes, or "8GB", "512MiB"; None sets no limit. Beyond
+                    it, weights go through a ring of staging buffers, and returned tensors are not pinned.
+    passes          passes of the user (`l2l_compile.passes.compilation.Pass`), run and verified after the backend's passes.
+    ranks           the meaning of a rank's batch, if the model is divided among ranks (`l2l_compile.shard`). "mean": a batch of
+                    its own, and gradients are the mean over the ranks. "global": its rows of one batch of all ranks.
     compile_update  whether updates behind the device are compiled into one pass over memory where the optimizer is
                     elementwise; False runs the optimizer's own step on each layer.
     """
@@ -74,7 +75,7 @@ class Options:
 
     @property
     def gradients_on_link(self) -> str | None:
-        """The precision in which gradients of matrices cross the link; None: that of the weights."""
+        """The precision in which gradients of matrices cross the link; None for the dtype of the weights."""
         return self.gradient_wire or (self.precision if self.precision != "fp32" else None)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""`explain`: what the backend would make of a model, without running it."""
+"""`explain`: reports how the backend would compile a model, without running it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .timeline import Timeline
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """A segment that sees the whole batch at once, and the operation or circumstance that decided."""
+    """A segment that runs on the whole batch at once, and the operation or condition that is the reason."""
 
     segment: str
     reason: str
@@ -51,17 +51,16 @@ class Output:
 
 @dataclass(frozen=True)
 class Report:
-    """What the backend makes of a model; `print(report)` shows it as a table.
+    """How the backend compiles a model; `print(report)` shows it as a table.
 
     programs      one per captured graph; each with `.segments` and `.blocks`
-    graph_breaks  why Dynamo cut the model into several graphs, one reason a cut
-    uncompiled    functions that Dynamo could not compile: they run on the host as they are, and so does all in them that
-                  is in no program
+    graph_breaks  why Dynamo cut the model into several graphs, one reason for each cut
+    uncompiled    functions that Dynamo could not compile: their code outside of programs runs on the host, uncompiled
     whole_batch   the segments that do not run micro-batch by micro-batch
-    host_memory   what the model needs of the host's memory
-    outputs       the tensors that the model returns, and those that cross a graph break, the largest first
-    update        how the host updates parameters behind the device; None if it does not
-    options       those that were given
+    host_memory   the host memory that the model needs
+    outputs       the tensors that the model returns or that cross a graph break, the largest first
+    update        how the host updates parameters behind the device; None if `optimizer.step()` updates them
+    options       the options of the report
     simulated     makes the timeline of a step on a machine, for the page; None for a report without a call
     measured      the timeline of a step that ran, for the page
     """
@@ -92,12 +91,12 @@ class Report:
 
     @functools.cached_property
     def device_memory(self) -> DeviceMemory:
-        """The expected peak of the device's memory, and what of it grows with depth. Traces each block when first asked for."""
+        """The expected peak of device memory, and the parts of it that grow with depth. The first access traces each block."""
         return device_memory(self.programs, self.options)
 
     @property
     def large_outputs(self) -> tuple[Output, ...]:
-        """Outputs of more than a megabyte that are larger than what passes between two layers."""
+        """Outputs of more than 1 MiB that are larger than every value that a layer passes to the next one."""
         passed = max(
             (s.bytes(p.bindings) for p in self.programs for b in p.blocks for s in b.outputs if b.repeats > 1), default=0
         )
@@ -107,7 +106,7 @@ class Report:
         return text_of(self)
 
     def save(self, path: str | Path, machine: str | Path | Machine = "h200") -> None:
-        """Write the report as one HTML page, which needs no network; its step is the measured one, or simulated on `machine`."""
+        """Write the report as one HTML page, which needs no network. Its step is measured, or else simulated on `machine`."""
         Path(path).write_text(self.page(machine), encoding="utf-8")
 
     def page(self, machine: str | Path | Machine = "h200") -> str:
@@ -126,13 +125,13 @@ class Report:
 def explain(
     model: Callable, options: Mapping[str, Any] | None = None, *, dump: str | Path | None = None
 ) -> Callable[..., Report]:
-    """`explain(model, options)(*args, **kwargs)` reports what `torch.compile(model, backend="l2l")` would run.
+    """`explain(model, options)(*args, **kwargs)` reports the programs that `torch.compile(model, backend="l2l")` would run.
 
-    `model` is a module or a function, compiled or not (then its own options hold, unless others are given); the arguments are
-    those of a training step, on the host.
-    Nothing is computed and nothing changes: the model is traced, outputs are zeros until the trace ends. After a
-    graph break, the trace goes on with those zeros. With `dump`, a folder, the program after every pass is written to
-    `dump/program0/04_find_blocks.txt` and so on, with the seconds of the pass. Raises what compilation would raise.
+    `model` is a module or a function, compiled or not. `options` default to the options of a compiled model. Pass the
+    arguments of a training step, on the host. Nothing is computed and nothing changes: the model is only traced. After a graph
+    break, the trace goes on with zeros as the outputs of the program before it. With `dump`, a folder, the program after every
+    pass is written to `dump/program0/04_find_blocks.txt` and so on, with the seconds of the pass. Raises the errors that
+    compilation would raise.
     """
     if not callable(model):
         raise TypeError(f"explain takes a module or a function, got {type(model).__name__}")
@@ -146,7 +145,7 @@ def explain(
             with torch.random.fork_rng([]), on_the_host(plain, args, kwargs) as call:
                 torch.compile(fresh_caller(), backend=explainer)(plain, *call.args, **call.kwargs)
         finally:
-            dynamo.retry_skipped()  # a compilation to come has its own warning, or error
+            dynamo.retry_skipped()  # so that a later compilation gives its own warning or error
         given = options if options is not None else dynamo.options_of(model)
 
         def simulated(machine: str | Path | Machine) -> Timeline:
@@ -160,7 +159,7 @@ def explain(
 class _Explainer:
     """A backend that compiles programs and runs none."""
 
-    streams_layers = True  # what `dynamo.mark_batches` looks for
+    streams_layers = True  # `dynamo.mark_batches` looks for this attribute
     __name__ = "l2l_explain"
 
     def __init__(self, options: Options, dump: Dump | None):
@@ -195,7 +194,7 @@ def report_of(programs: Sequence[Program], options: Options, uncompiled: tuple[s
 
 
 def _placeholders(program: Program, arguments: Sequence[Any]) -> list[Any]:
-    """What a call of a program that runs nothing returns."""
+    """The outputs of a call of a program that does not run: placeholders of the right shape."""
     outputs = [_placeholder(program, position, arguments) for position in range(len(program.captured.outputs))]
     program.captured.fill_views(outputs, arguments, program.bindings)
     return outputs
@@ -212,7 +211,7 @@ def _placeholder(program: Program, position: int, arguments: Sequence[Any]) -> A
     if node.op == "placeholder":
         return arguments[[i.node for i in program.captured.inputs].index(node)]
     made = torch.zeros(spec.sizes(program.bindings), dtype=spec.dtype, requires_grad=spec.differentiable)
-    return made.clone() if spec.differentiable else made  # a leaf would be a weight of what reads it
+    return made.clone() if spec.differentiable else made  # a leaf would become a weight of the graph that reads it
 
 
 def _how_updated(options: Options) -> str | None:

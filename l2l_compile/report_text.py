@@ -12,7 +12,7 @@ from .units import format_bytes
 
 WIDTH = 100
 _SHOWN = 3  # outputs, and segments that share a reason
-_LONGEST_NAME = 16  # of a cropped name, at least
+_LONGEST_NAME = 16  # columns of a cropped name, at least
 
 
 def text_of(report: Any) -> str:
@@ -32,7 +32,7 @@ def text_of(report: Any) -> str:
 
 
 def _paragraphs(indent: str, text: str) -> list[str]:
-    """Lines of a text, broken where they are too long; what follows in a paragraph is indented."""
+    """The lines of a text. Lines that are too long are wrapped, and their continuation is indented."""
     made: list[str] = []
     for line in text.split("\n"):
         inner = indent + " " * (len(line) - len(line.lstrip()))
@@ -48,7 +48,7 @@ def _paragraphs(indent: str, text: str) -> list[str]:
 
 
 def _listed(title: str, entries: Iterable[str]) -> list[str]:
-    """A title, and each entry once, with its number if it comes more often."""
+    """A title, and each entry once, with its count if it occurs more than once."""
     counted: dict[str, int] = {}
     for entry in entries:
         counted[entry] = counted.get(entry, 0) + 1

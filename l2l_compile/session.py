@@ -1,4 +1,4 @@
-"""What belongs to one `torch.compile` call: its device, its lowered blocks, its programs, its last step."""
+"""The state of one `torch.compile` call: its device, its lowered blocks, its programs, its last step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Session:
         self.check = Check(self.device.torch_device) if options.check else None
         self.server = ParameterServer(options, self.device, worker)
         self.waiting = StashQueue() if options.stash == "host" else StashQueue(near=None)
-        self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: what it forgets is gone here as well
+        self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: a program that it forgets is gone here too
         self._step: list[weakref.ref[Runner]] = []
         self._entries: weakref.WeakSet[kept_programs.Entry] = weakref.WeakSet()
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -65,7 +65,7 @@ class Session:
         return type(None), ()
 
     def add(self, runner: Runner) -> None:
-        """One more program of this model. Warns, once for each segment, of those that hold several layers."""
+        """Add a program of this model. Warns, once for each segment, of segments that hold several layers."""
         self._runners.append(weakref.ref(runner))
         for uncut in runner.program.uncut:
             if uncut.segment not in self._warned:
@@ -73,13 +73,13 @@ class Session:
                 warnings.warn(f"backend 'l2l': {uncut}", stacklevel=2)
 
     def entry(self, runner: Runner) -> kept_programs.Entry:
-        """What Dynamo gets of a program."""
+        """The callable that Dynamo holds for a program. `release` can empty it."""
         made = kept_programs.Entry(runner)
         self._entries.add(made)
         return made
 
     def release(self) -> None:
-        """Let go of all programs: nobody can call them any more."""
+        """Release all programs: nothing can call them any more."""
         for entry in list(self._entries):
             entry.clear()
 
@@ -89,7 +89,7 @@ class Session:
         return _alive(self._runners)
 
     def ends_with(self, owner: Any, modules: Sequence[torch.nn.Module]) -> None:
-        """A program was captured for the call behind `owner`. Nothing is kept of the call when all of these modules are gone."""
+        """Release the `torch.compile` call of `owner` when all its modules are gone. Called after the capture of a program."""
         for module in modules:
             if module not in self._roots:
                 self._roots.add(module)
@@ -98,11 +98,11 @@ class Session:
 
     @property
     def has_no_modules(self) -> bool:
-        """Whether those for which programs were captured are gone."""
+        """Whether all modules for which programs were captured are gone."""
         return self._has_roots and not any(True for _ in self._roots)
 
     def started(self, runner: Runner) -> None:
-        """A forward begins: of a new step, unless this is another program of the same pass through the model."""
+        """Record that a forward begins. It begins a new step unless it is another program of the same call of the model."""
         if not self._has_run:
             self._has_run = True
             _release_others(self)
@@ -122,12 +122,12 @@ class Session:
 
 
 def streams_layers(backend: Any) -> bool:
-    """Whether a backend, or the object that `torch.compile` made for it, is this one (or `explain`'s)."""
+    """Whether a backend, or the wrapper that `torch.compile` made for it, belongs to this package (`explain`'s included)."""
     return getattr(getattr(backend, "compiler_fn", backend), "streams_layers", False)
 
 
 def frame_begins(backend: Any) -> None:
-    """Dynamo begins to look at a frame of ours, which takes a while: what its blocks need for their compilation can begin as well."""
+    """Called when Dynamo begins to trace a frame of ours. Starts preparations for the compilation of blocks meanwhile."""
     if hasattr(getattr(backend, "compiler_fn", backend), "skipped"):  # `explain` compiles no block
         return
     try:
@@ -139,7 +139,10 @@ def frame_begins(backend: Any) -> None:
 
 
 def frame_skipped(backend: Any, frame: dynamo.SkippedFrame) -> None:
-    """Dynamo leaves a frame of ours uncompiled: the report of `explain` names it, and a compiled model warns once."""
+    """Called when Dynamo leaves a frame of ours uncompiled. The report of `explain` names it; a compiled model warns.
+
+    Raises `L2LError` if a model is divided among ranks.
+    """
     explainer = getattr(backend, "compiler_fn", backend)
     if hasattr(explainer, "skipped"):
         if frame not in explainer.skipped:
@@ -164,7 +167,7 @@ def frame_skipped(backend: Any, frame: dynamo.SkippedFrame) -> None:
 
 
 def function_recompiled(backend: Any, found: limits.Recompilations) -> None:
-    """A function of ours is compiled more often than Dynamo allows by default. `explain` has one call to look at, and says nothing."""
+    """Warn that a function of ours is compiled more often than Dynamo allows by default. `explain` does not warn."""
     if hasattr(getattr(backend, "compiler_fn", backend), "skipped"):
         return
     warnings.warn(
@@ -179,7 +182,7 @@ def _alive(references: list[weakref.ref]) -> list:
 
 
 def _module_is_gone(owner: weakref.ref, session: weakref.ref[Session]) -> None:
-    """Have Dynamo forget a call if that was the last of its modules. A step that has begun is ended first: `_release_others` looks again."""
+    """Have Dynamo forget a call if this was its last module. If a step is still running, `_release_others` does it later."""
     found, call = session(), owner()
     if found is not None and found.has_no_modules and found.server.updates.is_idle:
         if call is not None:
@@ -188,7 +191,7 @@ def _module_is_gone(owner: weakref.ref, session: weakref.ref[Session]) -> None:
 
 
 def _owner_is_gone(session: weakref.ref[Session]) -> None:
-    """Dynamo has let go of the call itself."""
+    """Release a session whose `torch.compile` call is gone."""
     found = session()
     if found is not None:
         found.release()
@@ -199,7 +202,7 @@ _SAID = "_l2l_has_said_what_to_do_about_skipped_frames"
 
 
 def session_for(owner: Any, options: Options) -> Session:
-    """The session of the `torch.compile` call behind `owner`; a new one where the backend was called by hand."""
+    """The session of the `torch.compile` call of `owner`, made if needed. Without an owner (a direct call), a new session."""
     session = getattr(owner, _SESSION, None)
     if session is None:
         session = Session(options)
@@ -214,7 +217,7 @@ _owners: list[weakref.ref] = []
 
 
 def _release_others(session: Session) -> None:
-    """Release sessions that nobody can use any more: their modules are gone, or other calls train their parameters with other optimizers."""
+    """Release sessions that are no longer usable: their modules are gone, or `session` trains their parameters instead."""
     for owner in _alive(_owners):
         other: Session | None = getattr(owner, _SESSION, None)
         if other is None or other is session or not other.server.updates.is_idle:
@@ -226,7 +229,7 @@ def _release_others(session: Session) -> None:
 
 
 def _is_replaced_by(owner: Any, session: Session, newer: Session) -> bool:
-    """Whether a session has an optimizer whose parameters a newer session trains with another one, and its model cannot be called."""
+    """Whether a newer session trains parameters of a session with another optimizer, and the older model is not in use."""
     before, now = session.options.optimizer, newer.options.optimizer
     if before is None or now is None or before is now or kept_programs.in_use(owner):
         return False
@@ -238,12 +241,12 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
 
 
 def session_of(compiled: Any) -> Session | None:
-    """The session of a compiled module or function; None if it has not run yet. Raises `TypeError` for other things."""
+    """The session of a compiled module or function; None if it has not run yet. Raises `TypeError` for any other argument."""
     owner = dynamo.owner_of(compiled)
     if owner is None or not streams_layers(owner):
         raise TypeError(f"expected a module or function from torch.compile(..., backend='l2l'), got {type(compiled).__name__}")
     session = getattr(owner, _SESSION, None)
-    if session is None:  # Dynamo runs what it has compiled for an equal call of torch.compile: same backend, same options
+    if session is None:  # Dynamo reuses code of an equal torch.compile call: same backend, same options
         equal = [o for o in _alive(_owners) if o == owner]
         session = getattr(equal[-1], _SESSION) if equal else None
     return session

@@ -1,4 +1,4 @@
-"""What ran when, on the lanes of a device and on the threads of the host: measured, or simulated."""
+"""The timeline of work on the lanes of a device and on the threads of the host, measured or simulated."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _US = 1e6  # microseconds a second: the unit of a Chrome trace
 class Piece:
     """A piece of work of a lane or a thread.
 
-    lane       "compute", "h2d", "d2h", "comm"; "caller" is the thread of the training loop, "host" that of gradients and
-               updates, "update" that of updates which are a step late
-    label      the node that it carries out, with its segment and micro-batch
+    lane       "compute", "h2d", "d2h", "comm"; "caller" is the thread of the training loop, "host" the thread of gradients
+               and updates, "update" the thread of updates that are one step late
+    label      the node that the piece executes, with its segment and micro-batch
     start, end seconds since the timeline began
-    waited_for what it could not begin before, "" if its lane was busy until then
+    waited_for the work whose end the piece had to wait for, "" if its lane was busy until the piece began
     """
 
     lane: str
@@ -38,7 +38,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Gap:
-    """A time in which a lane stood still, between two pieces of its work, and what the second one waited for."""
+    """A time in which a lane was idle between two pieces of its work: `before` the second, which waited for `waited_for`."""
 
     lane: str
     start: float
@@ -56,7 +56,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Pieces of work from `start` to `end` in seconds; a step, say. Those of a lane are in order."""
+    """Pieces of work from `start` to `end` in seconds, for example a step. The pieces of a lane are in order."""
 
     start: float
     end: float
@@ -75,7 +75,7 @@ class Timeline:
         return sum(piece.seconds for piece in self.of(lane))
 
     def gaps(self, lane: str) -> list[Gap]:
-        """Where a lane stands still between its first and its last piece of work, the longest first."""
+        """The gaps of a lane between its first and its last piece of work, the longest first."""
         found = [
             Gap(lane, a.end, b.start, b.label, b.waited_for) for a, b in itertools.pairwise(self.of(lane)) if b.start > a.end
         ]
@@ -88,7 +88,7 @@ class Timeline:
         return Timeline(start, end, tuple(cut))
 
     def save(self, path: str | Path, name: str = "l2l") -> None:
-        """Write it as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open. Times begin at 0."""
+        """Write the timeline as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open. Times begin at 0."""
         content = {"traceEvents": list(self.events(name)), "displayTimeUnit": "ms"}
         Path(path).write_text(json.dumps(content))
 

@@ -22,12 +22,12 @@ from .timeline import Timeline
 def trace(compiled: Any, path: str | Path | None = None) -> Trace:
     """Measure when the lanes of a compiled model are at work: `with l2l_compile.trace(model, "step.json"): step()`.
 
-    path   where the Chrome trace of the steps goes, at the end of the block; https://ui.perfetto.dev opens it. None: nowhere
+    path   the file for the Chrome trace, written at the end of the block; https://ui.perfetto.dev opens it. None writes no file
 
-    `with ... as traced` gives a `Trace`, whose `timeline` is in the form of a simulated one. The model computes the same numbers, and may
-    not have run before; then the compilation is in the trace. Lanes of a GPU are measured by events on their streams, which has not
-    run on one yet. On the host as device, everything but updates is work of the caller. Raises `TypeError` for what is no compiled
-    model of this backend, and `L2LError` at the end of a block in which the model did not run.
+    `with ... as traced` gives a `Trace`, whose `timeline` has the form of a simulated one. The model computes the same numbers.
+    If the model has not run before, the compilation is in the trace. Lanes of a GPU are measured by events on their streams;
+    this has not run on a GPU yet. If the host is the device, all work but updates is work of the caller. Raises `TypeError` if
+    `compiled` is no compiled model of this backend, and `L2LError` at the end of the block if the model did not run in it.
     """
     session = session_of(compiled) or session_for(dynamo.owner_of(compiled), Options.build(dynamo.options_of(compiled)))
     return Trace(session, path)
@@ -43,7 +43,7 @@ class Trace:
 
     @property
     def timeline(self) -> Timeline:
-        """What ran when. Raises `L2LError` before the end of the block."""
+        """The measured timeline. Raises `L2LError` before the end of the block."""
         if self._timeline is None:
             raise L2LError("the timeline of a trace exists after its 'with' block")
         return self._timeline
@@ -92,7 +92,7 @@ def _as_traced(device: Any) -> Iterator[None]:
 
 @contextmanager
 def _timed(worker: Worker, timing: Timing) -> Iterator[None]:
-    """Within it, the work of the host lane is timed, and the waits for it."""
+    """A context in which the work of a worker, and the waits for it, are timed."""
     submit = worker.submit
 
     @functools.wraps(submit)
@@ -109,4 +109,4 @@ def _timed(worker: Worker, timing: Timing) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """Done when everything before it is done."""
+    """Work that does nothing: when it is done, all work submitted before it is done."""

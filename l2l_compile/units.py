@@ -18,7 +18,7 @@ def format_bytes(count: int) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """ "1.5 KiB" -> 1536. Raises `ValueError` for what `format_bytes` does not write."""
+    """ "1.5 KiB" -> 1536. Raises `ValueError` for a text that `format_bytes` does not write."""
     match = re.fullmatch(r"([\d.]+) (\w+)", text)
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"expected bytes such as '1.5 KiB', got {text!r}")

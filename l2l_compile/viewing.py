@@ -14,13 +14,13 @@ from .session import session_of
 
 
 def view(compiled: Any, path: str | Path | None = None, *, show: bool = True) -> Path:
-    """Write the page of a compiled model that has run, and open it in a browser; the path of the page.
+    """Write the page of a compiled model that has run, and open it in a browser. Returns the path of the page.
 
-    path   of the file; None for a new one among temporary files
+    path   the file to write; None for a new temporary file
     show   whether to open it
 
-    The step of the page is the last one that was measured (`with l2l_compile.trace(compiled): ...`); without one, the page has no lanes.
-    Raises `L2LError` for a model that has not run, and `TypeError` for what is no compiled model of this backend.
+    The page shows the last measured step (`with l2l_compile.trace(compiled): ...`). Without a measured step, it has no lanes.
+    Raises `L2LError` for a model that has not run, and `TypeError` if `compiled` is no compiled model of this backend.
     """
     session = session_of(compiled)
     if session is None or not session.runners:

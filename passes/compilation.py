@@ -1,4 +1,4 @@
-"""What travels through the passes, and the shape that every pass has."""
+"""`Compilation`, the object that the passes fill in, and `Pass`, the interface of a pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .operation_sequence import OperationSequence
 
 
 class Fact(enum.StrEnum):
-    """What a pass has made sure of, for those behind it."""
+    """A property of the compilation that one pass establishes and later passes rely on."""
 
     SEQUENCE = "sequence"
     LAYERS = "layers"
@@ -46,17 +46,17 @@ class Gradients:
 
 @dataclass(eq=False)
 class Compilation:
-    """One captured graph on its way to a program. Each pass fills in what it provides.
+    """One captured graph on its way to a program. Each pass fills in the attributes that it provides.
 
     sequence       the operations in order, with the cost of a cut before each               sequence_operations, split_regions
-    gradient_mask  which outputs have a gradient in `backward`; () asks for a guess          differentiate
+    gradient_mask  which outputs have a gradient in `backward`; () asks for a prediction     differentiate
     layers         ranges of the sequence that are one layer each                            find_blocks
     forced_cuts    cuts between layers that module names ask for                             find_blocks
     segments       instances of blocks, in program order                                     cut_segments
-    blocks         what they are instances of; batched or not                                cut_segments, prove_row_independence
+    blocks         the distinct blocks of the segments; inner-looped or not                 cut_segments, prove_row_independence
     forms          the blocks by the canonical form of their pieces                          cut_segments, split_regions
     uncut          segments that hold several layers                                         granularity
-    gradients      what backward needs                                                       differentiate
+    gradients      which outputs have gradients, and the values that forward keeps           differentiate
     forward        program graph                                                             stream and after
     backward       program graph for the outputs in `gradient_mask`; None without gradients  stream and after
     """
@@ -77,7 +77,7 @@ class Compilation:
 
     @classmethod
     def of(cls, program: Program, options: Options) -> Compilation:
-        """A program as it is, for more passes: one that was parsed, or written by hand."""
+        """A compilation of a finished program (parsed from text, or written by hand), on which more passes can run."""
         graphs = program.graphs
         return cls(
             program.captured,
@@ -89,7 +89,7 @@ class Compilation:
         )
 
     def program(self) -> Program:
-        """The program as it stands."""
+        """The program in its present state."""
         carried = {value.node for value in self.carried}
         return Program(
             self.captured,
@@ -104,19 +104,19 @@ class Compilation:
 
     @property
     def is_global(self) -> bool:
-        """Whether the batch is that of several ranks together."""
+        """Whether the batches of several ranks form one batch (`ranks="global"`)."""
         return self.options.ranks == "global" and self.captured.ranks > 1
 
     @property
     def splits_rows(self) -> bool:
-        """Whether rows are taken apart: into micro-batches, or onto ranks."""
+        """Whether the rows of the batch are divided: into micro-batches, or among ranks."""
         return self.options.micro_batches > 1 or self.is_global
 
     @property
     def outputs(self) -> tuple[Value | None, ...]:
-        """The newest version of each output of the captured graph, None in the place of a number, and then `carried`.
+        """The newest version of each output of the captured graph (None for an output that is a number), then `carried`.
 
-        An input that is returned is the user's own tensor, also where the model has written into it.
+        A returned input has version 0, also if the model writes into it: it is the user's own tensor.
         """
         newest = {node: value for node, value in self._newest().items() if node.op != "placeholder"}
         returned = (newest.get(node, Value(node)) if node in self.captured.specs else None for node in self.captured.outputs)
@@ -124,7 +124,7 @@ class Compilation:
 
     @property
     def carried(self) -> tuple[Value, ...]:
-        """The new contents of inputs that the model writes into with a gradient: autograd has to know how they were made."""
+        """The new contents of written inputs, if they have a gradient: autograd must know how they were made."""
         newest = self._newest()
         return tuple(newest[i.node] for i in self.captured.inputs if i.node in newest and self._carries(i.node))
 
@@ -132,12 +132,12 @@ class Compilation:
         return {value.node: value for segment in self.segments for value in segment.outputs}
 
     def _carries(self, node: fx.Node) -> bool:
-        """Whether a tensor that was written into has a gradient; a leaf has none of what was written."""
+        """Whether the new contents of a written tensor have a gradient. For a leaf they do not: autograd recorded no write."""
         return self.captured.specs[node].differentiable and not node.meta["example_value"].is_leaf
 
 
 class Pass(Protocol):
-    """A frozen dataclass with a name, the facts that it needs and provides, and one `apply`. What it can be told are its fields."""
+    """A frozen dataclass with a name, the facts that it requires and provides, and one `apply`. Its options are its fields."""
 
     name: ClassVar[str]
     requires: ClassVar[frozenset[Fact]] = frozenset()

@@ -1,7 +1,7 @@
-"""The operations of the captured graph in order: where it may be cut, what a cut costs, where weights are used.
+"""The operations of the captured graph in order, with the allowed cuts, the cost of each cut, and the uses of weights.
 
 Dynamo's graph is in execution order, so a segment is a range of the sequence. A *cut* before operation `c` costs the
-bytes of the values that are made before `c` and read at or after it; an infinite cost forbids it.
+bytes of the values that are made before `c` and read at or after it. A forbidden cut has an infinite cost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..ir.fx_types import name_of
 from ..ir.modules import module_stack
 from ..ir.values import dim_of
 
-# Regions that a cut may not enter: what runs inside depends on interpreter state that is not re-made after a cut.
+# Regions that may not be cut: the operations inside depend on interpreter state that is not restored after a cut.
 _OPEN = re.compile(r"^_?((vmap|grad|jvp)_increment_nesting|enter_\w+|saved_tensors_hooks_disable|functorch_\w*enter\w*)$")
 _CLOSE = re.compile(r"^_?((vmap|grad|jvp)_decrement_nesting|exit_\w+|saved_tensors_hooks_enable|functorch_\w*exit\w*)$")
 
@@ -33,7 +33,7 @@ SET_GRAD = torch._C._set_grad_enabled
 
 @dataclass(frozen=True)
 class Mode:
-    """Interpreter state at a point of the sequence that a segment must start with: gradient mode and open autocasts."""
+    """Interpreter state with which a segment must start at a point of the sequence: gradient mode and open autocasts."""
 
     grad: bool
     autocasts: tuple[fx.Node, ...] = ()
@@ -41,7 +41,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Barrier:
-    """Cuts that may not be, and why."""
+    """A range of forbidden cuts, and the reason."""
 
     cuts: range
     why: str
@@ -49,7 +49,7 @@ class Barrier:
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """One read of a parameter: where, which, and a label that is the same for the same use in another layer."""
+    """One read of a parameter: its position, the parameter, and a label. The same use in another layer has the same label."""
 
     position: int
     weight: Input
@@ -67,12 +67,12 @@ class OperationSequence:
         self.position = {n: i for i, n in enumerate(self.nodes)}
         self.of_model = {*self.weights, *(i.node for i in captured.inputs if i.kind == "state")}
         self.reads = [tuple(n for n in node.all_input_nodes if size_expression(n) is None) for node in self.nodes]
-        # operations before each position, without those that only compute sizes: layers differ in these
+        # number of operations before each position, without operations that only compute sizes: layers differ in these
         self.operations_before = [0, *itertools.accumulate(size_expression(n) is None for n in self.nodes)]
         stacks = [module_stack(n) for n in self.nodes]
-        self.paths = [stack[-1][0] if stack else () for stack in stacks]  # of the modules, outermost first; () if unknown
-        self.classes = {path: kind for stack in stacks for path, kind in stack}  # of modules, by path
-        self.composed = {path[:end] for path in self.classes for end in range(1, len(path))}  # modules that hold others
+        self.paths = [stack[-1][0] if stack else () for stack in stacks]  # module paths, outermost first; () if unknown
+        self.classes = {path: kind for stack in stacks for path, kind in stack}  # class of each module, by path
+        self.composed = {path[:end] for path in self.classes for end in range(1, len(path))}  # modules with inner modules
         self.barriers: list[Barrier] = []
         self.modes = self._scan_modes()
         self.uses = self._parameter_uses()
@@ -87,11 +87,11 @@ class OperationSequence:
         return self.captured.specs[weight.node].bytes(self.captured.hints)
 
     def why_not(self, cut: int) -> str | None:
-        """Why there may be no cut before an operation; None if there may."""
+        """The reason why a cut before an operation is forbidden; None if it is allowed."""
         return next((barrier.why for barrier in self.barriers if cut in barrier.cuts), None)
 
     def _scan_modes(self) -> list[Mode]:
-        """The mode before each operation (and at the end); adds the regions that may not be cut to the barriers."""
+        """The mode before each operation and at the end. Adds a barrier for each region that may not be cut."""
         mode, modes, opened = Mode(self.captured.grad_enabled), [], []
         for position, node in enumerate(self.nodes):
             modes.append(mode)
@@ -113,7 +113,7 @@ class OperationSequence:
         return [*modes, mode]
 
     def _numbers_handed_on(self) -> Iterator[Barrier]:
-        """Barriers where what is no tensor, and no number that can be computed again, would be handed on."""
+        """Barriers from a result to its last reader, if it is neither a tensor nor a number that can be computed again."""
         for start, node in enumerate(self.nodes):
             last = self._last_reader(node, start)
             is_value = node in self.captured.specs and not may_be_size(node)
@@ -125,7 +125,7 @@ class OperationSequence:
         return max((self.position.get(u, len(self.nodes) - 1) for u in node.users), default=start)
 
     def _crossing(self) -> list[float]:
-        """Per cut: bytes of the values that cross it; infinite where it may not be."""
+        """For each cut, the bytes of the values that cross it; infinite if the cut is forbidden."""
         change = [0] * (len(self.nodes) + 1)
         blocked = [0] * (len(self.nodes) + 1)
         for start, node in enumerate(self.nodes):
@@ -138,7 +138,7 @@ class OperationSequence:
             ):
                 change[start + 1] += self._bytes(node)
                 change[min(last + 1, len(self.nodes))] -= self._bytes(node)
-        for position, node in enumerate(self.nodes):  # new contents of an input wait for the end of the sequence
+        for position, node in enumerate(self.nodes):  # new contents of an input are held until the end
             change[position + 1] += sum(self._bytes(o) for o in written_operands(node) if o.op == "placeholder")
         for barrier in self.barriers:
             blocked[barrier.cuts.start] += 1
@@ -152,7 +152,7 @@ class OperationSequence:
         return self.captured.specs[node].bytes(self.captured.hints)
 
     def _within_writes(self) -> Iterator[Barrier]:
-        """Barriers between operations that touch a state one after the other, where no parameter is used between them."""
+        """Barriers between two successive operations that touch the same state, if no parameter is used between them."""
         used = [use.position for use in self.uses]
         states = {memory_of(i.node): i.name for i in self.captured.inputs if i.kind == "state"}
         for memory, touching in touches(self.nodes, states).items():
@@ -177,7 +177,7 @@ class OperationSequence:
 
 
 def _is_parameter(state: Input) -> bool:
-    """Whether a state is a parameter of the model, such as those of a momentum encoder: it has the size of one."""
+    """Whether a state is a parameter of the model (of a momentum encoder, for example), and so as large as a parameter."""
     return isinstance(state.node.meta["example_value"], torch.nn.Parameter)
 
 

@@ -1,4 +1,4 @@
-"""The passes, in order, and the runner that checks what each needs and verifies the program after each."""
+"""The passes in order, and the runner, which checks the facts that a pass requires and verifies the program after each pass."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ STREAMING: tuple[Pass, ...] = (
 )
 PIPELINE: tuple[Pass, ...] = PREPARATION + SEGMENTATION + STREAMING
 
-After = Callable[[Pass, Compilation, float], None]  # called behind a pass, with the seconds that it and its verification took
+After = Callable[[Pass, Compilation, float], None]  # called after a pass with the seconds of the pass and its verification
 
 
 def check_order(passes: Sequence[Pass], known: frozenset[Fact] = frozenset()) -> None:
-    """Raise `L2LError` when a pass needs a fact that no pass before it provides; nothing has run then."""
+    """Raise `L2LError` if a pass requires a fact that no earlier pass provides. `run` calls this before the first pass."""
     facts = set(known)
     for step in passes:
         missing = step.requires - facts
@@ -56,7 +56,7 @@ def check_order(passes: Sequence[Pass], known: frozenset[Fact] = frozenset()) ->
 def run(
     compilation: Compilation, passes: Sequence[Pass] = PIPELINE, known: frozenset[Fact] = frozenset(), after: After | None = None
 ) -> None:
-    """Run passes over a compilation, each verified before the next one runs. `known` are facts that hold already."""
+    """Run passes over a compilation, and verify it after each pass. `known` are facts that hold already."""
     check_order(passes, known)
     facts = set(known)
     for step in passes:

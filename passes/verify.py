@@ -1,24 +1,25 @@
-"""The rules of the vocabulary: what makes a program legal. Checked after every pass; each rule has a name.
+"""The rules of a legal program. They are checked after every pass, and each rule has a name.
 
-known_node        only nodes of the vocabulary, with the operands that it declares and a segment that exists
-defined           a node reads only what stands before it
-lane              every operand is where its kind says, on the host or on the device
+known_node        every node is in the vocabulary, has the operands that the vocabulary declares, and names an existing segment
+defined           a node reads only nodes that stand before it
+lane              every operand is where its kind requires it, on the host or on the device
 weights           a segment runs on the weights that were fetched for it
-gathered          a segment whose weights are divided among ranks runs on a slab that was gathered, and the gather alone reads what
-                  was fetched; no other segment has collectives
-reduced_once      such a segment pushes gradients that were reduced, each bundle exactly once; one that has run on the rows of
-                  all ranks pushes its own pieces of gradients that are the same everywhere
-rows_of_ranks     with ranks='global', a segment that mixes rows reads those of all ranks, and nobody else does; a sum over rows
-                  is summed over the ranks
-form              an inner-looped segment reads its batched operands split, another one whole; only the former streams gradients
-slabs             at most `prefetch` + 1 segments' weights are on the device at once
-alive             nothing is read after it was released
-released_once     every slab and every value of the device is released exactly once, or stashed
+gathered          a segment whose weights are divided among ranks runs on a gathered slab, and only the gather reads the
+                  fetched pieces; other segments have no gather
+reduced_once      a divided segment pushes reduced gradients, and reduces each bundle exactly once; with ranks='global', if it
+                  ran on the rows of all ranks, it pushes this rank's pieces of gradients that are the same on all ranks
+rows_of_ranks     with ranks='global', a segment that mixes rows reads the rows of all ranks, and no other segment does; a
+                  sum over rows is summed over the ranks
+form              an inner-looped segment reads its batched operands split, any other segment reads them whole; only
+                  inner-looped segments stream gradients
+slabs             the weights of at most `prefetch` + 1 segments are on the device at once
+alive             no node reads a value after its release
+released_once     every slab and every value on the device is released exactly once, or stashed
 pushed_once       every segment that makes weight gradients pushes them exactly once
-read              no result, no gradient of a result and no write is lost: it is read
-updated           in_forward, every segment with parameters to train is updated once before its fetch; in_backward,
-                  every push is followed by one update that reads it; at_step, nothing is updated
-stash             backward takes exactly what forward kept, where forward left it
+read              every result, every gradient of a result and every write has a reader
+updated           with update='in_forward', every segment with parameters to train is updated once before its fetch; with
+                  'in_backward', every push is followed by one update that reads it; with 'at_step', there are no updates
+stash             backward takes exactly the values that forward keeps, on the host or the device, where forward leaves them
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .streaming.place_stash import stash_inputs
 
 
 def verify(compilation: Compilation, facts: frozenset[Fact]) -> None:
-    """Raise `VerifyError` with the rule and the node if a program graph is illegal, as far as the passes have come."""
+    """Raise `VerifyError` with the rule and the node if a program graph is illegal. `facts` decide which rules apply."""
     for graph in filter(None, (compilation.forward, compilation.backward)):
         verify_graph(graph, compilation, facts)
     if Fact.STASHES_PLACED in facts and compilation.backward is not None:
@@ -46,7 +47,7 @@ def verify(compilation: Compilation, facts: frozenset[Fact]) -> None:
 
 
 def verify_graph(graph: fx.Graph, compilation: Compilation, facts: frozenset[Fact]) -> None:
-    """The rules that concern one graph."""
+    """Check the rules that concern one graph."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         _known_node(node, compilation)
@@ -129,7 +130,7 @@ def _form(node: fx.Node, segment: Segment) -> None:
 
 
 def _streamed_form(node: fx.Node, segment: Segment) -> None:
-    """Gradients that are streamed are whole on the host, and can be taken apart."""
+    """Streamed gradients are whole on the host, and belong to outputs that the segment makes split."""
     streamed = nodes.operands(node).streamed_gradients
     for gradient, spec in zip(streamed, segment.block.outputs, strict=bool(streamed)):
         if gradient is not None and (gradient.meta["split"] or not _is_split(segment, spec)):
@@ -137,7 +138,7 @@ def _streamed_form(node: fx.Node, segment: Segment) -> None:
 
 
 def _is_split(segment: Segment, spec: TensorSpec) -> bool:
-    """Whether a segment reads a value of this description micro-batch by micro-batch."""
+    """Whether a segment handles a value with this spec micro-batch by micro-batch."""
     return bool(segment.block.inner_looped) and spec.batch is not None
 
 
@@ -155,7 +156,7 @@ def _slabs(graph: fx.Graph, slabs: int, position: dict[fx.Node, int]) -> None:
 
 
 def _readers_of_slab(node: fx.Node) -> Iterable[fx.Node]:
-    """What reads a slab behind the gather that has completed it."""
+    """The readers of a slab after `node`, if `node` is the gather that completes it."""
     return node.users if node.target is nodes.gather_weights else ()
 
 
@@ -258,10 +259,10 @@ def _read(graph: fx.Graph) -> None:
 
 
 def _is_for_a_reader(node: fx.Node) -> bool:
-    """Whether a node stands for a result, a gradient from outside, or a write that is waited for.
+    """Whether a node must have a reader: a result on the host, a gradient from the caller, or a write to the host.
 
-    What is kept for backward is a matter of `stash`. Other values may be made in vain: the last write into a tensor that is
-    not looked at any more, and the gradient of a value from before a write.
+    The rule `stash` checks the values that are kept for backward. Other values may have no reader: the last write into a tensor
+    that nothing reads afterwards, and the gradient of a value as it was before a write.
     """
     if node.op == "placeholder":
         return node.meta.get("kind") == "gradient"
@@ -296,7 +297,7 @@ def _updated_after_pushes(graph: fx.Graph, updates: list[fx.Node], compilation: 
 
 
 def _same_segment(update: fx.Node, partners: list[fx.Node]) -> None:
-    """The partners of an update, of which there is one at least, are of its segment."""
+    """Raise `VerifyError` if an update has no partner, or a partner that belongs to another segment."""
     if not partners or any(nodes.operands(p).segment != nodes.operands(update).segment for p in partners):
         raise VerifyError("updated", update.name, "does not stand between the gradients and the next fetch of its segment")
 

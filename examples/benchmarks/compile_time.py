@@ -1,13 +1,14 @@
-"""What one more layer costs at the first step: blocks are lowered once, so only Dynamo and the passes see the depth.
+"""The cost of one more layer at the first step: blocks are lowered once, so only Dynamo and the passes depend on the depth.
 
-A model is compiled by `backend="eager"` (Dynamo alone) and by `backend="l2l"`, at two depths. The first training step
-of "l2l" minus that of "eager", at the larger depth minus at the smaller, over the layers between, is the cost of a
-layer. Two more figures tell where it comes from: `compiling`, the first step without a later one, which has the same
-work without compilation; and `passes`, the time within the backend, the one figure that noise does not drown.
+A model is compiled by `backend="eager"` (Dynamo alone) and by `backend="l2l"`, at two depths. For each backend, the growth of
+the first training step from the smaller to the larger depth is divided by the number of added layers. The cost of a layer is
+the figure of "l2l" minus the figure of "eager". Two more figures show where the cost comes from. `compiling` is the first step
+minus a later step, which does the same work without compilation. `passes` is the time within the backend, the figure with the
+least noise.
 
-Every measurement is a process of its own with an empty Inductor cache and one small compilation behind it. Seconds are
-CPU seconds of one thread, so that waiting for other work on the machine does not count. The time in Inductor is left
-out: it is the same at each depth, and noisy (a C++ compiler).
+Every measurement is a process of its own, with an empty Inductor cache, after one small compilation. Seconds are CPU seconds of
+one thread, so that waiting for other work on the machine does not count. The time in Inductor is left out: it is the same at
+each depth, and noisy (a C++ compiler).
 
     python examples/benchmarks/compile_time.py
 """

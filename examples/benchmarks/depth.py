@@ -16,7 +16,7 @@ MOST = 1.01  # the largest peak over the smallest
 
 
 def peak(layers: int, options, device: torch.device) -> dict:
-    """Bytes of one training step of a Llama of this depth."""
+    """Figures in bytes of one training step of a Llama with `layers` layers."""
     torch.compiler.reset()
     model = llama(layers, options.hidden, options.intermediate, options.heads, tokens=options.tokens)
     compiled = torch.compile(

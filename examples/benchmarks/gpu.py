@@ -1,13 +1,13 @@
-"""Settle the GPU in ten minutes: does it compute the right numbers, what does it hold, does it race, how fast is it?
+"""Test and measure a GPU in ten minutes: correct numbers, memory, races, speed.
 
     python examples/benchmarks/gpu.py --minutes 9
     python examples/benchmarks/gpu.py --minutes 4 --only parity races
 
 Stages run one after the other, each in processes of its own with a share of the time, so that a crash or a hang costs one
-stage at most. Figures are printed and written as they come, to one JSON file that is whole at every moment. At the end a
-table, worst first, says of each figure what it should be. Without a GPU, what a CPU can do runs at a small size, and the
-rest says that it needs one. Nothing is downloaded, and the package need not be installed. The whole ends within
-`--minutes`, whatever a stage does.
+stage at most. Figures are printed and written as they come, to one JSON file that is valid at every moment. At the end, a
+table, worst first, shows each figure with its expected value. Without a GPU, cases that a CPU can run do so at a small size;
+the other cases report that they need a GPU. Nothing is downloaded, and the package need not be installed. The script ends
+within `--minutes`, even if a stage hangs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from gpu_stages.rows import HOST_GB, Row  # noqa: E402
 from gpu_stages.table import shown, table, value_of  # noqa: E402
 
 CORES_A_WORKER = 3
-# cases of parity are small and many; the deepest model of memory is captured while the others run
+# the cases of parity are small and many; in memory, the deepest model is captured while the other cases run
 WORKERS = {"parity": 5, "memory": 2}
 
-# seconds of nine minutes on a GPU, and of two on a CPU; the first import of PyTorch on a fresh machine may take half a minute, and
-# what a stage leaves over goes to the others
+# seconds of nine minutes on a GPU, and of two on a CPU. The first import of PyTorch on a fresh machine may take half a minute.
+# Time that a stage does not use goes to the later stages
 SHARES = {"machine": 45, "parity": 100, "memory": 60, "races": 40, "copies": 25, "speed": 200, "faults": 30, "paper": 75}
 ON_CPU = {"machine": 8, "parity": 20, "memory": 12, "races": 14, "copies": 3, "speed": 8, "faults": 14, "paper": 5}
 
@@ -50,12 +50,12 @@ def stages(names: list[str], device: str) -> list[Stage]:
 
 
 def seems_to_have_gpu(device: str) -> bool:
-    """For the shares of the time alone: the stages ask CUDA itself, which may hang, in processes of their own."""
+    """Whether there seems to be a GPU, to choose the shares of time. CUDA may hang, so only the stages' processes ask it."""
     return device.startswith("cuda") or device == "auto" and any(Path("/dev").glob("nvidia*"))
 
 
 def default_path(record: Record) -> Path:
-    """Where figures of a GPU are kept with date and device; those of a CPU prove nothing and are not kept."""
+    """The path of the figures. For a GPU, it has date and device; figures of a CPU prove nothing and are overwritten."""
     if record.fact("device type") != "cuda":
         return Path("runs") / "gpu.json"
     device = re.sub(r"[^a-z0-9]+", "-", str(record.fact("device")).lower()).strip("-")

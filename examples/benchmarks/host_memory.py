@@ -1,9 +1,9 @@
-"""Resident memory of the host for each parameter more, by how updates are made, next to what `explain` says.
+"""Resident host memory for each additional parameter, by the option `update`, next to the figure of `explain`.
 
 Every figure is the difference of two processes that train models of the same width and different depth, so the
-interpreter, PyTorch and what does not depend on depth cancel out. AdamW, bf16. Buffers alone are 16, 16 and 14 bytes;
-what the interpreter and the allocator keep for a layer comes on top. With `in_backward`, the limit counts the gradients
-that are on their way (the ring that `explain` prints) over the deeper model's additional parameters.
+interpreter, PyTorch and all memory that does not depend on depth cancel out. AdamW, bf16. Buffers alone are 16, 16 and 14
+bytes; memory of the interpreter and the allocator for a layer is added. With `in_backward`, the limit also includes the
+gradients in flight (the ring that `explain` prints), divided by the deeper model's additional parameters.
 
     python examples/benchmarks/host_memory.py
 """
@@ -21,7 +21,7 @@ import torch
 import l2l_compile
 from measuring import Limit, arguments, device_of, llama, report, token_batch
 
-MODES = {"at_step": 18.0, "in_forward": 18.0, "in_backward": 14.0}  # most bytes for each parameter, beside the ring of the last
+MODES = {"at_step": 18.0, "in_forward": 18.0, "in_backward": 14.0}  # bytes per parameter; the last limit also gets the ring
 
 
 def resident_peak() -> int:

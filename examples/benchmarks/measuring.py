@@ -1,4 +1,4 @@
-"""What the benchmarks share: their model, their clock, and a report as a table and as JSON with the machine it ran on."""
+"""Shared by the benchmarks: the model, the clock, and a report as a table and as JSON, with the machine that it ran on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def device_of(name: str) -> torch.device:
 
 
 def machine(device: torch.device) -> dict[str, str | int | float]:
-    """What the figures depend on: hardware, versions, date. Memory in GiB."""
+    """The conditions of the figures: hardware, versions, date. Memory in GiB."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -95,7 +95,7 @@ def seconds(work: Work) -> float:
 
 
 def interleaved(works: dict[str, Work], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each work, A B A B ..., so that what else the machine does falls on all of them. A warm-up comes first."""
+    """Seconds of each work, in the order A B A B ..., so that other load on the machine affects all. A warm-up comes first."""
     for work in works.values():
         work()
     found: dict[str, list[float]] = {name: [] for name in works}
@@ -107,7 +107,7 @@ def interleaved(works: dict[str, Work], repeats: int) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class Limit:
-    """A figure and the most that it may be."""
+    """A figure and its upper limit."""
 
     name: str
     figure: float
@@ -126,7 +126,7 @@ class Limit:
 
 
 def report(options: argparse.Namespace, device: torch.device, rows: list[dict], limits: list[Limit], **details) -> int:
-    """Print a table and the limits, write them to JSON; the exit status: 1 if a limit is exceeded at full size."""
+    """Print a table and the limits, and write them to JSON. Returns the exit status: 1 if a limit is exceeded at full size."""
     name = Path(sys.argv[0]).stem
     described = machine(device)
     print(" | ".join(f"{k} {v}" for k, v in described.items()))

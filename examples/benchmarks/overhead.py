@@ -1,8 +1,8 @@
 """Python time per node of a program: a deep stack of tiny layers, minus the time inside of the lowered blocks.
 
 It covers everything between the call of the compiled model and the gradients: Dynamo's guards, autograd's bookkeeping
-of parameters, the interpreter over the program's nodes, and the stream or lane calls that each node makes. One CPU
-thread: waking a second one for a tensor of 32 numbers takes longer than all that is measured here.
+of parameters, the interpreter over the program's nodes, and the stream or lane calls that each node makes. PyTorch has
+one CPU thread: waking a second thread for a tensor of 32 numbers takes longer than the measured time.
 
     python examples/benchmarks/overhead.py
 """
@@ -23,7 +23,7 @@ MOST = 100.0  # microseconds per node
 
 
 class Layer(torch.nn.Module):
-    """A residual MLP behind a LayerNorm."""
+    """A residual MLP after a LayerNorm."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -35,7 +35,7 @@ class Layer(torch.nn.Module):
 
 
 class InBlocks:
-    """Sums up the seconds that lowered blocks run, of every segment and micro-batch, from now on."""
+    """From now on, adds up the seconds in lowered blocks, over all segments and micro-batches."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -1,8 +1,8 @@
 """Step time with an optimizer that is slow on purpose, against the time of the device and of the host alone.
 
-The optimizer sleeps after each update, so it needs time but no processor: what is measured is which updates the program
-waits for. With `in_backward` they run behind the backward, with `in_forward` behind the next forward; without overlap the
-step takes the sum.
+The optimizer sleeps after each update, so it needs time but no processor. The benchmark shows which updates the program waits
+for. With `in_backward`, updates run during the backward; with `in_forward`, they run during the next forward. Without overlap,
+a step takes the sum of both times.
 
     python examples/benchmarks/overlap.py
 """
@@ -20,7 +20,7 @@ import l2l_compile
 from measuring import Limit, arguments, device_of, interleaved, llama, report, token_batch
 
 LOADS = (0.2, 0.5)  # host time as a share of the device's
-NEAR = 1.15  # the most that a step may take, in terms of the larger time, where the updates fit behind their half of the step
+NEAR = 1.15  # limit for a step over the larger of both times, if the updates take less time than their half of the step
 
 
 class SlowAdamW(torch.optim.AdamW):
@@ -57,7 +57,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def step(self) -> None:
-        """A whole step, but for updates that the next one waits for."""
+        """A whole step, except for updates that only the next step waits for."""
         self.compiled(input_ids=self.ids, labels=self.ids).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -78,7 +78,7 @@ def main() -> int:
         name: statistics.median(t)
         for name, t in interleaved({"device": alone.device_alone, "step": alone.step}, options.repeats).items()
     }
-    own = times["step"] - times["device"]  # what AdamW itself takes
+    own = times["step"] - times["device"]  # seconds of AdamW itself
     stats = l2l_compile.stats(alone.compiled)
     forward = stats.forward_seconds / stats.seconds
     del alone

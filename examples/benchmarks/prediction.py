@@ -1,7 +1,7 @@
-"""How well a simulated step agrees with a measured one, on the host: seconds of the caller's thread at work, one thread.
+"""The error of a simulated step against a measured step, on the host: CPU seconds of the caller's thread, one thread.
 
-The machine is measured first (`measure_machine`), on models of its own; blocks are measured one by one (`blocks="measured"`). No depth
-and no number of micro-batches below is used for it. The model is a small Llama, a step is forward and backward.
+The machine is measured first (`measure_machine`), on other models; blocks are measured one by one (`blocks="measured"`). The
+depths and numbers of micro-batches below are not used for that. The model is a small Llama; a step is forward and backward.
 
     python examples/benchmarks/prediction.py
 """
@@ -23,7 +23,7 @@ DEPTHS, MICRO_BATCHES, COMPILERS = (4, 12, 24), (2, 4, 8), ("eager", "inductor")
 
 
 class Measured:
-    """Real steps of a compiled model; two warm up."""
+    """Measures real steps of a compiled model, after two warm-up steps."""
 
     def __init__(self, layers: int, options: dict, ids: torch.Tensor, given: argparse.Namespace):
         self.compiled = torch.compile(model_of(layers, given), backend="l2l", options={**options, "device": "cpu"})
@@ -33,7 +33,7 @@ class Measured:
             train_step(self.compiled, ids)
 
     def steps(self) -> None:
-        """Measure some."""
+        """Measure `repeats` steps."""
         for _ in range(self.repeats):
             start = time.thread_time()
             train_step(self.compiled, self.ids)
@@ -75,7 +75,7 @@ def main() -> int:
                 real = Measured(layers, options, ids, given)
                 real.steps()
                 blocks = predicted(layers, options, ids, given, machine, "measured")
-                real.steps()  # before and behind: other processes come and go
+                real.steps()  # before and after the simulation: other processes come and go
                 row |= {"measured s": real.seconds, "predicted s": blocks}
                 row["by roofline s"] = predicted(layers, options, ids, given, machine, "roofline")
                 row["error %"] = 100 * (row["predicted s"] / row["measured s"] - 1)

@@ -1,11 +1,12 @@
-"""A training step of a model that is divided among 1, 2 and 4 ranks, beside FSDP2 on as many, in the same run.
+"""A training step of a model that is divided among 1, 2 and 4 ranks, compared with FSDP2 on as many ranks, in the same run.
 
-Each rank is a process of one thread on this machine, with gloo between them; the rows of the batch are divided. Where ranks outnumber
-cores, seconds say nothing of what more machines would give. Host bytes are those of parameters, gradients and AdamW's state that
-a rank holds after a step, for each parameter of the model. Bytes over the link, and between ranks, are those of a step.
+Each rank is a process of one thread on this machine, with gloo between the ranks; the rows of the batch are divided. If there
+are more ranks than cores, seconds do not predict the gain from more machines. Host bytes are the bytes of parameters, gradients
+and AdamW's state that a rank holds after a step, divided by the parameters of the model. Bytes over the link, and between
+ranks, are for one step.
 
 A second table has the bytes of a rank for larger models and more ranks, as in ZeRO's paper (arXiv 1910.02054, table 1). They are
-computed from programs (`shares.py`), and those of the model that runs are compared with the measured ones.
+computed from programs (`shares.py`). For the model that runs, computed and measured bytes are compared.
 
     python examples/benchmarks/ranks.py
 """
@@ -76,7 +77,7 @@ def train(rank: int, ranks: int, engine: str, options) -> dict:
 
 
 def program_of(layers: int, width: int, options) -> l2l_compile.Program:
-    """The program of a model on meta: it takes no memory."""
+    """The program of a model on the meta device, which takes no memory."""
     with torch.device("meta"):
         model = llama(layers, width, 4 * width, width // 64, tokens=options.tokens)
     ids = token_batch(options.rows, tokens=options.tokens)
@@ -86,7 +87,7 @@ def program_of(layers: int, width: int, options) -> l2l_compile.Program:
 
 
 def table_of_shares(options) -> None:
-    """Print GiB of a rank by size of the model and number of ranks."""
+    """Print the GiB of a rank, by the size of the model and the number of ranks."""
     print(f"{'layers':>8}{'width':>8}{'ranks':>8}{'host GiB':>10}{'slabs GiB':>11}{'link GiB':>10}{'between GiB':>13}")
     for layers, width in LARGER[: 1 if options.quick else None]:
         program = program_of(layers, width, options)
@@ -97,7 +98,7 @@ def table_of_shares(options) -> None:
 
 
 def in_processes(ranks: int, engine: str, options) -> dict:
-    """`train` on each rank, in processes of their own; the figures of the first one."""
+    """Run `train` on each rank, in processes of their own. Returns the figures of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         shared = [f"--{name}={getattr(options, name)}" for name in ("layers", "width", "tokens", "rows", "device")]
         commands = [

@@ -1,8 +1,8 @@
-"""A training step on 1 to 64 devices in virtual time: how much of N times the tokens of one device are left, and what is waited for.
+"""A training step on 1 to 64 devices in virtual time: tokens per second relative to N times one device, and the longest waits.
 
-The model has the shape of Llama-3-8B, in bf16, with AdamW and updates behind the device. Each device has rows of its own, as many as
-one device alone. One rank is simulated; the links between devices, and how many of them share a host, are figures of the machine.
-Nothing is computed; a case takes up to two minutes. A simulated figure is no measurement.
+The model has the shape of Llama-3-8B, in bf16, with AdamW and updates behind the device. Each device has rows of its own, as
+many as one device alone. One rank is simulated. The links between devices, and the number of devices on a host, are figures of
+the machine. Nothing is computed; a case takes up to two minutes. A simulated figure is no measurement.
 
     python examples/benchmarks/ranks_simulated.py
     python examples/benchmarks/ranks_simulated.py --machine h100 --rows 8
@@ -28,8 +28,8 @@ HELD = 4 * 3  # bytes of a parameter and of AdamW's state in fp32; gradients and
 
 
 def simulated(ranks: int, options: argparse.Namespace) -> tuple[l2l_compile.Simulation, int]:
-    """A step of the first of so many ranks, and how many parameters it has."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)  # nobody answers for the others
+    """A simulated step of rank 0 of `ranks`, and the number of parameters in its pieces."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)  # the other ranks do not exist
     try:
         model = l2l_compile.shard(model_of(options.layers), init_device_mesh("cpu", (ranks,)))
         own = sum(p.to_local().numel() for p in model.parameters())

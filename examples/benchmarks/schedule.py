@@ -1,8 +1,8 @@
-"""How much of a training step the device works, in virtual time: the programs and the executor on a machine that is given as figures.
+"""The share of a training step in which the device works, in virtual time, with real programs on a machine given as figures.
 
-The model has the shape of Llama-3-8B, in bf16, 64 x 2048 tokens in 16 micro-batches. A step is compared with the work of its
-compute lane; where weights cross the link more slowly than they are used, the share of the step in which the link works counts.
-Nothing is computed; a case takes some 20 s. A simulated figure is no measurement.
+The model has the shape of Llama-3-8B, in bf16, 64 x 2048 tokens in 16 micro-batches. The time of a step is compared with the
+time at work of its compute lane. If weights cross the link more slowly than they are used, the limit is on the time at work of
+the link. Nothing is computed; a case takes some 20 s. A simulated figure is no measurement.
 
     python examples/benchmarks/schedule.py
     python examples/benchmarks/schedule.py --machine rtx4090 --layers 16
@@ -26,7 +26,7 @@ TOKENS = 2048
 
 @dataclass(frozen=True)
 class Case:
-    """Options of a step, its rows, and the most that it may take of the work of its compute lane (None: no limit).
+    """Options of a step, its rows, and the limit for its time over the time at work of its compute lane (None: no limit).
 
     link  the least share of the step in which the lane to the device has to work
     tf32  whether products in float32 run at half of the rate of bf16, as TF32 does
@@ -41,15 +41,15 @@ class Case:
 
 
 def cases(rows: int) -> list[Case]:
-    """The cases, for a batch of so many rows."""
+    """The cases, for a batch of `rows` rows."""
     backward, forward = {"update": "in_backward"}, {"update": "in_forward", "max_grad_norm": 1.0}
     return [
         Case("in_backward", rows, 1.03, backward),
         Case("in_forward, clipped", rows, 1.05, forward),
         Case("in_forward, clipped, delay=1", rows, 1.02, {**forward, "delay": 1}),
         Case("at_step", rows, None, {"update": "at_step"}),
-        Case("in_backward, an eighth of the rows", rows // 8, None, backward),  # all updates have to fit behind a backward
-        Case("in_forward, an eighth of the rows", rows // 8, None, forward),  # all updates have to fit behind a forward
+        Case("in_backward, an eighth of the rows", rows // 8, None, backward),  # all updates have to run during a backward
+        Case("in_forward, an eighth of the rows", rows // 8, None, forward),  # all updates have to run during a forward
         Case("in_forward, delay=1, an eighth of the rows", rows // 8, 1.10, {**forward, "delay": 1}),
         Case("in_backward, fp32 (TF32)", rows, 1.06, {**backward, "precision": "fp32"}, tf32=True),
         Case("no optimizer, one row", 1, None, {"micro_batches": 1, "optimizer": None}, link=0.95),
@@ -57,7 +57,7 @@ def cases(rows: int) -> list[Case]:
 
 
 def model_of(layers: int) -> transformers.LlamaForCausalLM:
-    """The shape of Llama-3-8B, without memory."""
+    """A model with the layers of Llama-3-8B, on the meta device."""
     with torch.device("meta"):
         return transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
@@ -74,7 +74,7 @@ def model_of(layers: int) -> transformers.LlamaForCausalLM:
 
 
 def simulated(case: Case, layers: int, machine: str) -> l2l_compile.Simulation:
-    """A step of a case."""
+    """A simulated step of a case."""
     model, ids = model_of(layers), torch.zeros(case.rows, TOKENS, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     micro_batches = max(min(16, case.rows), 1)

@@ -1,4 +1,4 @@
-"""What each of N ranks holds and moves, from the program of a model that is not divided: nothing runs, and the model may be on meta."""
+"""The bytes that each of N ranks holds and moves, computed from the program of an undivided model, which may be on meta."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from l2l_compile.ir import nodes
 from l2l_compile.ir.segments import Segment
 from l2l_compile.ranks.pieces import Pieces
 
-STATE = 3  # numbers in fp32 beside a trained one: its gradient, and the two moments of AdamW
+STATE = 3  # fp32 numbers for each entry of a trained parameter: the gradient, and the two moments of AdamW
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Share:
     """Bytes of one rank.
 
     host     its pieces of parameters, gradients and AdamW's state
-    slabs    device memory for the weights of a segment, as many as rotate
-    link     what a step fetches and pushes
-    between  what a step receives from other ranks to complete its weights, and the gradients that it reduces with them
+    slabs    device memory of all slabs, `prefetch` + 1 of the largest segment
+    link     bytes that a step fetches and pushes
+    between  bytes of weights that a step receives from other ranks, and of gradients that it reduces with them
     """
 
     host: int

@@ -1,7 +1,8 @@
-"""How large a model a simulation can be of: seconds and memory for a step of 175 billion parameters, on the meta device.
+"""The cost of a simulation of a large model: seconds and memory for a step of 175 billion parameters, on the meta device.
 
-The size is that of GPT-3: 96 layers, a hidden size of 12288, 96 heads, 50257 tokens, sequences of 2048 (Brown et al., 2020, table
-2.1). The layers are those of Llama, with as many parameters: a GPT-2 of transformers breaks its graph where it logs.
+The model has the size of GPT-3: 96 layers, a hidden size of 12288, 96 heads, 50257 tokens, sequences of 2048 (Brown et al.,
+2020, table 2.1). Its layers are Llama layers with as many parameters, since a call of a logger breaks the graph of
+transformers' GPT-2.
 
     python examples/benchmarks/simulation_size.py
 """
@@ -21,7 +22,7 @@ MOST_SECONDS, MOST_GB = 60.0, 4.0
 
 
 def model_of(layers: int) -> transformers.LlamaForCausalLM:
-    """The model, without memory."""
+    """The model, on the meta device."""
     sizes = {"num_hidden_layers": layers, "hidden_size": 12288, "intermediate_size": 32768, "num_attention_heads": 96}
     with torch.device("meta"):
         return transformers.LlamaForCausalLM(

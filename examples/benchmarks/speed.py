@@ -1,8 +1,8 @@
 """Seconds of a training step: streamed layers compiled by Inductor against eager with activation checkpointing.
 
 Both recompute every layer in backward and run the same micro-batches; eager runs the whole model once per micro-batch.
-On a GPU the rival is resident: weights, gradients and kept inputs are all on the device, which is what streaming saves;
-tokens per second and peak memory are for reading there, and no limit is checked.
+On a GPU, the other model is resident: weights, gradients and kept inputs are all on the device, the memory that streaming
+saves. There, tokens per second and peak memory are only printed, and no limit is checked.
 
     python examples/benchmarks/speed.py
 """
@@ -22,7 +22,7 @@ MOST = 1.0  # seconds with l2l over seconds of eager, on the host
 
 
 def eager_step(model: torch.nn.Module, ids: torch.Tensor, micro_batches: int) -> None:
-    """One training step of a model where it is, micro-batch by micro-batch; gradients of the mean loss of the batch."""
+    """One training step on the model's own device, micro-batch by micro-batch; gradients of the mean loss of the batch."""
     model.zero_grad(set_to_none=True)
     for part in ids.to(model.device).chunk(micro_batches):
         (model(input_ids=part, labels=part).loss / micro_batches).backward()
@@ -31,7 +31,7 @@ def eager_step(model: torch.nn.Module, ids: torch.Tensor, micro_batches: int) ->
 
 
 def checkpointed(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """A copy of a model that keeps only the inputs of its layers for backward, on a device."""
+    """A copy of a model on a device, with activation checkpointing: it keeps only the inputs of layers for backward."""
     twin = copy.deepcopy(model).to(device)
     twin.train()
     twin.gradient_checkpointing_enable({"use_reentrant": False})
@@ -39,7 +39,7 @@ def checkpointed(model: torch.nn.Module, device: torch.device) -> torch.nn.Modul
 
 
 def peak_bytes(work: Work, device: torch.device) -> int | None:
-    """Peak of allocated device memory while some work runs; None on the host, where nothing counts it."""
+    """Peak of allocated device memory while some work runs; None on the host, which does not count it."""
     if device.type != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats(device)
@@ -48,7 +48,7 @@ def peak_bytes(work: Work, device: torch.device) -> int | None:
 
 
 def largest_difference(model: torch.nn.Module, twin: torch.nn.Module) -> float:
-    """Largest difference between the gradients of two models, over the largest gradient: are they the same step?"""
+    """Largest difference between the gradients of two models, over the largest gradient: shows that the steps are equal."""
     pairs = [(p.grad, q.grad.to(p.grad.device)) for p, q in zip(model.parameters(), twin.parameters(), strict=True)]
     return float(max((p - q).abs().max() for p, q in pairs) / max(p.abs().max() for p, _ in pairs))
 

@@ -1,9 +1,10 @@
-"""How long a first step takes: with empty caches, in the next process, and at the next lengths of text.
+"""The time of a first step: with empty caches, in the next process, and at the next lengths of text.
 
 A Llama is compiled by `torch.compile(model)` and by `backend="l2l"`, and makes one training step at each length of `--tokens`.
-The first is compiled for its length, the second one again with a symbol in its place, further ones not at all. Each backend
-runs in a process of its own, with an empty cache of its own (Inductor's, with our traces and proofs in it), and once more with
-what is in the cache then. Seconds are wall-clock seconds of a step, all processors at work, one backend after the other.
+The first length is compiled as a constant. At the second length, the model is compiled again, with a symbol for the length.
+Further lengths need no compilation. Each backend runs in a process of its own, with an empty cache of its own (Inductor's,
+which also holds our traces and proofs). Then it runs in a second process with the filled cache. Seconds are wall-clock seconds
+of a step, on all processors, one backend after the other.
 
     python examples/benchmarks/starts.py
 """
@@ -24,7 +25,7 @@ import l2l_compile  # noqa: F401 - registers the backend
 from measuring import Limit, arguments, device_of, llama, report, seconds, token_batch, train_step
 
 BACKENDS = ("inductor", "l2l")
-COLD, WARM, SECOND = 0.5, 1.0, 1.0  # most of torch.compile's seconds at a first step; most seconds beyond its at a second length
+COLD, WARM, SECOND = 0.5, 1.0, 1.0  # limits: share of torch.compile's first step; seconds beyond it at a second length
 
 
 def main() -> int:

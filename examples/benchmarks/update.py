@@ -1,8 +1,8 @@
 """An AdamW step with the 16-bit copy of the weights: one compiled pass against `AdamW(fused=True)` and a cast.
 
-The compiled pass updates layer by layer, as the host lane does, and takes gradients as they come over the link: in bf16
-(the default of precision="bf16") or fp32. PyTorch's step takes fp32 gradients that are there already, all layers in one
-call, and the cast goes into buffers that are there already.
+The compiled pass updates layer by layer, as the host lane does. It takes gradients in the dtype of the link: bf16 (the default
+of precision="bf16") or fp32. PyTorch's step updates all layers in one call, from fp32 gradients that exist already. The cast
+writes into buffers that exist already.
 
     python examples/benchmarks/update.py
 """
@@ -21,12 +21,12 @@ from l2l_compile.host.wire import Wires
 from l2l_compile.memory.pages import unlocked
 from measuring import Limit, Work, arguments, interleaved, report
 
-MOST = 1 / 1.4  # of PyTorch's seconds
+MOST = 1 / 1.4  # limit, relative to PyTorch's seconds
 HOST = torch.device("cpu")
 
 
 def layer(width: int) -> list[torch.nn.Parameter]:
-    """Twelve times width² entries in matrices, and the vectors of a transformer layer."""
+    """The parameters of a transformer layer: matrices of 12 * width² entries together, and vectors."""
     matrices = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
     vectors = [(width,)] * 6 + [(4 * width,)]
     return [torch.nn.Parameter(torch.randn(size) * 0.02) for size in matrices + vectors]
@@ -56,7 +56,7 @@ def one_pass(layers: list[list[torch.nn.Parameter]], gradients: list[list[torch.
 
 
 def two_passes(layers: list[list[torch.nn.Parameter]], gradients: list[list[torch.Tensor]]) -> Work:
-    """PyTorch's fused step, then the copies."""
+    """PyTorch's fused step, then the cast into copies."""
     optimizer = adamw(layers, fused=True)
     parameters = [p for own in layers for p in own]
     for p, gradient in zip(parameters, (g for own in gradients for g in own), strict=True):

@@ -1,4 +1,4 @@
-"""Tiny models of the classes of several libraries, and a batch for each: what `coverage.py` trains.
+"""Tiny models of the classes of several libraries, and a batch for each, which `coverage.py` trains.
 
 A library is a module of this package. It lists its `jobs()`, and `make(job, setting, layers)` builds a model and its
 inputs with one of the `SETTINGS`, which are tried in order. No model has a rule of its own: sizes are shrunk by the
@@ -21,7 +21,7 @@ from .job import LAYERS, ROWS, Job
 
 __all__ = ["LAYERS", "LIBRARIES", "ROWS", "Job", "jobs", "make", "missing", "settings"]
 
-# The distribution of each library and its module here. The module is imported where the library is installed.
+# Each library, and its module in this package. The module is imported if the library is installed.
 LIBRARIES = {
     "transformers": "transformers_models",
     "timm": "timm_models",
@@ -39,7 +39,7 @@ for _name in repair():
 
 
 def missing() -> dict[str, str]:
-    """What is not installed, and how to install it."""
+    """The libraries that are not installed, each with the command that installs it."""
     return {name: INSTALL for name in LIBRARIES if importlib.util.find_spec(name) is None}
 
 
@@ -54,14 +54,14 @@ def jobs() -> list[Job]:
 
 
 def settings(job: Job) -> tuple:
-    """What `make` may be given for a job, in the order to try; each has a `name`."""
+    """The settings for `make`, in the order in which to try them; each has a `name`."""
     return module_of(job.library).SETTINGS
 
 
 def make(job: Job, setting: Any, layers: int = LAYERS) -> tuple[nn.Module, dict[str, Any]]:
-    """A tiny model with at most so many layers in a stack, and the keyword arguments of a batch of `ROWS` rows.
+    """A tiny model with at most `layers` layers in a stack, and the keyword arguments of a batch of `ROWS` rows.
 
-    Values without the batch dimension are possible among these. Raises whatever the class raises where the setting does
-    not suit it.
+    The arguments may include values without the batch dimension. If the setting does not suit the class, raises the error of
+    the class.
     """
     return module_of(job.library).make(job, setting, layers)

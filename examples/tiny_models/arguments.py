@@ -1,4 +1,4 @@
-"""The arguments of constructors, made small by their names, for libraries that have no configurations."""
+"""Shrinks the arguments of constructors by their names, for libraries that have no configurations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZE = re.compile(r"^(img|image|input|spatial|sample)_size$")
 
 
 def constructor(make: Callable[[], nn.Module]) -> tuple[type[nn.Module], dict[str, Any]]:
-    """The class of the model that a function makes, and the arguments by name that it gives to the class."""
+    """The class of the model that a function makes, and the arguments, by name, that the function passes to the class."""
     with torch.device("meta"):
         cls = type(make())
     init, given = cls.__init__, []
@@ -47,7 +47,7 @@ def constructor(make: Callable[[], nn.Module]) -> tuple[type[nn.Module], dict[st
 
 
 def shrunk(name: str, value: Any, layers: int, image: int | None) -> Any:
-    """The small value of an argument: fewer layers, nothing dropped, images of `image` pixels (as they are for None)."""
+    """The small value of an argument: fewer layers, no dropout, images of `image` pixels (None keeps their size)."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         return dataclasses.replace(value, **{n: shrunk(n, v, layers, image) for n, v in fields.items()})
@@ -63,7 +63,7 @@ def shrunk(name: str, value: Any, layers: int, image: int | None) -> Any:
 
 
 def fewer(value: Any, layers: int) -> Any:
-    """So many layers, or fewer; of the depths of stages, only the deepest gets as many as `layers`, the others two."""
+    """At most `layers` layers. In a list of depths of stages, that is the deepest stage's; other stages get at most two."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -75,7 +75,7 @@ def fewer(value: Any, layers: int) -> Any:
 
 
 def built(make: Callable[[], nn.Module]) -> nn.Module:
-    """The model in training mode. Raises `ValueError` where it has more than `MOST_PARAMETERS`."""
+    """The model in training mode. Raises `ValueError` if it has more than `MOST_PARAMETERS` parameters."""
     with torch.device("meta"):
         count = sum(p.numel() for p in make().parameters())
     if count > MOST_PARAMETERS:

@@ -1,7 +1,7 @@
 """The models of diffusers: UNets, transformers, autoencoders, controlnets.
 
-Constructor arguments are shrunk by their names; inputs follow from the signature of `forward`. Whether a transformer
-reads images, videos, sound or tokens does not show there: each is a setting.
+Constructor arguments are shrunk by their names; inputs follow from the signature of `forward`. The signature does not show
+whether a transformer reads images, videos, sound or tokens, so each of them is a setting.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WIDTH, HEADS, TOKENS, TEXT, FRAMES = 64, 2, 16, 8, 5
 
 @dataclass(frozen=True)
 class Setting:
-    """`shape` follows rows and, in images and videos, channels; in `tokens`, channels are last. `default` keeps these sizes."""
+    """The shape of an input without rows and channels, and the place of channels. Arguments matching `default` keep sizes."""
 
     name: str
     shape: tuple[int, ...]
@@ -83,8 +83,8 @@ TEXT_WIDTH = (
 
 
 def jobs() -> list[Job]:
-    """Every model class, by the folder that it is in."""
-    # The index by which diffusers imports its models lazily: to look at the classes would import all of them.
+    """Every model class, with a task given by the folder that it is in."""
+    # The index for lazy imports of diffusers. Reading the classes themselves would import all of them.
     listed = [(path.split(".")[0], name) for path, names in diffusers.models._import_structure.items() for name in names]
     return [
         Job("diffusers", name, TASKS[folder])
@@ -107,7 +107,7 @@ def make(job: Job, setting: Setting, layers: int = LAYERS) -> tuple[nn.Module, d
 
 
 def width(arguments: dict[str, Any]) -> int | None:
-    """Of the heads of an attention together: the arguments with this value have to change with it."""
+    """The width of all heads of an attention together. Arguments with this value have to change with it."""
     heads, size = (arguments.get(name) for name in ("num_attention_heads", "attention_head_dim"))
     return heads * size if isinstance(heads, int) and isinstance(size, int) else None
 
@@ -125,7 +125,7 @@ def small(name: str, value: Any, setting: Setting, layers: int) -> Any:
 
 
 def inputs(model: nn.Module, setting: Setting) -> dict[str, Any]:
-    """What `forward` requires, and the conditions that it takes. Raises `ValueError` for an input that no rule makes."""
+    """The required arguments of `forward` and its conditions. Raises `ValueError` for an input that no rule makes."""
     made: dict[str, Any] = {}
     for name, parameter in inspect.signature(model.forward).parameters.items():
         value = MAKERS[name](model.config, setting) if name in MAKERS else None
@@ -163,7 +163,7 @@ def kinds(config: Any, setting: Setting) -> torch.Tensor | None:
 
 
 def places(config: Any, count: int) -> torch.Tensor:
-    """The place of each token: a number for every axis of the rotary embedding, the last two are row and column."""
+    """The place of each token: a number for every axis of the rotary embedding. The last two axes are row and column."""
     axes = config.get("axes_dims_rope") or config.get("axes_dims") or (0, 0, 0)
     made = torch.zeros(count, len(axes))
     made[:, -2:] = torch.stack([torch.arange(count) // 4, torch.arange(count) % 4], dim=1)

@@ -1,8 +1,8 @@
-"""torchvision and torchaudio whose compiled operators were built for another torch (CUDA wheels next to a CPU torch).
+"""Imports torchvision and torchaudio whose compiled operators were built for another torch (CUDA wheels next to a CPU torch).
 
-Their models are Python and train without these operators, but neither package imports: torchvision describes two
-operators that are not there, torchaudio stops at its library. transformers and timm import both packages. `repair`
-lets them be imported; a model that calls a compiled operator still fails.
+Their models are Python code and train without these operators, but the import of both packages fails: torchvision describes two
+operators that do not exist, and torchaudio cannot load its library. transformers and timm import both packages. `repair`
+makes them importable; a model that calls a compiled operator still fails.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-# What `torchvision/_meta_registrations.py` describes whether or not the operators are there.
+# `torchvision/_meta_registrations.py` describes these operators even if they do not exist.
 OPERATORS = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -23,7 +23,7 @@ REMEDY = "pip install --index-url https://download.pytorch.org/whl/cpu torchvisi
 
 
 def repair() -> list[str]:
-    """Make both packages importable, before anything imports them. Returns those whose operators do not load."""
+    """Make both packages importable, before anything imports them. Returns the names of those whose operators do not load."""
     broken = [
         name
         for name, library in (("torchvision", "_C*"), ("torchaudio", "lib/_torchaudio*"))
@@ -38,7 +38,7 @@ def repair() -> list[str]:
 
 
 def loads(package: str, library: str) -> bool:
-    """Whether the compiled operators of a package load; true of one that is not installed or has none."""
+    """Whether the compiled operators of a package load. True for a package that is not installed or has none."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return True

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROWS = 6  # of a batch
-LAYERS = 4  # of a stack, at most
-MOST_PARAMETERS = 60_000_000  # a model of more has a size that no rule knows
+ROWS = 6  # rows of a batch
+LAYERS = 4  # layers of a stack, at most
+MOST_PARAMETERS = 60_000_000  # a larger model has a size argument that no rule shrinks
 
 
 @dataclass(frozen=True)
 class Job:
-    """A class or a builder function of a library, what it is trained for, and what the library's module needs to find it."""
+    """A class or a builder function of a library, its task, and the `source` by which the library's module finds it."""
 
     library: str
     name: str
@@ -20,5 +20,5 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Unique over the libraries: both torchvision and timm have a `resnet18`."""
+        """A name that is unique over all libraries: both torchvision and timm have a `resnet18`."""
         return f"{self.library}/{self.name}"

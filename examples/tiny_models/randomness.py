@@ -1,4 +1,4 @@
-"""Random numbers of the training mode set to zero: dropout, drop path, label dropout."""
+"""Switches off randomness in training mode: dropout, drop path, label dropout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CHANCE = re.compile(r"drop|^p$|layerdrop|jitter")
 
 
 def calm(model: nn.Module) -> nn.Module:
-    """Sets to zero the attributes of modules that give the chance to drop something. Returns the model."""
+    """Set the attributes of modules that are probabilities of dropping to zero. Returns the model."""
     for module in model.modules():
         chances = [name for name, value in vars(module).items() if isinstance(value, float) and CHANCE.search(name)]
         for name in chances:

@@ -1,4 +1,4 @@
-"""One model of each module file of timm: of those that it builds, a small one by its name, with fewer layers."""
+"""One model for each module file of timm: a model whose name says that it is small, with fewer layers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SMALL = (
 
 @dataclass(frozen=True)
 class Setting:
-    """The size of images; `shrink` is whether the arguments of the constructor are shrunk."""
+    """The size of images. `shrink` says whether the arguments of the constructor are shrunk."""
 
     name: str
     image: int
@@ -63,7 +63,7 @@ SETTINGS = (
 
 
 def jobs() -> list[Job]:
-    """A model of each module; modules that only name models of others have none of their own."""
+    """One job for each module that has models of its own."""
     return [
         Job("timm", smallest(names), "image classification", module)
         for module in timm.list_modules()
@@ -72,20 +72,20 @@ def jobs() -> list[Job]:
 
 
 def smallest(names: list[str]) -> str:
-    """The model whose name has the first of `SMALL`, the shortest of several."""
+    """The model whose name matches the earliest entry of `SMALL`; of several such models, the one with the shortest name."""
     rank = {name: next(at for at, word in enumerate(SMALL) if re.search(word, name)) for name in names}
     return min(names, key=lambda name: (rank[name], len(name), name))
 
 
 def make(job: Job, setting: Setting, layers: int = LAYERS) -> tuple[nn.Module, dict]:
-    """The model, and images of `setting.image` pixels: the inputs by name."""
+    """The model, and its inputs by name: images of `setting.image` pixels."""
     model = small(lambda: timm.create_model(job.name, pretrained=False, num_classes=CLASSES), setting, layers)
     torch.manual_seed(1)
     return model, {first_input(model): torch.randn(ROWS, 3, setting.image, setting.image)}
 
 
 def small(create: Callable[[], nn.Module], setting: Setting, layers: int) -> nn.Module:
-    """The model that a function creates, of the same class with smaller arguments."""
+    """A model of the class that `create` builds, with smaller arguments."""
     if not setting.shrink:
         return built(create)
     cls, given = constructor(create)

@@ -1,4 +1,4 @@
-"""The models of torchaudio. They share neither arguments nor inputs, so each has its line."""
+"""The models of torchaudio. They share neither arguments nor inputs, so each has an entry of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Setting:
 
 SETTINGS = (Setting("tiny"),)
 
-# Of the transformers of wav2vec 2.0; the convolutions before it have two layers.
+# Arguments of wav2vec 2.0. The convolutions before its transformer have two layers.
 CONVOLUTIONS = {
     "extractor_mode": "layer_norm",
     "extractor_conv_layer_config": [(WIDTH, 10, 5), (WIDTH, 3, 2)],
@@ -62,7 +62,7 @@ def symbols(count: int = 8) -> torch.Tensor:
     return torch.randint(1, SYMBOLS, (ROWS, count), dtype=torch.int32)
 
 
-# Name: the model of so many layers, and its inputs.
+# By name: a function from the number of layers to the model, and a function that makes its inputs.
 MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[], dict]]] = {
     "Wav2Letter": (
         lambda n: models.Wav2Letter(num_classes=SYMBOLS, input_type="mfcc", num_features=BINS),

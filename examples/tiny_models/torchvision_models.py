@@ -12,7 +12,7 @@ from .timm_models import CLASSES, SETTINGS, Setting, first_input, small
 
 __all__ = ["SETTINGS", "jobs", "make"]
 
-FRAMES = 8  # of a video
+FRAMES = 8  # frames of a video
 TASKS = {
     "image classification": torchvision.models,
     "video classification": torchvision.models.video,
@@ -21,7 +21,7 @@ TASKS = {
 
 
 def jobs() -> list[Job]:
-    """For each task, a model of each module file."""
+    """For each task, the smallest model of each module file."""
     found: dict[tuple[str, str], str] = {}
     for task, module in TASKS.items():
         for name in sorted(list_models(module=module), key=parameters):
@@ -30,7 +30,7 @@ def jobs() -> list[Job]:
 
 
 def parameters(name: str) -> int:
-    """How many parameters a model has, as torchvision's description of its weights says."""
+    """The number of parameters of a model, according to torchvision's metadata of its weights."""
     return get_model_weights(name).DEFAULT.meta["num_params"]
 
 

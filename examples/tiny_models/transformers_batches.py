@@ -16,7 +16,7 @@ from .transformers_configs import LENGTH, VOCABULARY, Setting
 
 CHOICES, OBJECTS, FRAMES = 3, 2, 4
 
-# Inputs besides those that `forward` requires, where it takes them.
+# Inputs that a task needs besides the required arguments of `forward`, if `forward` takes them.
 OPTIONAL = {
     "question answering": {"start_positions", "end_positions"},
     "document question answering": {"start_positions", "end_positions", "pixel_values"},
@@ -38,7 +38,7 @@ TARGETS = {"labels", "start_positions", "end_positions", "mask_labels", "class_l
 
 @dataclass
 class Batch:
-    """What the makers of inputs read, and the inputs `made` so far."""
+    """The arguments of the functions that make inputs, and the inputs `made` so far."""
 
     model: nn.Module
     job: Job
@@ -65,7 +65,7 @@ class Batch:
 
 
 def batch(model: nn.Module, job: Job, setting: Setting) -> dict[str, Any]:
-    """A batch of `ROWS` rows: the model's main input, what its `forward` requires, a mask where it takes one, labels.
+    """A batch of `ROWS` rows: the model's main input, the required arguments of `forward`, a mask if it takes one, labels.
 
     Raises `ValueError` for a required input that no rule makes.
     """
@@ -93,7 +93,7 @@ def batch(model: nn.Module, job: Job, setting: Setting) -> dict[str, Any]:
 
 
 def found(config: PreTrainedConfig, *names: str) -> Any:
-    """The first of these fields that a configuration or one within it has."""
+    """The first of these fields that a configuration, or else a configuration inside of it, has."""
     values = vars(config)
     own = next((values[n] for n in names if values.get(n) is not None), None)
     return own or next((v for c in values.values() if isinstance(c, PreTrainedConfig) and (v := found(c, *names))), None)
@@ -103,7 +103,7 @@ def found(config: PreTrainedConfig, *names: str) -> Any:
 
 
 def tokens(config: PreTrainedConfig, *shape: int) -> torch.Tensor:
-    """Random tokens, the last of each row the one that ends a text."""
+    """Random tokens. The last token of each row is the end-of-text token."""
     made = torch.randint(3, min(found(config, "vocab_size") or VOCABULARY, 90), shape or (ROWS, LENGTH))
     made[..., -1] = end(config)
     return made
@@ -119,7 +119,7 @@ def text(of: Batch) -> torch.Tensor:
 
 
 def mask(of: Batch) -> torch.Tensor | None:
-    """A mask that makes one row shorter; its tokens are changed accordingly."""
+    """A mask that makes one row shorter. The tokens of that row are changed accordingly."""
     if not of.setting.padding:
         return None
     if "input_features" in of.made and not of.setting.bins_first:
@@ -135,7 +135,7 @@ def mask(of: Batch) -> torch.Tensor | None:
 
 
 def place_images(of: Batch) -> None:
-    """Puts before the text of each row as many placeholders as its image has features, where text and image are joined so."""
+    """If the model joins text and image by placeholders, put one before the row's text for each feature of its image."""
     token = found(of.config, "image_token_id", "image_token_index")
     features = getattr(of.model, "get_image_features", None)
     if token is None or features is None:
@@ -162,7 +162,7 @@ def pixels(of: Batch) -> torch.Tensor:
     if of.job.task == "video classification":
         frames = found(of.config, "num_frames", "frames_per_clip") or FRAMES
         return torch.randn(ROWS, frames, of.channels, height, width)
-    if "image_grid_thw" in inspect.signature(of.model.forward).parameters:  # patches, one after the other
+    if "image_grid_thw" in inspect.signature(of.model.forward).parameters:  # patches of all images, concatenated
         patches = (height // of.patch) * (width // of.patch)
         entries = of.channels * (found(of.config, "temporal_patch_size") or 1) * of.patch**2
         return torch.randn(ROWS * patches, entries)
@@ -176,7 +176,7 @@ def grid(of: Batch) -> torch.Tensor:
 
 
 def wave_or_spectrogram(of: Batch) -> torch.Tensor:
-    """A spectrogram where the configuration names a number of bins, a wave otherwise."""
+    """A spectrogram if the configuration has a number of bins, else a wave."""
     bins = found(of.config, "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "input_feat_size")
     if bins is None:
         return torch.randn(ROWS, of.setting.samples)
@@ -202,7 +202,7 @@ def flattened_patches(of: Batch) -> torch.Tensor:
     return torch.cat([place, torch.randn(ROWS, LENGTH, entries)], dim=-1)
 
 
-# ---- what the task is to learn ---------------------------------------------------------------------------------------
+# ---- labels ----------------------------------------------------------------------------------------------------------
 
 
 def labels(of: Batch) -> Any:
@@ -221,18 +221,18 @@ def audio_frames(of: Batch) -> torch.Tensor:
 
 def text_to_learn(of: Batch) -> torch.Tensor:
     made = tokens(of.config)
-    made[0, -5:] = -100  # micro-batches with other numbers of counted tokens
+    made[0, -5:] = -100  # so that micro-batches have different numbers of counted tokens
     return made
 
 
 def answers(of: Batch) -> torch.Tensor:
-    """The text of the answer where a decoder writes it, otherwise a score for each answer."""
+    """The text of the answer if the model has a decoder, else a score for each answer."""
     writes = "decoder_input_ids" in inspect.signature(of.model.forward).parameters
     return text_to_learn(of) if writes else torch.rand(ROWS, of.config.num_labels)
 
 
 def objects(of: Batch) -> list[dict[str, torch.Tensor]]:
-    """For each image, the classes, boxes and masks of what is on it."""
+    """For each image, the classes, boxes and masks of its objects."""
     boxes = torch.rand(ROWS, OBJECTS, 4) / 4 + 0.25
     return [
         {"class_labels": kinds, "boxes": b, "masks": m}

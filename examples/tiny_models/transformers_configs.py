@@ -19,20 +19,20 @@ WIDTH = HEADS * HEAD_DIM
 
 @dataclass(frozen=True)
 class Setting:
-    """What a model and its batch are made with. `rules` go before `RULES`; `fill` gives fields without a default a value."""
+    """The settings of a model and its batch. `rules` come before `RULES`; `fill` sets some fields that have no default."""
 
     name: str
     image: int = 32  # pixels
     patch: int = 8
-    samples: int = 4000  # of sound
-    bins_first: bool = False  # in a spectrogram
+    samples: int = 4000  # samples of sound
+    bins_first: bool = False  # order of dimensions in a spectrogram
     padding: bool = True
-    images: bool = True  # besides text, where a model takes both
-    tiles: bool = False  # several images in a row, as a dimension of its own
-    labels: bool = True  # or the loss is made of the outputs
+    images: bool = True  # images besides text, if a model takes both
+    tiles: bool = False  # several images in a row of the batch, in a dimension of their own
+    labels: bool = True  # if False, the loss is computed from the outputs
     fill: bool = False
     rules: tuple = ()
-    layers: int = LAYERS  # in a stack
+    layers: int = LAYERS  # layers in a stack
 
 
 Rule = Callable[[int, Setting], int]
@@ -47,12 +47,12 @@ def default(value: int, _: Setting) -> int:
 
 
 def depth(value: int, setting: Setting) -> int:
-    """The number of layers of a stack; one of fewer than `LAYERS` keeps them."""
+    """The number of layers of a stack. A stack of fewer than `LAYERS` keeps its number."""
     return value if value < LAYERS else setting.layers
 
 
 # The first rule whose pattern is found in a field's name decides what an integer becomes: a value, or a function of the
-# default. What no rule names is left as it is.
+# default. Other fields keep their values.
 RULES = (
     (r"^pad_token_id$", 0),
     (r"^bos_token_id$", 1),
@@ -148,7 +148,7 @@ def shrink(config_class: type[PreTrainedConfig], setting: Setting, **given: Any)
 
 
 def choices(config: PreTrainedConfig, setting: Setting) -> dict[str, Any]:
-    """What the outer configuration chose for one within it: the name of a backbone, what it leaves out, the layers that are read."""
+    """The values that an outer configuration sets in an inner one: names, flags switched off, and `out_indices`."""
     defaults = fields_of(type(config))
     fields = {name: value for name, value in vars(config).items() if name in defaults}
     chosen = {
@@ -162,13 +162,13 @@ def choices(config: PreTrainedConfig, setting: Setting) -> dict[str, Any]:
 
 
 def fields_of(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Name and default of each field; None where there is no default."""
+    """The name and the default of each field; None for a field without a default."""
     made = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in dataclasses.fields(config_class)}
     return {name: None if value is dataclasses.MISSING else value for name, value in made.items()}
 
 
 def shrunk(name: str, value: Any, setting: Setting, staged: bool) -> Any:
-    """The small value of one field. In a model of stages, widths keep their ratios, as their heads do."""
+    """The small value of one field. In a model with stages, the widths and heads of stages keep their ratios."""
     if isinstance(value, bool):
         return value and not re.search("use_cache|spec_augment", name)
     if isinstance(value, list | tuple):
@@ -202,7 +202,7 @@ def _shrunk_number(name: str, value: int, setting: Setting, staged: bool) -> int
 
 
 def last_layers(value: list | tuple, setting: Setting) -> list | tuple:
-    """The layers whose outputs a head reads, by number or as `stage9`: as many, where there are fewer layers."""
+    """The layers whose outputs a head reads, by number or as `stage9`: as many of the last layers of the smaller model."""
     numbers = [int(re.sub(r"\D", "", str(v)) or 0) for v in value]
     if max(numbers, default=0) <= LAYERS:
         return value

@@ -17,7 +17,7 @@ from .transformers_configs import SETTINGS, Setting, fields_of, shrink
 
 __all__ = ["SETTINGS", "TASKS", "jobs", "make"]
 
-# Tasks with the mappings `MODEL_FOR_…_MAPPING_NAMES` of `modeling_auto`. A class is trained for the first that lists it.
+# Tasks with the mappings `MODEL_FOR_…_MAPPING_NAMES` of `modeling_auto`. A class is trained for the first task that lists it.
 TASKS = {
     "causal LM": "CAUSAL_LM",
     "masked LM": "MASKED_LM",
@@ -73,7 +73,7 @@ def jobs() -> list[Job]:
 def make(job: Job, setting: Setting, layers: int = LAYERS) -> tuple[nn.Module, dict]:
     """The model with random weights, in training mode, and its batch.
 
-    Raises `ValueError` where it has more than `MOST_PARAMETERS` or an input that no rule makes.
+    Raises `ValueError` if it has more than `MOST_PARAMETERS` parameters, or requires an input that no rule makes.
     """
     model = build(job, dataclasses.replace(setting, layers=layers))
     return model, batch(model, job, setting)

@@ -1,1 +1,1 @@
-"""The command `l2l`: what a model would need, how long a step would take, whether its numbers are eager's."""
+"""The command `l2l`: the memory that a model needs, the time of a step, and whether its numbers equal eager's."""

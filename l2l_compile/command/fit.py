@@ -1,4 +1,4 @@
-"""Whether a model fits on a machine, by how much, and what to change."""
+"""Whether a model fits on a machine, by how many bytes, and which changes would make it fit."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class Need:
 
 
 def needs(report: Report, machine: Machine, with_micro_batches: Callable[[int], Report]) -> list[Need]:
-    """What a step needs of the device and of the host, each with remedies where it is too much.
+    """The memory that a step needs on the device and on the host, each with remedies if it does not fit.
 
-    `with_micro_batches` makes the report for another number: with one, a program runs whole-batch, and tells nothing of others.
+    `with_micro_batches` makes the report for another number of micro-batches. It is needed if the report has one micro-batch:
+    such a program runs whole-batch, so it does not show the memory at other numbers.
     """
     device, host = report.device_memory.peak, _host_bytes(report, report.options)
     device_room, host_room = int(machine.device_memory), int(machine.host_memory)
@@ -48,7 +49,7 @@ def needs(report: Report, machine: Machine, with_micro_batches: Callable[[int], 
 
 
 def _remedies(candidates: Iterator[tuple[str, Callable[[], int]]], room: int) -> tuple[str, ...]:
-    """Each change with the bytes that it leaves, up to the first that is enough."""
+    """Each change with the bytes that are then needed, up to the first change that makes the model fit."""
     said = []
     for change, bytes_with in candidates:
         left = bytes_with()
@@ -92,5 +93,5 @@ def _host_bytes(report: Report, options: Options) -> int:
 
 
 def stashes_on_host(report: Report) -> int:
-    """Bytes of what forward keeps on the host for backward."""
+    """Bytes of the stashes that wait on the host for backward."""
     return sum(sum(program.host_stashes.values()) for program in report.programs)

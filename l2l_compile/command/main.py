@@ -28,7 +28,7 @@ _OPTIMIZERS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status: 0, 1 if the model does not fit or its numbers differ, 2 for what cannot be asked."""
+    """Run a command. Exit status: 0, 1 if a model does not fit, fails or differs from eager, 2 for an invalid request."""
     given = parser().parse_args(arguments)
     try:
         return given.run(given)
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The commands and what they take."""
+    """The parser of the commands and their arguments."""
     made = argparse.ArgumentParser(prog="l2l", description="Look at a streamed training step without running it.")
     commands = made.add_subparsers(required=True)
     machines = f"{', '.join(names())}, or the path of a file that measure_machine wrote"
@@ -98,7 +98,7 @@ def _count(number: int) -> str:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A workload with the options that were given, and its report."""
+    """A workload with the options of the command line, and its report."""
 
     workload: Workload
     options: dict[str, Any]
@@ -163,7 +163,7 @@ def _coverage(given: argparse.Namespace) -> int:
         try:
             workload = tiny(name)
             found = workload.call(compare(workload.model, {"micro_batches": 2, "block_compiler": "eager", "device": "cpu"}))
-        except Exception as error:  # noqa: BLE001 - of one class: the others are tried
+        except Exception as error:  # noqa: BLE001 - one class fails; the next classes still run
             differ += 1
             print(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
             continue

@@ -1,4 +1,4 @@
-"""The model and the batch that a command is about: of a Hugging Face config, or of a function of the user's. Nothing is allocated."""
+"""The model and the batch of a command: from a Hugging Face config, or from a function of the user. Allocates no weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import OptionError
 
-BATCH, LENGTH = 8, 512  # unless others are given
-_TASKS = ("ForSequenceClassification", "ForImageClassification")  # a label a row
+BATCH, LENGTH = 8, 512  # defaults
+_TASKS = ("ForSequenceClassification", "ForImageClassification")  # one label for each row
 
 
 @dataclass(frozen=True)
 class Workload:
     """A model on the meta device, and the batch of a training step.
 
-    tokens  in the batch; None for a model of something else
+    tokens  tokens in the batch; None for a model that takes no tokens
     """
 
     name: str
@@ -40,15 +40,16 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Of the batch: the first size of its first tensor."""
+        """Rows of the batch: the first size of its first tensor."""
         return next((t.shape[0] for t in tree_leaves(self.batch) if isinstance(t, torch.Tensor) and t.dim()), 1)
 
 
 def load(given: str, batch: int | None, length: int | None) -> Workload:
-    """A workload of a folder or `config.json` of transformers, or of `package.module:function`.
+    """The workload of a folder or `config.json` of transformers, or of `package.module:function`.
 
-    The function returns a model and its batch (a mapping, a tuple or a tensor); it is called on the meta device, with `batch` and
-    `length` if it takes them. Raises `OptionError` for what is neither, and for a size that is given to a function without it.
+    The function returns a model and its batch (a mapping, a tuple or a tensor). It is called on the meta device, with `batch`
+    and `length` if it takes them. Raises `OptionError` if `given` is none of these, and for a size that the function does not
+    take.
     """
     path = Path(given)
     for name, size in (("batch", batch), ("length", length)):
@@ -100,7 +101,7 @@ def _of_config(path: Path, batch: int, length: int) -> Workload:
 
 
 def workload(model: Any, batch: int, length: int) -> Workload:
-    """A model of transformers with the batch of a training step. Raises `OptionError` for inputs that are neither tokens nor images."""
+    """A model of transformers with the batch of a training step. Raises `OptionError` unless it takes tokens or images."""
     kind, config = type(model).__name__, model.config
     a_label_a_row = kind.endswith(_TASKS)
     if model.main_input_name == "input_ids":
@@ -129,7 +130,7 @@ def _check_length(config: Any, length: int) -> None:
 
 
 class _dtype:
-    """The default dtype within a block: parameters are kept in fp32 on the host."""
+    """Sets the default dtype within a `with` block: parameters are kept in fp32 on the host."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype

@@ -10,7 +10,7 @@ from ..errors import OptionError
 from .models import Workload, load, workload
 
 _ROWS, _LENGTH = 4, 8
-# Sizes of a config, by the names that they have in most of them. What a class lacks is left out.
+# Sizes of a config, by their usual names. Names that a config lacks are left out.
 _SIZES = {
     "hidden_size": 16, "d_model": 16, "n_embd": 16, "dim": 16, "intermediate_size": 24, "d_ff": 24, "hidden_dim": 24,
     "num_hidden_layers": 2, "num_layers": 2, "n_layer": 2, "n_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
@@ -22,7 +22,10 @@ _DROPOUT = ("dropout", "_pdrop", "drop_rate", "dropout_prob", "dropout_rate")
 
 
 def tiny(name: str) -> Workload:
-    """A tiny model of a class of transformers, without dropout, or what `package.module:function` makes. Raises `OptionError`."""
+    """A tiny model of a class of transformers, without dropout, or the model of `package.module:function`.
+
+    Raises `OptionError` if there is no such class or function.
+    """
     if ":" in name:
         return load(name, _ROWS, _LENGTH)
     try:

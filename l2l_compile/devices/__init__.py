@@ -1,1 +1,1 @@
-"""What runs a program: lanes with events, copies, weight slabs."""
+"""Devices that run a program: lanes with events, copies, weight slabs."""

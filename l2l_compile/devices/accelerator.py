@@ -1,8 +1,8 @@
-"""A device with memory of its own and copies that run by themselves: page-locked buffers, slabs, the order of copies and compute.
+"""A device with memory of its own and asynchronous copies: page-locked buffers, slabs, the order of copies and compute.
 
 Device memory of values is allocated and freed on the compute lane only; a copy lane waits for the compute lane
 before it writes into new memory, and the executor makes the compute lane wait for every copy that reads a value
-before the value is freed. So an allocator that knows one stream never hands memory out while a copy still uses it.
+before the value is freed. So an allocator that knows one stream never reuses memory while a copy still uses it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Accelerator(Device):
         self._h2d_after_compute()
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory that is not page-locked goes through the ring: it may be a temporary, which is gone before its copy is done."""
+        """Memory that is not page-locked goes through the ring: it may be a temporary that is freed before its copy is done."""
         result = self.empty(tensor.shape, tensor.dtype)
         self._h2d_after_compute()  # the memory may have belonged to a value that compute still reads
         if self.is_pinned(tensor) and tensor.is_contiguous():

@@ -11,7 +11,7 @@ from .ledger import Ledger
 
 
 class Counted(Device):
-    """`ledger` counts what values of programs hold."""
+    """`ledger` counts the bytes that values of programs hold."""
 
     ledger: Ledger
 

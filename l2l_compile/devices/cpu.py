@@ -1,4 +1,4 @@
-"""The host as its own device: work is done at once, fetches and offloads alias, a ledger counts bytes."""
+"""The host as its own device: work runs immediately, fetches and offloads are aliases, a ledger counts bytes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class _Inline(Lane):
 class CpuDevice(Counted):
     """Runs a program on the host, where weights and stashes are already: nothing is copied.
 
-    `peak_bytes` is what a device would hold: weights from fetch to release, activations and gradients while program
-    values hold them, and within a block what its operations make, each by itself.
+    `peak_bytes` counts the bytes that a separate device would hold: weights from fetch to release, activations and
+    gradients while program values hold them, and within a block the results of its operations, each by itself.
     """
 
     overlaps = keeps_slabs = False
@@ -47,14 +47,14 @@ class CpuDevice(Counted):
         self.ledger = Ledger()
         self._slabs: list[torch.Tensor] = []
         self.kept = {}
-        self.pinned = unlocked()  # nothing is copied by itself
+        self.pinned = unlocked()  # no copy is asynchronous
         self._pool = Pool(self.pinned)
 
     def reserve_slabs(self, count: int, size: int) -> None:
         if count == 0:
             self.ledger.clear()
         if len(self._slabs) != count or not count:
-            self._slabs = [torch.empty(0, dtype=torch.uint8)] * count  # until a slab takes pieces: nothing else needs one
+            self._slabs = [torch.empty(0, dtype=torch.uint8)] * count  # empty until `load_pieces`: nothing else needs memory
 
     def load_pieces(self, slab: int, pieces: Sequence[Piece], size: int) -> torch.Tensor:
         if self._slabs[slab].numel() < size:
@@ -65,7 +65,7 @@ class CpuDevice(Counted):
         return self._slabs[slab][:size]
 
     def send(self, slab: int, wire: HostWeights, start: int, end: int) -> None:
-        """Nothing: the wire is where it is read."""
+        """Does nothing: the wire is read where it is."""
 
     def load_weights(
         self, slab: int, wire: HostWeights | None, weights: Sequence[torch.Tensor], unread: frozenset[int] = frozenset()
@@ -74,7 +74,7 @@ class CpuDevice(Counted):
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         part_of_more = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-        if part_of_more:  # storages are what is counted
+        if part_of_more:  # the ledger counts storages
             return tensor.detach().clone(memory_format=torch.contiguous_format)
         return tensor.detach().contiguous()
 
@@ -82,11 +82,11 @@ class CpuDevice(Counted):
         return tensor
 
     def push(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A copy: gradients wait for their update, and would leave holes in the heap when they go one by one."""
+        """Returns a copy in the pool: gradients wait for their update, and would leave holes in the heap if freed one by one."""
         return self._pool.empty(gradient.shape, gradient.dtype, "a gradient").copy_(gradient)
 
     def running(self) -> AbstractContextManager:
-        """What stands in for device memory leaves the host's heap as it was."""
+        """Large tensors, which stand for device memory here, are allocated apart from the host's heap."""
         return apart_from_the_heap(_LARGE)
 
     def host_threads(self) -> int:
@@ -94,7 +94,7 @@ class CpuDevice(Counted):
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor in the same memory, whose storage ends where it does: storages are what is counted."""
+    """A contiguous tensor in the same memory, with a storage of exactly its size, since the ledger counts storages."""
     storage, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
     size = tensor.numel() * tensor.element_size()
     if storage.nbytes() == size:

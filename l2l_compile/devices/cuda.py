@@ -57,7 +57,7 @@ class CudaDevice(Accelerator):
         return tensor.is_pinned()
 
     def running(self) -> AbstractContextManager:
-        """What is traced, compiled or made for "cuda" meanwhile is for this GPU, whichever one is the caller's."""
+        """This GPU is the current one, so traces, compiled code and tensors for "cuda" are for it, not for the caller's GPU."""
         return torch.cuda.device(self.torch_device)
 
     @contextmanager
@@ -79,14 +79,15 @@ class CudaDevice(Accelerator):
 def _page_lock(device: torch.device, address: int, size: int) -> None:
     """Page-lock memory in place, for all GPUs. Raises `RuntimeError` with the reason of the driver.
 
-    The calling thread may have another GPU as its current one, or none yet: the runtime would begin to use that one.
+    The device is set first. The calling thread may have another current GPU, or none yet, and the CUDA runtime would
+    begin to use that one.
     """
     with torch.cuda.device(device):
         _checked(torch.cuda.cudart().cudaHostRegister(address, size, _FOR_ALL_DEVICES))
 
 
 def _page_unlock(device: torch.device, address: int) -> None:
-    """Called by the garbage collector as well, where an error would be lost: it is a warning."""
+    """Undo `_page_lock`. An error becomes a warning: the garbage collector may call this, and would lose an exception."""
     try:
         with torch.cuda.device(device):
             _checked(torch.cuda.cudart().cudaHostUnregister(address))
@@ -97,7 +98,7 @@ def _page_unlock(device: torch.device, address: int) -> None:
 
 
 def _checked(result: Any) -> None:
-    """Raise for a result that is an error, after CUDA has forgotten it: the next kernel's launch would report it as its own."""
+    """Raise `RuntimeError` for an error code. Clears CUDA's last error first: the next launch would report it as its own."""
     try:
         torch.cuda.check_error(int(result))
     except RuntimeError:
@@ -106,7 +107,7 @@ def _checked(result: Any) -> None:
 
 
 def _forget_last_error() -> None:
-    """PyTorch offers no `cudaGetLastError`, but calls it behind each launch of a kernel, and raises what it finds."""
+    """Launch a kernel: PyTorch offers no `cudaGetLastError`, but calls it after each launch, and raises its error."""
     try:
         torch.ones(1, device="cuda").add_(1)
     except RuntimeError:

@@ -1,8 +1,9 @@
 """The interface between the executor and a device: four lanes with events, copies, and weight slabs.
 
-A *lane* runs what it is given in order; different lanes run at the same time and meet only at events. The executor
-says which lane does what and which events it waits for; a device says how. Memory of values is taken and given back
-in the order of the compute lane alone, so an allocator that knows one stream is enough.
+A *lane* runs its work in the order in which it receives it. Different lanes run at the same time and synchronize only
+through events. The executor decides which lane runs which work and which events a lane waits for. A device implements
+lanes, events and copies. Memory of values is allocated and freed in the order of the compute lane alone, so an
+allocator that knows one stream is enough.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ LANES = ("compute", "h2d", "d2h", "comm")
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """What is known of a kind of device while none is open.
+    """A kind of device: its properties, known before a device of this kind is opened.
 
     name        its type for `torch.device`
     open        opens a device, with a budget of page-locked host memory in bytes (None: no bound)
-    complaint   why there is none on this machine; None if there is one
-    resolve     the device with its index, for one that may have none
+    complaint   the reason why this machine has no such device; None if it has one
+    resolve     adds the index to a device that may lack it
     pins_memory whether host memory is page-locked for it
-    identity    what traces for a device depend on, and another machine may not have
+    identity    properties of the device that traces depend on, and that another machine may not have
     """
 
     name: str
@@ -53,19 +54,19 @@ class Lane(ABC):
 
     @abstractmethod
     def run(self, work: Callable[[], None]) -> None:
-        """Do `work` after everything that was given to this lane before."""
+        """Run `work` after all work that this lane received before."""
 
     @abstractmethod
     def record(self) -> Any:
-        """An event that happens when everything given so far is done; None if it has happened already."""
+        """An event that happens when all work received so far is done; None if it is done already."""
 
     @abstractmethod
     def wait(self, event: Any) -> None:
-        """What is given from now on starts after `event`."""
+        """Work that the lane receives from now on starts after `event`."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block the caller until the lane is idle. Raises what the lane's work raised."""
+        """Block the caller until the lane is idle. Raises the error of work that failed."""
 
 
 class HostWeights(Protocol):
@@ -88,7 +89,7 @@ class HostWeights(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A contiguous host tensor on its way into a slab: where to, in bytes, and whether the device can copy from it directly."""
+    """A contiguous host tensor to copy into a slab: its offset there in bytes, and whether a device copies from it directly."""
 
     tensor: torch.Tensor
     start: int
@@ -96,27 +97,27 @@ class Piece:
 
 
 class Kept:
-    """Weights that a forward has left in a slab: of which step and segment, and, once all its lanes are done, the tensors."""
+    """Weights that a forward has left in a slab: their step and segment, and the tensors once all lanes are done."""
 
     def __init__(self, step: object, segment: int):
         self._step, self._segment = weakref.ref(step), segment
         self.tensors: list[torch.Tensor] = []
 
     def of(self, step: object, segment: int | None = None) -> bool:
-        """Whether they are those of a step, and of a segment of it."""
+        """Whether these weights belong to a step and, if `segment` is given, to that segment."""
         return self._step() is step and segment in (None, self._segment)
 
 
 class Device(ABC):
-    """Lanes, copies and slabs. Copies are called inside of `Lane.run` on the lane that the vocabulary names.
+    """Lanes, copies and slabs. Copies are called within `Lane.run`, on the lane that their docstring names.
 
     assertions_are_final  whether a kernel that meets an index out of range ends the process, instead of raising an error
-    launches_first        whether a fetch may hold up the caller, who gives compute its next work before
-    takes_norms           whether norms of gradients are better taken before they cross the link: the host has no time to lose
-    overlaps              whether it works while the caller does
+    launches_first        whether a fetch may block the caller; compute then receives its next work before the fetch
+    takes_norms           whether the device computes norms of gradients before they cross the link, to save time on the host
+    overlaps              whether the device works at the same time as the caller
     traced                whether its lanes are measured now
     keeps_slabs           whether weights may stay in a slab between a forward and its backward
-    kept                  those that do, by slab
+    kept                  the weights that stay, by slab
     """
 
     assertions_are_final = False
@@ -136,10 +137,10 @@ class Device(ABC):
 
     @abstractmethod
     def reserve_slabs(self, count: int, size: int) -> None:
-        """Have `count` weight slabs of `size` bytes; called before every step, and does nothing if they are there. Others are emptied."""
+        """Have `count` weight slabs of `size` bytes. Called before every step; replaces all slabs unless these exist."""
 
     def empty_slabs(self) -> None:
-        """Nothing stays in slabs. No lane is at work."""
+        """Free all weights that stay in slabs. Called while no lane works."""
         for kept in self.kept.values():
             self.free(kept.tensors)
         self.kept.clear()
@@ -155,10 +156,10 @@ class Device(ABC):
     def load_weights(
         self, slab: int, wire: HostWeights | None, weights: Sequence[torch.Tensor], unread: frozenset[int] = frozenset()
     ) -> list[torch.Tensor]:
-        """Copy host tensors into a slab, behind a wire that was sent there (h2d lane).
+        """Copy host tensors into a slab, after the bytes of a wire that was sent there (h2d lane).
 
-        Returns contiguous device tensors, first the wire's, then the others; they may alias the host's. Entries of those in `unread`,
-        by position in that order, may be anything.
+        Returns contiguous device tensors, which may alias host memory: first the wire's weights, then `weights`. `unread` has
+        positions in this order; the entries of these tensors are undefined.
         """
         target, offset, loaded = self._slabs[slab], 0, []
         if wire is not None:
@@ -172,7 +173,7 @@ class Device(ABC):
         return loaded
 
     def load_pieces(self, slab: int, pieces: Sequence[Piece], size: int) -> torch.Tensor:
-        """Copy host tensors into a slab, each to its place; the first `size` bytes of the slab, uint8 (h2d lane)."""
+        """Copy host tensors into a slab, each to its offset. Returns the first `size` bytes of the slab, uint8 (h2d lane)."""
         target = self._slabs[slab]
         for piece in pieces:
             part = target[piece.start : piece.start + piece.tensor.numel() * piece.tensor.element_size()]
@@ -184,24 +185,24 @@ class Device(ABC):
 
     @abstractmethod
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous device copy of a host tensor (h2d lane); it may alias it."""
+        """A contiguous device copy of a host tensor (h2d lane). The result may alias the argument."""
 
     @abstractmethod
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host copy of a device tensor (d2h lane); it may alias it."""
+        """A host copy of a device tensor (d2h lane). The result may alias the argument."""
 
     def push(self, gradient: torch.Tensor) -> torch.Tensor:
         """A host copy of a gradient, which nothing else reads (d2h lane)."""
         return self.download(gradient)
 
     def free(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The last reader of these tensors is done (compute lane)."""
+        """Called when the last reader of these tensors is done (compute lane)."""
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
-        """These tensors have just been made by a program value."""
+        """Called when a value of the program has been filled with these tensors."""
 
     def use_workspace(self, size: int) -> None:
-        """Operations run now that need up to so many bytes beside their operands (compute lane)."""
+        """Called before operations that need up to `size` bytes besides their operands (compute lane)."""
 
     def wait_on_host(self, event: Any) -> None:
         """Block the calling thread until an event of a lane (not None) has happened."""
@@ -220,7 +221,7 @@ class Device(ABC):
         return time.perf_counter()
 
     def begins(self, node: fx.Node, segments: Sequence[Segment]) -> None:
-        """What the lanes are given from now on carries out this node of a program with these segments."""
+        """Work that lanes receive from now on belongs to this node of a program with these segments."""
 
     def begins_micro_batch(self, number: int) -> None:
         """The lane computes this micro-batch of the segment from now on, counted from 0 (compute lane)."""
@@ -230,12 +231,12 @@ class Device(ABC):
         return Pool(unlocked())
 
     def running(self) -> AbstractContextManager:
-        """The caller lowers blocks and gives work to the lanes."""
+        """Context in which the caller lowers blocks and gives work to the lanes."""
         return nullcontext()
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """The default generator of the device begins at a seed, and is as it was before at the end; those of others are left alone."""
+        """Context in which the default generator of this device alone starts at `seed`. Its state is restored at the end."""
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(seed)
             yield
@@ -249,7 +250,7 @@ class Device(ABC):
         return max(1, cores() - 1)
 
     def recover(self) -> None:
-        """After a failure: wait until no lane works any more, forget what failed, free all slabs."""
+        """After a failure: wait until no lane works, discard the errors of lanes, free all slabs."""
         for lane in self.lanes.values():
             try:
                 lane.synchronize()
@@ -258,6 +259,6 @@ class Device(ABC):
         self.reserve_slabs(0, 0)
 
     def synchronize(self) -> None:
-        """Wait for all lanes. Raises what work of a lane raised."""
+        """Wait for all lanes. Raises the error of work that failed."""
         for lane in self.lanes.values():
             lane.synchronize()

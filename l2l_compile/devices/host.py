@@ -1,4 +1,4 @@
-"""The host as a place: the model, its inputs and what is traced are there, and it may be the device as well."""
+"""The host: the model, its inputs and the tensors of traces are on it, and it may be the device as well."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_host(device: torch.device) -> bool:
 
 @contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
-    """The user's autocast, of a device or of the host, casts nothing: what runs inside has its casts already."""
+    """Context without the user's autocast, of the device and of the host: code that runs inside contains its casts already."""
     with torch.autocast(HOST.type, enabled=False), torch.autocast(device.type, enabled=False):
         yield
 

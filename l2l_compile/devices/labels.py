@@ -1,4 +1,4 @@
-"""How pieces of work are called in a timeline, measured or simulated."""
+"""Names of pieces of work in a timeline, measured or simulated."""
 
 from __future__ import annotations
 

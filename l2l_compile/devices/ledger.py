@@ -11,7 +11,7 @@ import torch
 class Ledger:
     """Counts each storage once, however many values are views of it. Safe to use from several lanes.
 
-    `key` gives a number of a storage, which two storages have in common where they are the same memory.
+    `key` maps a storage to a number. Two storages in the same memory have the same number.
     """
 
     def __init__(self, key: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr) -> None:
@@ -40,23 +40,23 @@ class Ledger:
             self.peak = max(self.peak, self.held)
 
     def take(self, size: int) -> None:
-        """So many bytes more are held, until `give`."""
+        """`size` more bytes are held, until `give`."""
         with self._lock:
             self.held += size
             self.peak = max(self.peak, self.held)
 
     def give(self, size: int) -> None:
-        """So many bytes are not held any more."""
+        """`size` bytes are no longer held."""
         with self._lock:
             self.held -= size
 
     def touch(self, size: int) -> None:
-        """So many bytes more are in use for a moment."""
+        """`size` more bytes are in use for a moment: they count for the peak alone."""
         with self._lock:
             self.peak = max(self.peak, self.held + size)
 
     def drop(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A program value lets go of these tensors; those that nobody holds any more."""
+        """A program value no longer holds these tensors. Returns the tensors that no value holds any more."""
         gone = []
         with self._lock:
             for tensor in tensors:

@@ -1,4 +1,4 @@
-"""A machine as figures: how fast its device computes, how fast its links and its host are. Simulations run on one."""
+"""A machine, described by the speed of its device, of its links and of its host. A simulation runs on such a machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDER = "machines"
 class Machine:
     """Figures of a machine; bytes, bytes per second, FLOP per second, seconds.
 
-    name               what it is
+    name               of the machine
     flops              dense FLOP/s of matrix products by dtype ("float32", "bfloat16", ...)
     flops_share        the share of `flops` that matrix products reach
     memory_bandwidth   of the device's memory
@@ -68,7 +68,7 @@ class Machine:
     sources: dict[str, str] = field(default_factory=dict)
 
     def flops_of(self, dtype: torch.dtype) -> float:
-        """FLOP/s that matrix products of a dtype reach. Raises `OptionError` for one that the machine has no figure for."""
+        """FLOP/s that matrix products of a dtype reach. Raises `OptionError` for a dtype without a figure."""
         name = str(dtype).removeprefix("torch.")
         if name not in self.flops:
             raise OptionError(f"machine '{self.name}' has no figure for FLOP/s in {name}; it has {', '.join(self.flops)}")
@@ -90,7 +90,7 @@ class Machine:
         return value
 
     def shared_by(self, devices: int) -> Machine:
-        """The machine as one of so many devices of its host has it, while all of them work alike."""
+        """The share of the machine that each of `devices` devices of its host has, while all of them do the same work."""
         if devices == 1:
             return self
         own = self.host_bandwidth / devices
@@ -103,9 +103,9 @@ class Machine:
 
     @classmethod
     def load(cls, name: str | Path) -> Machine:
-        """A machine from a JSON file, or one that comes with the package, by its name ("h200").
+        """A machine from a JSON file, or a machine of the package by its name ("h200").
 
-        Raises `OptionError` for a name that is neither, with the names that there are, and for a file with other contents.
+        Raises `OptionError` for an unknown name, with the known names, and for a file with other contents.
         """
         path = Path(name)
         shipped = resources.files("l2l_compile") / FOLDER / f"{name}.json"

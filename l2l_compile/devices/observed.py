@@ -1,6 +1,6 @@
-"""A device whose lanes are observed for a while: an observer learns what each piece of work is for, and where it begins and ends.
+"""A device whose lanes are observed for a while: an observer is told the node, the beginning and the end of each piece of work.
 
-Lanes hand everything on, and are the plain ones again behind `observe`.
+Observed lanes forward every call. After `observe`, the device has its plain lanes again.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ Work = Callable[[], None]
 
 
 class Observer:
-    """What an observer may learn. By itself, it notes nothing."""
+    """The callbacks of an observer. This base class records nothing."""
 
     def begins(self, label: str) -> None:
-        """The caller carries out another node of a program, "" for none (caller)."""
+        """The caller begins another node of a program; the label is "" for none (caller)."""
 
     def gives(self, lane: str, label: str, work: Work) -> Work:
-        """A lane is given work; what the lane does in its place (caller)."""
+        """A lane receives work. Returns the work that the lane does instead (caller)."""
         return work
 
     def begins_micro_batch(self, number: int) -> None:
-        """The compute lane has come to a micro-batch, counted from 0 (compute lane)."""
+        """The compute lane begins a micro-batch, counted from 0 (compute lane)."""
 
     def recorded(self, lane: str, event: Any) -> None:
         """An event of a lane was made."""
 
     def waits(self, lane: str, event: Any) -> None:
-        """What a lane is given from now on starts after an event."""
+        """Work that a lane receives from now on starts after an event."""
 
     def waiting(self) -> AbstractContextManager:
-        """A thread waits."""
+        """Context in which a thread waits."""
         return nullcontext()
 
 
 class _ObservedLane(Lane):
-    """Another lane, to which everything is handed on."""
+    """Forwards every call to another lane, and tells the observer."""
 
     def __init__(self, name: str, lane: Lane, observer: Observer, labels: _Labels):
         self.name, self.lane, self._observer, self._labels = name, lane, observer, labels
@@ -69,14 +69,14 @@ class _ObservedLane(Lane):
 
 
 class _Labels:
-    """The label of the node that the caller carries out."""
+    """The label of the node that the caller runs."""
 
     node = ""
 
 
 @contextmanager
 def observe(device: Device, observer: Observer) -> Iterator[None]:
-    """Within it, the observer learns what the device is given. The device is to be idle at its end."""
+    """Context in which the observer is told of all work that the device receives. The device must be idle at its end."""
     labels, lanes = _Labels(), device.lanes
     begins, begins_micro_batch, wait, synchronize = (getattr(device, name) for name in _REPLACED)
 

@@ -14,7 +14,7 @@ from .observed import Observer, Work, observe
 
 
 def ranges(device: Device) -> AbstractContextManager:
-    """Ranges for what the device does meanwhile, where a profiler is active or the step is traced. Else nothing, at no cost."""
+    """Context with ranges for the device's work, if a profiler is active or the step is traced. Else empty, at no cost."""
     if not (profiler._is_profiler_enabled or device.traced):
         return nullcontext()
     return observe(device, _Ranges(device.torch_device.type == "cuda"))

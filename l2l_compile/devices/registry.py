@@ -1,4 +1,4 @@
-"""The kinds of devices by name. A device is added here, and nowhere else, once it has a file in this folder."""
+"""The kinds of devices by name. A new device needs a file in this folder and an entry here, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ KINDS: dict[str, DeviceKind] = {kind.name: kind for kind in (CPU, CUDA)}
 
 
 def kind_of(device: torch.device) -> DeviceKind:
-    """What is known of the kind of a device."""
+    """The kind of a device."""
     return KINDS[device.type]
 
 
 def default_device() -> torch.device:
-    """The accelerator of this machine if it is of a kind that is known, else the host."""
+    """The accelerator of this machine if `KINDS` has its kind, else the host."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found if found is not None and found.type in KINDS else HOST

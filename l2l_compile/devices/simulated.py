@@ -1,10 +1,11 @@
 """A device whose clock is simulated: the executor, the programs, slabs, waits and releases are the real ones, the time is not.
 
 Tensors are fake: they have sizes and no memory. Lanes and threads have clocks. A piece of work of a lane begins when the lane has
-done what it was given before, when the events that it waits for have happened, and when the thread that gives the work has come
-that far. All three are known when the work is given, so no queue has to be simulated: times are computed as work is given.
+done all earlier work, when the events that it waits for have happened, and when the thread that gives the work has reached this
+point. All three are known when the lane receives the work. So times are computed at that moment, and no queue is simulated.
 
-Who computes is told apart by memory: that of the device is marked, what is made from it is as well.
+Memory of the device is marked, and results computed from marked memory are marked as well. The marks tell whether an operation
+runs on the device or on the host.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from .staging import Staging
 
 @dataclass(frozen=True)
 class SimulatedEvent:
-    """When everything that a lane or a thread was given is done, and what was the last of it."""
+    """The time when all work of a lane or a thread so far is done, and the label of the last piece."""
 
     time: float
     label: str
 
 
 class Clock:
-    """The time at which a lane or a thread can begin something new, and what it has waited for since its last piece of work."""
+    """The time at which a lane or a thread can begin new work, and the label of its last wait since its last piece of work."""
 
     def __init__(self, name: str):
         self.name, self.now, self.waited_for, self.label = name, 0.0, "", ""
 
     def wait(self, event: SimulatedEvent) -> None:
-        """Nothing new begins before the event."""
+        """No new work begins before the event."""
         if event.time > self.now:
             self.now, self.waited_for = event.time, event.label
 
@@ -57,11 +58,11 @@ class Clock:
 
 
 class Clocks:
-    """The clocks of a machine, and what has run on them.
+    """The clocks of a machine, and the work that has run on them.
 
-    thread  that of the thread whose code runs: the caller's, or the one that updates
-    lane    that of the lane whose work is being given, None outside of it
-    label   what the caller is about
+    thread  the clock of the thread whose code runs: the caller, or the thread that updates
+    lane    the clock of the lane that receives work now, None outside of a lane
+    label   of the work that the caller does now
     """
 
     def __init__(self, machine: Machine):
@@ -74,11 +75,11 @@ class Clocks:
         self._last: dict[str, list] = {}
 
     def spend(self, seconds: float, label: str = "") -> None:
-        """The thread works."""
+        """The running thread works for `seconds`."""
         self._note(self.thread, self.thread.now, seconds, label or self.label, self.thread.waited_for)
 
     def queue(self, seconds: float, launches: int = 1) -> None:
-        """The lane is given work by the thread. Where the host is the device, the thread does it."""
+        """The thread gives the lane work of `seconds`. If the host is the device, the thread does this work itself."""
         assert self.lane is not None, "device memory is touched outside of a lane"
         if not self.machine.overlaps:
             self.spend(launches * self.machine.launch + seconds)
@@ -90,7 +91,7 @@ class Clocks:
         self._note(lane, max(thread.now, lane.now), seconds, self.label, waited_for)
 
     def copy(self, size: int, bandwidth: float, asynchronous: bool) -> None:
-        """The lane copies bytes over the link; unless `asynchronous`, the thread waits for it."""
+        """The lane copies bytes over the link; unless `asynchronous`, the thread waits for the copy."""
         if not asynchronous:
             bandwidth = self.machine.pageable
         self.queue(self.machine.latency + size / bandwidth)
@@ -99,7 +100,7 @@ class Clocks:
 
     @contextmanager
     def on_thread(self, clock: Clock) -> Iterator[None]:
-        """What runs meanwhile is given by the current thread to another one, which does it after what it was given before."""
+        """Context whose work the current thread gives to another thread, which does it after all its earlier work."""
         before, label = (self.thread, self.lane), self.label
         clock.wait(SimulatedEvent(self.thread.now, f"{self.thread.name}: {self.label}"))
         self.thread, self.lane = clock, None
@@ -109,7 +110,7 @@ class Clocks:
             (self.thread, self.lane), self.label = before, label
 
     def timeline(self, start: float, end: float) -> Timeline:
-        """What ran between two times."""
+        """The work that ran between two times."""
         return Timeline(0.0, end, tuple(Piece(*piece) for piece in self._pieces)).between(start, end)
 
     def _note(self, clock: Clock, start: float, seconds: float, label: str, waited_for: str) -> None:
@@ -125,7 +126,7 @@ class Clocks:
 
 
 class _SimulatedLane(Lane):
-    """Runs work at once, which says on the lane's clock how long it takes."""
+    """Runs work immediately. The work adds its duration to the lane's clock."""
 
     def __init__(self, clocks: Clocks, name: str):
         self._clocks, self._clock = clocks, clocks.lanes[name] if clocks.machine.overlaps else clocks.caller
@@ -148,8 +149,8 @@ class _SimulatedLane(Lane):
 
 
 def mark(tensor: torch.Tensor) -> torch.Tensor:
-    """This memory is the device's."""
-    tensor.untyped_storage().on_device = True  # type: ignore[attr-defined]  # an attribute of ours; storages keep them
+    """Mark this memory as the device's."""
+    tensor.untyped_storage().on_device = True  # type: ignore[attr-defined]  # an attribute of this file; storages keep it
     return tensor
 
 
@@ -166,7 +167,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
 
 
 class SimulatedMemory(PinnedMemory):
-    """Host memory that is counted and not there. `taken` counts all, `locked` what is page-locked."""
+    """Host memory that is counted but does not exist. `taken` counts all bytes, `locked` the page-locked bytes."""
 
     def __init__(self, budget: int | None, taken: Ledger, locked: Ledger):
         super().__init__(budget, lambda address, size: None, lambda address: None)
@@ -186,7 +187,7 @@ class SimulatedMemory(PinnedMemory):
 
 
 class _SimulatedLease:
-    """What fake tensors of the pool hold on to, through their storages."""
+    """A buffer in use: the storages of its fake tensors keep the lease alive."""
 
     def __init__(self, buffer: _Buffer, needed: int, pool: Pool):
         self.buffer, self.needed, self.pool = buffer, needed, pool
@@ -203,7 +204,7 @@ class _SimulatedLease:
 
 
 class SimulatedPool(Pool):
-    """A pool of memory that is not there: the same buffers are used again at the same moments."""
+    """A pool without memory. It reuses the same buffers at the same moments as the real pool."""
 
     def _lease(self, buffer: _Buffer, size: int) -> Lease:
         return _SimulatedLease(buffer, size, self)  # type: ignore[return-value]  # the same interface
@@ -216,9 +217,9 @@ class SimulatedPool(Pool):
 class _InVirtualTime(Counted):
     """The part of a simulated device that does not depend on where its memory is. To be opened, and used, in a fake mode.
 
-    clocks  when what has run
-    node    the label of the node that is given to lanes
-    taken, locked  bytes of host memory that were taken for wires, buffers and gradients; and page-locked
+    clocks  of lanes and threads, with the work that has run
+    node    the label of the node whose work lanes receive
+    taken, locked  bytes of host memory that were taken for wires, buffers and gradients; the page-locked part of them
     """
 
     machine: Machine
@@ -254,7 +255,7 @@ class _InVirtualTime(Counted):
 
 
 class SimulatedStaging(Staging):
-    """A ring of buffers, part by part as the real one, without an operation on fake tensors for each part."""
+    """A ring that copies part by part like the real one, without an operation on fake tensors for each part."""
 
     clocks: Clocks
 

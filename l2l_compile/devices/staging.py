@@ -21,7 +21,8 @@ def ring_bytes(budget: int | None) -> int:
 class Staging:
     """Copies host memory into a slot, and from there to the device; a slot is used again when its copy is done.
 
-    record, wait   an event after the copies given so far (None: they are done), and waiting for it on the host
+    record   returns an event after the copies given so far (None: they are done)
+    wait     blocks the calling thread until an event has happened
     """
 
     def __init__(self, memory: PinnedMemory, record: Callable[[], Any], wait: Callable[[Any], object]):
@@ -32,7 +33,7 @@ class Staging:
         self._next = 0
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy a host tensor, of any strides, into contiguous device memory, uint8, of as many bytes."""
+        """Copy a host tensor, of any strides, into contiguous device memory, uint8, of the same size in bytes."""
         entries, each = source.detach().reshape(-1), source.element_size()
         count = self._slots[0].numel() // each
         for start in range(0, entries.numel(), count):

@@ -1,7 +1,7 @@
 """A stand-in for a GPU: every lane is a thread, device memory is apart from the host's, freed memory becomes NaN.
 
-A program whose waits are right gives the same numbers here as on the host, whatever the delays; one that reads a
-value before it is there finds no tensors, and one that reads it after its release finds NaN. Used by the tests.
+A program with correct waits gives the same numbers here as on the host, whatever the delays. A program that reads a
+value before it is filled finds no tensors. A program that reads a value after its release finds NaN. Used by the tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .staging import Staging
 
 @dataclass
 class _Queue:
-    """What a lane and its thread share. `failures` is that of the whole device; `failed` is what the lane has not handed on yet."""
+    """The state that a lane and its thread share. `failures` is the device's list; `failed` is the lane's error until it is raised."""
 
     delay: float
     random: random.Random
@@ -36,7 +36,7 @@ class _Queue:
     failed: BaseException | None = None
 
     def run(self) -> None:
-        """Until `None` comes."""
+        """Do queued work until `None` comes."""
         while (work := self.work.get()) is not None:
             if isinstance(work, threading.Event):
                 work.set()
@@ -49,11 +49,11 @@ class _Queue:
             except BaseException as error:  # noqa: BLE001 - handed to the caller by synchronize
                 self.failed = error
                 self.failures.append(error)
-            del work  # it would be alive until the next one comes
+            del work  # else it would stay alive until the next work comes
 
 
 class _Thread(Lane):
-    """The thread ends when nobody has the lane any more. What fails is noted in `failures`, which all lanes of a device share."""
+    """The thread ends when the lane is garbage-collected. Errors are added to `failures`, which all lanes of a device share."""
 
     def __init__(self, name: str, delay: float, seed: int, failures: list[BaseException]):
         self._queue = _Queue(delay, random.Random(seed), failures)
@@ -93,7 +93,7 @@ class ThreadedDevice(Counted):
         self.torch_device = torch_device
         self.locked: dict[int, int] = {}
         self.pinned = PinnedMemory(pinned_memory, self.locked.__setitem__, self.locked.__delitem__)
-        self._staging = Staging(self.pinned, lambda: None, threading.Event.wait)  # a copy of a lane's thread is done at once
+        self._staging = Staging(self.pinned, lambda: None, threading.Event.wait)  # copies on a lane's thread are synchronous
         self._pool = Pool(self.pinned, lambda event: event.is_set())
         self._failures: list[BaseException] = []
         self._threads = [_Thread(name, delay, seed + i, self._failures) for i, name in enumerate(LANES)]
@@ -103,7 +103,7 @@ class ThreadedDevice(Counted):
         self.kept = {}
 
     def reseed(self, seed: int) -> None:
-        """From now on, pauses are those of a device opened with this seed. Called between steps."""
+        """From now on, pauses are as on a device opened with this seed. Called between steps."""
         for i, lane in enumerate(self._threads):
             lane.reseed(seed + i)
 
@@ -125,7 +125,7 @@ class ThreadedDevice(Counted):
         return host
 
     def synchronize(self) -> None:
-        """Raises what failed first: lanes that read what another lane could not make fail as well."""
+        """Wait for all lanes. Raises the first error: after it, lanes that read a missing result fail as well."""
         for lane in self.lanes.values():
             with contextlib.suppress(BaseException):
                 lane.synchronize()

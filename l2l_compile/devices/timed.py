@@ -1,7 +1,7 @@
-"""When the lanes of a device, the caller and the host lane were at work: a measured timeline, in the form of a simulated one.
+"""A measured timeline, in the form of a simulated one: when the lanes of a device, the caller and the host lane were at work.
 
-CUDA lanes are measured by events on their streams, others by the host's clock. Where the host is the device, its lanes are the
-caller's own work.
+CUDA lanes are measured by events on their streams, other lanes by the host's clock. If the host is the device, the work of its
+lanes counts as the caller's own.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .observed import Observer, Work
 class _Given:
     """Work that a lane or a thread was given.
 
-    begun   label and time of each part of it, in order
+    begun   label and start of each part of it, in order
     at      seconds, when it was given
-    after   what it had to wait for
+    after   the work that it had to wait for
     """
 
     lane: str
@@ -40,7 +40,7 @@ class _Given:
 
 
 class Timing(Observer):
-    """Notes begin and end of every piece of work from now on; `timeline` when all of it is done."""
+    """Records the beginning and the end of every piece of work from now on. Call `timeline` when all of it is done."""
 
     def __init__(self, device: Device):
         self._on_cuda, self._overlaps = device.torch_device.type == "cuda", device.overlaps
@@ -48,7 +48,7 @@ class Timing(Observer):
         self._given: list[_Given] = []
         self._waits: dict[str, list[_Given]] = {}
         self._last: dict[str, _Given] = {}
-        self._events: dict[int, tuple[Any, _Given]] = {}  # with the event: its id stays its own
+        self._events: dict[int, tuple[Any, _Given]] = {}  # the event is kept, so that no other gets its id
         self._at_work: dict[str, _Given] = {}
         with torch.cuda.device(device.torch_device) if self._on_cuda else nullcontext():
             self._start, self._zero = time.perf_counter(), self._device_now()
@@ -97,7 +97,7 @@ class Timing(Observer):
     # ---- the host lane --------------------------------------------------------------------------------------------------
 
     def on_host_lane(self, lane: str, work: Work) -> Work:
-        """What a lane of the host does in the place of some work that the caller gives it."""
+        """Wrap work that the caller gives to a lane of the host: the lane does the result instead."""
         own = getattr(self._own, "given", None)
         label, at = own.label if own is not None else "outside of the model", time.perf_counter()
 
@@ -111,7 +111,7 @@ class Timing(Observer):
         return timed
 
     def wait_of(self, wait: Callable[[], None]) -> Callable[[], None]:
-        """A wait for the host lane."""
+        """Wrap a wait for the host lane."""
 
         def waited() -> None:
             with self.waiting():
@@ -135,7 +135,7 @@ class Timing(Observer):
         self._own.given = _Given(lane, label, now if at is None else at, begun=[(label, now)])
 
     def _end_own(self) -> _Given | None:
-        """What this thread was doing ends now."""
+        """End the work that this thread is doing, and return it."""
         own, self._own.given = getattr(self._own, "given", None), None
         if own is not None:
             own.end = time.perf_counter()
@@ -150,11 +150,11 @@ class Timing(Observer):
         return event
 
     def _seconds(self, time: Any) -> float:
-        """Of the host's clock, since the timing began; of an event, which has happened."""
+        """Seconds from the start of the timing to a time of the host's clock, or to an event that has happened."""
         return time - self._start if isinstance(time, float) else self._zero.elapsed_time(time) / 1e3
 
     def timeline(self) -> Timeline:
-        """What ran since the timing began."""
+        """The work that ran since the timing began."""
         end = self._seconds(time.perf_counter())
         lanes: dict[str, list[_Given]] = {}
         for given in self._given:
@@ -174,7 +174,7 @@ class Timing(Observer):
                 waited_for = ""
 
     def _waited_for(self, given: _Given, before: float) -> str:
-        """What happened last before work could begin: an event, or that the caller gave it; "" if its lane was at work until then."""
+        """The label of the last thing that work waited for: an event, or its caller. "" if its lane was busy until then."""
         if given.lane == CALLER:
             return ""
         latest, label = self._seconds(given.at), f"{CALLER}: {given.label}"

@@ -1,4 +1,4 @@
-"""A device whose lanes are watched: every event knows what is done when it happens, and races are errors (`memory/accesses.py`)."""
+"""A device whose lanes are watched: every event carries the order before it, and races are errors (`memory/accesses.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .device import Device, Lane
 
 
 class _Event:
-    """An event of a lane, None where the lane works at once, and what is done when it happens."""
+    """An event of a lane (None if the lane works immediately), and the order of the work that is done when it happens."""
 
     def __init__(self, event: Any, order: Order):
         self.event, self.order = event, order
@@ -20,7 +20,7 @@ class _Event:
 
 
 class _WatchedLane(Lane):
-    """Another lane, to which everything is handed on."""
+    """Forwards every call to another lane, and records the order of its work."""
 
     def __init__(self, name: str, lane: Lane, accesses: Accesses):
         self.name, self.lane, self.accesses = name, lane, accesses
@@ -32,7 +32,7 @@ class _WatchedLane(Lane):
         self.lane.run(self.accesses.give(self.name, work)[0])
 
     def record(self) -> _Event:
-        order = self.accesses.reached(self.name)  # first: what is given meanwhile is not in it
+        order = self.accesses.reached(self.name)  # before the event: work given in between is not in it
         return _Event(self.lane.record(), order)
 
     def wait(self, event: _Event) -> None:
@@ -47,7 +47,7 @@ class _WatchedLane(Lane):
 
 
 def watch(device: Device) -> Device:
-    """The device, from now on watched. To be called before it is used."""
+    """Watch a device from now on, and return it. Called before the device is used."""
     accesses = device.accesses = Accesses()
     device.lanes = {name: _WatchedLane(name, lane, accesses) for name, lane in device.lanes.items()}
     wait = device.wait_on_host

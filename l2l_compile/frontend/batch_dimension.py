@@ -1,11 +1,11 @@
-"""Which dimension of the inputs is the batch: the first one, unless the model proves to mix its rows.
+"""Finds the dimension of the inputs that is the batch: the first one, unless the model mixes the rows along it.
 
-A model that is given time first, [time, batch, features], attends along dimension 0. Nothing of it could be split there,
-so it is traced once more with the second dimension in its place; the trace that leaves more of the model in the inner loop
-is the one that runs.
+A model whose inputs are [time, batch, features] attends along dimension 0, and cannot be split there. It is traced once more
+with the second dimension as the batch. Of the two traces, the one with more of the model in the inner loop runs.
 
-States of recurrent layers are [layers, batch, hidden], beside inputs that may be [batch, time]. Dynamo then fixes the size of
-the batch, since it meets a number in a state. The layers say where the batch is, so the frame is traced again with it there.
+States of recurrent layers are [layers, batch, hidden], and the inputs beside them may be [batch, time]. Dynamo then fixes the
+size of the batch, because that size is a plain number in a state. The layers tell which dimension is the batch, so the frame is
+traced again with that dimension.
 """
 
 from __future__ import annotations
@@ -22,28 +22,32 @@ from . import dynamo
 from .recurrent import layer
 from .simplify import hint_of
 
-_ENOUGH = 0.95  # parts of the parameters; a BatchNorm's are few
+_ENOUGH = 0.95  # part of the parameters' bytes; a BatchNorm has few parameters
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Dimensions by the name of an input (None: it has no rows), None for the first of each; the part in the inner loop with the first ones."""
+    """The batch dimensions that a frame is traced with.
+
+    dimensions  the dimension by name of an input (None: it has no rows); None for dimension 0 of every input
+    part        the part of the parameters in the inner loop with dimension 0
+    """
 
     dimensions: dict[str, int | None] | None
     part: float
 
     @property
     def settled(self) -> bool:
-        """Whether other dimensions were tried, and were no better than the first ones."""
+        """Whether other dimensions were tried, and were no better than dimension 0."""
         return self.dimensions is None
 
     def lacks(self, captured: Captured) -> bool:
-        """Whether the choice was made for a call without some of the inputs that there are now."""
+        """Whether the choice was made for a call that did not have some of the current inputs."""
         return self.dimensions is not None and any(dynamo.source_name(i.node) not in self.dimensions for i in _values(captured))
 
 
 def try_other_batch_dimension(captured: Captured, segments: Sequence[Segment]) -> None:
-    """Have Dynamo trace the frame again with the batch in another dimension, if that may leave more of it row-wise."""
+    """Make Dynamo trace the frame again with another batch dimension, if more of it may then run in the inner loop."""
     before = dynamo.batch_choice()
     if before is not None and before.settled:
         return
@@ -58,16 +62,16 @@ def try_other_batch_dimension(captured: Captured, segments: Sequence[Segment]) -
 
 
 def _part_in_inner_loop(segments: Sequence[Segment]) -> float:
-    """Of the parameters that work on rows, in bytes; 1 if there are none."""
+    """The part of the parameter bytes in the inner loop, among segments that read rows; 1 if these have no parameters."""
     rows = [s for s in segments if any(v.batch or v.mixed for v in s.block.values)]
     total = sum(s.parameter_bytes for s in rows)
     return sum(s.parameter_bytes for s in rows if s.block.inner_looped) / total if total else 1.0
 
 
 def _other_dimensions(captured: Captured) -> dict[str, int | None]:
-    """Where inputs have the size of the batch, if it is not the first one of all; {} if they do not tell.
+    """The batch dimension of each input, if it is not the first one of all inputs; {} if that cannot be told from the sizes.
 
-    The batch is where a recurrent layer has it, or else the second dimension of the largest input.
+    The size of the batch is taken from a recurrent layer, or else from dimension 1 of the input with the most dimensions.
     """
     nodes = [i.node for i in _values(captured)]
     shapes = {node: tuple(map(hint_of, node.meta["example_value"].shape)) for node in nodes}
@@ -90,7 +94,7 @@ def _other_dimensions(captured: Captured) -> dict[str, int | None]:
 
 
 def _read_by(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The inputs from which these nodes are made without a recurrent layer in between."""
+    """The inputs that lead to these nodes without a recurrent layer in between."""
     found, waiting = set(), list(nodes)
     while waiting:
         node = waiting.pop()
@@ -101,7 +105,7 @@ def _read_by(nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 def _values(captured: Captured) -> list[Input]:
-    """Inputs that are no part of a module, those included that count as weights for want of a batch dimension."""
+    """Inputs that are not in a module. Inputs that count as weights because they have no batch dimension are included."""
     tensors = [i for i in captured.inputs if isinstance(i.node.meta["example_value"], torch.Tensor)]
     return [
         i

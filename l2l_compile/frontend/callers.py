@@ -1,4 +1,4 @@
-"""Functions with a code object of their own, which Dynamo compiles anew."""
+"""Functions with new code objects, so that Dynamo compiles them anew."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _numbers = itertools.count()
 
 
 def fresh_caller() -> Callable:
-    """A function that calls its first argument, with a code object of its own: Dynamo caches by code object."""
+    """A function that calls its first argument. It has a new code object, because Dynamo caches by code object."""
 
     def call(self, *args, **kwargs):
         return self(*args, **kwargs)

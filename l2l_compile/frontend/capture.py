@@ -1,4 +1,4 @@
-"""From Dynamo's graph to a `Captured` graph: inputs sorted by kind, one batch symbol, every value described."""
+"""Turns Dynamo's graph into a `Captured` graph: inputs sorted by kind, one batch symbol, a spec for every tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ from .writes import settle_writes, with_states
 
 
 def capture(gm: fx.GraphModule) -> Captured:
-    """Describe Dynamo's graph module. Raises `DeviceError` when a tensor is not on the host."""
+    """Rewrite Dynamo's graph module in place, and describe it for the passes.
+
+    Raises `DeviceError` if an input is not on the host, and `L2LError` for a graph that cannot be streamed.
+    """
     inline_subgraphs(gm)
     dynamo.name_the_owner_self(gm.graph)
     divided, ranks = make_whole(gm.graph)
@@ -138,7 +141,7 @@ def _describe(index: int, node: fx.Node) -> Input:
 
 
 def _functional_weight(found: Input, batch: sympy.Symbol | None) -> Input:
-    """A leaf that wants a gradient and has no batch dimension is a weight of a model written as plain functions."""
+    """Turn a leaf that requires a gradient and has no batch dimension into a parameter: models may be plain functions."""
     if found.kind != "value":
         return found
     example = found.node.meta["example_value"]
@@ -172,7 +175,7 @@ def _check_on_host(gm: fx.GraphModule) -> None:
 
 
 def _batch_symbol(inputs: tuple[Input, ...]) -> tuple[sympy.Symbol | None, str]:
-    """The symbol that most inputs share as the size of their batch, or why there is none; equal sizes are taken to share it."""
+    """The symbol of the batch size, or why there is none. All inputs with the most frequent batch size share the symbol."""
     tensors = [i for i in inputs if i.kind == "value" and i.node.meta["example_value"].dim()]
     data = [i for i in tensors if not i.node.meta["example_value"].requires_grad] or tensors
     candidates = _batch_sizes(data)
@@ -187,13 +190,13 @@ def _batch_symbol(inputs: tuple[Input, ...]) -> tuple[sympy.Symbol | None, str]:
     handed_on = [i for i in tensors if i not in data and not i.node.meta["example_value"].is_leaf]  # across a graph break
     same = [s for s in (*symbolic, *filter(_is_symbol, _batch_sizes(handed_on))) if s.node.hint == size]
     for other in same[1:]:
-        bool(same[0] == other)  # a guard: the inputs' batch sizes stay equal, or Dynamo captures anew
+        bool(same[0] == other)  # adds a guard: Dynamo captures anew if these batch sizes differ
     batch = dim_of(same[0])
     return (batch, "") if isinstance(batch, sympy.Symbol) else (None, "Dynamo specialised the size of the batch")
 
 
 def _batch_sizes(inputs: Sequence[Input]) -> list[int | torch.SymInt]:
-    """The sizes of these inputs where the batch is taken to be, of those that have rows."""
+    """The sizes of these inputs in their batch dimensions; inputs without rows are left out."""
     places = [(i.node.meta["example_value"].shape, dynamo.batch_dimension_of(i.node)) for i in inputs]
     return [shape[place] for shape, place in places if place is not None and place < len(shape)]
 

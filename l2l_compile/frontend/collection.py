@@ -1,4 +1,4 @@
-"""Python's collection of cycles rests while a program is made: it would go through millions of live objects again and again."""
+"""Switches Python's cycle collection off while a program is made: it would visit millions of live objects again and again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def rests() -> Iterator[None]:
-    """Within it, no cycles are collected, unless somebody asks for it; as before behind it."""
+    """Within it, cycles are collected only by an explicit `gc.collect()`. Afterwards, collection is as it was before."""
     enabled = gc.isenabled()
     gc.disable()
     try:

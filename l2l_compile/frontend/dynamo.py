@@ -1,12 +1,12 @@
 """The adapter to the private side of TorchDynamo and autograd. docs/private_names.md lists every private name in use, and why.
 
-Two things are not to be had through public names:
+Two things are not possible with public names:
 
-* A dimension is symbolic only if it is marked before Dynamo looks at the tensor, and a backend is called after that.
-  `mark_batches` therefore marks dimension 0 of every user input at the moment Dynamo wraps it, for frames that are
-  being compiled by this backend alone, and takes the mark off again.
-* A backend is not told which `torch.compile` call it serves. `current_owner` and `owner_of` both find the object
-  that `torch.compile` made for that call, so that programs can be looked up by the compiled model.
+* A dimension is symbolic only if it is marked before Dynamo looks at the tensor, but a backend is called after that.
+  Therefore `mark_batches` marks dimension 0 of every user input when Dynamo wraps it, and removes the mark again. It does
+  so only in frames that are compiled by this backend.
+* A backend does not know which `torch.compile` call it serves. `current_owner` and `owner_of` find the backend object that
+  `torch.compile` made for that call, so that programs can be looked up by the compiled model.
 """
 
 from __future__ import annotations
@@ -47,30 +47,32 @@ _ANY_MARK = (*_MARKS, "_dynamo_dynamic_indices", "_dynamo_static_indices", "_dyn
 
 
 def apart_from_compilation() -> AbstractContextManager:
-    """Within it, no other thread compiles: what asks `torch.compiler.is_compiling()`, one flag for all, hears the truth.
+    """Within it, no other thread compiles, so `torch.compiler.is_compiling()`, one flag for all threads, is False.
 
-    Waits for a compilation that is under way. Whoever compiles must not wait for one who waits here.
+    Waits until a running compilation ends. A thread that compiles must not wait for a thread that waits here.
     """
     return convert_frame.compile_lock
 
 
 def compiles_here() -> bool:
-    """Whether this thread compiles, so that it must not wait for one that asks to be apart from it."""
+    """Whether this thread compiles. If so, it must not wait for a thread that enters `apart_from_compilation`."""
     return convert_frame.compile_lock._is_owned()  # type: ignore[attr-defined]  # an RLock
 
 
 def unseen_by_saved_tensors_hooks() -> AbstractContextManager:
-    """Within it, hooks of the user (`torch.utils.checkpoint`, `save_on_cpu`) see nothing of what autograd saves.
+    """Within it, saved-tensors hooks of the user (`torch.utils.checkpoint`, `save_on_cpu`) are not called.
 
-    They are for what a step saves, the same in every call. Compiling and tracing happen in the first call only.
+    These hooks expect the tensors that a step saves, the same in every call. Compiling and tracing happen in the first call
+    only.
     """
     return dynamo_utils._disable_saved_tensors_hooks_during_tracing()
 
 
 def look_at_calls(is_ours: Callable[[Any], bool], called: Callable[[Any], None]) -> None:
-    """From now on, `called` hears of each `torch.compile` call with a backend that `is_ours`: the object that the call has made for it.
+    """From now on, a `torch.compile` call with a backend that `is_ours` calls `called` with the backend object of the call.
 
-    Its errors are those of the call. A backend itself is called with the first graph, which may be much later.
+    An error of `called` is raised by the `torch.compile` call. The backend itself is called only with the first graph, which
+    may be much later.
     """
     original = eval_frame.get_compiler_fn
     if is_replaced(original):
@@ -86,9 +88,9 @@ def look_at_calls(is_ours: Callable[[Any], bool], called: Callable[[Any], None])
 
 
 def mark_batches(is_ours: Callable[[Any], bool]) -> None:
-    """From now on, frames whose backend `is_ours` see dimension 0 of their tensor inputs (see `trace_again`) as symbolic.
+    """From now on, frames whose backend `is_ours` see dimension 0 of tensor inputs (or the one of `trace_again`) as symbolic.
 
-    Parameters, buffers and other tensors of modules stay static, and so does a tensor that the user marked.
+    Parameters, buffers and other tensors of modules stay static. A tensor that the user marked keeps the user's marks.
     """
     original = builder._automatic_dynamic
     if is_replaced(original):
@@ -120,7 +122,7 @@ def mark_batches(is_ours: Callable[[Any], bool]) -> None:
     replace(builder, "_automatic_dynamic", automatic_dynamic)
 
 
-_CHOICES = "_l2l_batch_dimensions"  # on the object of a torch.compile call: by code, what `trace_again` was given
+_CHOICES = "_l2l_batch_dimensions"  # on the backend object of a call: choices of `trace_again` by code object
 
 
 def _batch_dimension(tx: Any, source: Any) -> int | None:
@@ -144,25 +146,25 @@ def _dimension_in(choice: Any, name: str) -> int | None:
 
 
 def batch_dimension_of(placeholder: torch.fx.Node) -> int | None:
-    """Where an input of the frame that is being compiled has the batch (see `trace_again`); None if it has no rows."""
+    """The batch dimension of an input of the frame that is being compiled (see `trace_again`); None if it has no rows."""
     return _dimension_in(batch_choice(), source_name(placeholder))
 
 
 def sizes_are_fixed() -> bool:
-    """Whether the frame is compiled with `dynamic=False`: every size by itself."""
+    """Whether the frame is compiled with `dynamic=False`, so that each size has a program of its own."""
     return torch._dynamo.config.assume_static_by_default and not torch._dynamo.config.automatic_dynamic_shapes
 
 
 def batch_choice() -> Any:
-    """What `trace_again` was given for the frame that is being compiled; None if it was not called."""
+    """The choice that `trace_again` got for the frame that is being compiled; None if it was not called."""
     tx = _translator_at_work()
     return _choice_for(tx.output) if tx is not None else None
 
 
 def trace_again(choice: Any, reason: str) -> None:
-    """Have Dynamo trace the frame that is being compiled again, with the batch where `choice.dimensions` says.
+    """Make Dynamo trace the frame that is being compiled again, with the batch in the dimensions `choice.dimensions`.
 
-    Does not return, unless nobody traces (the backend was called by hand).
+    Does not return, unless Dynamo is not tracing (the backend was called by hand).
     """
     tx = _translator_at_work()
     if tx is None:
@@ -177,7 +179,7 @@ def trace_again(choice: Any, reason: str) -> None:
 
 @dataclass(frozen=True)
 class SkippedFrame:
-    """A function that Dynamo gave up on: it runs uncompiled, on the host; what it calls may still be compiled."""
+    """A function that Dynamo cannot compile: it runs uncompiled, on the host. Functions that it calls may still be compiled."""
 
     function: str
     file: str
@@ -188,12 +190,12 @@ class SkippedFrame:
         return f"{self.function} ({self.file}:{self.line}): {self.reason}"
 
 
-# The cache of fake tensors takes longer than it saves: a result with symbolic sizes is made a second time to be kept, and
-# operations that come again are known without it (`propagation.py`). Without guards on hooks, one that is added later is not called.
+# The cache of fake tensors takes more time than it saves: a result with symbolic sizes is made a second time for the cache, and
+# `propagation.py` reuses repeated operations without it. Without guards on hooks, a hook that is added later is not called.
 _SETTINGS = {"allow_rnn": True, "fake_tensor_cache_enabled": False, "skip_nnmodule_hook_guards": False}
 
 
-# A function that raises in so many calls in a row does so for a purpose, and is left uncompiled.
+# A function that raises in this many calls in a row does so on purpose, and is left uncompiled.
 _MISTAKES = 8
 _RUN_THIS_CALL_UNCOMPILED = ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False)
 _mistaken: weakref.WeakKeyDictionary[types.CodeType, int] = weakref.WeakKeyDictionary()  # calls in a row that raised
@@ -205,12 +207,13 @@ def watch_frames(
     recompiled: Callable[[Any, limits.Recompilations], None],
     begun: Callable[[Any], None],
 ) -> None:
-    """From now on, frames with a backend that `is_ours` are compiled under our limits (`limits.raised`) and with recurrent layers.
+    """From now on, frames with a backend that `is_ours` are compiled under `limits.raised` and with recurrent layers.
 
-    `begun` hears of each before Dynamo looks at it, `skipped` of those which Dynamo leaves uncompiled, `recompiled` of functions with many programs.
+    `begun` is called for each frame before Dynamo looks at it, `skipped` for a frame that Dynamo leaves uncompiled, and
+    `recompiled` for a function with many programs.
 
-    A call that raises (a wrong keyword, say) runs uncompiled, and the function stays as it is for others. Dynamo would leave it, and all
-    functions that it calls, uncompiled from then on.
+    A call that raises (for example by a wrong keyword) runs uncompiled, and later calls of the function are still compiled.
+    Dynamo would leave the function, and all functions that it calls, uncompiled from then on.
     """
     original = convert_frame.ConvertFrameAssert.__call__
     if is_replaced(original):
@@ -226,13 +229,13 @@ def watch_frames(
         try:
             check_ready(frame.f_locals.values())
             settings = torch._dynamo.config.patch(_SETTINGS)
-            lazy = _use_lazy_graph_module(True)  # nobody runs Dynamo's graph: no Python code is written for it
+            lazy = _use_lazy_graph_module(True)  # Dynamo's graph is never run, so no Python code is written for it
             with collection.rests(), limits.raised(self, frame, recompiled), settings, lazy:
                 compiled = with_room(original, self, frame, *args, **kwargs)
             _mistaken.pop(frame.f_code, None)
             return compiled
         except (Unsupported, UserError) as error:
-            if not (self._one_graph or self._box.error_on_graph_break):  # else the user gets the error itself
+            if not (self._one_graph or self._box.error_on_graph_break):  # otherwise the user gets the error itself
                 code, where = frame.f_code, getattr(error, "real_stack", None) or ()
                 line = next((s.lineno for s in where if s.filename == code.co_filename), code.co_firstlineno)
                 reason = SkippedFrame(code.co_qualname, code.co_filename, line, str(error).strip().split("\n")[0])
@@ -251,7 +254,7 @@ def watch_frames(
 
 
 def _is_of_python(code: types.CodeType) -> bool:
-    """Whether a function is of Python's own library, which holds no layers; what it calls is looked at by itself."""
+    """Whether a function is in Python's standard library, which has no layers. Functions that it calls are looked at alone."""
     path = code.co_filename
     return path.startswith("<frozen ") or path.startswith(_LIBRARY) and "-packages" not in path
 
@@ -260,15 +263,15 @@ _LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
 def in_data_parallel() -> bool:
-    """Whether a forward of `DistributedDataParallel` is under way: it averages what comes to `p.grad`."""
+    """Whether a forward of `DistributedDataParallel` is running: it averages the gradients that arrive at `p.grad`."""
     return torch.distributed.is_available() and torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def keep_graphs_whole(is_ours: Callable[[Any], bool]) -> None:
     """From now on, frames with a backend that `is_ours` are captured as one graph under `DistributedDataParallel` as well.
 
-    Dynamo would cut them at the borders of its buckets, and hand them to another backend that calls ours. A program gives all
-    its gradients at its end, so there is nothing to overlap.
+    Dynamo would cut them at the borders of its gradient buckets, and pass them to another backend that calls this one. A
+    program returns all its gradients at its end, so the buckets would overlap no communication with the backward.
     """
     original = convert_frame.CatchErrorsWrapper.__call__
     if is_replaced(original):
@@ -286,10 +289,10 @@ def keep_graphs_whole(is_ours: Callable[[Any], bool]) -> None:
 
 
 def watch_packed(is_ours: Callable[[Any], bool], skipped: Callable[[Any, SkippedFrame], None]) -> None:
-    """From now on, `skipped` hears of recurrent layers that Dynamo leaves uncompiled in frames with a backend that `is_ours`.
+    """From now on, `skipped` is called for recurrent layers that Dynamo leaves uncompiled, if the frame's backend `is_ours`.
 
-    Given a packed sequence, they break the graph within their own forward: nobody else would say so, since what Dynamo leaves is
-    one call, and a graph that holds nothing before it is not compiled at all.
+    A recurrent layer that gets a packed sequence breaks the graph within its own forward. Nothing else reports this: Dynamo
+    leaves one call uncompiled, and does not compile a graph that has no operation before that call.
     """
     original = InstructionTranslatorBase.log_graph_break
     if is_replaced(original):
@@ -310,9 +313,9 @@ def watch_packed(is_ours: Callable[[Any], bool], skipped: Callable[[Any, Skipped
 
 
 def log_while_tracing(is_ours: Callable[[Any], bool]) -> None:
-    """From now on, what a frame with a backend that `is_ours` logs is logged when Dynamo traces it, and does not break its graph.
+    """From now on, log calls in frames with a backend that `is_ours` run while Dynamo traces, and do not break the graph.
 
-    A message with a value that Dynamo does not know then breaks it as before: it is for every call.
+    A message with a value that Dynamo does not know at that time still breaks the graph, so that every call logs it.
     """
     original = misc.LoggingLoggerVariable.call_method
     if is_replaced(original):
@@ -334,16 +337,16 @@ _PACKED = "Dynamo traces no packed sequences, whose sizes depend on lengths"
 
 
 def retry_skipped() -> None:
-    """Have Dynamo look again at the frames that it has skipped: it remembers them, and says nothing the second time.
+    """Make Dynamo try the frames that it has skipped again: it remembers them, and gives no reason the second time.
 
-    What is compiled of such a frame, for a model that it could compile, stays.
+    Code that is compiled for such a frame, for a model with which it could be compiled, stays.
     """
     for code in list(_skipped_codes):
         set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
 _skipped_codes: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
-_seen: list[Counter] = []  # the reasons that Dynamo had counted when it began a frame, for the frames it is in
+_seen: list[Counter] = []  # for each nested frame, the graph-break reasons counted before it began
 
 
 def current_owner() -> Any:
@@ -353,7 +356,7 @@ def current_owner() -> Any:
 
 
 def modules_in_frame() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """The modules that the function being compiled now can reach by a local name, or in the `*args` of a decorator; and by a global one."""
+    """The modules that the frame being compiled can reach: by a local name or a decorator's `*args`, and by a global name."""
     tx = _translator_at_work()
     if tx is None:
         return [], []
@@ -377,12 +380,12 @@ def owner_of(compiled: Any) -> Any:
 
 
 def compiled_in_place(module: Any) -> Any:
-    """What runs in the place of a module after `module.compile(...)`; None for anything else."""
+    """The function that runs in the place of a module after `module.compile(...)`; None for any other object."""
     return getattr(module, "_compiled_call_impl", None) if isinstance(module, torch.nn.Module) else None
 
 
 def uncompiled(model: Any) -> Any:
-    """The module or function behind what `torch.compile` returned; one that is not compiled as it is."""
+    """The module or function behind the result of `torch.compile`; an object that is not compiled is returned unchanged."""
     plain = getattr(model, "_orig_mod", model)
     plain = plain._call_impl if compiled_in_place(plain) is not None else plain
     return getattr(plain, "_torchdynamo_orig_callable", plain)
@@ -402,7 +405,7 @@ def graph_break(gm: torch.fx.GraphModule) -> str | None:
     if reason is None or not reason.graph_break:
         return None
     text = str(reason.reason).strip().split("\n")[0]
-    if text == "step_unsupported" and _seen:  # Dynamo's word for "somewhere in this statement"
+    if text == "step_unsupported" and _seen:  # Dynamo's text for "somewhere in this statement"
         text = next(reversed(counters["unimplemented"] - _seen[-1]), text).strip().split("\n")[0]
     if (skipped := _SKIPPED_FUNCTION.search(str(reason.reason))) is not None:
         text += f" ({skipped[1]})"
@@ -419,9 +422,9 @@ def source_name(placeholder: torch.fx.Node) -> str:
 
 
 def name_the_owner_self(graph: torch.fx.Graph) -> None:
-    """Modules in a method that is compiled as `wrapper(*args)`, by a decorator, have the names that they have without it.
+    """Give modules in a method that a decorator wraps in `wrapper(*args)` the names that they have without the decorator.
 
-    Dynamo calls the owner of the method `L['args'][0]` there. A function of several modules keeps its names.
+    In such a frame, Dynamo names the owner of the method `L['args'][0]`. If several arguments are modules, the names stay.
     """
     tx = _translator_at_work()
     prefix = _owner_among_arguments(tx.output.root_tx) if tx is not None else None
@@ -436,7 +439,7 @@ def name_the_owner_self(graph: torch.fx.Graph) -> None:
 
 
 def _owner_among_arguments(root: Any) -> str | None:
-    """Dynamo's expression for the module in front of the arguments of a frame that has `*args` alone; None if there is none."""
+    """Dynamo's expression for the first argument of a frame with `*args` alone, if it is the only module; None otherwise."""
     code = root.f_code
     if code.co_argcount or not code.co_flags & inspect.CO_VARARGS:
         return None
@@ -451,7 +454,7 @@ def _with_self(name: str, prefix: str) -> str:
 
 
 def is_module_attribute(placeholder: torch.fx.Node) -> bool:
-    """Whether a graph input is reached through a module: a parameter, a buffer or a plain tensor attribute."""
+    """Whether a graph input is read from a module: a parameter, a buffer or a plain tensor attribute."""
     source = getattr(placeholder, "_dynamo_source", None)
     return source is not None and (
         source.guard_source.is_unspecialized_nn_module() or source.guard_source.is_specialized_nn_module()
@@ -464,10 +467,11 @@ def graph_is_kept() -> bool:
 
 
 def accumulates(node: Any, arguments: Sequence[object], parameters: Collection[object]) -> bool:
-    """Inside of an autograd Function's backward: whether it is to add to the gradients of these arguments.
+    """Inside of an autograd Function's backward: whether this backward call accumulates into `.grad` of the parameters.
 
-    `node` is the Function's. False for gradients of other tensors alone: `torch.autograd.grad(loss, x)`, `backward(inputs=[x])`.
-    Raises `ValueError` if some are asked for and others are not, or gradients themselves (`torch.autograd.grad(loss, parameters)`).
+    `node` is the autograd node of the Function, `arguments` are its arguments. False if only gradients of other tensors are
+    asked for: `torch.autograd.grad(loss, x)`, `backward(inputs=[x])`. Raises `ValueError` if only some of the parameters are
+    asked for, or if their gradients are to be returned (`torch.autograd.grad(loss, parameters)`).
     """
     tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
     asked_for = set()
@@ -484,7 +488,7 @@ def accumulates(node: Any, arguments: Sequence[object], parameters: Collection[o
 
 @contextmanager
 def recording_gradients() -> Iterator[None]:
-    """Operations inside are recorded by autograd, also in an operator's kernel: Inductor calls it below autograd's level of the dispatcher."""
+    """Within it, autograd records operations, also in an operator's kernel, which Inductor calls below the autograd keys."""
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther):
         excluded = excluded.remove(key)

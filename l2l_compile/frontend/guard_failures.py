@@ -1,4 +1,4 @@
-"""Dynamo's reasons why programs do not fit a call, in plain words: what changed, and what to do about it."""
+"""Dynamo's reasons why no program fits a call, in plain words: the change between the calls, and a remedy."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_MOST_CHANGES, _MOST_VALUES, _LONGEST = 3, 3, 60  # of what is shown: changes, values of each, characters of each value
+_MOST_CHANGES, _MOST_VALUES, _LONGEST = 3, 3, 60  # the most that is printed: changes, values of a change, characters of a value
 
 
 @dataclass(frozen=True)
 class Change:
-    """A difference between a call and those that programs were compiled for.
+    """A difference between a call and the earlier calls that programs were compiled for.
 
-    what      `mode`, `size 1 of x`
-    values    what it was in those calls, the last one first; empty where Dynamo does not say
-    programs  how many programs were compiled for other values
+    what      the thing that differs, such as `mode` or `size 1 of x`
+    values    its values in the earlier calls, the last call first; empty where Dynamo does not tell them
+    programs  the number of programs that were compiled for other values
+    remedy    advice for the user
     """
 
     what: str
@@ -33,7 +34,7 @@ class Change:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of guard. The groups of `pattern` fill `what` and `remedy`; its group `value` is what the guard expected."""
+    """A kind of guard. Groups of `pattern` fill `what` and `remedy`; its group `value` is the value that the guard expected."""
 
     pattern: str
     what: str
@@ -43,7 +44,7 @@ class _Kind:
 _CONSTANT = "hold {name} constant, or let it take a few values only"
 _SIZE = "pad {name} to a few sizes, or call torch._dynamo.mark_dynamic({name}, {dim}) before the model"
 _MODES = "call the model under the same modes (no_grad, autocast, default dtype, threads) each time"
-_KINDS = (  # the first that matches counts
+_KINDS = (  # the first kind that matches is used
     _Kind(
         r"tensor '(?P<name>.+)' size mismatch .* expected (?P<value>\d+), .* on a parameter.*", "the size of {name}", _CONSTANT
     ),
@@ -75,7 +76,7 @@ _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 
 
 def changes(reasons: Sequence[str]) -> tuple[Change, ...]:
-    """The most frequent changes. Modes come last, since training and evaluation have programs of their own anyway."""
+    """The most frequent changes. Changes of modes come last: training and evaluation have different programs in any case."""
     found: dict[tuple[str, str], list[str | None]] = {}
     for reason in reasons:
         text = _condition(reason)
@@ -96,7 +97,7 @@ def _condition(reason: str) -> str:
 
 
 def _read(text: str) -> tuple[str, str, str | None]:
-    """What changed, what to do, and the value that the guard expected."""
+    """The change, the remedy, and the value that the guard expected (None if its text has none)."""
     for kind in _KINDS:
         if (match := re.fullmatch(kind.pattern, text)) is not None:
             groups = match.groupdict()

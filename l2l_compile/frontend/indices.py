@@ -1,12 +1,12 @@
-"""The numbers that look-ups are given are checked on the host before a step, as far as they are known there.
+"""Checks the indices of look-ups on the host before a step, where they are known there.
 
     labels = F.pad(labels, (0, 1), value=-100)             check(tokens, 32000)
     x = F.embedding(tokens, table)                  =>     labels = F.pad(labels, (0, 1), value=-100)
     ...                                                    check(labels, 32000)
     loss = F.cross_entropy(logits, labels)
 
-A GPU notices a number that is out of range while a kernel runs. It ends the kernel with a device-side assert, after which the
-process can use the GPU no more.
+A GPU detects an index that is out of range while a kernel runs. The kernel ends with a device-side assert, and the process
+cannot use the GPU any more.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Check:
     """The check of one look-up.
 
     reader   the operation that looks up
-    needed   all that leads to the index but sizes
-    inputs   the inputs among these
+    needed   all nodes that the index is computed from, except sizes
+    inputs   the inputs among these nodes
     """
 
     lookup: Lookup
@@ -44,10 +44,10 @@ class Check:
     inputs: tuple[Input, ...]
 
     def run(self, index: torch.Tensor, size: int, ignored: int | None) -> None:
-        """Raises `IndexRangeError` if a number is not allowed for so many entries."""
+        """Raises `IndexRangeError` if a number in `index` is not allowed for `size` entries. `ignored` is always allowed."""
         if not index.numel():
             return
-        index = index[tuple(slice(1) if stride == 0 else slice(None) for stride in index.stride())]  # what is expanded, once
+        index = index[tuple(slice(1) if stride == 0 else slice(None) for stride in index.stride())]  # expanded entries once
         if ignored is not None:
             index = torch.where(index == ignored, 0, index)
         extremes = [int(number) for number in torch.aminmax(index)]
@@ -62,7 +62,7 @@ class Check:
             )
 
     def _where(self) -> str:
-        """The module that looks up, or the operation where none is known."""
+        """The module that looks up, or the operation if no module is known."""
         stack = module_stack(self.reader)
         path = stack[-1][0] if stack else ()
         return f"'{'.'.join(path) or self.reader.name}'"
@@ -76,7 +76,7 @@ class Check:
 
 
 class IndexCheck:
-    """Checks all indices of a captured graph that are known on the host; those made of sizes alone, once for these sizes."""
+    """Checks all indices of a captured graph that are known on the host. Indices of sizes alone: once per sizes."""
 
     def __init__(self, captured: Captured):
         checks = list(_checks(captured))
@@ -85,7 +85,7 @@ class IndexCheck:
         self._passed: set[tuple[int, ...]] = set()
 
     def __call__(self, arguments: Sequence, bindings: Bindings) -> None:
-        """Raises `IndexRangeError` where the arguments of a call, with these sizes, lead to an index out of range."""
+        """Raises `IndexRangeError` if the arguments of a call, with these sizes, lead to an index out of range."""
         if (sizes := tuple(bindings.values())) not in self._passed:
             self._of_sizes.run(arguments, bindings)
             self._passed.add(sizes)
@@ -93,7 +93,7 @@ class IndexCheck:
 
 
 def _checks(captured: Captured) -> Iterator[Check]:
-    """The look-ups with an index that is known, in order, those that look up the same once."""
+    """A check for each look-up with a known index, in order. Equal look-ups get one check."""
     known, seen = KnownValues(captured), set()
     for node in captured.graph.nodes:
         for lookup in lookups_of(node):
@@ -107,11 +107,11 @@ def _checks(captured: Captured) -> Iterator[Check]:
 
 
 class _Checks:
-    """Some checks and all that leads to their indices, as a graph of its own: a check stands where its look-up did."""
+    """A graph with some checks and the operations that make their indices. A check stands in the place of its look-up."""
 
     def __init__(self, captured: Captured, checks: Sequence[Check]):
         self._module, self._graph = captured.module, fx.Graph()
-        self._operands: list[Operand] = []  # what the inputs of the graph are
+        self._operands: list[Operand] = []  # one for each placeholder of the graph
         self._inputs = {i.node: i for i in captured.inputs}
         self._copies: dict[fx.Node, fx.Node] = {}
         self._sizes: dict[Dim, fx.Node] = {}

@@ -1,4 +1,4 @@
-"""Subgraphs that stand for plain calls are inlined, so that block finding sees one flat list of operations.
+"""Inlines subgraphs that stand for plain calls, so that block finding sees one flat list of operations.
 
 `torch.utils.checkpoint` inside the model arrives as `tag_activation_checkpoint(body, *args)`: the streamed backward
 recomputes every layer anyway, so the wrapper is dropped. `torch.compiler.nested_compile_region` arrives as

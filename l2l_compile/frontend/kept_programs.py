@@ -1,8 +1,8 @@
-"""What Dynamo keeps of a `torch.compile` call, and how it is taken back when nobody can use it any more.
+"""Frees the memory that Dynamo keeps for a `torch.compile` call, once the compiled model is gone.
 
-Dynamo keeps what it has compiled with the code of the function, and the backend object of each call in a table of the process. An object
-has the options of the call, with an optimizer among them, and that has parameters and their state: without this file, they would
-stay for as long as the process runs.
+Dynamo keeps compiled code with the code object of the function. It keeps the backend object of each call in a table of the
+process. This object holds the options of the call, which may have an optimizer with its parameters and their state. Without
+this file, all these would stay for as long as the process runs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _CODES, _CONTEXTS = "_l2l_codes", "_l2l_contexts"
 
 
 def note_code(owner: Any, code: types.CodeType) -> None:
-    """Dynamo looks at a function for the backend object of a call."""
+    """Note that Dynamo compiles the function with this code object for the backend object `owner`."""
     _noted(owner, _CODES).add(code)
 
 
 def note_contexts(is_ours: Callable[[Any], bool]) -> None:
-    """From now on, `in_use` knows of calls of `torch.compile` with a backend that `is_ours`."""
+    """From now on, note the contexts of `torch.compile` calls whose backend `is_ours`; `in_use` reads these notes."""
     original = eval_frame.OptimizeContext.__init__
     if is_replaced(original):
         return
@@ -45,12 +45,12 @@ def note_contexts(is_ours: Callable[[Any], bool]) -> None:
 
 
 def in_use(owner: Any) -> bool:
-    """Whether what a `torch.compile` call has returned is still there."""
+    """Whether the object that a `torch.compile` call returned is still alive."""
     return len(_noted(owner, _CONTEXTS)) > 0
 
 
 def forget(owner: Any) -> None:
-    """Have Dynamo forget all that it has compiled for a call. A later call that is equal compiles again."""
+    """Make Dynamo forget all that it compiled for a `torch.compile` call. A later equal call compiles again."""
     if eval_frame.cached_backends.get(id(owner)) is owner:
         del eval_frame.cached_backends[id(owner)]
     for code in list(_noted(owner, _CODES)):
@@ -59,20 +59,20 @@ def forget(owner: Any) -> None:
             kept = guards.extra_state
             if kept is not None and entry.backend is not None and innermost_backend(entry.backend) is owner:
                 kept.invalidate(entry, DeletedGuardManagerWrapper("nobody can call what was compiled"))
-                # Dynamo keeps guards for as long as the functions that they name, and they keep what they compare with: meshes of
-                # DTensors, and with a mesh its process groups.
+                # Dynamo keeps guards for as long as the functions that they name. Guards keep the objects that they compare
+                # with, such as the mesh of a DTensor, and a mesh keeps its process groups.
                 for held in ("root", "diff_guard_root", "closure_vars"):
                     setattr(guards, held, None)
 
 
 class Entry:
-    """What Dynamo gets of a program, and may keep for longer than anybody can call it.
+    """The callable that Dynamo gets for a program. It can be cleared, because Dynamo may keep it after its last call.
 
-    Dynamo lets go of it with the code that it has written, and PyTorch's flight recorder keeps the code of all functions that run when a
-    collective begins, for thousands of collectives.
+    Dynamo frees it together with the code that it wrote for the function. PyTorch's flight recorder keeps the code of all
+    functions that run when a collective begins, for thousands of collectives.
     """
 
-    __slots__ = ("__weakref__", "_run", "_shapes")  # Dynamo copies what is in a `__dict__`
+    __slots__ = ("__weakref__", "_run", "_shapes")  # slots, because Dynamo copies the contents of a `__dict__`
 
     def __init__(self, run: Callable):
         self._run: Callable | None = run
@@ -82,19 +82,19 @@ class Entry:
     def __call__(self, *arguments: Any) -> Any:
         assert self._run is not None, "nobody can call a program that was cleared"
         if self._shapes is not None:
-            # Dynamo has made its guards from them. A fake tensor holds its sizes in C++, and a size holds the ShapeEnv: Python's
-            # collector does not find that cycle.
+            # Dynamo has already made its guards from these fake tensors. A fake tensor holds its sizes in C++, and a size holds
+            # the ShapeEnv: Python's collector does not find that cycle.
             self._shapes.tracked_fakes = None
             self._shapes = None
         return self._run(*arguments)
 
     def clear(self) -> None:
-        """Let go of the program."""
+        """Drop the reference to the program."""
         self._run = None
 
 
 class _Noted(weakref.WeakSet):
-    """Nothing is noted of a copy, or a pickle."""
+    """A weak set whose copy, or pickle, is empty."""
 
     def __reduce__(self) -> tuple[type[_Noted], tuple[()]]:
         return _Noted, ()

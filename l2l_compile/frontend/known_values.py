@@ -1,8 +1,10 @@
-"""Values of a captured graph that are known on the host before a step: whole numbers and truth values that no parameter leads to.
+"""Values of a captured graph that are known on the host before a step: integers and booleans that do not depend on a parameter.
 
-Known are inputs, buffers and constants of these types, sizes, and what PyTorch's operations make of them. Unknown is what depends on
-a parameter, on a random draw or on floating point, and what is made inside of a transform of `torch.func`. Memory of the graph's own
-may be written into: the write is then done again as well. Memory of an input may not, and is unknown from its first write on.
+Inputs, buffers and constants of these types are known, and sizes, and the results of PyTorch's operations on known values. A
+value is unknown if it depends on a parameter, on a random draw or on floating point, or is made in a transform of `torch.func`.
+
+A write into memory that the graph itself made leaves the value known: to compute the value is to repeat the write as well. An
+input is unknown from the first write into its memory on.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .writes import written_operands
 
 
 class KnownValues:
-    """What is known before an operation, for a walk through a graph: `visit` moves behind the operation."""
+    """The values that are known before an operation. A walk through the graph calls `visit` to pass each operation."""
 
     def __init__(self, captured: Captured):
         outside = [n for n in captured.graph.nodes if n.op in ("placeholder", "get_attr")]
@@ -30,13 +32,13 @@ class KnownValues:
         self._parameters = {i.node for i in captured.inputs if i.kind == "parameter"}
         self._known: set[fx.Node] = set()
         self._writers: dict[int, list[fx.Node]] = {}  # by memory, in order
-        self._lost: set[int | None] = set()  # memory with contents that are unknown
+        self._lost: set[int | None] = set()  # memory with unknown contents
 
     def __contains__(self, node: fx.Node) -> bool:
         return size_of(node) is not None or (node in self._known and memory_of(node) not in self._lost)
 
     def visit(self, node: fx.Node) -> None:
-        """Go on behind an operation."""
+        """Pass an operation: note its result, and its writes."""
         written = {memory_of(operand) for operand in written_operands(node)}
         if not written:
             if self._can_be_known(node):
@@ -55,7 +57,7 @@ class KnownValues:
         return self._writers.get(memory, []) if memory is not None else []
 
     def leads_to(self, node: fx.Node) -> set[fx.Node]:
-        """A known value, all that it is made of but sizes, and the writes into its memory so far."""
+        """A known value, all nodes that it is computed from except sizes, and the writes into its memory so far."""
         found: set[fx.Node] = set()
         waiting = [node]
         while waiting:
@@ -79,13 +81,13 @@ class KnownValues:
 
 
 def size_of(node: fx.Node) -> Dim | None:
-    """The whole number that a node stands for, made of sizes; None for all else."""
+    """The integer that a node stands for, a constant or an expression of sizes; None for any other node."""
     value = node.meta.get("example_value")
     return dim_of(value) if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) else None
 
 
 def _is_of_tensors(node: fx.Node) -> bool:
-    """Whether an operation is PyTorch's own, and draws no random numbers."""
+    """Whether an operation is built into PyTorch or Python (or is a method), and draws no random numbers."""
     if node.op == "call_method":
         return not _draws(str(node.target))
     return isinstance(node.target, types.BuiltinFunctionType) and not _draws(node.target.__name__)

@@ -1,7 +1,7 @@
-"""How many programs a function may have: more than Dynamo's 8, and then an error instead of Dynamo's uncompiled run.
+"""The limit for programs of a function: higher than Dynamo's 8, and beyond it an error instead of an uncompiled run.
 
-An adapter to private Dynamo, as `frontend/dynamo.py` is. Dynamo counts the programs of a code object. At `recompile_limit`, it runs each
-call that fits none of them uncompiled. That would be the whole model on the host, after one line in a log.
+An adapter to private Dynamo, like `frontend/dynamo.py`. Dynamo counts the programs of a code object. At `recompile_limit`, it
+runs each call that fits none of them uncompiled: the whole model would run on the host, and one line in a log would say so.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch._dynamo.guards import get_guard_fail_reason
 from ..errors import RecompileLimitError
 from .guard_failures import Change, changes
 
-# Programs of one function. Each holds about 1 MiB of host memory a layer; guards that fail cost 1 µs. The deepest language models
-# have 126 layers, and where the graph breaks within a loop over them, each layer may need a program of its own.
+# Programs of one function. A program holds about 1 MiB of host memory per layer; guards that fail cost 1 µs. The deepest
+# language models have 126 layers. Where the graph breaks within a loop over layers, each layer may need a program of its own.
 LIMIT = 128
 
 
 @dataclass(frozen=True)
 class Recompilations:
-    """A function with many programs, none of which fits the call that is being made; `str()` tells why, and what to do.
+    """A function with many programs, none of which fits the current call; `str()` gives the reasons and the remedies.
 
-    count     how many programs it has
-    changes   the differences between this call and those that the programs were compiled for, the most frequent first
+    count     the number of its programs
+    changes   the differences between this call and the calls that the programs were compiled for, the most frequent first
     others    whether some of the programs belong to other `torch.compile` calls
     """
 
@@ -56,11 +56,11 @@ class Recompilations:
 
 @contextmanager
 def raised(converter: Any, frame: Any, recompiled: Callable[[Any, Recompilations], None]) -> Iterator[None]:
-    """Within it, Dynamo's `converter` gives the function of `frame` up to `LIMIT` programs, or as many as the user has set.
+    """Within it, Dynamo's `converter` gives the function of `frame` up to `LIMIT` programs, or the user's own limit.
 
-    Raises `RecompileLimitError` if it has as many already: a model that does not fit on the device has no use for the host's
-    pace. Dynamo is not told to skip the function or those that it calls, so calls that fit one of the programs (evaluation, say)
-    still run it. `recompiled` is told when a function passes the limit that Dynamo has by default.
+    Raises `RecompileLimitError` if the function has as many already: a large model would be too slow on the host. Dynamo is not
+    told to skip the function or the functions that it calls, so calls that fit one of the programs (for example evaluation)
+    still run it. `recompiled` is called when a function passes Dynamo's default limit.
     """
     with _lifted(converter, frame, recompiled):
         try:
@@ -78,7 +78,7 @@ _LIMIT_HIT = re.compile(r"exceeding the (?P<name>\w+) cache size limit \(current
 
 
 def _lifted(converter: Any, frame: Any, recompiled: Callable[[Any, Recompilations], None]) -> AbstractContextManager:
-    """The limit is `LIMIT` within it, unless the user has set one."""
+    """A context in which the limit is `LIMIT`, unless the user has set a limit."""
     config: Any = torch._dynamo.config  # a module that PyTorch makes an object at run time
     default = config._config["recompile_limit"].default
     if config.recompile_limit != default or _limit_of_call(converter) is not None:
@@ -91,7 +91,7 @@ def _lifted(converter: Any, frame: Any, recompiled: Callable[[Any, Recompilation
 
 
 def _limit_of_call(converter: Any) -> int | None:
-    """What `torch.compile(..., recompile_limit=)` was given, from PyTorch 2.13 on."""
+    """The argument of `torch.compile(..., recompile_limit=)`, from PyTorch 2.13 on; None if it was not given."""
     return getattr(converter, "_recompile_limit", None)
 
 
@@ -109,7 +109,7 @@ def _limit_error(converter: Any, frame: Any, name: str, value: int) -> Recompile
 
 
 def _recompilations(frame: Any, entries: Sequence[Any], owner: Any) -> Recompilations:
-    """Why none of these programs (the last used one first) fits a frame."""
+    """The reasons why none of these programs fits a frame. `entries` has the program that was used last first."""
     reasons = [
         get_guard_fail_reason(e.guard_manager, e.code, frame.f_locals, e.compile_id, owner, skip_logging=True) for e in entries
     ]

@@ -1,6 +1,6 @@
-"""Operations that look entries up by number: which operand has the numbers, and which of them are allowed.
+"""Operations that look up entries by index: the operand with the indices, and the range of allowed indices.
 
-A number that is not allowed raises an error on the host. On a GPU, it ends the process (`frontend/indices.py`).
+An index that is not allowed raises an error on the host. On a GPU, it ends the process (`frontend/indices.py`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _CLASSES = "Labels number the classes from 0. Targets that shall not count have 
 
 @dataclass(frozen=True)
 class Lookup:
-    """Numbers that an operation looks up.
+    """The indices that an operation looks up.
 
-    operation  its name
-    index      the numbers
-    size       how many entries there are: numbers from 0 to `size` - 1 are allowed
-    from_end   whether numbers from -`size` to -1 are allowed as well
-    ignored    a number that is not looked up
-    remedy     what the user can do about others, with `{ignored}` for that number; "" if there is no more to say
+    operation  the name of the operation
+    index      the node of the indices
+    size       the number of entries: indices from 0 to `size` - 1 are allowed
+    from_end   whether indices from -`size` to -1 are allowed as well
+    ignored    an index that the operation does not look up
+    remedy     advice to the user for an index out of range, with `{ignored}` for the ignored index; "" if there is none
     """
 
     operation: str
@@ -47,7 +47,7 @@ _RULES: dict[Any, Rule] = {}
 
 
 def lookups_of(node: fx.Node) -> list[Lookup]:
-    """What an operation of Dynamo's graph looks up; masks, slices and Python numbers are left out."""
+    """The look-ups of an operation of Dynamo's graph. Masks, slices and Python numbers are left out."""
     rule = _RULES.get(node.target) if node.op.startswith("call_") else None
     return [lookup for lookup in rule(node) if _is_index(lookup.index)] if rule is not None else []
 
@@ -62,7 +62,7 @@ def _example(argument: Any) -> Any:
 
 
 def _operands(node: fx.Node, *names: str) -> dict[str, Any]:
-    """The arguments of a call by name; `names` are those of its positional parameters."""
+    """The arguments of a call by name; `names` are the names of its positional parameters."""
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
@@ -84,7 +84,7 @@ def _rule(*targets: Any) -> Callable[[Rule], Rule]:
 
 
 def _tensor_operations(*names: str) -> list:
-    """The functions of `torch` and the methods of tensors with these names, and the methods that write in place."""
+    """The functions of `torch` and the methods of tensors with these names, and their in-place methods."""
     functions = [getattr(torch, name) for name in names if hasattr(torch, name)]
     return [*functions, *names, *(f"{name}_" for name in names)]
 
@@ -97,7 +97,7 @@ def _embedding(node: fx.Node) -> Iterator[Lookup]:
 
 @_rule(F.cross_entropy, F.nll_loss)
 def _loss(node: fx.Node) -> Iterator[Lookup]:
-    """Targets that are probabilities are in floating point, and no index."""
+    """Targets that are class probabilities are floating point, so they are no index."""
     found = _operands(node, "input", "target", "weight", "size_average", "ignore_index")
     ignored = dim_of(_example(found.get("ignore_index", -100)))
     classes = _size(found["input"], 1 if _example(found["input"]).ndim > 1 else 0)
@@ -130,7 +130,7 @@ def _fill(node: fx.Node) -> Iterator[Lookup]:
 
 @_rule(*_tensor_operations("take_along_dim"))
 def _take_along_dim(node: fx.Node) -> Iterator[Lookup]:
-    """Without a dimension, it takes entries of the flattened tensor, and none from its end."""
+    """Without `dim`, indices are into the flattened tensor, and negative indices are not allowed."""
     found = _operands(node, "input", "indices", "dim")
     dim = found.get("dim")
     if dim is None:
@@ -158,7 +158,7 @@ def _put(node: fx.Node) -> Iterator[Lookup]:
 
 
 def _advanced(node: fx.Node, of: Any, entries: Iterable) -> Iterator[Lookup]:
-    """The tensors of numbers between brackets: each looks up in the dimension that it stands for."""
+    """The index tensors between brackets. Each looks up in the dimension that it stands for."""
     value, entries = _example(of), list(entries)
     if not isinstance(value, torch.Tensor):
         return
@@ -171,5 +171,5 @@ def _advanced(node: fx.Node, of: Any, entries: Iterable) -> Iterator[Lookup]:
 
 
 def _dimensions(entry: Any) -> int:
-    """How many dimensions of a tensor an entry between brackets stands for; beside numbers, a mask would break the graph."""
+    """The number of dimensions that an entry between brackets stands for. There are no masks: a mask breaks the graph."""
     return 0 if entry is None or entry is Ellipsis or isinstance(entry, bool) else 1

@@ -1,4 +1,4 @@
-"""A model without memory (`torch.device("meta")`), as if its tensors lay on the host: what `explain` looks at is sizes alone."""
+"""Treats a model on `torch.device("meta")` as a model on the host, without memory: `explain` needs only sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..ranks.sharded import divided_as, is_divided, local
 
 @dataclass(frozen=True)
 class OnTheHost:
-    """Arguments of a model whose tensors are taken for tensors of the host; `fake` gives the one in the place of another tensor."""
+    """Arguments of a model, with tensors that stand for tensors on the host. `fake` gives the stand-in for a tensor."""
 
     args: tuple
     kwargs: dict[str, Any]
@@ -26,9 +26,9 @@ class OnTheHost:
 
 @contextmanager
 def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fake: bool = False) -> Iterator[OnTheHost]:
-    """Within it, meta tensors of a module, and of these arguments, are fake tensors of the host; with `all_fake`, its others as well.
+    """Within it, fake tensors on the host replace meta tensors (with `all_fake`, all tensors) of a module and of the arguments.
 
-    Nothing changes where there are none. Behind it, the module has its own tensors again.
+    Nothing changes if there are no meta tensors and `all_fake` is False. Afterwards, the module has its own tensors again.
     """
     module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
     chosen = _is_tensor if all_fake else _is_meta
@@ -36,7 +36,7 @@ def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fak
     if not places and not tree_any(chosen, (args, kwargs)) and not all_fake:
         yield OnTheHost(args, kwargs, lambda tensor: tensor)
         return
-    made: dict[int, torch.Tensor] = {}  # a tensor that is in several places stays one
+    made: dict[int, torch.Tensor] = {}  # by identity: a tensor that is in several places stays one tensor
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,14 +63,14 @@ def _is_meta(value: object) -> bool:
 
 
 def _tensors_of(module: torch.nn.Module, chosen: Callable[[object], bool]) -> Iterator[tuple[dict, str, torch.Tensor]]:
-    """The chosen tensors that a module and those in it hold, parameters or not, with the dictionaries that they are in."""
+    """The chosen tensors of a module and its submodules (parameters, buffers, attributes), and the dictionaries they are in."""
     for part in module.modules():
         for values in (part._parameters, part._buffers, part.__dict__):
             yield from ((values, name, value) for name, value in list(values.items()) if chosen(value))
 
 
 def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor of the host like a tensor of meta, or like one that is divided among ranks. Called in a fake mode."""
+    """A fake tensor on the host like `tensor`, which is on meta or divided among ranks. Must be called in a fake mode."""
     piece = local(tensor)
     made = divided_as(torch.empty_strided(piece.size(), piece.stride(), dtype=piece.dtype, device=HOST), tensor)
     if isinstance(tensor, torch.nn.Parameter):

@@ -1,4 +1,4 @@
-"""Functions of PyTorch that this package replaces by its own, each once in a process."""
+"""Replaces functions of PyTorch by functions of this package, each once per process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _MARK = "_l2l"
 
 
 def replace(owner: object, name: str, by: Callable) -> None:
-    """Put a function in the place of the one that a class or module has under a name; `is_replaced` then says so."""
+    """Set attribute `name` of a class or module to the function `by`, and mark `by` for `is_replaced`."""
     setattr(by, _MARK, True)
     setattr(owner, name, by)
 
 
 def is_replaced(function: Callable) -> bool:
-    """Whether `replace` has put a function where it is."""
+    """Whether a function is one that `replace` has set."""
     return hasattr(function, _MARK)

@@ -1,19 +1,19 @@
-"""Operations that Dynamo has seen before are not propagated again. An adapter to the private side of Dynamo.
+"""Reuses the fake results of operations that Dynamo has run before. An adapter to the private side of Dynamo.
 
-While it traces, Dynamo runs every operation on fake tensors, for the shape, dtype and strides of its result. With a
-symbolic batch every size is sympy arithmetic, and this becomes the largest part of a capture (a linear takes about
-4 ms). But layers repeat: the same operation meets operands of the same metadata over and over. So for frames that are
-compiled by this backend:
+While it traces, Dynamo runs every operation on fake tensors, to find the shape, dtype and strides of its result. With a
+symbolic batch, every size is computed with sympy, and this becomes the largest part of a capture (a linear takes about
+4 ms). But layers repeat: the same operation gets operands with the same metadata again and again. Therefore, in frames
+that are compiled by this backend:
 
     run_node(operation, operands)
         key = (operation, the metadata of each operand, the modes of the thread)
-        not seen:  run the operation; if it turns out to be a pure function of its key, keep what it made
-        seen:      make tensors of that metadata again
+        not seen:  run the operation; if its result is a function of its key alone, keep the metadata of the result
+        seen:      make tensors with that metadata again
 
-A result is made again as PyTorch would have made it: in a storage of its own or, for a view, in the operand's, sharing
-the operand's version counter; with a `grad_fn` that leads to the operands, if it has one. Its guards stand since the
-first run. What cannot be told apart by such a key (operations that write, that return sizes, that make up new symbols,
-tensors with values, subclasses, higher-order operations) runs as always.
+A result is made again as PyTorch would make it. It has a storage of its own, or, if it is a view, the storage and the version
+counter of the operand. If it had a `grad_fn`, its new `grad_fn` leads to the operands. Its guards exist since the first run.
+Some operations cannot be described by such a key, and run as always: operations that write, return sizes or create new
+symbols, operations on tensors with values or on subclasses, and higher-order operations.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _PLAIN = (
 
 
 class _ReadsNone(TorchDispatchMode):
-    """What runs inside takes no number from a tensor, as `torch.arange(n)` and `x[:n]` do; Dynamo breaks the graph there.
+    """Raises if an operation reads a number from a tensor, as `torch.arange(n)` and `x[:n]` do: Dynamo then breaks the graph.
 
-    By itself, it would go on with the number that an input of the graph holds now. Constants of the graph may be read.
+    Without this mode, Dynamo would continue with the number that an input of the graph holds now. Constants may be read.
     """
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -72,7 +72,7 @@ def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
 
         if node.op not in ("call_function", "call_method") or not is_ours(getattr(tracer, "compiler_fn", None)):
             return run()
-        if node.target is torch._VF._pad_packed_sequence:  # on torch 2.11, this fails in another way first, which breaks no graph
+        if node.target is torch._VF._pad_packed_sequence:  # torch 2.11 raises an error that breaks no graph
             raise DataDependentOutputException(torch.ops.aten._pad_packed_sequence.default)
         if node.target != "item" and any(map(_may_be_a_number, tree_leaves((args, kwargs)))):
             with _ReadsNone():
@@ -86,7 +86,7 @@ def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
 
 
 def _memory_of(tracer: Any) -> dict[Hashable, Result]:
-    """What is remembered for a frame, until it is captured: its tensors hold symbols in a way that the garbage collector cannot see."""
+    """The kept results of a frame, dropped once it is captured: they hold symbols in a way that the collector cannot see."""
     attributes = vars(tracer.shape_env)
     if _MEMORY not in attributes:
         attributes[_MEMORY] = {}
@@ -95,14 +95,14 @@ def _memory_of(tracer: Any) -> dict[Hashable, Result]:
 
 
 def propagate(memory: dict[Hashable, Result], target: Hashable, operands: Any, run: Callable[[], Any]) -> Any:
-    """The result of `run`, an operation on fake tensors: made again from `memory` where the key is known there."""
+    """The result of `run`, an operation on fake tensors. It is made from `memory` if the key is in it."""
     tensors: list[FakeTensor] = []
     try:
         key = (target, _describe(operands, tensors), _modes())
     except _Unknown:
         return run()
     if not tensors or torch.is_inference_mode_enabled():
-        return run()  # a factory may depend on more than its operands; in inference mode, versions are not counted
+        return run()  # a factory may depend on more than its operands; in inference mode, tensors have no version counters
     if key in memory:
         return memory[key].again(tensors)
     versions = [t._version for t in tensors]
@@ -125,7 +125,7 @@ class _Unknown(Exception):
 
 
 def _describe(value: Any, tensors: list[FakeTensor]) -> Hashable:
-    """A key for an operand, or for a structure of them; its tensors are appended to `tensors`."""
+    """A key for an operand, or for a nested structure of operands; its tensors are appended to `tensors`."""
     kind = type(value)
     if kind is FakeTensor:
         tensors.append(value)
@@ -154,7 +154,7 @@ def _metadata(t: FakeTensor) -> Hashable:
 
 
 def _modes() -> Hashable:
-    """What an operation's result depends on besides its operands."""
+    """The modes that an operation's result depends on besides its operands."""
     cuda = torch.backends.cuda
     return (
         torch.is_grad_enabled(), torch.get_default_dtype(),
@@ -173,11 +173,11 @@ class _Same:
 
 @dataclass(frozen=True)
 class _Made:
-    """A result of known metadata.
+    """A result that is made from its metadata.
 
-    pattern   a meta tensor that has it
-    base      the index of the operand whose storage it views; None if its storage is its own
-    nbytes    the size of that storage, int or SymInt
+    pattern   a meta tensor with this metadata
+    base      the index of the operand whose storage the result views; None if the result has a storage of its own
+    nbytes    the size of its own storage in bytes, int or SymInt; None with a `base`
     """
 
     pattern: torch.Tensor
@@ -190,19 +190,19 @@ class _Made:
 
 @dataclass(frozen=True)
 class Result:
-    """What an operation returned: one tensor (`kind` None), or a tuple or list of them."""
+    """The result of an operation: one tensor (`kind` is None), or a tuple or list of tensors."""
 
     kind: type | None
     parts: tuple[_Same | _Made, ...]
 
     def again(self, operands: Sequence[FakeTensor]) -> Any:
-        """The operation's result for operands of the same metadata."""
+        """The operation's result for operands with the same metadata."""
         made = [operands[p.index] if isinstance(p, _Same) else _make(p, operands) for p in self.parts]
         return made[0] if self.kind is None else self.kind(made)
 
 
 def _learn(result: Any, operands: Sequence[FakeTensor]) -> Result | None:
-    """How to make a result again; None where its metadata does not tell all."""
+    """How to make a result again; None if its metadata is not enough for that."""
     kind = type(result) if type(result) in (tuple, list) else None
     leaves = [result] if kind is None else result
     found = [_learn_part(leaf, operands) for leaf in leaves]
@@ -266,7 +266,7 @@ def _make(part: _Made, operands: Sequence[FakeTensor]) -> FakeTensor:
 
 
 class _Known(torch.autograd.Function):
-    """Gives a tensor that was made again a `grad_fn` which leads to the operands."""
+    """Gives a tensor that was made again a `grad_fn` that leads to the operands."""
 
     @staticmethod
     def forward(ctx: Any, fake: Callable[[], FakeTensor], *operands: FakeTensor) -> FakeTensor:

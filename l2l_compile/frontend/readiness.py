@@ -1,4 +1,4 @@
-"""Whether a model can be traced at all, said before Dynamo fails in the middle of it."""
+"""Refuses models that cannot be traced, before Dynamo fails while tracing them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from ..errors import DeviceError, L2LError
 
 
 def check_ready(values: Iterable[Any]) -> None:
-    """Look at the local variables of a frame: the model is one of them, and what it is given.
+    """Check the local variables of a frame: the model and its arguments are among them.
 
-    Raises `L2LError` for a model with layers of `fully_shard`, and `DeviceError` for one on meta that is given tensors of another device.
+    Raises `L2LError` for a model with layers of `fully_shard`, and `DeviceError` for a model on meta if its arguments have
+    tensors of another device.
     """
     values = list(values)
     given = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
@@ -27,7 +28,7 @@ def check_ready(values: Iterable[Any]) -> None:
 
 
 def without_values(what: str) -> DeviceError:
-    """The error for a tensor on meta in a model that is to run."""
+    """The error for a tensor on meta in a model that has to run. `what` names the tensor."""
     return DeviceError(
         f"{what} is on meta, without values: give the model memory with model.to_empty(device='cpu'), and load its weights. (explain "
         "takes a model on meta as it is)"
@@ -45,8 +46,8 @@ def _check_module(module: nn.Module, is_run: bool) -> None:
 
 
 def _divided_by_hooks(module: nn.Module) -> str | None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody has used it whose process has not imported it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if not imported, no model uses it
     if fsdp is None:
         return None
-    layers = itertools.islice(module.named_modules(), 1, None)  # of a module itself, hooks run before its forward is traced
+    layers = itertools.islice(module.named_modules(), 1, None)  # its own hooks run before its forward is traced
     return next((name for name, layer in layers if isinstance(layer, fsdp.FSDPModule)), None)

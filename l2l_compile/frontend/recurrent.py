@@ -1,12 +1,12 @@
 """One layer of an LSTM, GRU or RNN as one operator, which runs PyTorch's own kernels.
 
     recurrent_layer(kind, input, states, weights, ...)            -> [output, h_n] or [output, h_n, c_n]
-    recurrent_layer_backward(arrived, needed, gradients, ...)       -> gradients of what is needed
+    recurrent_layer_backward(arrived, needed, gradients, ...)       -> gradients of the needed operands
 
-PyTorch's `lstm`, `gru`, `rnn_tanh` and `rnn_relu` are composite: a trace on the host unrolls time, about fifteen operations a
-step, which Inductor takes minutes to compile, and loses cuDNN's kernels. The operators keep a traced graph as small as
-the layer. The backward one runs the layer again with autograd inside; in a streamed backward, which recomputes anyway,
-the forward one is then dead code.
+PyTorch's `lstm`, `gru`, `rnn_tanh` and `rnn_relu` are composite. A trace on the host unrolls time, about fifteen operations per
+time step. Inductor takes minutes to compile these, and cuDNN's kernels are lost. With these operators, a traced graph is as
+small as the layer. The backward operator runs the layer again with autograd inside. A streamed backward recomputes the layer
+anyway, and the recomputed forward operator is then dead code.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def layer(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """One layer, in both directions if `bidirectional`: (output, h_n), for an LSTM (output, h_n, c_n).
+    """Run one layer, in both directions if `bidirectional`. Returns (output, h_n), for an LSTM (output, h_n, c_n).
 
     input    [time, batch, features], or [batch, time, features] with `batch_first`
     states   h_0, for an LSTM also c_0: [directions, batch, hidden]
-    weights  w_ih, w_hh, b_ih and b_hh (with `has_biases`), w_hr (with a projection), once a direction
+    weights  w_ih, w_hh, b_ih and b_hh (with `has_biases`), w_hr (with a projection), for each direction
 
-    Under autocast, the kernels cast as they do in PyTorch, and the results have 16 bits, as cuDNN's do.
+    Under autocast, the kernels cast as in PyTorch, and the results have 16 bits, as cuDNN's results do.
     """
     device = input.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -84,7 +84,7 @@ class _Layer(torch.autograd.Function):
 
 def _run(kind, input, states, weights, has_biases, train, bidirectional, batch_first, autocast) -> Sequence[torch.Tensor]:
     """PyTorch's own function for a single layer, without dropout."""
-    states = [state.contiguous() for state in states]  # cuDNN takes no others
+    states = [state.contiguous() for state in states]  # cuDNN requires contiguous states
     hidden = tuple(states) if kind == "lstm" else states[0]
     enabled = autocast is not None
     with torch.autocast(input.device.type, dtype=autocast, enabled=enabled, cache_enabled=False):
@@ -102,7 +102,7 @@ def _forward(kind, input, states, weights, has_biases, train, bidirectional, bat
 
 
 def _backward(arrived, needed, gradients, kind, input, states, weights, has_biases, train, bidirectional, batch_first, autocast):
-    """Runs the layer again, in training mode (cuDNN differentiates no other), and differentiates it."""
+    """Run the layer again and differentiate it. cuDNN differentiates in training mode only."""
     with recording_gradients():
         operands = (input, *states, *weights)
         leaves = [o.detach().requires_grad_(wanted) for o, wanted in zip(operands, needed, strict=True)]

@@ -1,11 +1,11 @@
-"""A call of `torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` over several layers becomes one call a layer.
+"""Replaces a call of `torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` over several layers by one call per layer.
 
     torch.lstm(x, (h, c), weights, ...)    =>    y0 = layer(x, (h[0:1], c[0:1]), weights of layer 0)
                                                  y1 = layer(dropout(y0), (h[1:2], c[1:2]), weights of layer 1)
                                                  ...
                                                  h_n = cat of every layer's h_n, c_n likewise
 
-Each layer may then be a segment of its own. States of zeros are made anew in each layer instead of being handed there.
+Each layer may then be a segment of its own. Initial states of zeros are made in each layer, and are not passed to it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Stack:
 
     @classmethod
     def of(cls, function: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> _Stack | None:
-        """None for other functions, and for packed sequences, whose third argument is no list of weights."""
+        """The stack of a call; None for other functions and for packed sequences (third argument: no list of weights)."""
         if (
             function not in KINDS
             or kwargs
@@ -61,7 +61,10 @@ class _Stack:
         return 2 if self.bidirectional else 1
 
     def write(self, put: Put, state_of: Callable[[Any, int], Any]) -> list[Any]:
-        """Every layer by `put`; [output, every layer's h_n, every layer's c_n]. `state_of` gives a layer its part of a state."""
+        """Make the calls of every layer with `put`. Returns [output, h_n of every layer, and for an LSTM c_n of every layer].
+
+        `state_of(state, number)` is a layer's part of an initial state.
+        """
         output = self.input
         finals: list[list[Any]] = [[] for _ in self.states]
         share = len(self.weights) // self.layers
@@ -79,9 +82,9 @@ class _Stack:
 
 
 def sizes_of_stack(function: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
-    """The results of a call on fake tensors, layer by layer, without a walk through time; None for any other call.
+    """The results of a call on fake tensors, layer by layer, without a loop over time steps; None for any other call.
 
-    Unrolled, it would take Dynamo as many operations as there are steps, and fix the number of steps.
+    Unrolled, the call would take Dynamo operations for every time step, and fix the number of steps.
     """
     stack = _Stack.of(function, args, kwargs)
     if stack is None:
@@ -95,7 +98,7 @@ def sizes_of_stack(function: Callable, args: Sequence[Any], kwargs: dict[str, An
 
 
 def split_stacks(graph: fx.Graph) -> None:
-    """Rewrite every such call of a graph of Dynamo, in place."""
+    """Rewrite every call of `torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` in Dynamo's graph, in place."""
     for node in list(graph.nodes):
         stack = _Stack.of(node.target, node.args, node.kwargs) if node.op == "call_function" else None
         if stack is not None:
@@ -122,7 +125,10 @@ class _Writer:
         self.graph.erase_node(self.node)
 
     def parts_of(self, state: fx.Node) -> list[fx.Node]:
-        """Each layer's part of h_0 or c_0, [layers * directions, batch, hidden]: cut before the first layer, or layers would differ in it."""
+        """Each layer's part of h_0 or c_0, [layers * directions, batch, hidden].
+
+        The parts are cut before the first layer: cuts inside the layers would make the layers differ.
+        """
         count = self.stack.directions
         cuts = [slice(number * count, (number + 1) * count) for number in range(self.stack.layers)]
         return [self.put(None, operator.getitem, state, cut) for cut in cuts] if len(cuts) > 1 else [state]
@@ -135,7 +141,7 @@ class _Writer:
         return self.put(number, torch.zeros, (self.stack.directions, *inner), dtype=example.dtype, device=example.device)
 
     def joined(self, final: list[fx.Node], state: fx.Node) -> fx.Node:
-        """Every layer's last state as one, in front of what reads it first: the last layer stays like the others."""
+        """The last states of all layers in one tensor, made before its first reader, so that all layers are equal."""
         if len(final) == 1:
             return final[0]
         made = self.put(None, torch.cat, final)
@@ -143,7 +149,7 @@ class _Writer:
         return made
 
     def put(self, number: int | None, function: Callable, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call in front of the rewritten one, described as Dynamo would have, in a module of its own for each layer."""
+        """Add a call before the rewritten one, with meta as Dynamo would write it. Each layer is in a module of its own."""
         with self.graph.inserting_before(self.node):
             made = self.graph.call_function(function, args, kwargs)
         examples = fx.node.map_arg((args, kwargs), lambda n: n.meta["example_value"])
@@ -161,7 +167,7 @@ class _Writer:
         return made
 
     def modes(self) -> tuple[AbstractContextManager, ...]:
-        """The modes that the call was in, as far as its results show them; other modes may be on while the graph is rewritten."""
+        """The modes in which the call was traced, read from its results: other modes may be on during the rewriting."""
         results = [r for r in self.node.meta["example_value"] if isinstance(r, torch.Tensor)]
         short = results[0].dtype.itemsize == 2
         autocast = torch.autocast(results[0].device.type, dtype=results[0].dtype if short else None, enabled=short)
@@ -169,7 +175,7 @@ class _Writer:
 
 
 def _is_zeros(state: fx.Node) -> bool:
-    """Whether a state is made as zeros, for recurrent layers alone: nobody else could write into it."""
+    """Whether a state is made as zeros and read by recurrent layers alone, so that no other operation writes into it."""
     made = (
         state.op == "call_function" and state.target is torch.zeros or state.op == "call_method" and state.target == "new_zeros"
     )

@@ -1,12 +1,12 @@
-"""Parameters that are divided among ranks: the calls that make them whole are taken out of the graph.
+"""Removes from the graph the calls that make a divided parameter whole.
 
     %w = placeholder            (DTensor)
     %r = redistribute(%w)                        =>      %w = placeholder            (the whole)
     %x = to_local(%r)
          linear(..., %x)                                      linear(..., %w)
 
-A program gathers a layer's weights before it runs the layer (`passes/streaming/place_ranks.py`). A weight that several modules share
-is one input.
+A program gathers a layer's weights itself, before it runs the layer (`passes/streaming/place_ranks.py`). A weight that several
+modules share is one input.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PART_OF = "part_of"  # in the meta of an input that is a rank's part of a parall
 
 
 def make_whole(graph: fx.Graph) -> tuple[dict[fx.Node, Pieces], Ranks | None]:
-    """Take the calls out; how each input is divided, and the ranks, None if there are none.
+    """Take the calls out. Returns how each divided input is divided, and the ranks; None if no input is divided.
 
-    Raises `L2LError` for a parameter that is divided otherwise, is read otherwise, or is divided among other ranks than the rest.
+    Raises `L2LError` for a parameter that is divided or read in another way, or is divided among other ranks than the rest.
     """
     divided: dict[fx.Node, Pieces] = {}
     ranks: Ranks | None = None
@@ -49,7 +49,10 @@ _CHAIN_OF_PART = ("to_local", "from_local", "redistribute", "to_local", "from_lo
 
 
 def _peel(graph: fx.Graph, placeholder: fx.Node) -> None:
-    """Readers of what the calls make read the placeholder, which stands for the whole; of a parallel layer, for this rank's part."""
+    """Let readers of the calls' results read the placeholder. It then stands for the whole parameter.
+
+    If the parameter is of a parallel layer as well, the placeholder stands for this rank's part of that layer's parameter.
+    """
     example = placeholder.meta["example_value"]
     chain = _CHAIN_OF_PART if is_divided_twice(example) else _CHAIN
     made = [placeholder]
@@ -59,7 +62,7 @@ def _peel(graph: fx.Graph, placeholder: fx.Node) -> None:
             if method_of(reader) != method:
                 raise _read_otherwise(placeholder, reader)
         made = readers
-    whole = example.to_local().new_empty(pieces_of(example).shape)  # if nobody reads it
+    whole = example.to_local().new_empty(pieces_of(example).shape)  # used if the parameter has no reader
     for node in made:
         whole = node.meta["example_value"]
         if is_divided(whole):
@@ -73,7 +76,7 @@ def _peel(graph: fx.Graph, placeholder: fx.Node) -> None:
 
 
 def method_of(node: fx.Node) -> str:
-    """The method of a DTensor that a node calls, or a function. Dynamo of 2.11 records one of its own, with the arguments in it."""
+    """The name of the DTensor method that a node calls. Dynamo of 2.11 records a function of its own instead of the method."""
     target = getattr(node.target, "__name__", node.target)
     return target.removeprefix("prim_").removeprefix("prim ") if isinstance(target, str) else ""
 
@@ -86,7 +89,7 @@ def _read_otherwise(placeholder: fx.Node, reader: fx.Node) -> L2LError:
 
 
 def _refuse_whole_parameters(graph: fx.Graph, divided: dict[fx.Node, Pieces]) -> None:
-    """Raise for a parameter that trains and that every rank has for itself: its gradients would stay apart."""
+    """Raise for a trained parameter that is not divided: its gradients would differ among the ranks."""
     for node in graph.find_nodes(op="placeholder"):
         example = node.meta.get("example_value")
         if isinstance(example, torch.nn.Parameter) and example.requires_grad and node not in divided:

@@ -1,4 +1,4 @@
-"""Rewrites of Dynamo's graph that change no number: sizes and constants spelled out, writes and dead operations removed."""
+"""Rewrites of Dynamo's graph that change no result: sizes and constants written out, writes and dead operations removed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _specialize_floats(graph: fx.Graph) -> None:
-    """A Python float that Dynamo made symbolic (a dropout rate that changed) becomes its value, under a guard."""
+    """Replace a Python float that Dynamo made symbolic (a dropout rate that changed) by its value, under a guard."""
     for node in list(graph.nodes):
         value = node.meta.get("example_value")
         if isinstance(value, (torch.SymFloat, torch.SymBool)) and node.op.startswith("call_"):
@@ -42,7 +42,7 @@ def _specialize_floats(graph: fx.Graph) -> None:
 
 
 def _spell_sizes(graph: fx.Graph) -> None:
-    """`x.size()`, read by others as a whole or entry by entry, becomes its entries, which are numbers."""
+    """Replace `x.size()` by its entries (ints and `x.size(dim)`), where it is read as a whole and where one entry is read."""
     for node in list(graph.nodes):
         value = node.meta.get("example_value")
         if not isinstance(value, torch.Size) or node.op == "placeholder":
@@ -57,7 +57,7 @@ def _spell_sizes(graph: fx.Graph) -> None:
 
 
 def _spell_squeezed(graph: fx.Graph) -> None:
-    """`x.squeeze()` drops the dimensions of one entry that it dropped here, whatever the size of a micro-batch."""
+    """Name the dimensions that `x.squeeze()` drops, so that it drops the same ones for every size of a micro-batch."""
     for node in graph.nodes:
         if node.target in ("squeeze", torch.squeeze) and len(node.args) == 1 and not node.kwargs:
             sizes, made = node.args[0].meta["example_value"].shape, node.meta["example_value"]
@@ -67,7 +67,7 @@ def _spell_squeezed(graph: fx.Graph) -> None:
 
 
 def _entries(graph: fx.Graph, node: fx.Node) -> list:
-    """The numbers of a size: of a tensor, or made from sizes that are spelled out already."""
+    """The entries of a `torch.Size`, which is the size of a tensor or is computed from sizes that are written out already."""
     if isinstance(node.args[0], tuple):
         return list(function_of(node)(*node.args, **node.kwargs))
     entries: list = []
@@ -82,7 +82,7 @@ def _entries(graph: fx.Graph, node: fx.Node) -> list:
 
 
 def _replaced(arguments: Any, node: fx.Node, by: tuple) -> Any:
-    """Arguments of a call with a tuple in the place of a node."""
+    """The arguments of a call, with the tuple `by` in the place of a node."""
     if isinstance(arguments, (tuple, list)):
         return type(arguments)(_replaced(a, node, by) for a in arguments)
     if isinstance(arguments, dict):
@@ -99,7 +99,7 @@ _ANEW = {
 
 
 def _write_anew(graph: fx.Graph) -> None:
-    """`x += y` on an intermediate value that nobody reads under its old name afterwards becomes `x = x + y`."""
+    """Turn `x += y` into `x = x + y` if `x` is an intermediate value whose memory is not read later by another node."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     sharing: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -115,7 +115,7 @@ def _write_anew(graph: fx.Graph) -> None:
         others = [n for n in sharing[memory] if order[n] < order[node]]
         read_later = any(order[user] > order[node] for n in others for user in n.users)
         if read_later or any(n.op != "call_function" and n.op != "call_method" for n in others):
-            continue  # an input, or seen through another value
+            continue  # memory of an input, or read later by another node
         operands = list(map(_example, node.args))
         if all(isinstance(o, torch.Tensor | int | float) for o in operands) and torch.result_type(*operands) == value.dtype:
             if not isinstance(operands[1], torch.Tensor) or torch.broadcast_shapes(value.shape, operands[1].shape) == value.shape:
@@ -123,7 +123,7 @@ def _write_anew(graph: fx.Graph) -> None:
 
 
 def _write_by_mask(graph: fx.Graph) -> None:
-    """`x[mask] = v`, the same `v` for every entry picked, becomes `x.copy_(torch.where(mask, v, x))`: its gradient has fixed sizes."""
+    """Turn `x[mask] = v` with one `v` for all entries into `x.copy_(torch.where(mask, v, x))`: its gradient has fixed sizes."""
     for node in graph.find_nodes(op="call_function", target=operator.setitem):
         x, mask, v = arguments(node)
         examples = [_example(a) for a in (x, mask, v)]
@@ -149,7 +149,7 @@ def _write_by_mask(graph: fx.Graph) -> None:
 
 
 def _example(argument: Any) -> Any:
-    """What Dynamo ran an operation on in the place of an argument, which may be a constant."""
+    """The value of an argument in Dynamo's trace: the fake value of a node, or the constant itself."""
     return argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
 
 
@@ -163,10 +163,10 @@ def memory_of(node: fx.Node) -> int | None:
 
 
 def _make_in_place(graph: fx.Graph) -> None:
-    """What is made of numbers alone is made anew for each reader, in its segment.
+    """Copy an operation on numbers alone in front of each of its readers, so that each copy is in the segment of its reader.
 
-    A segment then sees that it numbers rows (`torch.arange` over a symbolic size), and a number that PyTorch holds in a tensor
-    (`torch.div` of two of them) may be a size, for which its value has to be known.
+    A segment then sees that `torch.arange` over a symbolic size numbers the rows. A number that PyTorch holds in a tensor
+    (`torch.div` of two numbers) may be used as a size, and then its value must be known in the segment.
     """
     for node in reversed(list(graph.nodes)):
         if not _is_of_numbers(node) or not node.users:
@@ -179,9 +179,9 @@ def _make_in_place(graph: fx.Graph) -> None:
 
 
 def _lay_out_for_strides(graph: fx.Graph) -> None:
-    """`x.as_strided(...)` reads the memory of `x`: it is given one that is laid out as that of `x` was, wherever `x` comes from.
+    """Give `x.as_strided(...)` a copy of `x` with the memory layout that `x` had in Dynamo's trace: it reads memory by strides.
 
-    Raises `L2LError` where that memory holds more than `x`, or is written into afterwards.
+    Raises `L2LError` if the memory of `x` holds more than `x`, or if an operation writes into it afterwards.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
@@ -205,7 +205,7 @@ def _lay_out_for_strides(graph: fx.Graph) -> None:
 
 
 def _dims_of_memory(value: torch.Tensor) -> list[int] | None:
-    """The dimensions of a tensor in the order of its memory, outermost first; None if that holds other entries as well."""
+    """The dimensions of a tensor in the order of its memory, outermost first; None if the memory holds other entries too."""
     sizes, strides = ([hint_of(n) for n in numbers] for numbers in (value.shape, value.stride()))
     dims = sorted(range(value.ndim), key=lambda dim: -strides[dim])
     inner = 1
@@ -218,7 +218,7 @@ def _dims_of_memory(value: torch.Tensor) -> list[int] | None:
 
 
 def hint_of(size: int | torch.SymInt) -> int:
-    """The number that a size has in this capture."""
+    """The value that a size has in this capture."""
     return size if isinstance(size, int) else size.node.hint
 
 
@@ -229,7 +229,7 @@ def _is_of_numbers(node: fx.Node) -> bool:
 
 
 def may_be_size(node: fx.Node) -> bool:
-    """Whether a node makes, of numbers alone, a tensor that is a whole number: PyTorch takes such a one as a size."""
+    """Whether a node makes a zero-dimensional integer tensor from numbers alone: PyTorch accepts such a tensor as a size."""
     value = node.meta.get("example_value")
     return (
         node.op == "call_function"
@@ -242,14 +242,14 @@ def may_be_size(node: fx.Node) -> bool:
 
 
 def drop_dead(graph: fx.Graph) -> None:
-    """Erase operations whose result nobody reads and that change nothing; in doubt, they stay."""
+    """Erase operations that have no reader and no side effect. An operation stays if it may have one."""
     for node in reversed(list(graph.nodes)):
         if node.op.startswith("call_") and not node.users and (node.target in _SILENT or is_pure(node)):
             graph.erase_node(node)
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether an operation says that it writes into an argument."""
+    """Whether the name, the schema or an argument of an operation says that it writes into an argument."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
     if not node.op.startswith("call_"):
@@ -269,7 +269,7 @@ def writes(node: fx.Node) -> bool:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether an operation surely writes into none of its arguments; in doubt, it is not pure."""
+    """Whether it is certain that an operation writes into none of its arguments."""
     if not isinstance(node.meta.get("example_value"), (torch.Tensor, torch.SymInt, int)):
         return False
     if any(a is True for a in node.args) or "inplace" in node.kwargs or "out" in node.kwargs:

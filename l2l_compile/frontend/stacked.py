@@ -3,9 +3,9 @@
     for i in range(depth):                       %w_0 = slice 0 of w      a weight of the first layer
         x = torch.tanh(x @ w[i])         =>      %w_1 = slice 1 of w      a weight of the second
 
-A slice is fetched alone, and its gradient is pushed alone, into its place in the gradient of the parameter. What is read through
-an index, a slice, `unbind`, `select` or `narrow` with constant numbers is one, if it lies in one piece of memory; what `chunk` and
-`split` give is not: layers take fused projections apart with them.
+A slice is fetched alone, and its gradient is pushed alone, into its place in the gradient of the parameter. A tensor counts as
+such a slice if it is contiguous, and is read through an index, a slice, `unbind`, `select` or `narrow` with constant numbers.
+Results of `chunk` and `split` do not count: layers use them to take fused projections apart.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _SAME = {torch.reshape, "view", "reshape", "contiguous", "unflatten", torch.unfl
 
 
 def slice_of(whole: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Stands in a captured graph for a part of a parameter (`ir.weights.Part`)."""
+    """A part of a parameter (`ir.captured.Part`); the captured graph calls this function in its place."""
     return whole.view(-1)[start : start + torch.Size(shape).numel()].view(shape)
 
 
 def take_slices_apart(graph: fx.Graph, inputs: tuple[Input, ...]) -> tuple[Input, ...]:
-    """Give each slice of a stacked parameter a node of its own; these as inputs of kind "parameter", behind the others."""
+    """Give each slice of a stacked parameter its own node. Returns these, as inputs of kind "parameter" after `inputs`."""
     found: list[Input] = []
     for whole in inputs:
-        if whole.kind == "parameter" and whole.pieces is None:  # a slice of it is no slice of its pieces
+        if whole.kind == "parameter" and whole.pieces is None:  # with pieces, a slice of the parameter is no slice of a piece
             found += _slices(graph, whole, len(inputs) + len(found))
     return tuple(found)
 
@@ -52,7 +52,7 @@ def _slices(graph: fx.Graph, whole: Input, first_index: int) -> list[Input]:
         part = Part(whole.index, offset - parameter.storage_offset(), shape)
         name = f"{whole.name}{_place_of(part, parameter)}"
         with graph.inserting_before(_first_operation(graph)):
-            weight = graph.call_function(slice_of, (whole.node, part.start, part.shape))  # no placeholder: Dynamo counts these
+            weight = graph.call_function(slice_of, (whole.node, part.start, part.shape))  # Dynamo counts placeholders
         weight.meta["example_value"] = nodes[0].meta["example_value"]
         for node in nodes:
             node.replace_all_uses_with(weight)
@@ -62,7 +62,7 @@ def _slices(graph: fx.Graph, whole: Input, first_index: int) -> list[Input]:
 
 
 def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase a node that nobody reads, and what only it has read."""
+    """Erase a node without readers, and then its operand if that has no reader left, and so on."""
     while node.op.startswith("call_") and not node.users:
         (read,) = node.all_input_nodes
         graph.erase_node(node)
@@ -74,7 +74,7 @@ def _first_operation(graph: fx.Graph) -> fx.Node:
 
 
 def _slice_nodes(start: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that are a part of a parameter in one piece of its memory, the smallest ones that are taken one from another."""
+    """The nodes that are contiguous parts of a parameter. Where a part is taken from a part, only the smallest is given."""
     memory = start.meta["example_value"].untyped_storage()._cdata
     waiting = [user for user in start.users if _takes(user)]
     while waiting:
@@ -92,12 +92,12 @@ def _slice_nodes(start: fx.Node) -> Iterator[fx.Node]:
 
 
 def _takes(node: fx.Node) -> bool:
-    """Whether a node takes a part of what it reads, or all of it in another shape, by constant numbers."""
+    """Whether a node takes a part of its operand by constant numbers, or gives all of it in another shape."""
     return node.op.startswith("call_") and node.target in _TAKEN | _SAME and len(node.all_input_nodes) == 1
 
 
 def _place_of(part: Part, parameter: torch.Tensor) -> str:
-    """How a reader would write the slice: "[3]", "[3:5]", or the entries in memory."""
+    """The slice as text, in the way a person would write it: "[3]", "[3:5]", or by its first entry in memory."""
     row = parameter.stride(0) if parameter.ndim else 1
     rows, rest = divmod(torch.Size(part.shape).numel(), row)
     at, inside = divmod(part.start, row)

@@ -1,4 +1,4 @@
-"""Layers of `parallelize_module` with `ColwiseParallel` and `RowwiseParallel`: each rank's part of them, as plain operations.
+"""Rewrites layers of `ColwiseParallel` and `RowwiseParallel` (`parallelize_module`): this rank's part, as plain operations.
 
     %y = from_local(%x, %mesh, (R,))                              %y = sum_gradients(%x, group)
     %z = linear(%y, %w, %b)              w: Shard(0)              %z = linear(%y, %w, %b)
@@ -10,8 +10,9 @@
     %o = redistribute(%z, (R,))                                   %o = sum_over(%z, group)
     %l = to_local(%o)                                             %l = %o + %b
 
-A parameter is this rank's part of it. No value is a DTensor any more, and the mesh is the name of its group. Siblings that read the same
-%x (the projections of queries, keys and values) have one `sum_gradients`: their gradients are added up, and summed over ranks once.
+Afterwards, a parameter stands for this rank's part of it. No value is a DTensor any more, and the name of the process group
+stands in the place of the mesh. Sibling modules that read the same %x (the projections of queries, keys and values) share one
+`sum_gradients`: their gradients are added up, and then summed over ranks once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ REPLICATED, COLUMNS, PART = "the same on all ranks", "columns of it", "a part of
 
 @dataclass(frozen=True)
 class _Local:
-    """What a rank has of a DTensor of the graph. `bias` is to be added to the sum of the parts."""
+    """This rank's part of a DTensor of the graph. `bias` has to be added after the parts are summed over ranks."""
 
     node: fx.Node
     form: str
@@ -44,11 +45,11 @@ class _Local:
 
 
 def make_local(graph: fx.Graph) -> tuple[str, DeviceMesh | None]:
-    """Take the DTensors of parallel layers out of a graph; the first of their parameters in words, and its mesh.
+    """Take the DTensors of parallel layers out of a graph. Returns the first of their parameters, in words, and its mesh.
 
-    "" and None if there are no such layers.
+    Returns "" and None if there are no such layers.
 
-    Raises `L2LError` for another way to make a layer parallel.
+    Raises `L2LError` for any other way to make a layer parallel.
     """
     for node in graph.find_nodes(op="placeholder"):
         if (parameter := _parallel(node)) is not None:
@@ -63,7 +64,7 @@ def _in_words(placeholder: fx.Node, parameter: DTensor) -> str:
 
 
 def _parallel(placeholder: fx.Node) -> DTensor | None:
-    """The parameter of a parallel layer that an input is, or is a part of."""
+    """The DTensor parameter of a parallel layer that an input is, or that it is a part of; None if there is none."""
     example = placeholder.meta.get("example_value")
     return example if is_of_a_parallel_layer(example) else placeholder.meta.get(PART_OF)
 
@@ -119,7 +120,7 @@ class _Layers:
             raise self._refused(node)
 
     def _value(self, reader: fx.Node) -> _Local:
-        """The value of which a node calls a method."""
+        """This rank's part of the DTensor whose method a node calls."""
         value = reader.args[0]
         if value not in self.found:
             raise self._refused(reader)
@@ -136,7 +137,7 @@ class _Layers:
         self.found[node] = _Local(given, form)
 
     def _summed(self, given: fx.Node, node: fx.Node, example: DTensor) -> fx.Node:
-        """The value with a sum of gradients behind it: one for those modules of a parent that read it."""
+        """`given` after a `sum_gradients`, which all modules of one parent that read `given` share."""
         *parents, _ = node.meta.get("nn_module_stack") or ("",)
         key = given, _group(example), tuple(parents)
         if not parents or key not in self.entered:
@@ -160,7 +161,7 @@ class _Layers:
                 raise self._refused(node)
 
     def _split(self, parameter: fx.Node) -> int | None:
-        """The dimension in which a parameter is split; None if it is whole or no parameter of a parallel layer."""
+        """The dimension in which a parameter is split; None if it is whole, or not of a parallel layer."""
         return getattr(self.parameters[parameter].placements[0], "dim", None) if parameter in self.parameters else None
 
     def _is_whole(self, parameter: fx.Node) -> bool:
@@ -194,7 +195,7 @@ class _Layers:
         )
 
     def _nearest(self, node: fx.Node) -> tuple[fx.Node, DTensor]:
-        """The parameter that a node reads, or the first that a reader of it reads."""
+        """The parameter that is nearest to a node in the graph, over its operands and its readers."""
         queue, seen = [node], {node}
         while queue:
             now = queue.pop(0)
@@ -208,7 +209,7 @@ class _Layers:
 
 
 def _form(tensor: DTensor) -> str:
-    """The form of a value of a layer; "" for another one."""
+    """The form of a DTensor of a layer; "" for a placement that is not supported."""
     placement = tensor.placements[0] if len(tensor.placements) == 1 else None
     if placement is None:
         return ""

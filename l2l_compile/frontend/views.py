@@ -1,7 +1,8 @@
-"""Results of a graph that share memory with an input or with another result are views of it, as in eager.
+"""Returns results that share memory with an input or with another result as views of it, as in eager.
 
-A program returns each result in memory of its own. A write into a view behind a graph break would then not reach what it is a
-view of. So the program does not make such results: they are taken from the argument, or from the other result, after every step.
+A program returns each result in memory of its own. A write into such a result after a graph break would then not reach the
+tensor that it is a view of in eager. Therefore the program does not make these results. After every step, they are made as
+views of the argument or of the other result.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class _Base:
     of_argument: bool
 
     def view(self, made: torch.Tensor) -> View | None:
-        """The view that a result is; None where it reads something else than entries of the base."""
+        """The result `made` as a view of this base; None if its dtype, conjugate or negative bit differs."""
         if made.dtype != self.example.dtype or made.is_conj() != self.example.is_conj() or made.is_neg() != self.example.is_neg():
             return None
         start = dim_of(made.storage_offset() - self.example.storage_offset())
@@ -35,7 +36,7 @@ class _Base:
 
 
 def take_views(graph: fx.Graph, inputs: Sequence[Input]) -> dict[int, View]:
-    """The results that are views, by position; None stands in the graph in their place."""
+    """The results that are views, by position. In the graph's outputs, None replaces them."""
     (outputs,) = graph.output_node().args
     assert isinstance(outputs, (tuple, list))
     tensors = {p: node for p, node in enumerate(outputs) if isinstance(node, fx.Node) and _is_strided(node)}
@@ -51,7 +52,7 @@ def take_views(graph: fx.Graph, inputs: Sequence[Input]) -> dict[int, View]:
         if view is None or not view.symbols <= known:
             continue
         is_weight = base.of_argument and inputs[base.place].is_weight
-        if not view.differentiable or base.example.requires_grad and not is_weight:  # a gradient of a weight goes to the program
+        if not view.differentiable or base.example.requires_grad and not is_weight:  # the program makes gradients of weights
             views[position] = view
     if views:
         graph.output_node().args = (tuple(None if p in views else node for p, node in enumerate(outputs)),)
@@ -66,7 +67,7 @@ def _inputs(inputs: Sequence[Input]) -> dict[int | None, _Base]:
 
 
 def _results(made: dict[int, fx.Node]) -> dict[int | None, _Base]:
-    """Results that others are views of: each has all of its memory, row by row. One with a gradient is preferred."""
+    """Results that may be bases of other results: contiguous, with all of their storage. A gradient is preferred."""
     found: dict[int | None, _Base] = {}
     for position, node in made.items():
         example, memory = node.meta["example_value"], memory_of(node)

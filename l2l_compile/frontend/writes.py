@@ -1,9 +1,9 @@
-"""Tensors of the model that the model itself writes into, put in order in Dynamo's graph.
+"""Tensors of the model that the model itself writes into: their readers in Dynamo's graph, and the tensors that are states.
 
-A buffer that a single operation touches (BatchNorm's running mean) stays a weight of that operation's segment. One that is
-written by one operation and touched by another is a *state*: spectral norm's vectors, a counter, a moving average, the
-statistics of a BatchNorm that is called twice. A state is no weight, which every segment would fetch as it was before the
-step. It is a value that goes from segment to segment, and each write makes a new version of it.
+A buffer that a single operation touches (BatchNorm's running mean) stays a weight of that operation's segment. A buffer that
+one operation writes and another touches is a *state*. Examples are spectral norm's vectors, a counter, a moving average, and
+the statistics of a BatchNorm that is called twice. A state is not a weight: every segment would fetch a weight as it was before
+the step. A state is a value that goes from segment to segment, and each write makes a new version of it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.utils._pytree import tree_leaves
 from ..ir.captured import Input
 from .simplify import drop_dead, hint_of, is_pure, memory_of, writes
 
-AT_READER = "at_reader"  # in the meta of a view that stands right before its reader, and belongs to the reader's segment
+AT_READER = "at_reader"  # in the meta of a view right before its reader: it belongs to the reader's segment
 
 _STATISTICS = (torch.nn.functional.batch_norm, torch.nn.functional.instance_norm)
 
 
 def settle_writes(graph: fx.Graph) -> None:
-    """Have what reads an input that the graph writes into read it by one name, in place.
+    """Give each input that the graph writes into one node, which all its readers read; changes the graph in place.
 
-    The result of a write is the written tensor itself (`y = x.add_(1)`): its readers read `x`. A view of `x` is made right
-    before each of its readers, so that no view crosses from one segment to another.
+    The result of a write is the written tensor itself (`y = x.add_(1)`), so readers of `y` read `x` instead. A view of `x` is
+    made right before each of its readers, so that no view crosses from one segment to another.
     """
     written = _written_inputs(graph)
     first: dict[int, fx.Node] = {}  # by the identity of the tensor that Dynamo ran the graph on
@@ -45,9 +45,9 @@ def settle_writes(graph: fx.Graph) -> None:
 
 
 def with_states(inputs: Sequence[Input], graph: fx.Graph) -> tuple[Input, ...]:
-    """The inputs, where those weights that are states have the kind "state".
+    """The inputs, with the kind "state" for weights that are states.
 
-    A parameter that is trained stays a weight: its gradient belongs to the segments that read it.
+    A trained parameter stays a weight: its gradient belongs to the segments that read it.
     """
     touched = touches(graph.nodes, _written_inputs(graph))
 
@@ -61,7 +61,7 @@ def with_states(inputs: Sequence[Input], graph: fx.Graph) -> tuple[Input, ...]:
 
 
 def written_operands(node: fx.Node) -> list[fx.Node]:
-    """The operands that an operation says it writes into."""
+    """The operands that an operation writes into, according to its schema, its name or its arguments."""
     if node.target in _STATISTICS:
         bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
         bound.apply_defaults()
@@ -80,7 +80,7 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def share_memory(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two tensors may have entries in common: they are in one storage, and not in ranges of it that lie apart."""
+    """Whether two tensors may have entries in common: they are in one storage, and their ranges of entries overlap."""
     if one is other or memory_of(one) is None or memory_of(one) != memory_of(other):
         return False
     first, second = sorted((_range(one.meta["example_value"]), _range(other.meta["example_value"])), key=lambda r: r.start)
@@ -88,7 +88,7 @@ def share_memory(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _range(value: torch.Tensor) -> range:
-    """From the first to the last entry of a tensor, in entries of its storage."""
+    """The range from the first to the last entry of a tensor, counted in entries of its storage."""
     start = hint_of(value.storage_offset())
     reach = sum((hint_of(size) - 1) * hint_of(stride) for size, stride in zip(value.shape, value.stride(), strict=True))
     return range(start, start + reach + 1)
@@ -99,7 +99,7 @@ def _nodes(arguments: Any) -> list[fx.Node]:
 
 
 def _written_inputs(graph: fx.Graph) -> set[int]:
-    """The memory of the inputs that the graph writes into and that are no leaves which take a gradient."""
+    """The storages of the inputs that the graph writes into, without leaves that require a gradient."""
     untrained = [memory_of(p) for p in graph.find_nodes(op="placeholder") if not _is_trained(p)]
     inputs = {memory for memory in untrained if memory is not None}
     return inputs & {memory_of(operand) for node in graph.nodes for operand in written_operands(node)}
@@ -111,7 +111,7 @@ def _is_trained(node: fx.Node) -> bool:
 
 
 def touches(nodes: Iterable[fx.Node], memories: Iterable[int | None]) -> dict[int, list[fx.Node]]:
-    """By memory, the operations that read it or write into it; those that only make a view of it do not count."""
+    """For each storage, the operations that read it or write into it. Operations that only make a view do not count."""
     found: dict[int, list[fx.Node]] = {memory: [] for memory in memories if memory is not None}
     for node in nodes:
         if not node.op.startswith("call_"):

@@ -14,15 +14,15 @@ from ..memory.pages import Lease, Pool, unlocked
 class GradientMemory:
     """Buffers that are used again from step to step.
 
-    Gradients that go one by one would leave holes in the heap, which fit nothing that comes after them. Those of a segment
-    can share a buffer, which is a wire's while there are none.
+    Gradients that are freed one by one would leave holes in the heap that fit no later tensor. The gradients of a segment
+    can share a buffer, and a wire can use this buffer while there are no gradients.
     """
 
     def __init__(self, pool: Pool | None = None) -> None:
         self._pool = pool or Pool(unlocked())
 
     def widened(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The gradient in this dtype; the same tensor if it has it."""
+        """The gradient in this dtype; the same tensor if it has this dtype already."""
         if gradient.dtype == dtype:
             return gradient
         return self._pool.empty(gradient.shape, dtype, "a gradient").copy_(gradient)
@@ -32,7 +32,7 @@ class GradientMemory:
         return self._together(parameters).tensor(0, torch.Size([size]), torch.uint8)
 
     def widen_together(self, gradients: list[torch.Tensor | None], parameters: Sequence[torch.Tensor]) -> None:
-        """Put gradients that are narrower than their parameters into a buffer that they share, in the list's place."""
+        """Replace gradients in the list that are narrower than their parameters by copies in a buffer that they share."""
         lease, start = None, 0
         for position, (gradient, parameter) in enumerate(zip(gradients, parameters, strict=True)):
             if gradient is not None and gradient.dtype != parameter.dtype:
@@ -45,13 +45,13 @@ class GradientMemory:
         return self._pool.lease(max(size, 1), "the gradients of a segment")
 
     def added(self, total: torch.Tensor | None, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A sum in this dtype, in the memory of `total`; a single gradient stays as it came over the link."""
+        """The sum of both in this dtype, in the memory of `total`. Without `total`, the gradient as it came over the link."""
         return gradient if total is None else self.widened(total, dtype).add_(gradient)
 
     def collected(
         self, total: torch.Tensor | None, gradient: torch.Tensor, parameter: torch.Tensor, part: Part | None
     ) -> torch.Tensor:
-        """`added`, for a gradient of a parameter or of a part of it, which is added in its place; the sum has the parameter's shape."""
+        """`added`, for a gradient of a parameter or of a part of it. A part is added at its place in a sum of the parameter's shape."""
         if part is None:
             return self.added(total, gradient, parameter.dtype)
         if total is None:

@@ -1,4 +1,4 @@
-"""Hooks on things of the user's that do not keep ours alive."""
+"""Hooks on objects of the user that do not keep objects of this project alive."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class WeakHook:
 
 
 def before(owner: Any, name: str, method: Callable[[], None]) -> Callable[[], None]:
-    """Have a method called before one of the owner's, each time that is called. What this returns takes it back.
+    """Call `method` before every call of the owner's method `name`, which has no hooks. Returns a function that undoes this.
 
-    For what has no hooks. Neither the owner nor the object of the method is kept alive.
+    Neither the owner nor the object of `method` is kept alive.
     """
     replaced = owner.__dict__.get(name)
     kept, hook = weakref.ref(owner), WeakHook(method)
@@ -54,7 +54,10 @@ def before(owner: Any, name: str, method: Callable[[], None]) -> Callable[[], No
 
 
 def put_around_those_of_the_user(optimizer: torch.optim.Optimizer, before_step: int, after_step: int) -> None:
-    """Our hooks of `step`, by their ids, are the last before it and the first behind it: what the user's change is seen, and stays."""
+    """Move two hooks of `step`, given by id, next to it: the last before, the first after.
+
+    So they see changes of the user's pre-hooks, and changes of the user's post-hooks stay.
+    """
     pre: Any = optimizer._optimizer_step_pre_hooks  # PyTorch's stubs say `dict`
     post: Any = optimizer._optimizer_step_post_hooks
     pre.move_to_end(before_step)
@@ -62,23 +65,23 @@ def put_around_those_of_the_user(optimizer: torch.optim.Optimizer, before_step: 
 
 
 class Hearer(Protocol):
-    """Hears of what has no hooks, as long as it lives."""
+    """An object that is told of calls without hooks, as long as it is alive."""
 
     def before_zero_grad_of(self, module: torch.nn.Module) -> None:
-        """`module.zero_grad()` is called, of any module."""
+        """Called before `module.zero_grad()` of any module."""
 
     def after_step_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer.step()` has been called, of any optimizer."""
+        """Called after `optimizer.step()` of any optimizer."""
 
     def before_scaled_step_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """`GradScaler.step(optimizer)` is called, of any optimizer, by a scaler that is enabled."""
+        """Called before `GradScaler.step(optimizer)` of any enabled scaler."""
 
 
 _hearers: weakref.WeakSet[Hearer] = weakref.WeakSet()
 
 
 def hear(hearer: Hearer) -> None:
-    """Have the methods of `hearer` called from now on."""
+    """Call the methods of `hearer` from now on."""
     _hearers.add(hearer)
     zero, scaled = torch.nn.Module.zero_grad, torch.amp.GradScaler.step
     if is_replaced(zero):

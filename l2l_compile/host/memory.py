@@ -1,4 +1,4 @@
-"""What a program needs of the host's memory, by what it is for."""
+"""The host memory that a program needs, by purpose."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class HostMemory:
     parameters       number of entries of all parameters, on all ranks
     master           the parameters
     wire             their copies in the format that crosses the link, one per segment
-    gradients        those that are for `p.grad`, or wait for `optimizer.step()`
-    ring             at most a few segments' gradients on their way from the link to there, or to their update
+    gradients        gradients for `p.grad`, or gradients that wait for `optimizer.step()`
+    ring             gradients of a few segments at most, between the link and their place in `gradients`, or their update
     optimizer_state  None without the option `optimizer`
     pinned           page-locked memory that the device copies from
-    shared           of the wire, what is in memory that gradients take in backward; a loop that still holds the gradients
-                     of the last step during forward (`zero_grad` after it, several backwards a step) needs it beside them
+    shared           the part of the wire in memory that gradients take in backward; a loop that still holds the gradients of
+                     the last step during forward (`zero_grad` after it, several backwards a step) needs memory for both
     """
 
     parameters: int
@@ -60,7 +60,7 @@ class HostMemory:
 
 
 def host_memory(programs: Sequence[Program], options: Options) -> HostMemory:
-    """What these programs of one model need of the host's memory."""
+    """The host memory that these programs of one model need."""
     segments = [_SegmentMemory.of(segment, program, options) for program in programs for segment in program.segments]
     parameters = {name: spec for segment in segments for name, spec in segment.parameters}
     trained = [spec for spec in parameters.values() if spec.differentiable]
@@ -91,12 +91,12 @@ def _entries(programs: Sequence[Program]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _SegmentMemory:
-    """Bytes of one segment's parameters, by what they are for.
+    """Bytes for one segment's parameters, by purpose.
 
     parameters  each by its name
     wire        in the format that crosses the link
-    room        of their gradients, as far as these are given memory as wide as the parameters
-    pushed      of their gradients on the link
+    room        of the gradients that get memory as wide as their parameters
+    pushed      of all their gradients on the link
     """
 
     parameters: tuple[tuple[str, TensorSpec], ...]
@@ -122,13 +122,13 @@ class _SegmentMemory:
 
 
 def _on_this_host(weight: Input, spec: TensorSpec, program: Program) -> tuple[int, ...]:
-    """The shape of a parameter on the host; of one that is divided among ranks, of the largest piece."""
+    """The shape of a parameter on the host; for a divided parameter, the shape of the largest piece."""
     return spec.sizes(program.bindings) if weight.pieces is None else weight.pieces.shape_of(0)
 
 
 @dataclass(frozen=True)
 class _WireMemory:
-    """A wire, the bytes that gradients will need where it is, and whether it is page-locked."""
+    """The bytes of a wire, the bytes that gradients will need in its memory, and whether it is page-locked."""
 
     size: int
     room: int
@@ -136,7 +136,7 @@ class _WireMemory:
 
 
 def _wires(segments: Sequence[_SegmentMemory], options: Options) -> list[_WireMemory]:
-    """The wires of all segments, of which those of equal parameters are one, in the order of the program."""
+    """The wires of all segments, in the order of the program. Segments with the same parameters share a wire."""
     if options.precision == "fp32":
         return []
     different = {tuple((name, spec.dtype) for name, spec in segment.parameters): segment for segment in segments}
@@ -165,7 +165,7 @@ def _shared(wires: Sequence[_WireMemory], options: Options) -> int:
 
 
 def _gradients(trained: Sequence[TensorSpec], largest_push: int, options: Options) -> tuple[int, int]:
-    """Bytes of gradients that stay, and of those on their way to there or to their update."""
+    """Bytes of gradients that stay on the host, and of gradients that are not yet at their place or updated."""
     wide, on_link = sum(_master_bytes(spec, options) for spec in trained), sum(_on_link(spec, options) for spec in trained)
     if options.update == "at_step" or options.accumulate != 1:
         kept, stay_as_they_come = wide, on_link == wide
@@ -183,7 +183,7 @@ def _optimizer_state(trained: Sequence[TensorSpec], options: Options) -> int | N
 
 
 def _is_widened(spec: TensorSpec, options: Options) -> bool:
-    """Whether a gradient is given memory as wide as its parameter when it has come over the link."""
+    """Whether a gradient from the link is copied to memory as wide as its parameter."""
     return _on_link(spec, options) < _master_bytes(spec, options)
 
 

@@ -1,4 +1,4 @@
-"""The eager param-server (EPS; L2L, section 2.1): what the executor asks the host for, and hands to it."""
+"""The eager param-server (EPS; L2L, section 2.1): weights for the executor, gradients from it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _UPDATES = {"at_step": UpdatesAtStep, "in_backward": UpdatesInBackward, "in_forw
 class ParameterServer:
     """Master weights on the host, the wire that leaves it, and the gradients that come back. One per compiled model.
 
-    With `update="at_step"`, gradients go to `p.grad`; else they end here, and parameters change behind the device.
+    With `update="at_step"`, gradients go to `p.grad`. Otherwise they stay here, and parameters are updated while the device computes.
     """
 
     def __init__(self, options: Options, device: Device, worker: Callable[[int, Unwatched, str], Worker] = Worker):
@@ -61,7 +61,7 @@ class ParameterServer:
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def watch(self, modules: Sequence[torch.nn.Module]) -> None:
-        """The modules that own the parameters: their `state_dict` waits for updates that were put off."""
+        """Watch the modules that own the parameters: their `state_dict` waits for updates that were put off."""
         self._modules.update(modules)
         self.updates.watch(modules)
 
@@ -70,7 +70,7 @@ class ParameterServer:
         self.updates.describe(stats)
 
     def synchronize(self) -> None:
-        """Block until every update made so far can be seen in the parameters. Raises what an update has raised."""
+        """Block until every update made so far can be seen in the parameters. Raises the error of an update that failed."""
         self.updates.synchronize()
         if self.device.accesses.watches:
             self.device.accesses.read_parameters(p for module in self._modules for p in module.parameters())
@@ -78,7 +78,7 @@ class ParameterServer:
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, step: Step, parameters: Sequence[Parameter], to_train: bool) -> None:
-        """A forward begins: updates of the step before are over or will be waited for, and the wire is copied anew."""
+        """A forward begins: updates of the step before are done or will be waited for, and wires are checked anew."""
         step.gradient_wire = self.options.gradients_on_link
         self.wires.begin_forward()
         if to_train:
@@ -87,7 +87,7 @@ class ParameterServer:
         step.pending = self.updates.begin_forward(parameters, to_train)
 
     def _check_optimizer(self, parameters: Sequence[Parameter]) -> None:
-        """Raise `L2LError` if the option `optimizer` is missing, or has no parameter of the model, of which this is a program."""
+        """Raise `L2LError` if fp16 lacks the option `optimizer`, or if that optimizer has no parameter of the model."""
         optimizer = self.options.optimizer
         if optimizer is None:
             if self.options.precision == "fp16":
@@ -109,8 +109,8 @@ class ParameterServer:
     ) -> tuple[Wire | None, list[torch.Tensor]]:
         """The wire of a segment's parameters, up to date, and its other weights as they are (h2d lane).
 
-        `ready` is called for one part of the wire behind the other, as soon as it is up to date.
-        With update='at_step', every forward copies the wire anew: backward lets go of it where gradients take its place.
+        `ready` is called for one part of the wire after another, as soon as it is up to date.
+        With update='at_step', every forward copies the wire again, so backward frees a wire whose memory gradients will take.
         """
         owners = [step.given[i.owner] for i in segment.weights if i.kind == "parameter"]
         self.updates.wait(owners)
@@ -145,16 +145,16 @@ class ParameterServer:
             fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
             step.last_fetches = Counter(_indices(segments[nodes.operands(n).segment]) for n in fetches)
         pushing = [segments[nodes.operands(n).segment] for n in graph.find_nodes(op="call_function", target=nodes.push_gradients)]
-        is_final = step.world is None or step.world.replicas == 1  # what crosses the link, and not its mean over the replicas
+        is_final = step.world is None or step.world.replicas == 1  # no mean over replicas follows behind the link
         step.wants_norms = self.updates.wants_norms and _collecting(step) is not None and is_final
         pending = _collecting(step)
         self.updates.begin_backward(pending, Counter(p for s in pushing for p in _managed(step, s, pending).values()))
         step.scale = self.updates.scale.value if self.updates.scale is not None else 1.0
 
     def collect(self, step: Step, segment: Segment, gradients: RuntimeValue) -> None:
-        """Gradients of a segment are on their way to the host until the event of their value, or there are none.
+        """Take the gradients of a segment: they are on the host after the event of their value, or absent.
 
-        Waits while those of several other segments are there and not yet put where they belong.
+        Blocks while too many other segments (`segments_in_flight`) have gradients that are not yet at their place.
         """
         if _collecting(step) is None and gradients.absent:
             return
@@ -164,7 +164,7 @@ class ParameterServer:
         self._in_flight.append(self.worker.submit(lambda: self._collect(step, segment, gradients, pending)))
 
     def _collect(self, step: Step, segment: Segment, gradients: RuntimeValue, pending: PendingBackward | None) -> None:
-        """Wait for the gradients, and put each where it belongs (host lane)."""
+        """Wait for the gradients, and give each to the updates or to `p.grad` (host lane)."""
         if gradients.event is not None:
             self.device.wait_on_host(gradients.event)
         self.device.accesses.read(gradients.place)
@@ -193,14 +193,14 @@ class ParameterServer:
                 step.returned[weight.owner] = self._memory.collected(total, gradient, owner, weight.part)
 
     def update(self, step: Step, segment: Segment) -> None:
-        """The segment has pushed its gradients: what is complete may be updated."""
+        """The segment has pushed its gradients: parameters whose gradients are complete may be updated."""
         if (pending := _collecting(step)) is not None:
             ticket = self.updates.update(pending, _managed(step, segment, pending).values())
             if ticket is not None:
                 self._in_flight[-1] = ticket
 
     def end_backward(self, step: Step) -> dict[int, torch.Tensor]:
-        """All gradients of a backward are on their way. Those that are for `p.grad`, by index of the argument."""
+        """All gradients of a backward are on their way. Returns the gradients for `p.grad`, by index of the argument."""
         if (pending := _collecting(step)) is not None:
             self.updates.end_backward(pending)
         if _returns_gradients(step):
@@ -227,17 +227,17 @@ class ParameterServer:
 
 
 def _by_weight(arrived: Iterable[Input], norms: Sequence[torch.Tensor | None]) -> dict[Input, float]:
-    """The norms that the device has taken of the gradients that have arrived: none, or one tensor with all."""
+    """The norm of each gradient that has arrived. `norms` is empty, or has one tensor with all norms that the device took."""
     return {w: norm for taken in norms if taken is not None for w, norm in zip(arrived, taken.tolist(), strict=True)}
 
 
 def segments_in_flight(options: Options) -> int:
-    """How many segments' gradients are on the host at once before they are where they belong."""
+    """How many segments may have gradients on the host that are not yet at their place."""
     return options.prefetch + 2
 
 
 def _collecting(step: Step) -> PendingBackward | None:
-    """What the gradients of the backward that is under way are collected for, None if they are not for the optimizer."""
+    """The pending backward that collects gradients of the current backward; None if they are not for the optimizer."""
     return step.pending if step.for_optimizer else None
 
 
@@ -251,7 +251,7 @@ def _managed(step: Step, segment: Segment, pending: PendingBackward | None) -> d
 
 
 def _returns_gradients(step: Step) -> bool:
-    """Whether a backward may have gradients for `p.grad`: they are waited for."""
+    """Whether a backward may have gradients for `p.grad`, for which the caller must wait."""
     pending = _collecting(step)
     if pending is None:
         return True

@@ -1,7 +1,7 @@
 """Wires in two versions, for updates that are a step late: a step reads the weights of one step before while the host updates them.
 
-The *front* of a wire is what forwards and backwards of training read. An update writes the parameters and the *back*. At the end of
-a step, when the updates of the step before are done, both change places. Evaluation reads the newest version.
+Forwards and backwards of training read the *front* of a wire. An update writes the parameters and the *back*. At the end of a
+step, when the updates of the step before are done, front and back change places. Evaluation reads the newest version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Previous = Mapping[torch.Tensor, Sequence[torch.Tensor]]  # by parameter: its we
 
 
 class _BackCopy(Copy):
-    """The copy that an update writes. What is in it before is older than the parameter."""
+    """The copy that an update writes. Until then, its contents are older than the parameter."""
 
     def unchanged(self) -> bool:
         return False
@@ -32,7 +32,7 @@ class _BackCopy(Copy):
 class _Versions:
     """The two versions of one wire.
 
-    owners    the parameter that each weight on the wire is, or is a part of
+    owners    for each weight on the wire, the parameter that it is or that it is a part of
     identity  of each parameter when its newest version was copied
     ahead     positions of weights whose back is newer than their front
     behind    positions of weights whose back is older than their front
@@ -49,11 +49,11 @@ class _Versions:
         self.used = 0
 
     def newest(self, position: int) -> torch.Tensor:
-        """The copy of a weight that is that of its parameter."""
+        """The copy of a weight that equals its parameter now."""
         return (self.back if position in self.ahead else self.front).views[position]
 
     def set(self, position: int, newest: torch.Tensor, before: torch.Tensor | None = None) -> None:
-        """A weight's newest version, and that of a step before, which is the same if there is none."""
+        """Write the newest version of a weight, and its version of a step before. Without `before`, both are the newest."""
         self.front.views[position].copy_(newest if before is None else before)
         self.back.views[position].copy_(newest)
         self.behind.discard(position)
@@ -73,7 +73,7 @@ class _Versions:
         self.behind.clear()
 
     def turn(self) -> None:
-        """Change places, if an update has written the back."""
+        """Exchange front and back, if an update has written the back."""
         if self.ahead:
             self.complete()
             self.front, self.back = self.back, self.front
@@ -106,7 +106,7 @@ class DelayedWires(Wires):
         self._unchecked = set(self._versions.values())
 
     def turn(self) -> None:
-        """A step is over, and no update is under way: the next one reads the weights of this one's end."""
+        """End a step, while no update is under way: the next step reads the weights as they are now."""
         for versions in self._versions.values():
             self._check(versions, sampled=False)
             for place in versions.places:
@@ -115,7 +115,7 @@ class DelayedWires(Wires):
         self._previous = {}
 
     def previous(self) -> dict[torch.Tensor, list[torch.Tensor]]:
-        """Copies of the weights that the next step will read, of every parameter that is newer; no update is under way."""
+        """Copies of the weights that the next step will read, for every parameter that is newer. Called while no update is under way."""
         found = {p: list(kept) for p, kept in self._previous.items()}
         for owner, places in self._by_owner.items():
             whole: dict[torch.dtype, torch.Tensor] = {}
@@ -130,7 +130,7 @@ class DelayedWires(Wires):
         return found
 
     def restore(self, previous: Previous) -> None:
-        """The next step reads these weights, and the one behind it the parameters as they are when it begins."""
+        """Have the next step read these weights. The step after it reads the parameters as they are when that step begins."""
         self._previous = previous
         for versions in self._versions.values():
             versions.identity = [None] * len(versions.identity)
@@ -176,7 +176,7 @@ class DelayedWires(Wires):
         return versions
 
     def _before(self, parameter: torch.Tensor, owner: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """A weight as the next step has to read it, where that is not the parameter's. Raises `L2LError` if nobody has kept it."""
+        """The version of a weight that the next step must read, None for the newest. Raises `L2LError` if no wire has kept it."""
         others = [(v, i) for v, i in self._by_owner.get(owner, ()) if i in v.ahead and v.parameters[i] is parameter]
         if not others:
             return self._restored(parameter, owner, dtype)
@@ -190,15 +190,16 @@ class DelayedWires(Wires):
         )
 
     def _restored(self, parameter: torch.Tensor, owner: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """A weight of a step before from a checkpoint, if there is one."""
+        """The version of a weight a step before, from a checkpoint; None if there is none."""
         kept = self._previous.get(owner, ())
         found = next((t for t in kept if t.dtype is dtype), next(iter(kept), None))
         return _part_of(local(found), parameter, owner) if found is not None else None
 
     def _check(self, versions: _Versions, sampled: bool = True) -> None:
-        """Take over what somebody has written into parameters since: both versions are the new values then.
+        """Copy parameters that were written outside of updates. Both versions then have the new values.
 
-        With `sampled`, also what PyTorch does not know of (see `Copy.refresh`). What updates do not write is copied in every forward.
+        With `sampled`, finds writes that PyTorch does not record as well (see `Copy.refresh`). Parameters that no update has
+        written are copied in every forward.
         """
         for position, (parameter, owner) in enumerate(zip(versions.parameters, versions.owners, strict=True)):
             if owner in self.updating or not (sampled or owner in self._updated):
@@ -228,7 +229,7 @@ class DelayedWires(Wires):
         self._carry(parameter, latest.view if latest is not None else None)
 
     def carry(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Parameters have been written: their backs are, too, where that has not been done yet."""
+        """Parameters have been written: write their backs as well, where that has not been done yet."""
         for parameter in parameters:
             if any(versions.identity[i] != identity(versions.parameters[i]) for versions, i in self._by_owner.get(parameter, ())):
                 self._carry(parameter, None)
@@ -248,7 +249,7 @@ class DelayedWires(Wires):
 
 
 def _part_of(whole: torch.Tensor, part: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-    """The view of a tensor with the shape of a parameter that `part` is of the parameter."""
+    """The part of `whole` that `part` is of the parameter `owner`; `whole` has the owner's shape."""
     if part is owner:
         return whole
     return whole.as_strided(part.shape, part.stride(), part.storage_offset() - local(owner).storage_offset())

@@ -14,7 +14,7 @@ from ..memory.pages import PinnedMemory
 from ..ranks.sharded import local
 from .gradients import GradientMemory
 
-_PART = 32 << 20  # bytes of a wire that are sent while the next ones are copied: a transfer takes longer than its start
+_PART = 32 << 20  # bytes of a wire that are sent while the next ones are copied: so many take longer than the start of a transfer
 _STRIDE = 251  # prime: entries that far apart fall into every column of a matrix, and into every run of 251 entries
 
 
@@ -22,7 +22,7 @@ Ready: TypeAlias = "Callable[[Wire, int, int], None]"  # a wire, and the bytes o
 
 
 def nobody(wire: Wire, start: int, end: int) -> None:
-    """Nobody waits for a wire."""
+    """Does nothing: for wires that nobody waits for."""
 
 
 class Wire:
@@ -30,9 +30,9 @@ class Wire:
 
     buffer   uint8
     pinned   whether the device can copy from it directly
-    views    the copies, one per parameter, in the order given; of one that is divided among ranks, of this rank's piece
+    views    the copies, one per parameter, in the order given; for a divided parameter, the copy of this rank's piece
 
-    spare   where there is memory if none can be page-locked, which the wire gives back when it goes
+    spare   the source of memory if none can be page-locked; the wire gives this memory back when it is freed
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Wire:
         ]
 
     def refresh(self, generation: int, ready: Ready = nobody) -> None:
-        """Copy the parameters anew, except those whose copy was written with them and that were not touched since.
+        """Copy the parameters again, except parameters that an update wrote together with their copy and that nothing wrote since.
 
-        Calls `ready` for one part behind the other as they are up to date, all bytes in the end.
+        Calls `ready` for one part after another, as soon as it is up to date: for all bytes in the end.
         """
         sent = 0
         for copy, (start, _) in zip(self.copies, self.spans, strict=True):
@@ -102,8 +102,9 @@ class Copy:
     def refresh(self, generation: int) -> Iterator[int]:
         """Copy the parameter, unless the copy was written with it and nothing was written since. Yields how many entries are up to date.
 
-        A write that PyTorch does not record (`p.data.mul_()`) is found by comparing every 251st entry, others in every
-        generation: no run of 251 entries, row or column escapes. A smaller one is found by the next update (see `kernel`).
+        A write that PyTorch does not record (`p.data.mul_()`) is found by comparing every 251st entry, with another offset in
+        every generation: no write to a run of 251 entries, a row or a column is missed. The next update finds smaller ones
+        (see `kernel`).
         """
         self.generation = generation
         if self._written and self.unchanged() and same_sample(self.view, self.parameter, generation):
@@ -117,7 +118,7 @@ class Copy:
 
 
 def _parts(tensor: torch.Tensor) -> list[Any]:
-    """Indices of parts of a tensor, rows of about `_PART` bytes each; one of no dimensions has one part."""
+    """Indices of parts of a tensor, rows of about `_PART` bytes each; a tensor without dimensions has one part."""
     if tensor.dim() == 0 or not len(tensor):
         return [...]
     rows = max(1, _PART * len(tensor) // max(1, tensor.numel() * tensor.element_size()))
@@ -127,7 +128,7 @@ def _parts(tensor: torch.Tensor) -> list[Any]:
 class Wires:
     """The wires of all segments, by their parameters.
 
-    With `spare`, one that is not page-locked is in memory that later holds the gradients of its parameters.
+    With `spare`, a wire that is not page-locked is in memory that later holds the gradients of its parameters.
     """
 
     def __init__(self, memory: PinnedMemory, spare: GradientMemory | None = None):
@@ -138,7 +139,7 @@ class Wires:
         self._copies: defaultdict[torch.Tensor, list[Copy]] = defaultdict(list)
 
     def begin_forward(self) -> None:
-        """Between the last forward and this one, anybody may have written into the parameters."""
+        """Check all wires anew: since the last forward, any code may have written into the parameters."""
         self._stale = set(self._wires.values())
         self._turn += 1
 
@@ -152,10 +153,10 @@ class Wires:
         newest: bool = True,
         ready: Ready = nobody,
     ) -> Wire:
-        """The wire of these parameters, or parts of their `owners`, up to date with what they were when this forward began.
+        """The wire of these parameters, or of parts of their `owners`, with their values at the beginning of this forward.
 
-        With `newest`, also where training is given older ones on purpose. One that is not to be kept, and not page-locked, is the
-        caller's alone: its memory is free once that is done with it. `ready` is called as by `Wire.refresh`.
+        With `newest`, the wire has the newest values even if training reads older ones (`delay=1`). With `keep=False`, an unpinned
+        wire is not cached: the caller owns its memory. `ready` is called as by `Wire.refresh`.
         """
         key = tuple(zip(map(id, parameters), dtypes, strict=True))
         wire = self._wires.get(key)
@@ -191,18 +192,18 @@ class Wires:
 
 
 def same_sample(copy: torch.Tensor, parameter: torch.Tensor, generation: int) -> bool:
-    """Whether some entries of a copy are still those of its parameter: others in every generation (see `Copy.refresh`)."""
+    """Whether a sample of a copy still equals its parameter: other entries in every generation (see `Copy.refresh`)."""
     return torch.equal(_some_entries(copy, generation), _some_entries(parameter, generation).to(copy.dtype))
 
 
 def _some_entries(tensor: torch.Tensor, generation: int) -> torch.Tensor:
-    """Every 251st entry of a tensor, in memory of their own, since PyTorch converts and compares strided ones slowly."""
+    """Every 251st entry of a tensor, as a contiguous copy: PyTorch converts and compares strided entries slowly."""
     entries = local(tensor).detach().view(-1)
     stride = _STRIDE if entries.numel() > 16 * _STRIDE else 1
     return entries[generation % stride :: stride].contiguous()
 
 
 def identity(parameter: torch.Tensor) -> tuple[int, ...]:
-    """What changes when a parameter moves, or PyTorch knows of a write into it."""
+    """A key that changes when a parameter moves, or when PyTorch records a write into it."""
     piece = local(parameter)
     return parameter._version, piece._version, *address(piece)

@@ -1,4 +1,4 @@
-"""The host lane: a thread that updates layers while the device computes others."""
+"""The host lane: a thread that updates layers while the device computes other layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..timeline import HOST
 
 
 class Ticket:
-    """A piece of work of the host lane; `wait` returns when it is done, and all that is in `order`."""
+    """A piece of work of the host lane. `wait` returns when it is done; `order` is the order of accesses then."""
 
     def __init__(self, worker: Worker, order: Order) -> None:
         self._done = threading.Event()
@@ -35,15 +35,15 @@ class Ticket:
         self._done.set()
 
     def look(self) -> bool:
-        """Whether it is done. Does it, and what is before it, if the thread has ended."""
+        """Whether the work is done. If the thread has ended, does all queued work first."""
         self._worker.finish_what_is_left()
         return self._done.is_set()
 
 
 class Worker:
-    """Does work in order on a thread of its own. After a failure, what is queued is dropped until `raise_failure`.
+    """Does work in order on a thread of its own. After a failure, queued work is dropped until `raise_failure`.
 
-    threads  bounds the intra-op threads of the work: on a device that is the host itself, both compute at once
+    threads  bounds the intra-op threads of the work: if the host is the device, both compute at the same time
     name     of the lane
     """
 
@@ -66,27 +66,27 @@ class Worker:
         return ticket
 
     def drain(self) -> None:
-        """Wait until all work is done. Raises what work has raised, once."""
+        """Wait until all work is done. Raises the error of work that failed, once."""
         self.submit(lambda: None).wait()
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise what work has raised since the last call."""
+        """Raise the error of work that failed since the last call."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def close(self) -> None:
-        """End the thread when what is queued is done. Does not wait: the garbage collector may call it anywhere."""
+        """End the thread when all queued work is done. Does not wait: the garbage collector may call it anywhere."""
         self._queue.put(None)
 
     def end(self, drop: bool) -> None:
-        """End the thread when what is queued is done, or dropped. Does not wait."""
+        """End the thread when all queued work is done, or dropped. Does not wait."""
         self._dropping = drop
         self.close()
 
     def finish_what_is_left(self) -> None:
-        """Do what was given after `close`, if the thread has ended: somebody waits for it."""
+        """Do work that was queued after `close`, if the thread has ended: a caller waits for it."""
         thread = self._thread()
         if thread is None or not thread.is_alive():
             with contextlib.suppress(queue.Empty):
@@ -117,9 +117,10 @@ _PATIENCE_AFTER_FAILURE = 3.0
 
 
 def _before_fork() -> None:
-    """A forked process has no threads: an update under way would stay half done there, with what its thread has locked.
+    """Wait for all updates before a fork.
 
-    Not where the updates wait for this thread, which is one of a worker, or compiles.
+    The forked process has no threads: an update under way would stay half done there, and its thread's locks would stay locked.
+    Does not wait on the thread of a worker, or while this thread compiles: the updates may wait for this thread.
     """
     if threading.current_thread() in _threads or compiles_here():
         return
@@ -133,7 +134,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _wait(done: Callable[[], bool], workers: Iterable[Worker], patience: float, what: str) -> None:
-    """Wait, as long as something is done within the patience."""
+    """Wait until `done()`. Gives up, with a message, if no work is finished for `patience` seconds."""
     finished, since = -1, time.monotonic()
     while not done():
         time.sleep(0.002)
@@ -147,9 +148,9 @@ def _wait(done: Callable[[], bool], workers: Iterable[Worker], patience: float, 
 
 @atexit.register
 def _finish() -> None:
-    """Python should not end while a thread is at work: its last updates would be lost. But it must end.
+    """Wait for the last updates when Python ends: else they would be lost. The wait is bounded, since Python must end.
 
-    After an exception that nobody has caught, what is queued is dropped, and what is under way is waited for, but not for long.
+    After an uncaught exception, queued work is dropped, and the wait for work under way is short.
     """
     failed = getattr(sys, "last_value", None) is not None
     patience = _PATIENCE_AFTER_FAILURE if failed else _PATIENCE

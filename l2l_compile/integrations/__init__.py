@@ -1,1 +1,1 @@
-"""Training loops of other libraries: a module each, which imports its library and no other."""
+"""Training loops and checkpoints of other libraries. The module for a library imports that library and no other."""

@@ -20,10 +20,9 @@ from .loops import StreamedSteps, compile_in_place, options_for
 def stream(accelerator: Accelerator, **options: Any) -> None:
     """Have `accelerator.prepare` compile the model in place. Call it once, before `accelerator.prepare`; the loop stays as it is.
 
-    `options` are those of the backend; the optimizer, accumulation (`accelerator.accumulate`) and clipping
-    (`accelerator.clip_grad_norm_`) are the loop's own. Without `precision`, that of the accelerator (`mixed_precision`) holds, and
-    autocast and GradScaler are not used. Model, optimizer and batches stay on the host. The model and its optimizer are prepared in
-    one call.
+    `options` are options of the backend. The loop provides the optimizer, accumulation (`accelerator.accumulate`) and clipping
+    (`accelerator.clip_grad_norm_`). Without the option `precision`, `mixed_precision` of the accelerator decides; autocast and
+    GradScaler are not used. Model, optimizer and batches stay on the host. Prepare the model and its optimizer in one call.
 
     Raises `OptionError` for a bad option, and for an accelerator of several processes.
     """
@@ -41,7 +40,7 @@ def stream(accelerator: Accelerator, **options: Any) -> None:
 
 
 class _Prepares:
-    """`accelerator.prepare` that compiles the models in place."""
+    """Replaces `accelerator.prepare`: also compiles the models in place."""
 
     def __init__(self, accelerator: Accelerator, options: dict[str, Any], update: str):
         self.accelerator, self.options, self.update = accelerator, options, update
@@ -70,7 +69,7 @@ class _Prepares:
         accelerator = self.accelerator
 
         def skipped(was: bool) -> None:
-            optimizer._is_overflow = was  # the scheduler waits then, as with GradScaler
+            optimizer._is_overflow = was  # then the scheduler does not step, as with GradScaler
 
         steps = StreamedSteps(model, optimizer, self.options, self.update, lambda: accelerator.sync_gradients, skipped)
         if steps.clips:

@@ -1,4 +1,4 @@
-"""Which tensor of a model of transformers each tensor of a checkpoint is. The adapter to how transformers loads weights."""
+"""Maps the tensors of a checkpoint to the tensors of a model of transformers. The adapter to how transformers loads weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # buffers that ch
 
 
 def names_of(model: PreTrainedModel, stored: Mapping[str, Stored], tensors: Mapping[str, torch.Tensor]) -> Names:
-    """The names of `convert_and_load_state_dict_in_model`: renamed, with the prefix of the base model put on or taken off."""
+    """Map names as `convert_and_load_state_dict_in_model` does: rename, and add or remove the prefix of the base model."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -60,7 +60,7 @@ def _converted(
 
 
 def _ignored(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Whether `from_pretrained` says nothing of a name that the model lacks."""
+    """A predicate: whether `from_pretrained` silently ignores a name that the model lacks."""
     buffers = [name for name, _ in model.named_buffers()]
     patterns = [
         *(model._keys_to_ignore_on_load_unexpected or ()),
@@ -71,7 +71,7 @@ def _ignored(model: PreTrainedModel) -> Callable[[str], bool]:
 
 @torch.no_grad()
 def _initialise(model: PreTrainedModel, missing: list[str]) -> None:
-    """Compute buffers that are not saved, and these parameters, as `from_pretrained` does: the rest of the model is hidden from it."""
+    """Compute unsaved buffers and the parameters `missing`, as `from_pretrained` does. Other tensors do not change."""
     with _alone(model, missing) as plain:
         model.initialize_weights()
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -80,13 +80,16 @@ def _initialise(model: PreTrainedModel, missing: list[str]) -> None:
 
 
 def _mark(tensor: torch.Tensor, initialised: bool) -> None:
-    """Initialisations of transformers leave tensors alone that are marked."""
+    """Mark a tensor: initialisations of transformers skip tensors with `_is_hf_initialized`."""
     tensor._is_hf_initialized = initialised  # type: ignore[attr-defined]
 
 
 @contextmanager
 def _alone(model: PreTrainedModel, missing: list[str]) -> Iterator[dict[str, nn.Parameter]]:
-    """Within it, these parameters are whole tensors of the host, by name, and all others are on meta and marked as initialised."""
+    """A context in which the parameters `missing` are whole host tensors, given by name.
+
+    All other parameters are on meta in it, and marked as initialised.
+    """
     wanted = {id(model.state_dict(keep_vars=True)[name]) for name in missing}
     stands: dict[int, nn.Parameter] = {}
     plain: dict[str, nn.Parameter] = {}

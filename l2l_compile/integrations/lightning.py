@@ -1,4 +1,4 @@
-"""Lightning's `Trainer`: a strategy, and a callback for trainers with a strategy for one device on the host.
+"""Lightning's `Trainer`: a strategy, and a callback for trainers that run on the host, as one device.
 
 trainer = Trainer(strategy=StreamingStrategy(micro_batches=8, update="in_forward"), precision="bf16-mixed")
 trainer = Trainer(accelerator="cpu", callbacks=[StreamingCallback(micro_batches=8, update="in_forward")])
@@ -24,14 +24,15 @@ _PRECISIONS = {"32-true": "no", "64-true": "no", "bf16-mixed": "bf16", "16-mixed
 
 
 class StreamingCallback(Callback):
-    """Has the model in a LightningModule streamed; its trainer runs on the host (`accelerator="cpu"`).
+    """Streams the model in a LightningModule, whose trainer runs on the host (`accelerator="cpu"`).
 
-    `model` is the name of the attribute of the LightningModule that holds the model, "" for the LightningModule itself (then call
-    `self(...)` in `training_step`). Without it, it is the only attribute that holds parameters. `options` are those of the backend;
-    the optimizer, `accumulate_grad_batches` and `gradient_clip_val` are the trainer's own. `precision="bf16-mixed"` and
-    `"16-mixed"` become the option `precision`; autocast is not used. Each step logs `peak_device_bytes` and `gradient_norm`.
+    `model` is the name of the attribute of the LightningModule that holds the model, or "" for the LightningModule itself (then
+    call `self(...)` in `training_step`). The default is the only attribute that holds parameters. `options` are options of the
+    backend. The trainer provides the optimizer, `accumulate_grad_batches` and `gradient_clip_val`. Its `precision="bf16-mixed"`
+    and `"16-mixed"` become the option `precision`; autocast is not used. Each step logs `peak_device_bytes` and
+    `gradient_norm`.
 
-    Raises `OptionError` for a bad option when it is made, and for what cannot mean the same when training starts.
+    The constructor raises `OptionError` for a bad option. Trainer settings that streaming cannot honour raise it at the start.
     """
 
     def __init__(self, model: str | None = None, **options: Any):
@@ -97,7 +98,7 @@ class StreamingCallback(Callback):
 
 
 class StreamingStrategy(SingleDeviceStrategy):
-    """As `StreamingCallback`, for `Trainer(strategy=...)`: it also keeps the trainer on the host, where there is a GPU as well."""
+    """As `StreamingCallback`, for `Trainer(strategy=...)`. It also keeps the trainer on the host if there is a GPU."""
 
     strategy_name = "l2l"
 
@@ -106,7 +107,7 @@ class StreamingStrategy(SingleDeviceStrategy):
         self._streaming = StreamingCallback(model, **options)
 
     def setup_environment(self) -> None:
-        self.accelerator = CPUAccelerator()  # whatever `accelerator="auto"` has found
+        self.accelerator = CPUAccelerator()  # replaces the accelerator that `accelerator="auto"` has chosen
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
@@ -117,11 +118,11 @@ class StreamingStrategy(SingleDeviceStrategy):
 
 
 class _HostPrecision(Precision):
-    """In the place of the trainer's precision plugin: no autocast; backward first, then `optimizer.step()` without a closure.
+    """Replaces the trainer's precision plugin: no autocast, and backward runs before `optimizer.step()`, which gets no closure.
 
-    in_last_backward  whether the closure of `optimizer.step()` runs, and with it the last backward of a step
+    in_last_backward  whether the closure of `optimizer.step()` runs, which includes the last backward of a step
     stepped           whether a step has ended
-    clip              in the place of clipping `p.grad`, where gradients never come there
+    clip              replaces clipping of `p.grad`, for values of `update` with which no gradients arrive there
     """
 
     def __init__(self, original: Precision):
@@ -132,7 +133,7 @@ class _HostPrecision(Precision):
                 f"Trainer(precision={name!r}) does not go with streaming: use {', '.join(map(repr, _PRECISIONS))}, or the option 'precision'"
             )
         self.of_the_loop = _PRECISIONS[name]
-        self._original = original if name == "64-true" else Precision()  # the one of float64 converts model and batches
+        self._original = original if name == "64-true" else Precision()  # the float64 plugin converts model and batches
         self.precision = original.precision
         self.in_last_backward = self.stepped = False
         self.clip: Callable[..., torch.Tensor] | None = None
@@ -154,7 +155,7 @@ class _HostPrecision(Precision):
             self.in_last_backward = False
         self._after_closure(model, optimizer)
         if model.automatic_optimization and result is None:
-            return result  # training_step returned None: the step is left out, as by the plugins for 16 bits
+            return result  # training_step returned None: skip the step, as the 16-bit plugins do
         optimizer.step(**kwargs)
         self.stepped = True
         return result
@@ -195,13 +196,13 @@ def _readers_of_gradients(trainer: Trainer, module: LightningModule) -> list[str
 
 
 def _may_read_weights(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether something has a hook behind `optimizer.step()`. Of Lightning's own callbacks, averages of weights alone read them there."""
+    """Whether a hook after `optimizer.step()` may read weights. Of Lightning's own callbacks, only averages of weights do."""
     found = _with_hooks(trainer, module, ("optimizer_step", "on_train_batch_end", "on_before_zero_grad"))
     return any(isinstance(part, _AVERAGES) or not _is_of_lightning(part) for part, _ in found)
 
 
 def _with_hooks(trainer: Trainer, module: LightningModule, hooks: Sequence[str]) -> list[tuple[Any, str]]:
-    """The module and callbacks that have one of these hooks of their own, with its name."""
+    """The module and callbacks that override one of these hooks, each with the name of the hook."""
     parts = [(module, LightningModule), *((callback, Callback) for callback in trainer.callbacks)]
     return [
         (part, hook) for part, base in parts for hook in hooks if getattr(type(part), hook, None) is not getattr(base, hook, None)

@@ -1,4 +1,4 @@
-"""What all loops need: a model compiled in place, its optimizer as PyTorch knows it, its steps, refusals when training starts."""
+"""Shared by all loops: compiles a model in place, follows its steps, and refuses settings that do not work with streaming."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _OF_THE_LOOP = ("optimizer", "accumulate", "max_grad_norm")
 
 
 def options_for(options: Mapping[str, Any], mixed_precision: str) -> tuple[dict[str, Any], str]:
-    """Options of a loop without `update`, and that one. `mixed_precision` is the loop's own setting: "no", "bf16" or "fp16".
+    """The options of a loop without `update`, and the value of `update`. `mixed_precision` of the loop: "no", "bf16", "fp16".
 
-    Raises `OptionError` for options that the loop gives itself, and for bad ones.
+    Raises `OptionError` for options that the loop sets itself, and for invalid options.
     """
     for name in _OF_THE_LOOP:
         if name in options:
@@ -44,7 +44,7 @@ def compile_in_place(model: torch.nn.Module, options: Mapping[str, Any]) -> None
 
 
 def refuse_clipping(update: str, max_norm: float | None, setting: str) -> None:
-    """Raise `OptionError` where a loop clips (`setting`, in its words) and `update` is in_backward."""
+    """Raise `OptionError` if a loop clips and `update` is "in_backward". `setting` is the loop's name for `max_norm`."""
     if update == "in_backward" and max_norm:
         raise OptionError(
             f"{setting}={max_norm} needs the norm of all gradients before the first update, which update='in_backward' does not wait "
@@ -53,7 +53,7 @@ def refuse_clipping(update: str, max_norm: float | None, setting: str) -> None:
 
 
 def refuse_readers_of_gradients(model: torch.nn.Module, update: str, readers: Iterable[str] = ()) -> None:
-    """Raise `OptionError` where something would look at gradients that never come to `p.grad`; `readers` names what the loop has."""
+    """Raise `OptionError` if hooks or `readers` of the loop read `p.grad`, where gradients never arrive with this `update`."""
     if update == "at_step":
         return
     hooked = [name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
@@ -65,12 +65,13 @@ def refuse_readers_of_gradients(model: torch.nn.Module, update: str, readers: It
 
 
 class StreamedSteps:
-    """A model that is compiled in place for training, and its steps: clipping, the norm of the gradients, steps that did nothing.
+    """A model that is compiled in place for training, and its steps: clipping, the norm of the gradients, skipped steps.
 
-    `is_last` says, when a backward begins, whether it is the last one of its step; `skipped` hears, behind each
-    `optimizer.step()`, whether it did nothing because a gradient was not finite (fp16). With `waits`, weights are those of the step as
-    soon as `optimizer.step()` is over: something of the loop may read them there, and the loop is not the user's to call `synchronize` in.
-    Raises `L2LError` for an optimizer that cannot update tensors of the host, and `OptionError` for readers of gradients.
+    `is_last` is called when a backward begins, and says whether it is the last backward of its step. `skipped` is called after
+    each `optimizer.step()`, with True if the step changed nothing because a gradient was not finite (fp16). With `waits`, the
+    weights are up to date when `optimizer.step()` returns. This is for loops that read weights there, since a user cannot call
+    `synchronize` inside such a loop. Raises `L2LError` for an optimizer that cannot update host tensors, and `OptionError` for
+    readers of gradients.
     """
 
     def __init__(
@@ -96,13 +97,13 @@ class StreamedSteps:
 
     @property
     def clips(self) -> bool:
-        """Whether `clip` is to be called in the place of the loop's own clipping, which finds no gradients."""
+        """Whether `clip` must replace the loop's own clipping, which would find no gradients in `p.grad`."""
         return self.update in BEHIND_THE_DEVICE
 
     def clip(self, parameters: Any, max_norm: float, norm_type: float = 2, **_: Any) -> torch.Tensor:
-        """In the place of `clip_grad_norm_`. The norm before clipping: a tensor that has it behind `optimizer.step()`.
+        """Replaces `clip_grad_norm_`. Returns a tensor that holds the norm before clipping after `optimizer.step()`.
 
-        Raises `L2LError` for in_backward, which has updated layers already.
+        Raises `OptionError` for another norm than the 2-norm, and `L2LError` for in_backward, which has updated layers already.
         """
         if norm_type != 2:
             raise OptionError(f"update={self.update!r} clips by the 2-norm, not by norm_type={norm_type}. Use update='at_step'")
@@ -113,7 +114,7 @@ class StreamedSteps:
         return self._norm
 
     def clip_values(self, *_: Any, **__: Any) -> None:
-        """In the place of `clip_grad_value_`. Raises `OptionError`."""
+        """Replaces `clip_grad_value_`. Raises `OptionError`."""
         raise OptionError(f"update={self.update!r} clips by the norm of the gradients, not by their values. Use update='at_step'")
 
     def _stepped(self, *_: Any) -> None:
@@ -125,12 +126,12 @@ class StreamedSteps:
         self._skipped_before = figures.skipped_steps
 
     def end(self) -> None:
-        """Training is over: the model still streams, its optimizer is not followed any more."""
+        """Stop following the optimizer's steps: training is over. The model still streams."""
         self._handle.remove()
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer within those that wrap it."""
+    """The optimizer inside of its wrappers."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer

@@ -1,12 +1,13 @@
-"""Weights of a `save_pretrained` folder, read by each rank as far as they are its own.
+"""Weights of a `save_pretrained` folder: each rank reads only its own rows.
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     l2l_compile.shard(model, mesh)
     l2l_compile.load_pretrained(model, folder)
 
-`torch.distributed.checkpoint` reads the rows of a rank out of safetensors files (`HuggingFaceStorageReader`). This module says which
-tensor of the files is which of the model, makes what is on the meta device, and refuses what does not fit.
+`torch.distributed.checkpoint` reads the rows of a rank out of safetensors files (`HuggingFaceStorageReader`). This module maps
+tensors of the files to tensors of the model, allocates tensors that are on the meta device, and refuses tensors that do not
+fit.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SHOWN = 8  # names in an error
 
 
 class LoadResult(NamedTuple):
-    """What a folder and a model do not share, as of `load_state_dict`: empty lists with `strict`."""
+    """Names that only the model has, and names that only the folder has, as in `load_state_dict`. Empty with `strict`."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -42,17 +43,18 @@ class LoadResult(NamedTuple):
 def load_pretrained(model: nn.Module, folder: str | Path, strict: bool = True) -> LoadResult:
     """Fill a model with the weights of a folder of safetensors files, as `from_pretrained` does; each rank reads its own rows.
 
-    To be called by all ranks, behind `l2l_compile.shard`; a model that is not divided is filled as well. A model on the meta device is
-    made on the host: parameters keep their identity, and tied ones stay tied. Buffers that are not saved, as those of rotary
-    embeddings, are computed anew by a model of transformers. Numbers get the dtype of the model, bit-equal to
-    `from_pretrained(folder, dtype=...)`. Names are those of the model, or those that transformers knows for it: with and without the
-    prefix of the base model, renamed, and joined (the experts of a mixture, one parameter at a time as a whole).
+    All ranks must call this, after `l2l_compile.shard`. A model that is not divided can be filled as well. Tensors on the meta
+    device get memory on the host: parameters keep their identity, and tied parameters stay tied. In a model of transformers,
+    buffers that are not saved (such as rotary embeddings) are computed anew. Numbers are converted to the dtype of the model,
+    bit-equal to `from_pretrained(folder, dtype=...)`. Names in the folder may be the model's names, or names that transformers
+    maps to them: with or without the prefix of the base model, renamed, or joined. Joined parameters, such as the experts of a
+    mixture, are made whole on each rank, one at a time.
 
-    With `strict=False`, parameters that the folder lacks are initialised as the model of transformers does, with the values of rank 0,
-    and tensors that the model lacks are left out; the result names both.
+    With `strict=False`, parameters that the folder lacks are initialised as transformers does, with the values of rank 0, and
+    tensors that the model lacks are left out. The result names both.
 
-    Raises `L2LError` for a folder without safetensors files or without one that its index names, for tensors that are missing, not
-    expected, of another shape or kind of number, and for a buffer on the meta device that nothing can compute.
+    Raises `L2LError` for a folder without safetensors files or without a file that its index names, for tensors that are
+    missing, not expected, of another shape or kind of number, and for a buffer on the meta device that nothing can compute.
     """
     folder = Path(folder)
     stored = _stored(folder)
@@ -97,7 +99,7 @@ def _refuse_meta(model: nn.Module, names: list[str]) -> None:
 
 
 def _stored(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the files of a folder, or of those that its index names."""
+    """Every tensor in the files of a folder. If the folder has an index, only the tensors that the index names."""
     files = {file.name for file in folder.glob("*.safetensors")}
     index = folder / INDEX
     named: dict[str, str] | None = json.loads(index.read_text())["weight_map"] if index.exists() else None
@@ -113,7 +115,7 @@ def _stored(folder: Path) -> dict[str, Stored]:
     for where, part in metadata.storage_data.items():
         tensor = metadata.state_dict_metadata[where.fqn]
         if named is not None and where.fqn not in named:
-            continue  # of a file beside those of the index, as Mistral's consolidated.safetensors
+            continue  # from a file that the index does not name, such as Mistral's consolidated.safetensors
         assert isinstance(tensor, TensorStorageMetadata)
         if len(tensor.chunks) > 1:
             raise L2LError(f"{folder} has '{where.fqn}' in several files: leave one of them there")
@@ -124,7 +126,7 @@ def _stored(folder: Path) -> dict[str, Stored]:
 
 
 def _names(model: nn.Module, stored: Mapping[str, Stored], tensors: Mapping[str, torch.Tensor]) -> Names:
-    if hasattr(model, "base_model_prefix"):  # what else would import transformers
+    if hasattr(model, "base_model_prefix"):  # transformers is imported only for its own models
         from transformers import PreTrainedModel
 
         from .checkpoint_names import names_of
@@ -151,7 +153,7 @@ def _is_plain(dtype: torch.dtype) -> bool:
 
 
 def _materialise(model: nn.Module) -> None:
-    """Give every tensor on the meta device memory of the host. It stays the same object, so ties and optimizers keep it."""
+    """Give every tensor on the meta device memory on the host. It stays the same object, so ties and optimizers stay valid."""
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         if local(tensor).is_meta:
             empty = divided_as(torch.empty_like(local(tensor).detach(), device="cpu"), tensor)
@@ -165,7 +167,7 @@ def _materialise(model: nn.Module) -> None:
 
 
 def _read(folder: Path, stored: Mapping[str, Stored], names: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors that a file has as they are. Of a tied one that the files have twice, both have to be equal."""
+    """Fill tensors that a file holds without conversion. If the files hold a tied tensor twice, both must be equal."""
     owners: dict[int, str] = {}
     wanted: dict[str, torch.Tensor] = {}
     for key, name in names.items():
@@ -183,7 +185,7 @@ def _read(folder: Path, stored: Mapping[str, Stored], names: Mapping[str, str], 
 
 @torch.no_grad()
 def _make(folder: Path, made: Iterable[Conversion], stored: Mapping[str, Stored], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors that are made of several: each rank makes one as a whole, keeps its rows, and goes on to the next."""
+    """Fill tensors made from several stored tensors. Each rank makes one tensor whole, keeps its rows, then makes the next."""
     from safetensors import safe_open
 
     def whole(key: str) -> torch.Tensor:

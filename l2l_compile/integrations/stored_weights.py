@@ -1,4 +1,4 @@
-"""The tensors of safetensors files, and what each is in a model."""
+"""The tensors of safetensors files, and how they map to the tensors of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a file."""
+    """A tensor in a file: where it is, its shape and its dtype."""
 
     file: Path
     shape: tuple[int, ...]
@@ -20,7 +20,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Tensors of files, by name, of which one or several tensors of a model are made as a whole."""
+    """Makes one or several whole tensors of a model from tensors in files. `make` gets a function that reads one by name."""
 
     sources: tuple[str, ...]
     make: Callable[[Callable[[str], torch.Tensor]], Mapping[str, torch.Tensor]]
@@ -28,9 +28,9 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Names:
-    """Which tensor of a model each one of the files is."""
+    """The map from tensors in files to tensors of a model."""
 
     same: dict[str, str]  # name in the files -> name in the model
     made: list[Conversion]
-    ignored: Callable[[str], bool]  # names in the files that the model has no use for
-    initialise: Callable[[list[str]], None] | None  # computes buffers that are not saved, and tensors of these names
+    ignored: Callable[[str], bool]  # whether the model has no use for a name in the files
+    initialise: Callable[[list[str]], None] | None  # computes unsaved buffers, and the tensors of these names

@@ -1,4 +1,4 @@
-"""Hugging Face's `Trainer`, and those derived from it, such as TRL's `SFTTrainer`.
+"""Hugging Face's `Trainer`, and trainers derived from it, such as TRL's `SFTTrainer`.
 
 trainer = Trainer(model, arguments, train_dataset=..., eval_dataset=...)
 stream(trainer, micro_batches=8, precision="bf16", update="in_forward")
@@ -20,13 +20,13 @@ from .loops import StreamedSteps, compile_in_place, options_for, refuse_clipping
 def stream(trainer: Trainer, **options: Any) -> None:
     """Have a `Trainer` train, evaluate and predict with its model streamed. Call it once, before `trainer.train()`.
 
-    `options` are those of the backend; the optimizer, accumulation and clipping are the trainer's own. Without
-    `precision`, `bf16=True` and `fp16=True` of its arguments say it; autocast is not used. The model stays on the host,
-    or comes back to it, and is compiled in place: its class, signature and checkpoints are those of the plain model.
-    Logs of training also have `peak_device_bytes` and, for models of tokens, `train_tokens_per_second`.
+    `options` are options of the backend. The trainer provides the optimizer, accumulation and clipping. Without the option
+    `precision`, the trainer's arguments `bf16=True` and `fp16=True` decide; autocast is not used. The model stays on the host,
+    or moves back to it, and is compiled in place: its class, signature and checkpoints do not change. Logs of training also
+    have `peak_device_bytes` and, for models that take tokens, `train_tokens_per_second`.
 
-    Raises `OptionError` for a bad option, and for arguments that cannot mean the same; what depends on the optimizer is
-    refused when `trainer.train()` starts.
+    Raises `OptionError` for a bad option, and for trainer arguments that streaming cannot honour. Settings that depend on the
+    optimizer are refused when `trainer.train()` starts.
     """
     if any(isinstance(callback, _Streaming) for callback in trainer.callback_handler.callbacks):
         raise OptionError("this trainer streams already: call stream(trainer) once")
@@ -60,28 +60,28 @@ def _refuse_arguments(arguments: TrainingArguments) -> None:
 
 
 def _outputs(trainer: Trainer) -> str:
-    """Whether the loss is all that training reads of the model's outputs."""
+    """The option `outputs`: "loss" if training reads no output of the model but the loss, else "all"."""
     plain = type(trainer).compute_loss is Trainer.compute_loss
     return "loss" if plain and trainer.compute_loss_func is None and trainer.label_smoother is None else "all"
 
 
 def _keep_on_the_host(trainer: Trainer) -> None:
-    """Model, batches and sums of the loss are on the host; no autocast, no loss scaling by the trainer."""
+    """Keep the model, batches and sums of the loss on the host. The trainer uses neither autocast nor loss scaling."""
     arguments = trainer.args
     arguments.use_cpu, arguments.bf16, arguments.fp16 = True, False, False
     arguments.mixed_precision = "no"
     arguments.dataloader_pin_memory = False
-    vars(arguments).pop("_setup_devices", None)  # the device, which may have been chosen without use_cpu
+    vars(arguments).pop("_setup_devices", None)  # the cached device, which may have been chosen without use_cpu
     host = arguments.device  # chosen anew
     accumulation = arguments.accelerator_config.gradient_accumulation_kwargs
     if accumulation is not None:
-        accumulation.pop("num_steps", None)  # the trainer's own, which it would take for the user's now
+        accumulation.pop("num_steps", None)  # set by the trainer, which would now mistake it for a setting of the user
     trainer.create_accelerator_and_postprocess()
     trainer.model.to(host)
 
 
 class _Streaming(TrainerCallback):
-    """Compiles the model when the optimizer is there, follows the steps, adds figures to the logs."""
+    """Compiles the model with its optimizer when training begins, follows the steps, and adds figures to the logs."""
 
     def __init__(self, trainer: Trainer, options: dict[str, Any], update: str):
         self.trainer, self.options, self.update = trainer, options, update
@@ -110,13 +110,13 @@ class _Streaming(TrainerCallback):
             trainer.accelerator.clip_grad_norm_ = self._steps.clip
 
     def _with(self, *events: str) -> list[tuple[str, bool]]:
-        """The names of callbacks with one of these events, and whether they are of transformers, whose own read no weights."""
+        """Callbacks that handle one of these events: name, and whether transformers defines it (its own read no weights)."""
         callbacks = self.trainer.callback_handler.callbacks
         found = [c for c in callbacks if any(getattr(type(c), e, None) is not getattr(TrainerCallback, e, None) for e in events)]
         return [(type(c).__name__, type(c).__module__.split(".")[0] == "transformers") for c in found]
 
     def _step_was_skipped(self, skipped: bool) -> None:
-        self.trainer.optimizer._is_overflow = skipped  # the scheduler waits then, as with GradScaler
+        self.trainer.optimizer._is_overflow = skipped  # then the scheduler does not step, as with GradScaler
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         if self._steps is not None:

@@ -1,4 +1,4 @@
-"""Where the rows of the batch stand in a value."""
+"""Where the rows of the batch are in a value."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import sympy
 class Batch:
     """A *batched* value: dimension `dim` has `B * multiple` entries for a batch of `B` rows.
 
-    Entry `row * multiple + i` of that dimension belongs to `row`, so rows `[a, b)` are the slice `[a * multiple, b * multiple)`.
+    Entry `row * multiple + i` of that dimension belongs to `row`, so rows `[a, b)` are entries `[a * multiple, b * multiple)`.
     A value without a `Batch` is *invariant*: the same for every micro-batch.
 
-    multiple  a number, or in a `TensorSpec` an expression of other sizes (`rows_at` of `ir/values.py` gives it a value)
+    multiple  a number, or in a `TensorSpec` an expression of other sizes (`rows_at` of `ir/values.py` evaluates it)
     """
 
     dim: int

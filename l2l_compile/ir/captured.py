@@ -14,19 +14,19 @@ from ..ranks.pieces import Pieces
 from ..ranks.ranks import Ranks
 from .values import Bindings, Dim, TensorSpec, evaluate
 
-LOSS_TERM = "loss_term"  # in the meta of a node that stands for what rows contribute to a loss: never rounded to 16 bits
+LOSS_TERM = "loss_term"  # in the meta of a node with the rows' contributions to a loss: never rounded to 16 bits
 
 
 @dataclass(frozen=True)
 class Part:
-    """A slice of a parameter in one piece of memory: `start` and `shape` in entries, `of` the index of the parameter's input."""
+    """A contiguous slice of a parameter: `start` and `shape` in entries, `of` is the index of its parameter's input."""
 
     of: int
     start: int
     shape: tuple[int, ...]
 
     def view(self, whole: torch.Tensor) -> torch.Tensor:
-        """The slice of the parameter, or of a tensor of its shape: a view without a history of its own, same memory."""
+        """The slice of the parameter, or of a tensor with its shape: a detached view in the same memory."""
         return whole.detach().view(-1)[self.start : self.start + torch.Size(self.shape).numel()].view(self.shape)
 
 
@@ -34,11 +34,11 @@ class Part:
 class Input:
     """An input of the captured graph, or a part of one.
 
-    kind    "parameter", "buffer", "state" (a tensor of the model that goes from segment to segment as a value: `frontend/writes.py`),
-            "value" or "symbol"
-    index   its place among the arguments of a call, and behind them for a part
-    part    which part of a parameter it is; None for an argument
-    pieces  how it is divided among ranks; None if every rank has it for itself
+    kind    "parameter", "buffer", "state" (a tensor of the model that goes from segment to segment as a value, see
+            `frontend/writes.py`), "value" or "symbol"
+    index   its position among the arguments of a call; parts are numbered after the arguments
+    part    the slice of a parameter that it is; None for an argument
+    pieces  how it is divided among ranks; None if every rank has all of it
     """
 
     index: int
@@ -54,7 +54,7 @@ class Input:
 
     @property
     def owner(self) -> int:
-        """The index of the argument that it is, or is a part of."""
+        """The index of the argument that this input is, or is a part of."""
         return self.index if self.part is None else self.part.of
 
 
@@ -63,8 +63,9 @@ class View:
     """A result in the memory of an argument or of another result.
 
     base         the index of the argument, or the position of the other result
-    of_argument  which of both
-    shape, stride, start  in entries; `start` counts from the first entry of what it is a view of
+    of_argument  whether it is in the memory of an argument
+    shape, stride, start  in entries; `start` counts from the first entry of the base
+    differentiable  whether the result requires a gradient
     """
 
     base: int
@@ -93,22 +94,22 @@ class Captured:
     """Dynamo's graph, ready for the passes.
 
     inputs       the placeholders that are arguments, in the order in which the compiled function is called
-    parts        slices of parameters that are weights of their own, numbered behind the inputs
+    parts        slices of parameters that are weights of their own, numbered after the inputs
     specs        a `TensorSpec` per node that holds a tensor
     batch        the symbol of the batch size; None where the graph is not polymorphic in it
-    why_static   why it is not; "" where it is
-    hints        the sizes that the symbols had at capture
-    symbol_at    where to read each symbol at a call: (input index, dimension), or (input index, None) for an int input
-    grad_enabled whether gradients were recorded where the graph was captured
-    autocast     the dtype of the `torch.autocast` that was on there; None if none was
+    why_static   why the graph has no batch symbol; "" where it has one
+    hints        the values that the symbols had at capture
+    symbol_at    where a call's value of each symbol is: (input index, dimension), or (input index, None) for an int input
+    grad_enabled whether gradients were enabled when the graph was captured
+    autocast     the dtype of the `torch.autocast` that was on at capture; None if it was off
     break_reason why Dynamo ended the graph early, if it did
-    lookups      the specs of weights in blocks that only look rows up in them, where those are not in `specs`
-    dropped      outputs that are not made, by position: there is None in their place
-    views        outputs that are views of an argument or of another output, by position: there is None in their place as well
-    indices      checks the indices in the arguments of a call, for these sizes; None if none was made
-    ranks        among how many ranks the parameters are divided
-    world        those ranks, or those that share parallel layers; None for one rank, and in a program that was parsed
-    parallel_layer  a parameter of a tensor parallel layer in words; "" if there is none
+    lookups      specs of weights for blocks that only look up rows in them, where they differ from `specs`
+    dropped      outputs that are not computed, by position: the graph has None in their place
+    views        outputs that are views of an argument or of another output, by position: the graph has None in their place too
+    indices      the check of the indices in the arguments of a call; None if there is none
+    ranks        the number of ranks that the parameters are divided among
+    world        these ranks, or the ranks that share parallel layers; None for one rank, and in a program that was parsed
+    parallel_layer  text that names a parameter of a tensor parallel layer; "" if there is none
     """
 
     graph: fx.Graph
@@ -134,27 +135,27 @@ class Captured:
 
     @property
     def weights(self) -> tuple[Input, ...]:
-        """Parameters and buffers, and parts of parameters."""
+        """The inputs that are parameters, parts of parameters, or buffers."""
         return tuple(i for i in (*self.inputs, *self.parts) if i.is_weight)
 
     @property
     def outputs(self) -> tuple:
-        """What the graph returns: nodes, and plain constants."""
+        """The results of the graph: nodes and constants."""
         (returned,) = self.graph.output_node().args
         return tuple(cast(Sequence, returned))
 
     def fill_views(self, outputs: list, arguments: Sequence, bindings: Bindings) -> None:
-        """Put the outputs that are views where they belong, once the others are there."""
+        """Put the outputs that are views into `outputs`, in place. The other outputs must be there already."""
         for position, view in self.views.items():
             outputs[position] = view.of((arguments if view.of_argument else outputs)[view.base], bindings)
 
     def check_indices(self, arguments: Sequence) -> None:
-        """Raises `IndexRangeError` where an argument leads to an index that is out of range, as far as that is known before the step."""
+        """Raises `IndexRangeError` if an argument leads to an index out of range. Checks only indices known before a step."""
         if self.indices is not None:
             self.indices(arguments, self.bindings(arguments))
 
     def bindings(self, arguments) -> dict[sympy.Symbol, int]:
-        """The symbols' values at a call with these arguments (tensors and ints)."""
+        """The values of the symbols in a call with these arguments (tensors and ints)."""
         return {
             symbol: int(arguments[index] if dim is None else arguments[index].shape[dim])
             for symbol, (index, dim) in self.symbol_at.items()

@@ -1,4 +1,4 @@
-"""Arguments and targets of `fx` nodes, with types: `fx` declares each as a union of all that any node may have."""
+"""Arguments and targets of `fx` nodes, with types: `fx` declares each as a union over all kinds of nodes."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def name_of(node: fx.Node) -> str:
 
 
 def attribute(module: torch.nn.Module, node: fx.Node) -> Any:
-    """What a `get_attr` node of a graph of `module` stands for."""
+    """The object that a `get_attr` node in a graph of `module` stands for."""
     return operator.attrgetter(name_of(node))(module)

@@ -1,4 +1,4 @@
-"""Modules around graphs whose Python code is written where somebody reads or runs it. The executor and the tracer interpret graphs."""
+"""Modules around graphs. Their Python code is generated only when it is read or run: executor and tracer interpret graphs."""
 
 from __future__ import annotations
 

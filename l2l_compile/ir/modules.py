@@ -13,7 +13,8 @@ Path = tuple[str, ...]
 def module_stack(node: fx.Node) -> list[tuple[Path, type]]:
     """Path and class of the modules around an operation, outermost first.
 
-    Dynamo calls a module that several others hold as the first of them does; here its path is inside of the one that calls it.
+    If several modules hold a module, Dynamo names it by its path in the first of them. Here it has its path in the module that
+    calls it.
     """
     found: list[tuple[Path, type]] = []
     outer: Path = ()
@@ -27,7 +28,7 @@ def module_stack(node: fx.Node) -> list[tuple[Path, type]]:
 
 
 def _below(outer: Path, inner: Path) -> Path:
-    """The path of a module from the one that calls it; its own name, with its index, where it lies elsewhere."""
+    """The path of a module relative to its caller; if it is not inside of the caller, its own name and the indices after it."""
     if inner[: len(outer)] == outer:
         return inner[len(outer) :]
     name = max((i for i, part in enumerate(inner) if not part.isdigit()), default=0)
@@ -36,7 +37,7 @@ def _below(outer: Path, inner: Path) -> Path:
 
 @functools.cache
 def _path(name: str) -> Path:
-    """Dynamo's expression for a module as a path."""
+    """The path of a module, from Dynamo's expression for it."""
     name = re.sub(r"^L\['\w+'\]\.?", "", name)
     name = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", name)
     return tuple(part for part in name.split(".") if part and part not in ("__self__", "__dict__", "_modules"))

@@ -1,8 +1,8 @@
 """The node vocabulary of a program. A node is an `fx` call of one of the functions declared here; the executor runs it.
 
-The declaration says everything that the rest of the project knows of a node. Its signature names and types the operands,
-`@operation` gives the lane and the kind of its result. From these derive how a node prints and parses, where its operands
-have to be, whether its result is released, and which handler of the executor takes which operands.
+The declaration is all that the rest of the project knows of a node. The signature gives names and types of the operands, and
+`@operation` gives the lane and the kind of the result. These determine how a node is printed and parsed, where its operands
+have to be, whether its result is released, and which operands the executor's handler gets.
 
 A value is *whole* (one tensor) or *split* (one tensor per micro-batch). Segments and inputs are named by their index in
 `Program.segments` and in the inputs of the captured graph; the text form shows their names.
@@ -42,7 +42,7 @@ class OnHost:
 
 
 class Done:
-    """An operand: a node without a value, which has to be done before."""
+    """An operand: a node without a value, which must be done before this node starts."""
 
 
 class Results:
@@ -53,7 +53,7 @@ _KINDS: tuple[type, ...] = (SegmentIndex, InputIndex, OnDevice, OnHost, Done, Re
 
 
 class Result(enum.Enum):
-    """What a node stands for."""
+    """The kind of result that a node stands for."""
 
     DEVICE = "a value in memory of the device, or a weight slab: it has to be released"
     HOST = "a value on the host"
@@ -66,7 +66,7 @@ class Result(enum.Enum):
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of an operation: its name, what kind of thing it is, whether None may stand in its place, and its default."""
+    """One operand of an operation: its name, its kind (a class of `_KINDS`), whether it may be None, and its default."""
 
     name: str
     kind: type
@@ -80,7 +80,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Operation:
-    """A word of the vocabulary: a function with its operands, the lane that it runs on, and what its result is."""
+    """A word of the vocabulary: a function with its operands, its lane, and the kind of its result."""
 
     function: Callable
     lane: str
@@ -94,7 +94,7 @@ class Operation:
 
     @property
     def description(self) -> str:
-        """One line on what it does."""
+        """The first line of the function's docstring."""
         return (self.function.__doc__ or "").split("\n")[0]
 
     @property
@@ -115,7 +115,7 @@ VOCABULARY: dict[Callable, Operation] = {}
 
 
 def operation(lane: str, result: Result) -> Callable[[Callable], Callable]:
-    """Declare a node. Raises `TypeError` for an operand that is annotated with none of the kinds above."""
+    """Declare a node. Raises `TypeError` for an operand whose annotation has none of the kinds above."""
 
     def declare(function: Callable) -> Callable:
         annotations = typing.get_type_hints(function)
@@ -133,7 +133,7 @@ def operation(lane: str, result: Result) -> Callable[[Callable], Callable]:
 
 
 def _kind(function: Callable, name: str, annotation: Any) -> type:
-    """The kind within an annotation such as `tuple[OnDevice | None, ...]`."""
+    """The kind of operand in an annotation such as `tuple[OnDevice | None, ...]`."""
     if annotation in _KINDS:
         return annotation
     for inner in typing.get_args(annotation):
@@ -143,7 +143,7 @@ def _kind(function: Callable, name: str, annotation: Any) -> type:
 
 
 def _is_nullable(annotation: Any) -> bool:
-    """Whether None is in an annotation such as `tuple[OnDevice | None, ...]`."""
+    """Whether an annotation allows None, such as `tuple[OnDevice | None, ...]`."""
     return annotation is type(None) or any(map(_is_nullable, typing.get_args(annotation)))
 
 
@@ -162,7 +162,7 @@ def split(x: OnDevice):
 
 @operation(COMPUTE, Result.DEVICE)
 def merge(x: OnDevice):
-    """Join the micro-batches of a split value into one whole value: rows are put together, parts of a sum are added up."""
+    """Join the micro-batches of a split value into one whole value: rows are concatenated, partial sums are added up."""
     _not_run("merge")
 
 
@@ -170,15 +170,15 @@ def merge(x: OnDevice):
 def fetch_weights(segment: SegmentIndex, after: Done | None = None):
     """Copy a segment's parameters and buffers into a weight slab of the device; asynchronous.
 
-    Large weights that the reader does not read are left out: backward needs no table to differentiate a lookup. `after` is the update
-    of the segment, where it stands in the same graph.
+    Large weights that the segment's operations do not read are left out: backward of a lookup does not need the table. `after`
+    is the update of the segment, if it is in the same graph.
     """
     _not_run("fetch_weights")
 
 
 @operation(COMM, Result.TAKEN)
 def gather_weights(segment: SegmentIndex, slab: OnDevice):
-    """Complete a slab, of which the fetch has brought this rank's pieces, with those of all ranks, in place; asynchronous."""
+    """Complete a slab in place with the pieces of all ranks; the fetch has copied this rank's pieces; asynchronous."""
     _not_run("gather_weights")
 
 
@@ -186,22 +186,22 @@ def gather_weights(segment: SegmentIndex, slab: OnDevice):
 def forward(
     segment: SegmentIndex, weights: OnDevice | None, values: tuple[OnDevice, ...], streamed_outputs: tuple[int, ...] = ()
 ):
-    """Run the segment on every micro-batch; the outputs, as a tuple of values.
+    """Run the segment on every micro-batch. The result is a tuple of its outputs.
 
-    Outputs whose index is in `streamed_outputs` go to the host micro-batch by micro-batch, as they are made.
+    Outputs whose index is in `streamed_outputs` are copied to the host micro-batch by micro-batch, as they are made.
     """
     _not_run("forward")
 
 
 @operation(D2H, Result.HOST)
 def offload(x: OnDevice):
-    """Copy a value to the host, asynchronous; the device copy stays until it is released."""
+    """Copy a value to the host; asynchronous. The device copy stays until it is released."""
     _not_run("offload")
 
 
 @operation(H2D, Result.DEVICE)
 def restore(x: OnHost):
-    """Bring a value of the host (an offloaded one, or an input of the program) to the device; asynchronous."""
+    """Copy a value of the host (an offloaded value, or an input of the program) to the device; asynchronous."""
     _not_run("restore")
 
 
@@ -221,10 +221,10 @@ def backward(
 ):
     """Recompute the segment and differentiate it on every micro-batch.
 
-    `gradients` are those of the segment's outputs, None where there is none. Where the gradient is on the host and comes to
-    the device micro-batch by micro-batch, it is in the same place of `streamed_gradients`, and None in `gradients`.
+    `gradients` has the gradient of each of the segment's outputs, None where there is none. A gradient that is on the host, and
+    is copied to the device micro-batch by micro-batch, is at its position in `streamed_gradients`; `gradients` has None there.
 
-    Gives a tuple: the gradient of each value operand (None where it wants none), then one bundle with the gradients
+    The result is a tuple: the gradient of each value operand (None where it needs none), then one bundle with the gradients
     of the weights, accumulated over the micro-batches.
     """
     _not_run("backward")
@@ -232,49 +232,49 @@ def backward(
 
 @operation(COMPUTE, Result.DEVICE)
 def accumulate(a: OnDevice, b: OnDevice):
-    """The sum of two gradients of one value, in the form of the first."""
+    """The sum of two gradients of one value, whole or split as the first one is."""
     _not_run("accumulate")
 
 
 @operation(COMM, Result.DEVICE)
 def gather_rows(x: OnDevice):
-    """The rows of all ranks of a whole batched value, in the order of ranks; asynchronous."""
+    """Gather the rows of a whole batched value from all ranks, in the order of the ranks; asynchronous."""
     _not_run("gather_rows")
 
 
 @operation(COMPUTE, Result.DEVICE)
 def own_rows(x: OnDevice):
-    """This rank's rows of a value that has those of all ranks."""
+    """This rank's rows of a value that has the rows of all ranks."""
     _not_run("own_rows")
 
 
 @operation(COMM, Result.DEVICE)
 def sum_ranks(x: OnDevice):
-    """The sum over all ranks of a value of which each has a part, the same bits on each; asynchronous."""
+    """Add up a value of which each rank has a part, over all ranks; the same bits on each; asynchronous."""
     _not_run("sum_ranks")
 
 
 @operation(COMPUTE, Result.DEVICE)
 def count_once(x: OnDevice):
-    """A part of a value that is the same on all ranks: all of it on the first rank, zeros on the others."""
+    """This rank's term of a sum over ranks: a value that is equal on all ranks, on the first rank; zeros on the other ranks."""
     _not_run("count_once")
 
 
 @operation(COMPUTE, Result.DEVICE)
 def own_pieces(segment: SegmentIndex, gradients: OnDevice):
-    """This rank's pieces of weight gradients that are the same on all ranks, since the segment ran on all rows."""
+    """This rank's pieces of weight gradients that are equal on all ranks, because the segment ran on all rows."""
     _not_run("own_pieces")
 
 
 @operation(COMM, Result.DEVICE)
 def reduce_gradients(segment: SegmentIndex, gradients: OnDevice):
-    """The mean over all ranks of a segment's weight gradients (their sum with ranks='global'), this rank's pieces; asynchronous."""
+    """This rank's pieces of the mean over all ranks (ranks='global': sum) of a segment's weight gradients; asynchronous."""
     _not_run("reduce_gradients")
 
 
 @operation(D2H, Result.DONE)
 def push_gradients(segment: SegmentIndex, gradients: OnDevice):
-    """Copy a segment's weight gradients to the host, where gradients of shared weights add up; asynchronous."""
+    """Copy a segment's weight gradients to the host, where gradients of shared weights are added up; asynchronous."""
     _not_run("push_gradients")
 
 
@@ -282,8 +282,8 @@ def push_gradients(segment: SegmentIndex, gradients: OnDevice):
 def update(segment: SegmentIndex, after: Done | None = None):
     """Update the parameters of a segment whose gradients are complete; asynchronous.
 
-    In backward, `after` is the push of the segment's gradients; in forward there is none, and the fetch of the segment
-    reads the update.
+    In backward, `after` is the push of the segment's gradients. In forward, there is no `after`, and the fetch of the segment
+    has the update as its operand.
     """
     _not_run("update")
 
@@ -313,12 +313,12 @@ VOCABULARY[operator.getitem] = VOCABULARY.pop(getitem)
 
 
 def operation_of(node: fx.Node) -> Operation | None:
-    """The word of the vocabulary that a node is a call of; None for placeholders, the output, and for strangers."""
+    """The word of the vocabulary that a node calls; None for placeholders, the output, and nodes outside of the vocabulary."""
     return VOCABULARY.get(node.target) if callable(node.target) else None
 
 
 def called(node: fx.Node) -> Operation:
-    """The word of the vocabulary that a node is a call of."""
+    """The word of the vocabulary that a node calls, which must exist."""
     word = operation_of(node)
     assert word is not None, f"'{node.name}' is no node of the vocabulary"
     return word
@@ -371,12 +371,12 @@ def holds_device_memory(node: fx.Node) -> bool:
 
 
 def is_kept(node: fx.Node) -> bool:
-    """Whether a value of the device stays there for backward: the graph that makes it does not release it."""
+    """Whether a value stays on the device for backward: the graph that makes it does not release it."""
     return any(_result_of(user) is Result.KEPT for user in node.users)
 
 
 def reads(node: fx.Node, kind: type) -> list[fx.Node]:
-    """The nodes that a node reads as operands of a kind."""
+    """The nodes that a node reads as operands of this kind."""
     word = operation_of(node)
     if word is None:
         return []
@@ -387,24 +387,24 @@ def reads(node: fx.Node, kind: type) -> list[fx.Node]:
 
 
 def missing_operands(node: fx.Node) -> list[str]:
-    """The names of the operands that are None where a node has to be."""
+    """The names of the operands that are None although a node is required."""
     read = operands(node)
     wanted = [o for o in called(node).operands if o.kind in (OnDevice, OnHost, Done, Results) and not o.nullable]
     return [o.name for o in wanted if any(leaf is None for leaf in pytree.tree_leaves([getattr(read, o.name)]))]
 
 
 def arriving_gradients(node: fx.Node) -> tuple[fx.Node | None, ...]:
-    """The gradient of each output that a `backward` node gets, wherever it is; None where there is none."""
+    """The gradient of each output that a `backward` node gets, on device or host; None where there is none."""
     read = operands(node)
     streamed = read.streamed_gradients or (None,) * len(read.gradients)
     return tuple(a if a is not None else b for a, b in zip(read.gradients, streamed, strict=True))
 
 
 class ForwardResult(typing.NamedTuple):
-    """What a forward graph returns.
+    """The results of a forward graph.
 
-    outputs  a node on the host for each output of the captured graph; None where no segment makes it
-    stashes  what it keeps for backward, which takes them in this order
+    outputs  a node on the host for each output of the captured graph; None for an output that no segment makes
+    stashes  the values that it keeps for backward, in the order in which backward takes them
     writes   the `write_back` nodes
     """
 
@@ -414,6 +414,6 @@ class ForwardResult(typing.NamedTuple):
 
 
 def returned(forward_graph: fx.Graph) -> ForwardResult:
-    """What a forward graph returns, by name."""
+    """The results of a forward graph, by name."""
     (result,) = forward_graph.output_node().args
     return ForwardResult(*typing.cast(tuple, result))

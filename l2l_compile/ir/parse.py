@@ -1,6 +1,6 @@
-"""Reads the text of a program (`text.py`) back: the graphs with what every node knows, segments and blocks as far as the text tells.
+"""Parses the text of a program (`text.py`): the graphs with the meta of every node, and the segments and blocks.
 
-A block that was parsed has no operations, so nothing of it can run; it can be verified, changed by passes and printed.
+A parsed block has no operations, so a parsed program cannot run. It can be verified, changed by passes and printed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KINDS = ("input", "stash", "gradient")
 
 @dataclass(frozen=True)
 class Parsed:
-    """The parts of a program that its text tells. `inputs` are the names of those that are written, in the order of mention."""
+    """The parts of a program that its text has. `inputs` are the names of inputs that are written, in order of mention."""
 
     graphs: dict[str, fx.Graph]
     blocks: tuple[Block, ...]
@@ -47,13 +47,13 @@ class Parsed:
 
 
 def parse(printed: str) -> Parsed:
-    """The parts of a program. Raises `ParseError`, with the line, for what is no text of a program."""
+    """Parse the text of a program. Raises `ParseError`, with the line number, if it is no text of a program."""
     return _Parser(printed).parse()
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of a graph: the number in the text, the call, its lane, and what is said of its result."""
+    """A line of a graph: its number in the text, the call, the lane, and the description of the result."""
 
     number: int
     call: str
@@ -94,7 +94,7 @@ class _Parser:
         )
 
     def _sections(self) -> dict[str, list[tuple[int, str]]]:
-        """The lines below each heading; `ranks` and `sizes` are a heading and a line in one."""
+        """The lines below each heading. `ranks` and `sizes` have their content in the same line as the heading."""
         found: dict[str, list[tuple[int, str]]] = {}
         current: list[tuple[int, str]] | None = None
         for number, line in self.lines:
@@ -142,7 +142,7 @@ class _Parser:
             )  # fmt: skip
 
     def _body(self, lines: Sequence[tuple[int, str]]) -> tuple[list[_Line], tuple[int, str]]:
-        """The lines of the nodes of a graph, and what it returns."""
+        """The lines of a graph's nodes, and the line number and text of its return value."""
         body: list[_Line] = []
         for number, line in lines:
             if line.strip().startswith("return "):
@@ -154,7 +154,7 @@ class _Parser:
         raise ParseError(lines[-1][0] if lines else 0, "a graph ends with 'return (...)'")
 
     def _find_segments(self, body: Sequence[_Line]) -> None:
-        """Segments are numbered in the order in which they run forward; those that do not, in the order of mention."""
+        """Number the segments in the order in which they run forward, then the other segments in the order of mention."""
         first = [line for line in body if re.search(r"\bforward\('", line.call)]
         for line in [*first, *body]:
             name = _segment_named(line.call)
@@ -164,7 +164,7 @@ class _Parser:
                 self._runs(self.segments[name], line)
 
     def _runs(self, segment: Segment, line: _Line) -> None:
-        """`block_0 x 2 micro-batches`, or `block_0`."""
+        """Read the block and the number of micro-batches: `block_0 x 2 micro-batches`, or `block_0`."""
         block, _, count = line.right.partition(" x ")
         if block not in self.blocks:
             raise ParseError(line.number, f"names {block!r}, which is in no line of 'blocks:'")
@@ -172,7 +172,7 @@ class _Parser:
         segment.micro_batches = int(count.split()[0]) if count else 1
 
     def _describe_blocks(self) -> None:
-        """Specs of a block's values and outputs, from those of an instance, and of its weights, from their bytes."""
+        """Set the specs of each block: of values and outputs from the nodes of an instance, of weights from their bytes."""
         for graph in self.graphs.values():
             for node in graph.nodes:
                 if nodes.runs_segment(node):
@@ -183,7 +183,7 @@ class _Parser:
                     self._weigh(self.segment_at(nodes.operands(node).segment).block, node.target, node.meta.pop("bytes"))
 
     def _is_of_pieces(self, node: fx.Node) -> bool:
-        """Whether a node moves this rank's pieces of a segment, whose whole weights are named elsewhere."""
+        """Whether a node moves this rank's pieces of a divided segment. Its bytes then do not describe the whole weights."""
         segment = self.segment_at(nodes.operands(node).segment)
         segment.divided = (
             segment.divided
@@ -205,7 +205,7 @@ class _Parser:
             block.outputs = tuple(g.meta["spec"] if g is not None else TensorSpec((), torch.float32) for g in arriving)
 
     def _weigh(self, block: Block, target: Any, size: int) -> None:
-        """Stand-ins for a block's weights: one that is trained, and one for the rest, as long as the text says."""
+        """Give a block two stand-in weights, one trained and one untrained, with the bytes that the text has."""
         is_of_gradients = target in (nodes.push_gradients, nodes.reduce_gradients)
         trained = size if is_of_gradients else block.gradient_bytes({})
         whole = max(block.weight_bytes({}), trained) if is_of_gradients else size
@@ -240,7 +240,7 @@ class _Parser:
 
 
 class _Graph:
-    """One graph, node by node."""
+    """Parses one graph, node by node."""
 
     def __init__(self, parser: _Parser, body: Sequence[_Line], output: tuple[int, str]):
         self.parser, self.graph = parser, fx.Graph()
@@ -322,7 +322,7 @@ class _Graph:
 
 
 class _Reader:
-    """Operands: `%node`, `'text'`, `3`, `-` and tuples of these."""
+    """Parses operands: `%node`, `'text'`, `3`, `-` (None), and tuples of these."""
 
     def __init__(self, written: str, number: int, node: Callable[[str], fx.Node]):
         self.number, self.node = number, node
@@ -338,7 +338,7 @@ class _Reader:
             position = match.end()
 
     def call(self) -> tuple[list, dict[str, Any]]:
-        """Positional operands, and those behind a name."""
+        """The positional operands, and the operands with a name."""
         positional: list = []
         named: dict[str, Any] = {}
         while self.tokens:
@@ -384,7 +384,7 @@ _UNKNOWN = Block("", None, {}, None, (), (), (), inner_looped=False)
 
 
 def _segment_named(call: str) -> str | None:
-    """The segment that a call names, if it names one."""
+    """The name of the segment in a call; None if it names no segment."""
     match = re.match(r"(?:%\w+ = )?(?P<word>\w+)\((?P<name>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")", call)
     if match is None or match["word"] not in _words():
         return None
@@ -406,7 +406,7 @@ _ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def _evaluated(written: ast.expr, symbols: Mapping[str, sympy.Symbol]) -> sympy.Expr:
-    """A size as SymPy prints it. Raises `KeyError` for a name or an operation that sizes do not have."""
+    """Evaluate a size as SymPy prints it. Raises `KeyError` for a name or an operation that is unknown in sizes."""
     if isinstance(written, ast.Constant):
         return sympy.Integer(written.value)
     if isinstance(written, ast.Name):
@@ -423,7 +423,7 @@ def _evaluated(written: ast.expr, symbols: Mapping[str, sympy.Symbol]) -> sympy.
 
 
 def _between_commas(written: str) -> list[str]:
-    """The parts of a list, where a comma within parentheses belongs to a part."""
+    """The parts between the commas of a list. A comma within parentheses does not separate."""
     parts, depth = [""], 0
     for letter in written:
         depth += (letter == "(") - (letter == ")")

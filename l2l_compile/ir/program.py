@@ -1,4 +1,4 @@
-"""Programs: what the passes make and the executor runs."""
+"""Programs, which the passes make and the executor runs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Program:
     """The layer-streamed forward and backward graphs of one captured graph; `print(program)` shows them.
 
     `forward` and `backward` are `torch.fx.GraphModule`s of the vocabulary in `l2l_compile.ir.nodes`; `backward` is
-    the one of the last backward call, or the predicted one before that, and None where nothing wants a gradient. `uncut` has
-    the segments that hold several layers; `carried` the inputs that the model writes into with a gradient, by index: the
-    last outputs of `forward` are their new contents.
+    the graph of the last backward call, or before the first call a prediction. It is None where nothing requires a gradient.
+    `uncut` has the segments that hold several layers. `carried` has the indices of the inputs that the model writes into with
+    a gradient: the last outputs of `forward` are their new contents.
     """
 
     captured: Captured
@@ -47,12 +47,12 @@ class Program:
 
     @property
     def whole_batch(self) -> tuple[Segment, ...]:
-        """The segments that see the whole batch at once; their `block.reason` says why."""
+        """The segments that run on the whole batch at once; their `block.reason` says why."""
         return tuple(s for s in self.segments if not s.block.inner_looped)
 
     @property
     def host_stashes(self) -> dict[fx.Node, int]:
-        """What forward keeps on the host for backward: nodes of `forward`, each with its bytes."""
+        """The stashes that forward keeps on the host for backward: nodes of `forward`, each with its bytes."""
         returned: Any = self.forward.graph.output_node().args[0]
         kept = [node for node in dict.fromkeys(returned[1]) if isinstance(node, fx.Node) and node.target is nodes.offload]
         return {node: node.meta["spec"].bytes(self.bindings) for node in kept}
@@ -65,16 +65,16 @@ class Program:
 
     @property
     def graphs(self) -> Mapping[str, fx.Graph]:
-        """The graphs that there are, by the heading under which they print."""
+        """The graphs that exist (`forward`, `backward`), by the heading under which they print."""
         modules = {"forward": self.forward, "backward": self.backward}
         return {title: module.graph for title, module in modules.items() if module is not None}
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        """The program that a text is of: its graphs are those of the printed program, node by node, and print the same.
+        """The program of a printed text. It has the same graphs as the printed program, node by node, and prints the same.
 
         It can be verified, and changed by passes. It cannot run: the text does not have the operations of the blocks.
-        Raises `ParseError`, with the line, for what is no text of a program.
+        Raises `ParseError`, with the line number, if `text` is no text of a program.
         """
         found = parse(text)
         modules = {title: graph_module(graph) for title, graph in found.graphs.items()}
@@ -82,7 +82,7 @@ class Program:
 
 
 def _captured(found: Parsed) -> Captured:
-    """As much of a captured graph as a text tells: the inputs that are written into, the sizes and the batch."""
+    """A captured graph with the parts that a text has: the inputs that are written into, the sizes, the batch and the ranks."""
     graph = fx.Graph()
     inputs = tuple(Input(index, graph.placeholder(f"written_{index}"), name, "buffer") for index, name in enumerate(found.inputs))
     graph.output(())

@@ -18,7 +18,7 @@ from .values import Bindings, TensorSpec
 
 
 def symbolic_size(expression: str) -> int:
-    """Stands in a block's graph for a size that depends on symbols (`Block.sizes`); lowering puts the number in."""
+    """A size in a block's graph that depends on symbols (`Block.sizes`). Lowering replaces the call by the number."""
     raise NotImplementedError(expression)
 
 
@@ -30,7 +30,7 @@ class Lowered(Protocol):
 
 
 class BlockLowering(Protocol):
-    """Lowers blocks at sizes, each once (`lowering/lower.py`)."""
+    """Lowers blocks for given sizes, each once (`lowering/lower.py`)."""
 
     def forward(self, block: Block, bindings: Bindings) -> Lowered: ...
 
@@ -39,11 +39,11 @@ class BlockLowering(Protocol):
 
 @dataclass(frozen=True)
 class BlockForm:
-    """The form of a block with its symbols in the order in which its operands have them (`lowering/forms.py`).
+    """The form of a block, with symbols named in the order in which its operands have them (`lowering/forms.py`).
 
-    key      equal for two blocks that are the same function of their operands, sizes among them, with the same gradients
-    values   equal for two blocks that make the same values, whatever has a gradient
-    symbols  the block's own symbols behind those in the key, in order
+    key      equal for two blocks that are the same function of their operands and sizes, with gradients for the same values
+    values   equal for two blocks that compute the same values; gradients do not count
+    symbols  the block's own symbols that the symbols in the key stand for, in order
     """
 
     key: tuple
@@ -57,17 +57,17 @@ class Block:
 
     module         the torch-level operations; None in a program that was parsed from text
     sizes          the sympy expression behind each `symbolic_size` in the graph
-    autocast       dtype of the autocast that is on around it; None for none
+    autocast       dtype of the `torch.autocast` around it; None if it is off
     weights        spec of each weight operand (parameters and buffers)
     values         spec of each value operand
-    outputs        spec of each output; the last `len(mutated)` are the new contents of operands that it writes into
+    outputs        spec of each output; the last `len(mutated)` outputs are the new contents of the mutated operands
     mutated        indices (into weights + values) of operands that the block writes into
-    inner_looped   whether it runs micro-batch by micro-batch; otherwise `reason` says why not; None: not decided yet
-    summed_whole   indices of invariant float64 operands that the block itself casts to a narrower dtype, and of narrower ones in a
-                   model in float64: the rounding of their gradients depends on the order of the sum over the batch, so
-                   they are summed over the whole batch at once, as eager does
+    inner_looped   whether it runs micro-batch by micro-batch; if False, `reason` says why; None if not decided yet
+    summed_whole   indices of invariant float64 operands that the block itself casts to a narrower dtype, and of narrower
+                   operands in a float64 model. The rounding of their gradients depends on the order of the sum over the
+                   batch, so their gradients are summed over the whole batch at once, as eager does
     repeats        number of segments that are instances of it
-    static         whether each size is lowered by itself (`torch.compile(dynamic=False)`)
+    static         whether it is lowered separately for each size (`torch.compile(dynamic=False)`)
     """
 
     name: str
@@ -103,7 +103,7 @@ class Block:
 
     @property
     def is_trained(self) -> bool:
-        """Whether a weight of it takes a gradient."""
+        """Whether one of its weights takes a gradient."""
         return any(spec.differentiable for spec in self.weights)
 
     def weight_bytes(self, bindings: Bindings) -> int:
@@ -116,13 +116,13 @@ class Block:
 
     @functools.cached_property
     def symbols(self) -> tuple[sympy.Symbol, ...]:
-        """The symbols that its sizes depend on, in a fixed order; asked for once the passes are done with the block."""
+        """The symbols that its sizes depend on, in a fixed order. To be read only after the last pass, since it is cached."""
         sizes = [*(d for spec in (*self.operands, *self.outputs) for d in spec.shape), *self.sizes.values()]
         return tuple(sorted({s for d in sizes if not isinstance(d, int) for s in d.free_symbols}, key=str))
 
     @property
     def forward(self) -> fx.GraphModule:
-        """The ATen graph of one micro-batch forward that runs at the sizes of the last step (of capture, before the first)."""
+        """The ATen graph of one micro-batch forward, for the sizes of the last step (before the first step, of the capture)."""
         return self._lowering().forward(self, self._bindings()).graph
 
     @property
@@ -146,7 +146,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the captured graph; `version` counts the segments that wrote into it so far."""
+    """A tensor of the captured graph; `version` is the number of segments that have written into it so far."""
 
     node: fx.Node
     version: int = 0
@@ -163,8 +163,8 @@ class Segment:
     values    the values that it reads, in the block's order
     outputs   the values that it makes, in the block's order; where the block writes into a weight operand, the new
               contents of that weight
-    span      its operations, by position in the line of the captured graph
-    divided   whether weights of it are divided among ranks
+    span      its operations, by position in the operation sequence of the captured graph
+    divided   whether some of its weights are divided among ranks
     """
 
     index: int
@@ -188,9 +188,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Uncut:
-    """A segment that holds several layers, so that device memory grows with their number: how many, and why it was not cut.
+    """A segment that holds several layers, so that device memory grows with their number, and why it was not cut.
 
-    `layers` is its parameters' bytes over those of the largest of the layers.
+    `layers` is the bytes of its parameters, divided by the bytes of the largest layer's parameters.
     """
 
     segment: str

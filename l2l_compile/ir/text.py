@@ -11,8 +11,8 @@
       ...
       return ((%y), (%x), ())
 
-One line a node: the call, its lane (a placeholder: where its value is), and for a value its name, dtype, shape, flags
-and bytes. Segments and inputs are named; `-` is an operand that is not there.
+Each node has one line: the call, its lane (for a placeholder: the place of its value), and for a value its name, dtype,
+shape, flags and bytes. Segments and inputs are shown by name. `-` stands for an operand that is None.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from . import nodes
 from .segments import Block, Segment
 from .values import Bindings, TensorSpec
 
-_WIDEST = 100  # characters of a call before the columns give way
+_WIDEST = 100  # characters of the column of calls; longer calls move the other columns to the right
 SPLIT, EQUAL_ROWS, GRADIENT, STREAMED = "split", "equal rows", "grad", "streamed to the host"
 COMPUTES_IN, PARTIAL = "computes in ", "partial "
 
@@ -43,7 +43,7 @@ def print_program(
     batch: sympy.Symbol | None,
     ranks: int = 1,
 ) -> str:
-    """The graphs of a program by title, after its sizes and a line per block. `inputs` are names by index."""
+    """The text of a program: its sizes, a line per block, and its graphs by title. `inputs` are names by index."""
     printer = _Printer({s.index: s for s in segments}, inputs, bindings)
     lines = [f"ranks: {ranks}"] if ranks > 1 else []
     lines += [printer.sizes(batch), ""] if bindings else [""] * len(lines)

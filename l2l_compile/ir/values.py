@@ -1,4 +1,4 @@
-"""What the compiler knows of a value before it exists: shape with symbols, dtype, where its rows stand."""
+"""The description of a value before it exists: shape with symbols, dtype, and the dimension of its rows."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Bindings: TypeAlias = Mapping[sympy.Symbol, int]
 
 
 def evaluate(dim: Dim, bindings: Bindings) -> int:
-    """The size once every symbol has a value: a number, or a `torch.SymInt` where one of the values is.
+    """The value of a size for these values of its symbols: an int, or a `torch.SymInt` if one of the values is one.
 
-    Raises `LoweringError` where there is none: `x.reshape(len(x) // 4, -1)` has no second size for a batch of one row.
+    Raises `LoweringError` if the size has no value: `x.reshape(len(x) // 4, -1)` has no second size for a batch of one row.
     """
     if isinstance(dim, int):
         return dim
@@ -34,7 +34,7 @@ def evaluate(dim: Dim, bindings: Bindings) -> int:
 
 
 def substitute(dim: sympy.Expr, bindings: Bindings) -> sympy.Expr:
-    """The size with numbers in the place of symbols. Raises `LoweringError` for a division by zero."""
+    """The size with numbers in place of symbols. Raises `LoweringError` for a division by zero."""
     try:
         return dim.xreplace({s: sympy.Integer(v) for s, v in bindings.items()})
     except ZeroDivisionError as error:
@@ -52,14 +52,14 @@ def dim_of(size: int | torch.SymInt) -> Dim:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape (ints and sympy expressions), dtype and gradient flag of a value; `batch` where its rows stand.
+    """Shape (ints and sympy expressions), dtype and gradient flag of a value. `batch` tells where its rows are.
 
-    `mixed` marks a value in which the batch symbol stands in a way that no slice along one dimension gives its rows
-    (a [B, B] matrix, B + 1 entries): it can only be handled for the whole batch. `compute_dtype` is the dtype in which blocks
-    compute with it, where that is not the one in which it is handed from block to block. `partial` marks a sum over rows, of
-    which an inner-looped block makes a part in every micro-batch: "sum" if the parts add up, "mean" if they do when each is
-    multiplied by its micro-batch's part of the rows. `equal_rows` marks a batched value of an inner-looped block whose rows
-    are all equal: the block makes it once for all micro-batches.
+    `mixed` marks a value whose shape has the batch symbol, but whose rows are not slices along one dimension (a [B, B] matrix,
+    B + 1 entries): it can only be handled for the whole batch. `compute_dtype` is the dtype in which blocks compute with the
+    value, if it differs from the dtype in which the value goes from block to block. `partial` marks a sum over rows: an
+    inner-looped block makes a part of it in every micro-batch. With "sum", the parts are added up. With "mean", each part is
+    first multiplied by its micro-batch's share of the rows. `equal_rows` marks a batched value of an inner-looped block whose
+    rows are all equal: the block makes it once for all micro-batches.
     """
 
     shape: tuple[Dim, ...]
@@ -97,7 +97,7 @@ class TensorSpec:
 
     @property
     def rows(self) -> Batch:
-        """Where the rows of a batched value stand."""
+        """Where the rows of a batched value are."""
         assert self.batch is not None, f"{self} has no rows"
         return self.batch
 
@@ -120,7 +120,7 @@ class TensorSpec:
 
 
 def find_batch(shape: tuple[Dim, ...], symbol: sympy.Symbol | None) -> tuple[Batch | None, bool]:
-    """Where the batch symbol stands in a shape, and whether it stands there in a way that cannot be sliced."""
+    """Where the rows are in a shape; and whether it is mixed: it has the batch symbol, but cannot be sliced by rows."""
     if symbol is None:
         return None, False
     found = [(i, d) for i, d in enumerate(shape) if not isinstance(d, int) and symbol in d.free_symbols]
@@ -135,16 +135,16 @@ def find_batch(shape: tuple[Dim, ...], symbol: sympy.Symbol | None) -> tuple[Bat
 
 @functools.lru_cache(maxsize=1024)
 def _multiple(size: sympy.Expr, symbol: sympy.Symbol) -> Dim | None:
-    """A size divided by the batch, where that is a whole number or an expression of other sizes that is one."""
+    """A size divided by the batch size, if that is an integer or an integer expression of other sizes; None otherwise."""
     multiple = sympy.simplify(size / symbol)
     if multiple.is_Integer:
         return int(multiple) if multiple > 0 else None
     of_others = multiple.is_integer and multiple.free_symbols and symbol not in multiple.free_symbols
-    return multiple if of_others else None  # rows of a length that is a symbol as well, in one dimension
+    return multiple if of_others else None  # for example rows of symbolic length, flattened into one dimension
 
 
 def rows_at(batch: Batch | None, bindings: Bindings) -> Batch | None:
-    """Where the rows stand at these sizes; `bindings` need not have the size of the batch."""
+    """Where the rows are at these sizes. `bindings` does not need the batch size."""
     return (
         batch if batch is None or isinstance(batch.multiple, int) else replace(batch, multiple=evaluate(batch.multiple, bindings))
     )

@@ -1,1 +1,1 @@
-"""From a block to machine code: two ATen graphs, their random draws, Inductor, and what is kept of all that."""
+"""From a block to machine code: two ATen graphs, their random draws, Inductor, and the stores of traces and code."""

@@ -1,4 +1,4 @@
-"""Lowered blocks: code for all sizes that its guards hold for, code at one size, and the store of all codes of a process."""
+"""Lowered blocks: code for all sizes for which its guards hold, code at one size, and the store of a process's codes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .widening import storages_of
 class Traced:
     """The ATen graph of a block, before it is compiled. Its operands are symbolic sizes, tensors and random draws.
 
-    `draws`, `seeded` and `present` are those of `Lowered`, `taken` is the memory that its operations take (see `lifetimes`). A graph from
-    disk has values at its operands alone (see `with_values`).
+    `draws`, `seeded` and `present` have the meaning that they have in `Lowered`. `taken` is the memory that its operations
+    allocate (see `lifetimes`). In a graph from disk, only operands have values (see `with_values`).
     """
 
     graph: fx.GraphModule
@@ -35,7 +35,7 @@ class Traced:
 
     @functools.cached_property
     def read(self) -> tuple[bool, ...]:
-        """For each operand that is a tensor, whether anything reads it: backward needs no table to differentiate a lookup."""
+        """For each operand that is a tensor, whether an operation reads it: backward of a lookup needs no table."""
         operands = self.graph.graph.find_nodes(op="placeholder")
         return tuple(bool(node.users) for node in operands if isinstance(node.meta["val"], torch.Tensor))
 
@@ -45,7 +45,7 @@ class Lowered:
     """A block at one size. `run` executes it, with flat sequences of tensors.
 
     draws    random draws to append to the operands, in the order of forward's operations
-    workspace_bytes   most bytes that its operations hold at once beside the operands, where each runs by itself
+    workspace_bytes   the most bytes that its operations hold at once besides the operands, if no operations are fused
     """
 
     traced: Traced
@@ -65,7 +65,7 @@ class Lowered:
 
     @property
     def present(self) -> tuple[bool, ...]:
-        """Which outputs (backward: gradients of operands) there are; `run` returns just those."""
+        """For each output (backward: gradient of an operand), whether it exists; `run` returns only existing ones."""
         return self.traced.present
 
     @property
@@ -73,20 +73,20 @@ class Lowered:
         return self.seeded or bool(self.draws)
 
     def unread(self, count: int) -> frozenset[int]:
-        """Those of the first operands, by position, that nothing reads: their entries may be anything."""
+        """The positions among the first `count` operands that no operation reads: their contents do not matter."""
         return frozenset(i for i, is_read in enumerate(self.traced.read[:count]) if not is_read)
 
 
 @dataclass(frozen=True, eq=False)
 class Code:
-    """A lowered block for all sizes that its guards hold for; `run` takes the operands of the graph that was traced."""
+    """A lowered block for all sizes for which its guards hold; `run` takes the operands of the traced graph."""
 
     traced: Traced
     run: Callable[..., Sequence[torch.Tensor]]
     guards: Guards
 
     def at(self, sizes: Sequence[int]) -> Lowered:
-        """The code at sizes for which its guards hold."""
+        """The code at these sizes, for which its guards must hold."""
         bindings, traced = dict(zip(self.guards.symbols, sizes, strict=True)), self.traced
         run = functools.partial(self.run, *sizes) if self.guards.symbolic else self.run
         draws = tuple(draw.at(bindings) for draw in traced.draws)
@@ -94,7 +94,7 @@ class Code:
 
 
 def with_values(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, with the values of all nodes that its operands have values for."""
+    """The same graph. Nodes without a fake value in `meta["val"]` get one, computed from the operands' values."""
     operands = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     mode = detect_fake_mode(operands)
     if mode is not None and any(node.op == "call_function" and "val" not in node.meta for node in module.graph.nodes):
@@ -103,7 +103,7 @@ def with_values(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def lifetimes(graph: fx.Graph) -> tuple[tuple[Dim, int, int], ...]:
-    """Of all memory that an ATen graph's operations take: bytes, the operation that takes it, the last one that reads it."""
+    """For each storage that a node of an ATen graph allocates: bytes, position of the node, position of the last reader."""
     size: dict[int, Dim] = {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -117,7 +117,7 @@ def lifetimes(graph: fx.Graph) -> tuple[tuple[Dim, int, int], ...]:
 
 
 def most_bytes(taken: Sequence[tuple[Dim, int, int]], bindings: Bindings) -> int:
-    """Most bytes that are taken at once, each freed after its last reader."""
+    """The most bytes that are allocated at once, if each storage is freed after its last reader."""
     change = [0] * (max((last for _, _, last in taken), default=0) + 2)
     for size, first, last in taken:
         count = evaluate(size, bindings)
@@ -127,10 +127,10 @@ def most_bytes(taken: Sequence[tuple[Dim, int, int]], bindings: Bindings) -> int
 
 
 class Store:
-    """The codes of this process by form, the latest used last. At most `size` of them are kept."""
+    """The codes of this process by form, the most recently used form last. At most `size` codes are kept."""
 
     def __init__(self, size: int):
-        self._size, self._count = size, 0  # counted here: to go through the dictionary takes the hash of every form
+        self._size, self._count = size, 0  # a separate count: a walk over the dictionary would hash every form
         self._codes: OrderedDict[tuple, list[Code]] = OrderedDict()
 
     def find(self, key: tuple, sizes: Sequence[int]) -> Code | None:
@@ -149,7 +149,7 @@ class Store:
             self._count -= len(self._codes.popitem(last=False)[1])
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all codes."""
         self._codes.clear()
         self._count = 0
 

@@ -1,8 +1,8 @@
-"""Compile graphs for the host ahead of their use, the kernels of one while the next is lowered to kernels.
+"""Compile graphs for the host before they are used: kernels of one graph compile while the next graph is lowered.
 
-Inductor lowers a graph in Python, hands each kernel to a C++ compiler, which is a process, and waits for all kernels of
-the graph before it returns. Here it does not wait: `begin` returns with the kernels still being compiled, and
-`Begun.result` waits when the graph is needed. As many compilers run at once as Inductor has threads for them.
+Inductor lowers a graph in Python, passes each kernel to a C++ compiler (a process), and waits for all kernels of the graph
+before it returns. Here it does not wait: `begin` returns while the kernels are still being compiled, and `Begun.result` waits
+when the graph is needed. The number of compilers that run at once is the number of Inductor's compile threads.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Begun:
         _unfinished.append(self)
 
     def result(self) -> Callable:
-        """The compiled graph, once its kernels are there; raises what their compilation raised.
+        """Wait for the kernels, and return the compiled graph. Raises the error of their compilation.
 
-        Waits for the graphs that were begun before as well: Inductor gives two graphs of equal code the same kernels.
+        Also waits for all graphs that were begun earlier: Inductor uses the same kernels for two graphs with equal code.
         """
         while self in _unfinished:
             _unfinished[0]._finish()
@@ -56,7 +56,7 @@ class Begun:
         try:
             for wait in self._waits:
                 wait()
-        except Exception as error:  # noqa: BLE001 - raised for the one who asks for this graph
+        except Exception as error:  # noqa: BLE001 - raised by `result` of this graph
             self._error = error
 
 
@@ -64,7 +64,7 @@ _unfinished: list[Begun] = []  # in the order in which they were begun
 
 
 def begin(module: fx.GraphModule) -> Begun:
-    """Lower a functional ATen graph for the host to kernels, as `compile_graph` does, and have these compiled."""
+    """Lower a functional ATen graph for the host to kernels, as `compile_graph` does, and begin to compile these."""
     if (asking := vector_instructions.ask()) is not None:
         asking.join()
     with _without_waiting() as waits:
@@ -87,15 +87,15 @@ def _without_waiting() -> Iterator[list[Callable[[], None]]]:
 
 @functools.cache
 def _compilers() -> ThreadPoolExecutor:
-    """Threads that wait for C++ compilers, which leave the first processor to Python: it lowers the next graph."""
+    """Threads that wait for C++ compilers. Both have a lower priority than the Python thread, which lowers the next graph."""
     return ThreadPoolExecutor(get_compile_threads(), "l2l-compiler", initializer=give_way, initargs=(5,))
 
 
-os.register_at_fork(after_in_child=_compilers.cache_clear)  # a child has none of the threads
+os.register_at_fork(after_in_child=_compilers.cache_clear)  # a forked child does not have these threads
 
 
 def _wait_later() -> None:
-    """Make Inductor's waiting for kernels something that can be put off; until then, it hands over the kernels of a graph one by one."""
+    """Replace two functions of Inductor, so that within `_without_waiting` kernels are collected and not waited for."""
     wait, compiles = AsyncCompile._wait_futures, AsyncCompile.cpp_pybinding
 
     @functools.wraps(compiles)
@@ -134,14 +134,14 @@ class Progress:
         self._begun = 0.0
 
     def expect(self, count: int) -> None:
-        """So many graphs more are going to be compiled."""
+        """Add `count` to the number of graphs that will be compiled."""
         if self._done == self._total:
             self._total = self._done = 0
             self._begun = time.monotonic()
         self._total += count
 
     def step(self) -> None:
-        """A graph is compiled; it may be one that was not expected."""
+        """Count a compiled graph. Does nothing if all expected graphs are counted already."""
         if self._done == self._total:
             return
         self._done += 1

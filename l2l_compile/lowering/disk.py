@@ -1,10 +1,11 @@
-"""What a process has found out about blocks, kept on disk for the next one: traces and proofs, beside Inductor's cache.
+"""Keeps traces and proofs of blocks on disk for later processes, beside Inductor's cache.
 
-An entry lies under the digest of a key: everything that it depends on, the sources of this package and the version of
-PyTorch among them. A key that cannot be told from another process (an operator of the user's, whose code may change) has none.
+An entry is found by the digest of its key. The key has everything that the entry depends on, including the sources of this
+package and the version of PyTorch. A key without a name that is valid in every process has no entries: for example, one with
+a custom operator of the user, whose code may change.
 
-Entries are JSON with a checksum, written to a file of their own and moved into place. What is damaged is dropped and
-made again. Nothing in an entry is executed: `disk_traces` rebuilds graphs of PyTorch's own operators, and of no others.
+Entries are JSON with a checksum, written to a temporary file and then moved into place. A damaged entry is dropped and made
+again. Nothing in an entry is executed: `disk_traces` rebuilds graphs of PyTorch's own operators only.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ _MODULES = ("torch", "operator", "_operator", "math", "builtins")
 
 
 class Untold(Exception):
-    """A key, or an entry, with something in it that another process may not know by name."""
+    """A key or an entry has a part that another process may not know by name."""
 
 
 def in_use() -> bool:
-    """Whether anything is kept: not with `L2L_CACHE=0`, and not where Inductor's caches are switched off."""
+    """Whether entries are kept on disk: not with `L2L_CACHE=0`, and not if Inductor's caches are switched off."""
     return os.environ.get("L2L_CACHE", "1") != "0" and config.fx_graph_cache and not config.force_disable_caches
 
 
 def digest(key: Any) -> str | None:
-    """The name of a key's entries; None for a key that cannot be told, or if nothing is kept."""
+    """The digest under which a key's entries are; None for a key without a name in other processes, or if nothing is kept."""
     if not in_use():
         return None
     try:
@@ -53,7 +54,7 @@ def digest(key: Any) -> str | None:
 
 
 def read(name: str) -> Iterator[tuple[Any, Callable[[str], None]]]:
-    """The entries under a digest. Each comes with a function that drops it, for the one who finds that it cannot be right."""
+    """The entries under a digest. Each comes with a function that deletes it, for a caller that cannot use it."""
     folder = folder_of(name)
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         drop = functools.partial(_drop, path)
@@ -62,7 +63,7 @@ def read(name: str) -> Iterator[tuple[Any, Callable[[str], None]]]:
             if checksum != _checksum(text):
                 raise ValueError("its checksum is wrong")
             entry = json.loads(text)
-        except OSError as error:  # another user's, or gone: it may be right
+        except OSError as error:  # it is another user's, or deleted: it may be valid
             _log.debug("cannot read %s: %s", path, error)
             continue
         except ValueError as error:
@@ -72,13 +73,13 @@ def read(name: str) -> Iterator[tuple[Any, Callable[[str], None]]]:
 
 
 def write(name: str, entry: Any) -> None:
-    """Add an entry under a digest. A disk that cannot be written to costs nothing but the entry."""
+    """Add an entry under a digest. If the disk cannot be written to, only the entry is lost; no error is raised."""
     text = json.dumps(entry)
     put(name, f"{_checksum(text)[:16]}.json", f"{_checksum(text)}\n{text}".encode())
 
 
 def put(name: str, file: str, content: bytes) -> None:
-    """Put a file among the entries under a digest, whole or not at all."""
+    """Write a file among the entries under a digest, atomically."""
     folder = folder_of(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +98,7 @@ def _drop(path: Path, why: str) -> None:
 
 
 def folder_of(name: str) -> Path:
-    """Where the entries under a digest lie."""
+    """The folder of the entries under a digest."""
     return Path(cache_dir()) / "l2l_compile" / name[:2] / name
 
 
@@ -107,7 +108,7 @@ def _checksum(text: str) -> str:
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
-    """What decides how keys become entries: PyTorch, Python, and the sources of this package."""
+    """The versions that every entry depends on: PyTorch, Python, and the sources of this package."""
     text = hashlib.sha256()
     for path in sources():
         text.update(path.read_bytes())
@@ -115,14 +116,14 @@ def _versions() -> tuple[str, ...]:
 
 
 def sources() -> list[Path]:
-    """The files of this package, in a fixed order; its passes may lie elsewhere."""
+    """The files of this package, in a fixed order. Its passes may be in another folder."""
     packages = [importlib.import_module(name) for name in ("l2l_compile", "l2l_compile.passes")]
     folders = {Path(folder) for package in packages for folder in package.__path__}
     return sorted({path for folder in folders for path in folder.rglob("*.py")})
 
 
 def _told(value: Any) -> str:
-    """A text that is equal in another process for an equal value alone."""
+    """A text for a value. Texts of two processes are equal only if the values are equal. Raises `Untold`."""
     if isinstance(value, tuple):
         return f"({','.join(map(_told, value))})"
     if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype, torch.device, sympy.Symbol)):
@@ -133,7 +134,7 @@ def _told(value: Any) -> str:
 
 
 def target_name(target: Callable) -> str:
-    """The name by which every process knows a function of PyTorch or Python. Raises `Untold` for others."""
+    """The name of a function of PyTorch or Python, valid in every process. Raises `Untold` for other functions."""
     if isinstance(target, torch._ops.OpOverload):
         if target.namespace not in OPERATORS:
             raise Untold(f"the operator {target}")
@@ -141,7 +142,7 @@ def target_name(target: Callable) -> str:
     if isinstance(target, torch._ops.HigherOrderOperator) and type(target).__module__.split(".")[0] == "torch":
         return f"higher order {target.name()}"
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
-    name = name.removeprefix("_VariableFunctionsClass.")  # as functions of `torch` call themselves
+    name = name.removeprefix("_VariableFunctionsClass.")  # a part of the names of functions of `torch`
     if module.split(".")[0] not in _MODULES or _attribute(sys.modules.get(module), name) is not target:
         raise Untold(f"the function {target}")
     return f"{module}.{name}"

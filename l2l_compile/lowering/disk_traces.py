@@ -1,4 +1,4 @@
-"""ATen graphs of blocks, as entries of `disk`: nodes by name, PyTorch's own operators alone, sizes as expressions."""
+"""Stores ATen graphs of blocks as entries of `disk`: nodes by name, only PyTorch's own operators, sizes as expressions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _EXPRESSIONS = {
 
 
 def save(name: str, traced: Traced | None, sizes: Sizes) -> None:
-    """Keep a trace under a digest, for all sizes that are like these. What has no form on disk is not kept."""
+    """Keep a trace under a digest, for all sizes that meet the same conditions. A trace without a form on disk is not kept."""
     try:
         disk.write(name, _encoded(traced, sizes))
     except Untold as reason:
@@ -69,15 +69,15 @@ def save(name: str, traced: Traced | None, sizes: Sizes) -> None:
 
 
 def load(name: str, sizes: Sizes) -> tuple[bool, Traced | None]:
-    """A trace that is right for these sizes: whether there is one, and the trace.
+    """Find a trace that is valid for these sizes. Returns whether there is one, and the trace.
 
-    The conditions that PyTorch wrote down when it was made are written down again, in `sizes`.
+    The conditions that PyTorch recorded when the trace was made are recorded again, in `sizes`.
     """
     for entry, drop in disk.read(name):
         try:
             if sizes.decide([_from_expression(c, sizes.names) for c in entry["conditions"]]):
                 return True, _decoded(entry, sizes)
-        except Exception as error:  # noqa: BLE001 - of whatever kind, it cannot be used, and is made again
+        except Exception as error:  # noqa: BLE001 - with any error, the entry is unusable: it is made again
             drop(f"{type(error).__name__}: {error}")
     return False, None
 
@@ -165,7 +165,7 @@ def _from_graph(nodes: list, sizes: Sizes) -> fx.GraphModule:
 
 
 def _constant(value: Any) -> list:
-    """A small tensor that tracing has made."""
+    """A small constant tensor of a trace, as shape, dtype and content. Raises `Untold` for any other value."""
     if type(value) is not torch.Tensor or not is_host(value.device) or value.numel() > _LARGEST or value.requires_grad:
         raise Untold("a large constant in a graph")
     content = value.detach().contiguous().reshape(-1).view(torch.uint8).tolist() if value.numel() else []
@@ -214,7 +214,7 @@ def _from_target(name: str) -> Callable:
 
 
 def _argument(value: Any, number: dict[fx.Node, int]) -> Any:
-    """Numbers, texts and nothing are themselves; all else is a dictionary of one entry."""
+    """An argument as JSON: numbers, strings and None stay as they are, any other value becomes a dictionary of one entry."""
     if isinstance(value, fx.Node):
         return {"node": number[value]}
     if isinstance(value, (list, tuple)):
@@ -272,7 +272,7 @@ def _from_plain(kept: Any) -> Any:
 
 
 def _expression(dim: Dim | sympy.Basic, symbols: dict[sympy.Symbol, int]) -> Any:
-    """A number, or what is computed from which expressions; a symbol by its place."""
+    """A size as JSON: a number, a list of the operation and its operands, or a symbol by its position."""
     if isinstance(dim, (int, sympy.Integer)):
         return int(dim)
     if isinstance(dim, sympy.Symbol) and dim in symbols:
@@ -292,7 +292,7 @@ def _from_expression(kept: Any, symbols: Sequence[sympy.Symbol]) -> Any:
 
 
 def _identifier(name: str) -> str:
-    """A name as it may stand in the source that `torch.fx` writes for a graph, and executes."""
+    """The name, if it is an identifier: `torch.fx` writes it into Python source, and runs that. Raises `ValueError`."""
     if not name.isidentifier():
         raise ValueError(f"{name} is no identifier")
     return name

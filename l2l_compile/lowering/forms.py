@@ -1,7 +1,6 @@
-"""What a graph computes, as tuples that can be compared: names do not count, operations, constants and their types do.
+"""Forms of graphs: tuples that can be compared. Operations, constants and their types count; names do not.
 
-Two blocks of equal form are the same function of their operands, whatever model or capture they come from, so one
-lowering serves both.
+Two blocks of equal form are the same function of their operands, in any model or capture, so they can share one lowering.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _TOLD_BY_REPR = (
 
 @dataclass(frozen=True, eq=False)
 class _Same:
-    """Equal to itself alone; it keeps the object alive, so that no other one gets its address."""
+    """An object compared by identity. It keeps the object alive, so that no other object gets the same address."""
 
     value: object
 
@@ -51,12 +50,12 @@ class _Same:
 
 
 def constant_form(value: Any) -> tuple:
-    """The type and repr keep 1, 1.0, True, 0.0 and -0.0 apart; what the repr may not tell (an object, a tensor) is told by identity."""
+    """The form of a constant: type and repr, which keep 1, 1.0, True, 0.0 and -0.0 apart. Other objects count by identity."""
     return "const", type(value).__name__, repr(value) if isinstance(value, _TOLD_BY_REPR) else _Same(value)
 
 
 def argument_form(value: Any, node: Callable[[fx.Node], tuple]) -> tuple:
-    """An argument of an operation; `node` gives the form of a node in it."""
+    """The form of an argument of an operation; `node` gives the form of a node in it."""
     if isinstance(value, fx.Node):
         return node(value)
     if isinstance(value, (tuple, list)):
@@ -73,9 +72,9 @@ def _no_size(name: str) -> tuple:
 
 
 def graph_form(module: fx.GraphModule, size: Callable[[str], tuple] = _no_size) -> tuple:
-    """The form of a whole graph; `size` gives that of a `symbolic_size`, by its name.
+    """The form of a whole graph. `size` gives the form of a `symbolic_size`, by its name.
 
-    A tensor that the graph holds is told by its identity.
+    A tensor that the graph holds is compared by identity.
     """
     number: dict[fx.Node, int] = {}
 
@@ -102,7 +101,7 @@ def graph_form(module: fx.GraphModule, size: Callable[[str], tuple] = _no_size) 
 
 
 def block_form(block: Block, numbers: Bindings) -> BlockForm:
-    """The form of a block, with numbers in the place of some of its symbols; remembered by them."""
+    """The form of a block, with numbers in place of some of its symbols; cached by these numbers."""
     known = block.forms.get(key := tuple(numbers.items()))
     if known is None:
         known = block.forms[key] = present_form(block, numbers)
@@ -110,7 +109,7 @@ def block_form(block: Block, numbers: Bindings) -> BlockForm:
 
 
 def present_form(block: Block, numbers: Bindings) -> BlockForm:
-    """`block_form` of a block that the passes are not done with."""
+    """`block_form` without the cache, for a block that passes may still change."""
     return _Namer(numbers).form(block)
 
 

@@ -1,8 +1,8 @@
-"""Compile an ATen graph with Inductor, and keep out-of-range indices an error instead of the end of the process.
+"""Compile an ATen graph with Inductor so that an out-of-range index raises an error and does not end the process.
 
-Inductor's C++ kernels check indices inside of OpenMP regions, where a failed check terminates the process. On the
-host, look-ups therefore stay calls of PyTorch's own kernels: each is hidden from Inductor behind an operator of the
-same signature, so an out-of-range token raises the IndexError that it raises in eager.
+Inductor's C++ kernels check indices inside of OpenMP regions, where a failed check terminates the process. Therefore, on the
+host, look-ups remain calls of PyTorch's own kernels. Each is hidden from Inductor behind an operator of the same signature,
+so an out-of-range token raises the same IndexError as in eager.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _LIBRARY = torch.library.Library("l2l_compile", "DEF")
 
 
 def compile_graph(module: fx.GraphModule, device: torch.device) -> Callable:
-    """Inductor's compilation of a functional ATen graph, for operands like those that it was traced with.
+    """Compile a functional ATen graph with Inductor, for operands like the operands of its trace.
 
-    What it returns raises `LoweringError` for operands of other dtypes: Inductor's kernels would read their bytes as
-    those of the examples. (It checks sizes and strides itself.) Without CUDA graphs, whatever the user's configuration: their
-    next replay would overwrite results that still wait for a copy.
+    The compiled function raises `LoweringError` for operands of other dtypes: Inductor's kernels would read their bytes as the
+    traced dtypes. (Inductor checks sizes and strides itself.) CUDA graphs are off, even if the user turned them on: the next
+    replay would overwrite results that still wait for a copy.
     """
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     graph = fx.Graph()
@@ -62,7 +62,10 @@ def compile_graph(module: fx.GraphModule, device: torch.device) -> Callable:
 
 
 def reshape_where_needed(module: fx.GraphModule) -> None:
-    """Views copy where kernels lay their results out otherwise than tracing foresaw, unless something writes through them."""
+    """Turn `view` into `reshape`, which copies if a kernel's result has other strides than in the trace.
+
+    A view of memory that an operation writes into stays a `view`.
+    """
     written = {
         storage._cdata
         for node in module.graph.nodes
@@ -82,7 +85,7 @@ def _dtypes(operands: Sequence[int | torch.Tensor]) -> list[torch.dtype]:
 
 @functools.cache
 def _opaque(operator: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """An operator that does what `operator` does, and that no compiler knows."""
+    """An operator with the kernel and signature of `operator` that no compiler knows."""
     name = operator.name().replace("aten::", "").replace(".", "_")
     signature = str(operator._schema).split("(", 1)[1]
     _LIBRARY.define(f"{name}({signature}")

@@ -1,13 +1,14 @@
-"""Several kernels of one graph in one C++ file: to read the header and Python's takes longer than to compile a kernel.
+"""Puts several kernels of one graph into one C++ file: compiling the headers (Inductor's, Python's) takes longer than a kernel.
 
-Inductor gives each kernel for the host a file of its own. Here the kernels of a graph share a file. Long ones are dealt out to
-as many files as compilers run at once. A file has one function that Python calls, with the number of the kernel and the kernel's operands:
+Inductor writes a file for each kernel of the host. Here the kernels of a graph share a file. If they are long, they are divided
+among several files, at most one for each compiler that runs at the same time. A file has one function that Python calls, with
+the number of the kernel and the kernel's operands:
 
     namespace kernel_0 { void kernel(const float* in_ptr0, float* out_ptr0, const int64_t ks0) {...} }
     namespace kernel_1 { ... }
     extern "C" void kernel(const int64_t which, void* p0, void* p1, const int64_t n0) { switch (which) {...} }
 
-A number that no kernel has raises `RuntimeError`: Inductor's bindings turn C++ exceptions into Python's.
+A number without a kernel raises `RuntimeError`: Inductor's bindings turn C++ exceptions into Python exceptions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-# bytes of kernels whose compilation takes as long as the two headers and the linker, which every file pays for (0.7 s with g++ 12)
+# bytes of kernels that take as long to compile as the two headers and the linker, which every file needs (0.7 s with g++ 12)
 WORTH_A_FILE = 32_000
 _MACRO = re.compile(r"^\s*#(?!include|pragma)", re.MULTILINE)
 _HEAD = re.compile(r'\s*((?:#include [^\n]*\n\s*)+)extern "C"\s+(void\s+kernel\()')
@@ -25,9 +26,9 @@ _HEAD = re.compile(r'\s*((?:#include [^\n]*\n\s*)+)extern "C"\s+(void\s+kernel\(
 
 @dataclass(eq=False)
 class Kernel:
-    """A kernel as Inductor hands it over: the types of its operands, and its source.
+    """A kernel as Inductor passes it on: the types of its operands, and its source.
 
-    wait   waits for the compiler, and gives the kernel; None before its file is being compiled
+    wait   waits for the compiler, and returns the kernel; None until the compilation of its file has begun
     """
 
     types: Sequence[str]
@@ -41,17 +42,17 @@ class Kernel:
 
     @property
     def header(self) -> str | None:
-        """What it includes; None if it has to have a file of its own: its source or its operands are not as usual."""
+        """Its `#include` lines; None if it needs a file of its own because its source or its operands are unusual."""
         head = _HEAD.match(self.source)
         return head[1] if head is not None and self._has_usual_operands() and self._has_usual_source(head) else None
 
     def _has_usual_operands(self) -> bool:
-        """Whether there are tensors, and then whole numbers, and nothing else."""
+        """Whether the operands are tensors, at least one, followed by integers alone."""
         pointers, others = self.types[: self.pointers], self.types[self.pointers :]
         return len(pointers) > 0 and all(map(_is_pointer, pointers)) and all(kind.split()[-1] == "int64_t" for kind in others)
 
     def _has_usual_source(self, head: re.Match) -> bool:
-        """Whether behind what it includes there is one function, without further macros or headers."""
+        """Whether the source is its `#include` lines and then one function, without further macros or headers."""
         body = self.source[head.end() :]
         return self.source.count('extern "C"') == 1 and "#include" not in body and _MACRO.search(self.source) is None
 
@@ -64,7 +65,7 @@ class Kernel:
         return len(self.types) - self.pointers
 
     def in_namespace(self, name: str) -> str:
-        """Its source, without what it includes."""
+        """Its source in a namespace, without the `#include` lines."""
         body = _HEAD.sub(r"\2", self.source, count=1)
         return f"namespace {name} {{\n{body}\n}}\n"
 
@@ -74,12 +75,12 @@ def _is_pointer(kind: str) -> bool:
 
 
 def number_of_files(kernels: Sequence[Kernel], compilers: int) -> int:
-    """Into how many files to deal kernels out: one for a few short ones, at most one a compiler."""
+    """The number of files for these kernels: one for a few short kernels, at most one per compiler."""
     return min(compilers, 1 + sum(len(kernel.source) for kernel in kernels) // WORTH_A_FILE)
 
 
 def in_files(kernels: Sequence[Kernel], files: int) -> list[list[Kernel]]:
-    """Deal kernels out to about so many files of equal length; those that include other things are apart."""
+    """Divide kernels among about `files` files of equal length. Kernels with different `#include` lines are apart."""
     by_header: dict[str | None, list[Kernel]] = {None: []}
     for kernel in kernels:
         by_header.setdefault(kernel.header, []).append(kernel)
@@ -90,7 +91,7 @@ def in_files(kernels: Sequence[Kernel], files: int) -> list[list[Kernel]]:
 
 
 def _of_equal_length(kernels: Sequence[Kernel], files: int) -> list[list[Kernel]]:
-    """The longest first, each to the file that is shortest so far."""
+    """Assign the longest kernel first, each to the file that is shortest so far."""
     dealt: list[list[Kernel]] = [[] for _ in range(min(files, len(kernels)))]
     for kernel in sorted(kernels, key=lambda k: -len(k.source)):
         min(dealt, key=lambda file: sum(len(k.source) for k in file)).append(kernel)
@@ -98,7 +99,7 @@ def _of_equal_length(kernels: Sequence[Kernel], files: int) -> list[list[Kernel]
 
 
 def compile_file(kernels: Sequence[Kernel], compiles: Callable[[Sequence[str], str], Callable[[], Callable]]) -> None:
-    """Have a file of kernels compiled. `compiles(types, source)` is Inductor's function for one kernel, which does not wait."""
+    """Begin to compile a file of kernels. `compiles(types, source)` is Inductor's function for one kernel; it does not wait."""
     if len(kernels) == 1:
         kernels[0].wait = compiles(kernels[0].types, kernels[0].source)
         return
@@ -124,7 +125,7 @@ def _source(kernels: Sequence[Kernel], pointers: int, numbers: int) -> Iterator[
 
 
 def _one_of(load: Callable[[], Callable], which: int, kernel: Kernel, pointers: int, numbers: int) -> Callable:
-    """A kernel of a file as a function of its own operands."""
+    """One kernel of a file, as a function of its own operands alone."""
     run, own = load(), kernel.pointers
     if pointers == own and numbers == kernel.numbers:
         return functools.partial(run, which)

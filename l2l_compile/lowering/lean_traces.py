@@ -1,4 +1,4 @@
-"""Traces of `make_fx` without what takes long in them and leaves the graph as it is. An adapter to the private side of `torch.fx`."""
+"""Faster traces of `make_fx`: slow steps that do not change the graph are left out. An adapter to private `torch.fx`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..frontend.patches import replace
 from ..ir.values import Bindings, TensorSpec
 
 SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_mode: ContextVar[FakeTensorMode | None] = ContextVar("mode", default=None)  # of the trace that is under way
+_mode: ContextVar[FakeTensorMode | None] = ContextVar("mode", default=None)  # of the current trace
 _unpatched: ContextVar[bool] = ContextVar("unpatched", default=False)
 
 
 class TraceMode(FakeTensorMode):
-    """The fake tensors of a trace. Results are kept for the traces of other blocks where all sizes are numbers.
+    """The fake tensor mode of a trace. Results whose operands have only numbers as sizes are cached for traces of other blocks.
 
-    A result with symbols holds for its own trace alone: to keep it takes longer than to make it.
+    A result with symbols is valid in its own trace alone, and caching it takes longer than computing it.
     """
 
     def __init__(self, shape_env: Any):
@@ -44,7 +44,7 @@ class TraceMode(FakeTensorMode):
         return super()._cached_dispatch_impl(func, types, args, kwargs)
 
     def operands(self, specs: Sequence[TensorSpec], bindings: Bindings, device: torch.device) -> list[torch.Tensor]:
-        """Contiguous tensors of the specs' sizes. To call `torch.empty` within the mode would take ten times as long."""
+        """Contiguous tensors with the specs' sizes. Calls of `torch.empty` within the mode would take ten times as long."""
         with in_kernel_invocation_manager(self):
             meta = [torch.empty(spec.sizes(bindings), dtype=spec.dtype, device="meta") for spec in specs]
         return [FakeTensor(self, tensor, device) for tensor in meta]
@@ -56,13 +56,13 @@ def _is_symbolic(value: object) -> bool:
 
 @contextmanager
 def lean(mode: TraceMode) -> Iterator[None]:
-    """Within it, `make_fx` traces fake tensors of this mode as described above.
+    """Within it, `make_fx` traces fake tensors of this mode without slow steps (see the module's docstring).
 
-    Not for what Inductor traces: its rules for quantized tensors read `meta["tensor_meta"]`.
+    Not for traces of Inductor: its rules for quantized tensors read `meta["tensor_meta"]`.
     """
     token = _mode.set(mode)
     try:
-        with mode, modules_left_alone(), _use_lazy_graph_module(True):  # the Python code of a graph is written where it runs
+        with mode, modules_left_alone(), _use_lazy_graph_module(True):  # a graph's Python code is written where it runs
             yield
     finally:
         _mode.reset(token)
@@ -70,9 +70,9 @@ def lean(mode: TraceMode) -> Iterator[None]:
 
 @contextmanager
 def modules_left_alone() -> Iterator[None]:
-    """Within it, `make_fx` puts no other methods into `nn.Module`.
+    """Within it, `make_fx` does not patch the methods of `nn.Module`.
 
-    Its own change nothing, and Python forgets what it knows of the attributes of all modules.
+    Its patches change nothing here, but they invalidate Python's attribute caches for all modules.
     """
     token = _unpatched.set(True)
     try:
@@ -86,7 +86,7 @@ _new_patcher = _symbolic_trace._new_patcher
 
 
 def _metadata(value: torch.Tensor, *settings: bool) -> object:
-    """`meta["tensor_meta"]` of a node: in our traces nobody reads it beside `meta["val"]`, and it is a tenth of the time."""
+    """`meta["tensor_meta"]` of a node; None in our traces: they use `meta["val"]`, and it would take a tenth of the time."""
     mode = _mode.get()
     if mode is not None and getattr(value, "fake_mode", None) is mode:
         return None

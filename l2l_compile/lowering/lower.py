@@ -1,10 +1,10 @@
-"""Lower blocks to callables: trace, make randomness an operand, compile. A lowering is found before it is made.
+"""Lower blocks to callables: trace, turn random draws into operands, compile. A stored lowering is used if there is one.
 
 A lowered block is called with a flat list: weights, values, (for backward) gradients of outputs, random draws.
 
-A `Code` is made once a process for blocks of equal form, whatever program they are in. The sizes that are symbols in the
-captured graph are symbols in the code. It is right for all sizes that its guards hold for. Sizes of 0 and 1, by which much
-is decided, are always numbers. `Lowered` is a code at the sizes of one call.
+A `Code` is made once per process for all blocks of equal form, in any program. Sizes that are symbols in the captured graph are
+symbols in the code, which is valid for all sizes for which its guards hold. Sizes of 0 and 1 are always numbers, since many
+decisions depend on them. `Lowered` is a code at the sizes of one call.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .trace import settings_of_a_trace, trace_backward, trace_forward
 
 
 def _leave_out(module: fx.GraphModule, wanted: Sequence[bool]) -> bool:
-    """Keep only the wanted outputs and what they are computed from; whether that saves any computation."""
+    """Keep only the wanted outputs and the operations that they need. Returns whether this removes any computation."""
     graph, before = module.graph, _computations(module.graph)
     end = graph.output_node()
     (returned,) = arguments(end)
@@ -54,7 +54,7 @@ def _computations(graph: fx.Graph, besides: Sequence[Callable] = ()) -> int:
 
 
 def _only_moves(target: Callable) -> bool:
-    """Whether an operation gives what it reads: a view, a copy."""
+    """Whether an operation returns its operand without computing: a view or a copy."""
     if target in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default) or not isinstance(target, torch._ops.OpOverload):
         return True
     return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
@@ -63,16 +63,16 @@ def _only_moves(target: Callable) -> bool:
 one_at_a_time = threading.RLock()  # neither tracing nor Inductor can be used by two threads
 
 
-Request = tuple[Block, Bindings, str, tuple[bool, ...]]  # a block at sizes; "forward" or "backward", and what of it is wanted
+Request = tuple[Block, Bindings, str, tuple[bool, ...]]  # block, sizes, "forward" or "backward", wanted outputs
 
 
 @dataclass(frozen=True)
 class _Key:
-    """What tells a lowering.
+    """The key of a lowering.
 
     exact    the form of the block, and how it is lowered
-    values   the same, whatever has a gradient
-    sizes    values of its symbolic sizes; `symbols` are the block's own symbols for them
+    values   the same, with the form in which gradients do not count
+    sizes    the values of its symbolic sizes; `symbols` are the block's own symbols for them
     """
 
     exact: tuple
@@ -92,7 +92,7 @@ class _Waiting:
 
 
 class Lowering:
-    """Lowers blocks for a device, and remembers what they are at each size."""
+    """Lowers blocks for a device, and keeps the lowered block for each size."""
 
     def __init__(self, device: torch.device, block_compiler: str):
         self.device, self.block_compiler = device, block_compiler
@@ -101,7 +101,10 @@ class Lowering:
         self._progress = Progress()
 
     def forward(self, block: Block, bindings: Bindings, again: bool = False) -> Lowered:
-        """The block's forward at these sizes; `again` leaves out what an earlier micro-batch has made for all. Raises `LoweringError`."""
+        """The block's forward at these sizes. Raises `LoweringError`.
+
+        `again` leaves out the outputs that an earlier micro-batch has made for all micro-batches.
+        """
         return self._at(block, bindings, "forward", wanted_of(block, again))
 
     def backward(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]) -> Lowered:
@@ -109,7 +112,7 @@ class Lowering:
         return self._at(block, bindings, "backward", gradient_mask)
 
     def ahead(self, requests: Iterable[Request]) -> None:
-        """Begin to compile what is going to be asked for. What fails is left for the one who asks."""
+        """Begin to compile blocks that will be requested later. An error is not raised here, but by the later request."""
         if self.block_compiler == "eager" or not is_host(self.device):
             return
         with one_at_a_time, collection.rests():
@@ -132,7 +135,7 @@ class Lowering:
         return waiting
 
     def known(self, request: Request) -> Lowered | None:
-        """What a request was lowered to, None if it has not been."""
+        """The lowered block of an earlier request; None if the request has not been lowered."""
         block, bindings, which, wanted = request
         return self._done.get((block, which, wanted, *map(bindings.__getitem__, block.symbols)))
 
@@ -145,7 +148,7 @@ class Lowering:
         return done
 
     def _at_first(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Lowered:
-        """Lower a block at sizes that nobody has asked for."""
+        """Lower a block at sizes that are requested for the first time."""
         code, sizes = self._code(block, bindings, which, wanted)
         return code.at(sizes)
 
@@ -157,7 +160,7 @@ class Lowering:
     def _find(self, key: _Key, block: Block) -> Code | None:
         code = store.find(key.exact, key.sizes)
         if code is None and not any(spec.differentiable for spec in block.outputs):
-            code = store.find(key.values, key.sizes)  # evaluation runs what training has lowered
+            code = store.find(key.values, key.sizes)  # evaluation runs the code that training has lowered
         return code
 
     def _code(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> tuple[Code, tuple[int, ...]]:
@@ -196,7 +199,7 @@ class Lowering:
     def _known_or_traced(
         self, key: _Key, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]
     ) -> _Waiting | None:
-        """The graph, with symbolic sizes, from disk or traced; None as from `_traced`."""
+        """The graph with symbolic sizes, from disk or traced; None as in `_traced`."""
         sizes = Sizes(bindings, key.symbols)
         name = (
             disk.digest(("trace", key.exact, *kind_of(self.device).identity(self.device)))
@@ -213,7 +216,7 @@ class Lowering:
         return waiting
 
     def _traced(self, block: Block, sizes: Sizes, which: str, wanted: tuple[bool, ...]) -> _Waiting | None:
-        """The graph, traced; None if it would save nothing to leave out the outputs of forward that are not wanted."""
+        """Trace the graph. None if leaving out the unwanted outputs of forward would remove no computation."""
         if which == "backward":
             graph, present = trace_backward(block, sizes, self.device, wanted)
         else:
@@ -227,7 +230,7 @@ class Lowering:
         graph = waiting.traced.graph
         if self.block_compiler == "eager" or not _gains(graph, self.device):
             reshape_where_needed(graph)
-            _LazyGraphModule.force_recompile(graph)  # its Python code, once, and before threads run it
+            _LazyGraphModule.force_recompile(graph)  # generates its Python code once, before threads run it
             return Code(waiting.traced, graph, waiting.sizes.guards())
         run = self._inductor(waiting)
         return Code(waiting.traced, run, waiting.sizes.guards())
@@ -245,10 +248,10 @@ class Lowering:
 
 
 def _gains(module: fx.GraphModule, device: torch.device) -> bool:
-    """Whether a compiler could make a graph faster: it has two operations that may be fused. To try takes seconds."""
+    """Whether a compiler may make a graph faster: it has two operations that may be fused. A compilation takes seconds."""
     return _computations(module.graph, besides=LOOKUPS if is_host(device) else ()) > 1
 
 
 def wanted_of(block: Block, again: bool) -> tuple[bool, ...]:
-    """Which outputs a micro-batch makes; `again` leaves out those that an earlier one has made for all."""
+    """The mask of outputs that a micro-batch makes. `again` leaves out outputs that an earlier micro-batch has made for all."""
     return tuple(not (again and spec.computed_once) for spec in block.outputs)

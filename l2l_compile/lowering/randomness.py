@@ -1,10 +1,10 @@
-"""Random draws become operands of a block, so that recompute sees the very masks that forward saw.
+"""Turns random draws into operands of a block, so that recompute uses the same masks as forward.
 
-Every operation of an ATen graph that draws random numbers and can be given a generator is replaced by an operand; the
-executor draws it from a generator seeded by (step, segment, micro-batch, number of the draw). Forward and backward of
-a block trace the same operations in the same order, so draw number i is the same in both, even where dead-code
-elimination or the compiler drops or reorders other work. Attention kernels with dropout inside draw for themselves:
-for those the executor seeds the device's default generator before each call.
+Every operation of an ATen graph that draws random numbers and accepts a generator is replaced by an operand. The executor
+draws this operand from a generator that is seeded by (step, segment, micro-batch, number of the draw). Forward and backward
+of a block trace the same operations in the same order. Therefore draw number i is the same in both, even if dead-code
+elimination or the compiler drops or reorders other operations. Attention kernels with dropout inside draw random numbers
+themselves: for these, the executor seeds the device's default generator before each call.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ FILLS = ("bernoulli_", "uniform_", "normal_", "exponential_", "random_")
 
 @dataclass(frozen=True)
 class Draw:
-    """One random operand: an empty tensor of this shape, dtype and device, which its method `fill` fills, given `arguments`.
+    """One random operand: an empty tensor of this shape, dtype and device, filled by its method `fill` with `arguments`.
 
-    `number` is its place among the draws of the block.
+    `number` is its position among the draws of the block.
     """
 
     shape: tuple[Dim, ...]
@@ -42,30 +42,30 @@ class Draw:
 
     @classmethod
     def like(cls, node: fx.Node, fill: str, *arguments: int | float, dtype: torch.dtype | None = None) -> Draw:
-        """Of the shape and device of a node's value, and of its dtype unless another is given."""
+        """A draw with the shape and device of a node's value, and with its dtype unless `dtype` is given."""
         value = _value(node)
         return cls(tuple(map(dim_of, value.shape)), dtype or value.dtype, value.device, fill, arguments)
 
     def at(self, bindings: Bindings) -> Draw:
-        """With numbers for symbolic sizes."""
+        """The draw with numbers for symbolic sizes."""
         return replace(self, shape=tuple(evaluate(d, bindings) for d in self.shape))
 
     def make(self, generator: torch.Generator) -> torch.Tensor:
-        """Draw it; its sizes are numbers."""
+        """Draw the tensor. All sizes must be numbers."""
         empty = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         return getattr(empty, self.fill)(*self.arguments, generator=generator)
 
 
 def derived_seed(*numbers: int) -> int:
-    """A seed of 63 bits from numbers of 64: other numbers, or the same in another order, give an unrelated one."""
+    """A seed of 63 bits from numbers of 64 bits. Different numbers, or another order, give an unrelated seed."""
     digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}Q", *numbers), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def hoist_draws(module: fx.GraphModule) -> tuple[tuple[Draw, ...], bool]:
-    """Turn random operations of an ATen graph into operands; also says whether others remain.
+    """Turn random operations of an ATen graph into operands. Also returns whether other random operations remain.
 
-    The new placeholders stand behind the others, one per draw, in the order of `Draw`s returned.
+    The new placeholders follow the existing ones, one per draw, in the order of the returned `Draw`s.
     """
     graph, number, remain = module.graph, 0, False
     draws: list[Draw] = []
@@ -133,7 +133,7 @@ def _dropout_mask(node: fx.Node) -> Draw:
 
 
 def _bernoulli_of(node: fx.Node) -> Draw:
-    """bernoulli(p) with a tensor of probabilities: the uniform draws are hoisted, the comparison stays."""
+    """`bernoulli(p)` with a tensor of probabilities: the uniform draw becomes an operand, the comparison stays in the graph."""
     return Draw.like(node, "uniform_", dtype=torch.get_default_dtype())
 
 
@@ -193,7 +193,7 @@ _REWRITES: dict[object, Callable[[fx.Node], Draw]] = {
 
 
 def _substitute(graph: fx.Graph, node: fx.Node, operand: fx.Node) -> None:
-    """Put an operand in the place of a random operation. Draws that read its result find that result's description."""
+    """Replace a random operation by an operand. New nodes get a `meta["val"]`, which later draws that read them need."""
     described = {"val": _value(node)}
     with graph.inserting_before(node):
         if node.target is aten.native_dropout.default:

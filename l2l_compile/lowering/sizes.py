@@ -1,9 +1,9 @@
-"""Sizes that stay symbols while a block is traced and compiled, and the guards that this leaves behind.
+"""Sizes that stay symbolic while a block is traced and compiled, and the guards of the resulting code.
 
-A block is traced once for all sizes of its symbols: `Sizes.numbers` are PyTorch's symbolic integers, which stand for the
-sizes of the first call. Whatever PyTorch decides by a size on the way to code (a broadcast of 1, a window that applies
-beyond a length, the index type of a kernel) it writes down in its `ShapeEnv`; `Guards` are those conditions. Code is run at
-other sizes only where all of them hold.
+A block is traced once for all sizes of its symbols: `Sizes.numbers` are PyTorch's symbolic integers, which have the sizes of
+the first call as hints. When PyTorch makes a decision by a size (a broadcast of 1, a window that applies beyond a length, the
+index type of a kernel), it records the condition in its `ShapeEnv`. `Guards` has these conditions. The code runs at other
+sizes only if all of them hold.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..ir.values import Bindings, substitute
 
 
 class Sizes:
-    """The sizes that a block is traced with: `bindings`, of which `symbols` stay symbolic. Those are 2 or more there.
+    """The sizes that a block is traced with: `bindings`, of which `symbols` stay symbolic. Their values are 2 or more.
 
     `numbers` are the symbols as symbolic integers, in order.
     """
@@ -41,11 +41,11 @@ class Sizes:
 
     @property
     def names(self) -> tuple[sympy.Symbol, ...]:
-        """PyTorch's symbols behind the numbers, in order."""
+        """The symbols that PyTorch uses for `numbers`, in order."""
         return tuple(self._names)
 
     def decide(self, conditions: Sequence[sympy.Basic]) -> bool:
-        """Whether conditions on `names`, that another trace has left, hold at these sizes; if so, they are decided here as well."""
+        """Whether the conditions on `names` of an earlier trace hold at these sizes. If so, they become guards here."""
         hints = {name: self.bindings[symbol] for name, symbol in zip(self._names, self.symbols, strict=True)}
         if not all(substitute(condition, hints) == sympy.true for condition in conditions):
             return False
@@ -55,7 +55,7 @@ class Sizes:
         return True
 
     def guards(self) -> Guards:
-        """What has been decided by sizes so far."""
+        """The conditions of all decisions by sizes so far."""
         if self.environment is None:
             return Guards()
         conditions = tuple(guard.expr for guard in self.environment.guards)
@@ -63,7 +63,7 @@ class Sizes:
         return Guards(tuple(self._names), conditions, ranges, symbolic=True)
 
     def _number(self, environment: ShapeEnv, name: str, hint: int) -> int:
-        """A new symbolic integer, which stands wherever an int may."""
+        """A new symbolic integer. It can be used like an int."""
         source = ConstantSource(name)
         symbol = environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         self._names.append(symbol)
@@ -72,7 +72,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Guards:
-    """Conditions on the values of symbols, each of which has a range of its own; `symbolic` where they are operands of the code."""
+    """Conditions on the values of symbols, and a range for each symbol. `symbolic` if the symbols are operands of the code."""
 
     symbols: tuple[sympy.Symbol, ...] = ()
     conditions: tuple[sympy.Basic, ...] = ()
@@ -81,12 +81,12 @@ class Guards:
 
     @classmethod
     def exactly(cls, values: Sequence[int]) -> Guards:
-        """For code that was made with these numbers."""
+        """The guards of code that is valid for these numbers alone."""
         symbols = tuple(sympy.Symbol(f"n{i}") for i in range(len(values)))
         return cls(symbols, ranges=tuple(ValueRanges(value, value) for value in values))
 
     def hold(self, values: Sequence[int]) -> bool:
-        """Whether the code that these guards belong to is right for these values."""
+        """Whether the code with these guards is valid for these values."""
         if any(value not in allowed for value, allowed in zip(values, self.ranges, strict=True)):
             return False
         bindings = dict(zip(self.symbols, values, strict=True))

@@ -1,8 +1,8 @@
 """Trace a block into two ATen graphs: `forward`, and `backward` = recompute + gradients.
 
-Both are pure functions of their operands: operands that the block writes into are copied first, their new contents
-are further outputs, and no output shares memory with an operand or with another output. Every output is contiguous.
-Sizes that stay symbolic (`Sizes.symbols`) are whole numbers in front of the tensors.
+Both are pure functions of their operands. Operands that the block writes into are copied first, and their new contents
+are additional outputs. No output shares memory with an operand or with another output. Every output is contiguous.
+Sizes that stay symbolic (`Sizes.symbols`) are integer operands in front of the tensors.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def settings_of_a_trace() -> tuple:
 
 
 class _BlockInterpreter(fx.Interpreter):
-    """Runs a block's torch-level graph with numbers for symbolic sizes, and the device for every mention of the host.
+    """Runs a block's torch-level graph with numbers in place of symbolic sizes, and the device in place of the host.
 
-    What names no device is made on the device too (see `_interpret`).
+    Operations that name no device make their results on the device too (see `_interpret`).
     """
 
     def __init__(self, block: Block, bindings: Bindings, device: torch.device):
@@ -68,7 +68,7 @@ class _BlockInterpreter(fx.Interpreter):
         return self._there(super().call_method(target, self._move(args), self._move(kwargs)))
 
     def _there(self, result):
-        """What an operation makes on the host whatever it is told: `torch.Tensor([1.0])`, `x.type("torch.FloatTensor")`."""
+        """Move results to the device: `torch.Tensor([1.0])` and `x.type("torch.FloatTensor")` always make them on the host."""
         if is_host(self.device):
             return result
         return tree_map_only(torch.Tensor, lambda t: t.to(self.device) if is_host(t.device) else t, result)
@@ -84,7 +84,7 @@ class _BlockInterpreter(fx.Interpreter):
 
 
 class _Writes(TorchDispatchMode):
-    """Collects the storages that operators write into, by what their schemas say."""
+    """Collects the storages that operators write into, according to their schemas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,14 +101,14 @@ class _Writes(TorchDispatchMode):
 
 
 def _memory_of(value: object) -> set[int]:
-    """The identity of a tensor's memory, also of one that `torch.func` has wrapped; nothing for what has none."""
+    """The identity of a tensor's memory, also if `torch.func` has wrapped the tensor; empty for a value without memory."""
     while isinstance(value, torch.Tensor) and functorch.is_functorch_wrapped_tensor(value):
         value = functorch.get_unwrapped(value)
     return {value.untyped_storage()._cdata} if isinstance(value, torch.Tensor) and value.layout is torch.strided else set()
 
 
 class _Recorder(_BlockInterpreter):
-    """Notes which nodes write into memory that was there before them."""
+    """Notes the nodes that write into memory that existed before them."""
 
     def __init__(self, block: Block, bindings: Bindings, device: torch.device):
         super().__init__(block, bindings, device)
@@ -126,8 +126,8 @@ class _Recorder(_BlockInterpreter):
 def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, ...]]:
     """The forward graph at these sizes, for analysis only, and the indices of the operands that it writes into.
 
-    The graph's outputs are those of the block, then the new contents of the operands that it writes into. It writes into copies
-    of them; a block that writes into operands is traced again for that.
+    The graph's outputs are the outputs of the block, then the new contents of the operands that it writes into. The graph
+    writes into copies of these operands; a block with such operands is traced a second time, with copies.
     """
     module, mutated = _probe(block, bindings, ())
     return _probe(block, bindings, mutated) if mutated else (module, mutated)
@@ -150,9 +150,11 @@ def _probe(block: Block, bindings: Bindings, copied: Sequence[int]) -> tuple[fx.
 
 @dataclass
 class ProbedValues:
-    """What the operations of a block make: `graph` returns every tensor; `made_by` has the node of `Block.graph` behind each.
+    """The values that the operations of a block make.
 
-    writers   the nodes that write into what others have made, or into an operand
+    graph     an ATen graph that returns every tensor
+    made_by   for each of these tensors, the node of `Block.graph` that makes it
+    writers   the nodes that write into the result of an earlier node, or into an operand
     """
 
     graph: fx.Graph
@@ -188,7 +190,7 @@ def trace_forward(block: Block, sizes: Sizes, device: torch.device) -> fx.GraphM
     grad = any(spec.differentiable for spec in block.outputs)
 
     def forward(bindings, operands):
-        # with gradients as in backward: kernels that are chosen by them (attention) must be the same in recompute
+        # gradients enabled as in backward: attention chooses its kernel by that, and recompute must use the same kernel
         with torch.set_grad_enabled(grad):
             leaves = _leaves(block, operands) if grad else operands
             return tuple(_own([r.detach() for r in _run(block, bindings, device, leaves)], operands))
@@ -203,7 +205,8 @@ def trace_backward(
 ) -> tuple[fx.GraphModule, tuple[bool, ...]]:
     """ATen graph: (symbolic sizes, operands, gradients of the outputs in `gradient_mask`) -> the gradients that exist.
 
-    Also says, per operand, whether it has a gradient; the graph returns only those, in the order of the operands.
+    Also returns, for each operand, whether it has a gradient. The graph returns the gradients that exist, in the order of
+    operands.
     """
     count = len(block.operands)
     present: list[bool] = [False] * count
@@ -244,13 +247,13 @@ def trace_backward(
 
 def _interpret(block: Block, operands: Sequence[torch.Tensor], interpreter: _BlockInterpreter) -> list:
     device, enabled = interpreter.device, block.autocast is not None
-    made_there = nullcontext() if is_host(device) else device  # torch.arange(n) without a device means the host
+    made_there = nullcontext() if is_host(device) else device  # without a device, torch.arange(n) would be on the host
     with torch.autocast(device.type, dtype=block.autocast, enabled=enabled, cache_enabled=False), made_there:
         return list(interpreter.run(*operands))
 
 
 def _leaves(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Operands that record gradients, as wide as the block computes with them."""
+    """The operands as leaves that record gradients, in the dtypes in which the block computes with them."""
     return [
         o.detach().requires_grad_(spec.differentiable)
         for o, spec in zip(_in_compute_dtypes(block, operands), block.operands, strict=True)
@@ -266,9 +269,10 @@ def _in_compute_dtypes(block: Block, operands: Sequence[torch.Tensor]) -> list[t
 def _run(
     block: Block, bindings: Bindings, device: torch.device, operands: Sequence[torch.Tensor], to_border: bool = True
 ) -> list[torch.Tensor]:
-    """Outputs and new contents of mutated operands, in the dtypes of the border unless their gradients are wanted alone.
+    """The outputs and the new contents of mutated operands.
 
-    `operands` themselves stay as they were.
+    With `to_border`, they have the dtypes that go from block to block; without it, the dtypes of their gradients. `operands`
+    are not changed.
     """
     own = [o.clone() if i in block.mutated else o for i, o in enumerate(_in_compute_dtypes(block, operands))]
     outputs = _interpret(block, own, _BlockInterpreter(block, bindings, device))
@@ -284,7 +288,7 @@ def _run(
 
 
 def _own(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The results contiguous, each in memory of its own."""
+    """The results, made contiguous, each in memory of its own."""
     taken = {o.untyped_storage()._cdata for o in operands}
     owned = []
     for result in results:
@@ -309,8 +313,8 @@ def _trace(
     fake = TraceMode(sizes.environment)
     try:
         # the Python dispatcher turns operators whose schema hides a write (native_batch_norm) into ones that show it
-        anomaly = torch.autograd.set_detect_anomaly(False)  # it would look at values, and there are none
-        one_thread = torch.autograd.set_multithreading_enabled(False)  # a device's thread of autograd would not be traced
+        anomaly = torch.autograd.set_detect_anomaly(False)  # anomaly mode reads values, and fake tensors have none
+        one_thread = torch.autograd.set_multithreading_enabled(False)  # autograd's thread for a device would not be traced
         with anomaly, one_thread, unseen_by_saved_tensors_hooks(), lean(fake), enable_python_dispatcher():
             tensors = fake.operands(specs, sizes.with_symbols(sizes.numbers), device)
             module = with_room(make_fx(flat), *sizes.numbers, *tensors)
@@ -320,7 +324,7 @@ def _trace(
         raise LoweringError(f"{which} of {block.name} cannot be traced: {type(error).__name__}: {error}") from error
     finally:
         torch.set_grad_enabled(grad)
-        while functorch.get_dynamic_layer_stack_depth() > transforms:  # a failure inside of a vmap leaves it open
+        while functorch.get_dynamic_layer_stack_depth() > transforms:  # an error inside of a vmap leaves its layer on the stack
             functorch.pop_dynamic_layer_stack()
     _check_constants(block, module)
     _erase_aliases(module.graph)
@@ -332,9 +336,9 @@ def _trace(
 
 
 def _erase_aliases(graph: fx.Graph) -> None:
-    """One name for one tensor: nothing records gradients where the graph runs, so `detach` and `alias` give what they read.
+    """Erase `detach` and `alias`: nothing records gradients where the graph runs, so they return their operand.
 
-    Both names stay where an operation changes the sizes or strides of the tensor under one of them (`transpose_`).
+    They stay where an operation changes the sizes or strides of the operand or of the result in place (`transpose_`).
     """
     for target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
         for node in graph.find_nodes(op="call_function", target=target):
@@ -349,7 +353,7 @@ def _changes_view(node: fx.Node) -> bool:
 
 
 def _check_constants(block: Block, module: fx.GraphModule) -> None:
-    """Tensors that tracing made a constant must be real, or the graph could not run."""
+    """Give tensor constants of the graph their real values; raises `LoweringError` for a fake tensor without a value."""
     for node in module.graph.find_nodes(op="get_attr"):
         value = getattr(module, node.target, None)
         if isinstance(value, FakeTensor):

@@ -1,7 +1,7 @@
-"""Ask which vector instructions the C++ compiler can use: the best kind while Dynamo looks at a model, the others later.
+"""Find which vector instructions the C++ compiler supports: the best kind while Dynamo traces a model, the other kinds later.
 
-Inductor asks for all kinds, one after the other, at the first kernel: a compilation or more for each. It uses the first
-kind that is there, unless the user wants another one. What it hears is remembered, in the process and on disk.
+Inductor tests all kinds, one after the other, at the first kernel. Each test is one compilation or more. Inductor uses the
+first kind that is supported, unless the user wants another one. The results are kept in the process and on disk.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def ask() -> threading.Thread | None:
-    """Begin to look for the best kind. Inductor knows of no other one until `ask_for_the_others` has been called."""
+    """Begin to look for the best kind. Inductor knows no other kind until `ask_for_the_others` has been called."""
     chosen = torch._inductor.config.cpp.simdlen is not None or "ATEN_CPU_CAPABILITY" in os.environ
-    if chosen or platform.machine() not in ("x86_64", "AMD64"):  # Inductor chooses; on other machines there is one kind
+    if chosen or platform.machine() not in ("x86_64", "AMD64"):  # chosen by the user, or a machine with one kind
         return None
     return _in_background(_find_best)
 
 
 @functools.cache
 def ask_for_the_others() -> threading.Thread | None:
-    """Begin to look for all other kinds, for whoever wants one of them: kernels are not waiting for the compiler any more."""
+    """Begin to look for all other kinds, which a user may set. No kernel is waiting for the compiler at this time."""
     return _in_background(_find_all) if ask() is not None else None
 
 
@@ -50,7 +50,7 @@ def _try(work: Callable[[], None]) -> None:
 
 
 def _offered() -> list[cpu_vec_isa.VecISA]:
-    """The kinds that the processor has, the best one first; a kind is true if the compiler has it too."""
+    """The kinds that the processor supports, the best one first. `bool(kind)` tests whether the compiler supports it too."""
     found = cpu_vec_isa.x86_isa_checker()
     return [kind for kind in cpu_vec_isa.supported_vec_isa_list if all(word in found for word in str(kind).split())]
 

@@ -1,8 +1,8 @@
-"""Operands that cross a border in 16 bits are widened inside of a block: where they are narrowed again, neither happens.
+"""Removes pairs of casts: a block widens 16-bit operands, and often narrows them to the same dtype again.
 
-Under CMP every operation sees the dtypes that it would see under autocast with parameters in fp32. Most matrices are narrowed
-by autocast at once, to what they were; taking both casts out of the graph changes no bit. So does handing a gradient on in 16
-bits if it was computed in 16 bits and only widened at the end.
+Under CMP, every operation sees the dtypes that it would see under autocast with parameters in fp32. Autocast narrows most
+matrices immediately, back to the dtype of the operand. Removing both casts changes no bit. If a gradient is computed in 16 bits
+and only widened at the end, returning it in 16 bits changes no bit either.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..ir.fx_types import arguments, function_of, source_of
 
 aten = torch.ops.aten
 _SHORT = (torch.bfloat16, torch.float16)
-_VIEWS = (  # of dense memory, which a cast lays out as it was
+_VIEWS = (  # views of dense memory: a cast keeps its layout
     aten.t.default,
     aten.transpose.int,
     aten.permute.default,
@@ -30,7 +30,7 @@ _VIEWS = (  # of dense memory, which a cast lays out as it was
 
 
 def cancel_round_trips(module: fx.GraphModule) -> None:
-    """Read operands of 16 bits as they are where their widened copies, or views of those, are narrowed to the same again."""
+    """Replace a narrowed copy of a widened 16-bit operand, or of a view of it, by the operand or its view."""
     graph = module.graph
     kept = _written(graph) | _returned(graph)
     for operand in graph.find_nodes(op="placeholder"):
@@ -39,7 +39,7 @@ def cancel_round_trips(module: fx.GraphModule) -> None:
 
 
 def keep_results_narrow(module: fx.GraphModule, which: Sequence[int]) -> None:
-    """Results of these indices that are but widened copies of values in 16 bits are given as those values."""
+    """Return the 16-bit values in place of their widened copies, for the results with these indices."""
     graph, end = module.graph, module.graph.output_node()
     (returned,) = arguments(end)
     results = list(returned)
@@ -82,13 +82,13 @@ def _narrowed_again(graph: fx.Graph, short: fx.Node, kept: set[int]) -> None:
 
 
 def _call_on(source: fx.Node, step: fx.Node, before: fx.Node) -> fx.Node:
-    """An operation again, on another tensor."""
+    """The same operation as `step`, on the tensor `source`."""
     _, *options = arguments(step)
     return _call(before, function_of(step), (source, *options), step.kwargs)
 
 
 def _call(before: fx.Node, function: Callable, args: tuple, kwargs: dict) -> fx.Node:
-    """A new operation, whose first argument alone is a tensor."""
+    """A new operation before the node `before`. Only its first argument may be a tensor."""
     with before.graph.inserting_before(before):
         made = before.graph.call_function(function, args, kwargs)
     source, *options = args
@@ -114,7 +114,7 @@ def _value(node: fx.Node) -> FakeTensor:
 
 
 def storages_of(node: fx.Node) -> list[torch.UntypedStorage]:
-    """The memory of an ATen node's results; a sparse one has none of its own."""
+    """The storages of an ATen node's results. A sparse result has no storage of its own."""
     return [
         v.untyped_storage()
         for v in tree_leaves(node.meta.get("val"))
@@ -127,11 +127,11 @@ def _storages(node: fx.Node) -> set[int]:
 
 
 def _written(graph: fx.Graph) -> set[int]:
-    """Memory that operations write into."""
+    """The storages that operations write into."""
     writers = [n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable]
     return {storage for n in writers for read in n.all_input_nodes for storage in _storages(read)}
 
 
 def _returned(graph: fx.Graph) -> set[int]:
-    """Memory of results, which they share with no operand."""
+    """The storages of the graph's results, which share no memory with operands."""
     return {storage for node in graph.output_node().all_input_nodes for storage in _storages(node)}

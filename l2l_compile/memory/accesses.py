@@ -1,10 +1,10 @@
-"""Races by proof: every two accesses to one place, of which one writes, are ordered by what lanes and threads wait for.
+"""Race detection: if two accesses to one place include a write, the waits of lanes and threads must order them.
 
-A *place* is what is read and written as one: a value of the program, a weight slab, a buffer of the host, a parameter. The
-*actors* are the lanes of the device, the thread of the host, and the user, whose threads are one actor. Each piece of work has a
-vector clock: how much of every actor's work is sure to be done when it begins. Work that is given to a lane comes after all that
-its giver knows of; waiting for an event adds what the event knows. An access that another one does not know of is a race, also
-where the timing of this run was kind.
+A *place* is a unit of memory: a value of the program, a weight slab, a buffer of the host, or a parameter. The *actors* are the
+lanes of the device, the thread of the host, and the user, whose threads count as one actor. Each piece of work has a vector
+clock: for every actor, how much of its work is certainly done when this piece begins. Work given to a lane comes after all work
+that its giver knows of. Waiting for an event adds the clock of the event. An access is a race if its clock does not cover an
+earlier access to the same place, even if the two did not collide in this run.
 
 The check for one access is that of FastTrack (Flanagan and Freund, PLDI 2009).
 """
@@ -28,7 +28,7 @@ USER = "the caller's thread"
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """Who accessed a place, at which time of its clock, and for which node of the program."""
+    """An access to a place: the actor, the time on the actor's clock, and the node of the program."""
 
     actor: str
     time: int
@@ -36,7 +36,7 @@ class _Access:
 
 
 class Place:
-    """What is read and written as one, with its last write and the reads since."""
+    """A unit of memory, with its last write and the reads since then."""
 
     __slots__ = ("name", "read", "written")
 
@@ -48,14 +48,14 @@ class Place:
 
 @dataclass(slots=True)
 class Order:
-    """What is sure to be done when something is over."""
+    """A vector clock: the work that is certainly done at some point."""
 
     clock: Clock = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Running:
-    """A piece of work of an actor, and what it knows."""
+    """A piece of work of an actor, and its vector clock."""
 
     actor: str
     clock: Clock
@@ -63,13 +63,13 @@ class _Running:
 
 
 class HasPlace(Protocol):
-    """A value of a program."""
+    """A value of a program, with its place."""
 
     place: Place
 
 
 class Unwatched:
-    """Notes nothing."""
+    """The interface. Records nothing."""
 
     watches = False
 
@@ -77,28 +77,28 @@ class Unwatched:
         """The caller gives work for this node of a program from now on."""
 
     def give(self, actor: str, work: Work) -> tuple[Work, Order]:
-        """Work that is queued for an actor, which does it in order; and what is done when it is over."""
+        """Wrap work that is queued for an actor, which works in order. Also returns the order when it is done."""
         return work, _NOTHING
 
     def reached(self, actor: str) -> Order:
-        """What is done when an actor has done all that it was given so far."""
+        """The order when an actor has done all work that it received so far."""
         return _NOTHING
 
     def hold(self, actor: str, order: Order) -> None:
-        """What the actor is given from now on comes after this."""
+        """Work that the actor receives from now on comes after `order`."""
 
     def follow(self, order: Order) -> None:
-        """What the caller does from now on comes after this: it has waited for it."""
+        """Work of the caller from now on comes after `order`: the caller has waited for it."""
 
     def here(self) -> Order:
-        """What the caller has done, or knows to be done."""
+        """The order of all work that the caller has done, or knows to be done."""
         return _NOTHING
 
     def read(self, place: Place) -> None:
         """The caller reads a place. Raises `RaceError`."""
 
     def write(self, place: Place, knowing: Iterable[Order] = ()) -> None:
-        """The caller writes into a place, or frees it, and knows these orders besides. Raises `RaceError`."""
+        """The caller writes into a place, or frees it. It also comes after the orders `knowing`. Raises `RaceError`."""
 
     def read_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
         """`read`, for parameters and their copies on the wire."""
@@ -107,7 +107,7 @@ class Unwatched:
         """`write`, for parameters and their copies on the wire."""
 
     def around(self, reads: Iterable[HasPlace], writes: Iterable[HasPlace], work: Work) -> Work:
-        """Work that reads and writes the places of these values."""
+        """Wrap work that reads and writes the places of these values."""
         return work
 
 
@@ -122,8 +122,8 @@ class Accesses(Unwatched):
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._clocks: dict[str, Clock] = {}  # of what an actor is given next
-        self._learnt: dict[str, Clock] = {}  # what an actor has waited for while it was at work
+        self._clocks: dict[str, Clock] = {}  # of the work that an actor receives next
+        self._learnt: dict[str, Clock] = {}  # orders that an actor waited for during its work
         self._user = _Running(USER, {USER: 1}, "")
         self._thread = threading.local()
         self._parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -149,7 +149,7 @@ class Accesses(Unwatched):
             finally:
                 self._thread.running = None if before is self._user else before
 
-        return do, Order(running.clock)  # it learns more while it is done; after a failure, work may be dropped
+        return do, Order(running.clock)  # the clock grows while the work runs; after a failure, work may be dropped
 
     def reached(self, actor: str) -> Order:
         with self._lock:
@@ -172,7 +172,7 @@ class Accesses(Unwatched):
             running = self._running()
             order = Order(dict(running.clock))
             if running is self._user:
-                running.clock[USER] += 1  # what the user does from now on is not known to who knows this
+                running.clock[USER] += 1  # later work of the user is not part of this order
             return order
 
     def read(self, place: Place) -> None:

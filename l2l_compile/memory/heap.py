@@ -1,7 +1,7 @@
-"""Large tensors apart from the heap of the C library, and the heap no larger than what it holds.
+"""Keeps large tensors apart from the heap of the C library, and gives unused pages of the heap back.
 
-glibc keeps a buffer that is freed for the next of its size, but aligned buffers, as tensors are, do not fit into the
-hole that an equal one has left. Where tensors that stay are made between tensors that go, the heap grows by all of them.
+glibc keeps a freed buffer for the next buffer of its size. Tensors are aligned buffers, and these do not fit into the
+hole that an equal one has left. If tensors that stay are allocated between tensors that are freed, the heap grows by all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _guard = threading.Lock()
 
 @contextmanager
 def apart_from_the_heap(size: int = 1 << 16) -> Iterator[None]:
-    """Memory of at least `size` bytes that anybody allocates meanwhile is mapped from the system, and goes back to it.
+    """Context in which allocations of at least `size` bytes, by any thread, are mapped from the system, and go back to it.
 
     Does nothing where the C library is not glibc.
     """
@@ -39,7 +39,7 @@ def apart_from_the_heap(size: int = 1 << 16) -> Iterator[None]:
 
 
 def trim_the_heap() -> None:
-    """Give pages of the heap that hold nothing back to the system: about a millisecond where there are 50 MiB of them."""
+    """Give unused pages of the heap back to the system. Takes about a millisecond for 50 MiB of them."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

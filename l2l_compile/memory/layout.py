@@ -1,10 +1,10 @@
-"""Where tensors stand within one buffer."""
+"""Offsets of tensors within one buffer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_ALIGNMENT = 256  # bytes; what the caching allocator of CUDA gives, and enough for vectorised kernels
+_ALIGNMENT = 256  # bytes; as in CUDA's caching allocator, and enough for vectorised kernels
 
 
 def aligned(size: int) -> int:
@@ -13,7 +13,7 @@ def aligned(size: int) -> int:
 
 
 def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans of a buffer in bytes, in order; those between which there is only padding are one."""
+    """Spans of a buffer in bytes, in order. Neighbours with only padding between them are joined."""
     found: list[tuple[int, int]] = []
     for start, end in spans:
         if found and start - found[-1][1] < _ALIGNMENT:

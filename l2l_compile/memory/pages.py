@@ -1,8 +1,8 @@
 """Host memory in whole pages: where it comes from, and how much of it is page-locked for a device.
 
-Buffers are mapped from the system one by one and go back to it when their last tensor is gone: they neither fragment
-the heap of the C library nor are rounded up to powers of two, as buffers of PyTorch's pinned allocator are. A device
-that copies from host memory by itself has them page-locked in place.
+Buffers are mapped from the system one by one and go back to it when their last tensor is gone. So they do not fragment
+the heap of the C library, and are not rounded up to powers of two as buffers of PyTorch's pinned allocator are. For a
+device that copies asynchronously from host memory, they are page-locked in place.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..units import format_bytes
 from .accesses import UNWATCHED, Order, Place, Unwatched
 from .address import memory_of
 
-_WIDEST = 8  # times what a tensor needs: a buffer that is larger still waits for one of its own size
-_SLACK = 1.1  # times what was needed at once
+_WIDEST = 8  # times the bytes of a tensor: larger buffers are left for larger tensors
+_SLACK = 1.1  # times the most bytes that were needed at once
 
 
 def pages(size: int, purpose: str) -> torch.Tensor:
@@ -86,16 +86,16 @@ class PinnedMemory:
 
 
 def unlocked() -> PinnedMemory:
-    """Memory of which nothing is page-locked."""
+    """Host memory that is never page-locked."""
     return PinnedMemory(0, lambda address, size: None, lambda address: None)
 
 
 class Pool:
-    """Buffers for what comes from the device, used again for tensors of other shapes, up to eight times smaller than the buffer.
+    """Buffers for tensors from the device, used again for tensors of other shapes, up to eight times smaller than the buffer.
 
-    A buffer is free when its last tensor is gone and every copy out of it is done. Those that have been free for longest go
-    back to the system before the pool would hold more than 1.1 times what was needed at once: texts of every length take the
-    memory of the longest.
+    A buffer is free when its last tensor is gone and every copy out of it is done. Before the pool would hold more than 1.1
+    times the most bytes that were needed at once, the buffers that have been free for longest go back to the system. So
+    batches of texts of different lengths take the memory of the longest.
     """
 
     def __init__(self, memory: PinnedMemory, is_done: Callable[[Any], bool] = lambda event: True):
@@ -114,7 +114,7 @@ class Pool:
         return self.lease(size, purpose).tensor(0, shape, dtype) if size else torch.empty(shape, dtype=dtype)
 
     def lease(self, size: int, purpose: str) -> Lease:
-        """A buffer for several tensors, of which there is at least a byte."""
+        """A buffer for several tensors of together `size` bytes, at least one."""
         with self._guard:
             self._needed += size
             self._most_needed = max(self._most_needed, self._needed)
@@ -139,7 +139,7 @@ class Pool:
         return Lease.of(buffer, size, self)
 
     def reads(self, tensor: torch.Tensor, event: Any) -> None:
-        """A copy out of a tensor, if it is one of this pool, is done when the event has happened."""
+        """Note that a copy of a tensor is done when the event has happened. Ignored for tensors that are not of this pool."""
         buffer = self._buffer_of(tensor)
         if buffer is not None and event is not None:
             buffer.events.append(event)
@@ -149,7 +149,7 @@ class Pool:
         return self._leased.get(tensor.untyped_storage().data_ptr())
 
     def _take_free(self, size: int) -> _Buffer | None:
-        """The smallest free buffer of at least this size, unless it is far too large."""
+        """The smallest free buffer of at least this size, and at most eight times as large; None if there is none."""
         found = self._take_of_size(size)
         if found is None:
             larger = sorted(s for s in self._free if size < s <= _WIDEST * size)
@@ -164,7 +164,7 @@ class Pool:
         return None
 
     def _drop_free(self, bound: int) -> None:
-        """Give free buffers back to the system until the pool holds no more than so many bytes."""
+        """Give free buffers back to the system until the pool holds no more than `bound` bytes."""
         waiting = (
             sorted((b for buffers in self._free.values() for b in buffers), key=lambda b: b.since) if self.size > bound else []
         )
@@ -199,8 +199,8 @@ class _Buffer:
 
     size      in bytes; `address` is where it begins
     events    copies out of it, or into it, that were begun
-    since     when it was put back, in no unit
-    put_back  what was done then
+    since     when it was put back: a counter
+    put_back  the order of the work that was done then
     """
 
     def __init__(self, memory: torch.Tensor):
@@ -212,7 +212,7 @@ class _Buffer:
 
 
 class Lease(ctypes.Array):
-    """What tensors of the pool hold on to: memory that goes back to the pool when the last of them is gone."""
+    """A buffer in use. Its tensors keep the lease alive, and it goes back to the pool when the last of them is gone."""
 
     _type_, _length_ = ctypes.c_uint8, 0
     buffer: _Buffer
@@ -227,7 +227,7 @@ class Lease(ctypes.Array):
         return lease
 
     def tensor(self, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor with a storage of its own, some bytes into the buffer."""
+        """A tensor with a storage of its own, `offset` bytes into the buffer."""
         count = shape.numel()
         if count == 0:
             return torch.empty(shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What the page shows, as numbers and texts that JSON takes."""
+"""The content of the page, as numbers and texts for JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _US = 1e6
 
 
 def data_of(report: Any, timeline: Timeline | None, title: str) -> dict[str, Any]:
-    """The content of the page of a `Report`; `title` says where its timeline is from."""
+    """The content of the page of a `Report`. `title` says whether its timeline was measured or simulated."""
     programs, options = report.programs, report.options
     curves: dict[str, Any] = {}
     if timeline is not None:
@@ -73,7 +73,7 @@ def _segment(segment: Any, program: int) -> dict[str, Any]:
 
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
-    """Times in microseconds, of the lanes that have work; labels once, pieces with the number of theirs."""
+    """The pieces of the lanes that have work, in microseconds. Each label is listed once; pieces refer to labels by number."""
     at_work = {piece.lane for piece in timeline.pieces}
     lanes = [lane for lane in ORDER if lane in at_work]
     labels: dict[str, int] = {}
@@ -92,7 +92,7 @@ def _curve(curve: Curve) -> dict[str, Any]:
 
 
 def _options(report: Any) -> list[list[str]]:
-    """Each option with its value, and what another value would change."""
+    """Each option with its value, and the effect of another value."""
     options, changes = report.options, _changes(report.programs, report.options)
     shown = [f.name for f in fields(Options) if f.name not in ("optimizer", "passes", "device", "accumulate")]
     values = {name: str(getattr(options, name)) for name in shown}

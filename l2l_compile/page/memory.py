@@ -23,14 +23,14 @@ HOST = ("parameters", "optimizer state", "wires", GRADIENTS, STASHES)
 
 @dataclass
 class Curve:
-    """Bytes by kind, from each time on; seconds since the step began."""
+    """Bytes by kind over a step. `bytes[i]` holds from `times[i]` on, in seconds since the step began."""
 
     kinds: tuple[str, ...]
     times: list[float] = field(default_factory=list)
     bytes: list[list[int]] = field(default_factory=list)
 
     def add(self, time: float, held: Sequence[int]) -> None:
-        """The bytes from a time on; of several at one time, the most."""
+        """Add the bytes from a time on. Of several at the same time, the largest stay."""
         if self.times and self.times[-1] == time:
             if sum(held) > sum(self.bytes[-1]):
                 self.bytes[-1] = list(held)
@@ -40,7 +40,7 @@ class Curve:
 
 
 def device_curve(programs: Sequence[Program], options: Options, timeline: Timeline) -> Curve:
-    """Of the device. Raises `LoweringError` for a block that cannot be traced."""
+    """The curve of the device's memory. Raises `LoweringError` for a block that cannot be traced."""
     curve, clock = Curve(DEVICE), _Clock(timeline)
     curve.add(0.0, [0] * len(DEVICE))
     for program in programs:
@@ -50,11 +50,11 @@ def device_curve(programs: Sequence[Program], options: Options, timeline: Timeli
 
 
 def host_curve(programs: Sequence[Program], memory: HostMemory, options: Options, timeline: Timeline) -> Curve:
-    """Of the host. Gradients grow as they are pushed, and go where the option `update` says."""
+    """The curve of the host's memory. Gradients grow as they are pushed, up to the bytes that the option `update` needs."""
     curve, clock = Curve(HOST), _Clock(timeline)
     fixed = [memory.master, memory.optimizer_state or 0, memory.wire - memory.shared]
     pushed = sum(bytes_ for _, _, _, bytes_ in _pushes(programs)) or 1
-    waiting = memory.gradients if options.update == "in_forward" else 0  # of the step before
+    waiting = memory.gradients if options.update == "in_forward" else 0  # gradients of the step before
     arrived = stashes = 0
     fetched: set[int] = set()
     curve.add(0.0, [*fixed, waiting, 0])
@@ -97,7 +97,7 @@ def _bytes(node: fx.Node, program: Program) -> int:
 
 
 class _Clock:
-    """When nodes ran, by their labels; a node that no lane worked for ran when the one before it did."""
+    """The times at which nodes ran, by their labels. A node without work on a lane gets the time of the node before it."""
 
     def __init__(self, timeline: Timeline):
         self._times: dict[str, deque[float]] = defaultdict(deque)

@@ -22,5 +22,5 @@ def page_of(report: Any, timeline: Timeline | None, title: str) -> str:
 
 
 def frame_of(page: str, height: int = 900) -> str:
-    """A page within another one, such as a notebook."""
+    """A page embedded in another page, such as a notebook, as an iframe."""
     return f'<iframe srcdoc="{html.escape(page, quote=True)}" width="100%" height="{height}" style="border:0"></iframe>'

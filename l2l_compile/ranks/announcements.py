@@ -1,4 +1,4 @@
-"""What ranks tell each other before they do something together: a few whole numbers, the same for all if all is well."""
+"""Announcements: before a joint action, ranks exchange a few whole numbers. Numbers that differ show ranks out of step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.IntEnum):
-    """What a rank is about to do."""
+    """The kind of action that a rank is about to begin."""
 
     FORWARD = 1
     BACKWARD = 2
@@ -20,10 +20,10 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Path:
-    """What has to be alike on all ranks.
+    """The facts of an announcement, which must be equal on all ranks.
 
-    kind         what begins
-    collectives  the collectives that it consists of, one a line
+    kind         the action that begins
+    collectives  the collectives of the action, as text, one entry each
     forwards     how many forwards have begun so far
     steps        how many steps optimizers of divided parameters have taken
     train        whether a backward may follow
@@ -58,7 +58,7 @@ class Path:
 
 
 def number_of(content: bytes) -> int:
-    """A whole number of 64 bits that another content has not."""
+    """A 64-bit hash: contents that differ have different numbers."""
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
 
 
@@ -66,7 +66,7 @@ _SHOWN = 3  # collectives on each side of the first difference
 
 
 def difference(paths: Sequence[Path]) -> str:
-    """Who does what, and where the sequences of collectives part."""
+    """The text of the error: which action each rank begins, and where the sequences of collectives first differ."""
     members: dict[Path, list[int]] = {}
     for rank, path in enumerate(paths):
         members.setdefault(path, []).append(rank)
@@ -87,7 +87,7 @@ def difference(paths: Sequence[Path]) -> str:
 
 
 def _other_settings(members: Mapping[Path, Sequence[int]]) -> list[str]:
-    """Where ranks that have taken equally many steps have taken them with other numbers than rank 0."""
+    """Lines on ranks that have taken as many steps as rank 0, but with other optimizer settings."""
     first, *others = members.items()
     lines = []
     for path, ranks in others:

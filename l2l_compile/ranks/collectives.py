@@ -1,11 +1,12 @@
 """Collectives on tensors of the host and of devices: one adapter for the names of PyTorch 2.11 and 2.13.
 
-On the host, a collective is asynchronous and is polled: a rank that has failed releases those that wait for it.
+On the host, a collective is asynchronous and is polled. If a rank fails, the ranks that wait for it stop waiting.
 
-One thread at a time gives a collective. PyTorch's flight recorder notes the Python stack of each under a mutex (`PythonTraceback::gather`).
-There it drops stacks of earlier ones: a function that lives no more ends then, and what ends with it may let go of the GIL. A
-thread that takes the GIL and comes to the mutex waits forever, and so does the process. To give one never waits for other ranks'
-threads: on the host it is queued, and collectives of devices are given by one thread of each rank.
+Only one thread at a time issues a collective. PyTorch's flight recorder stores the Python stack of each collective under a
+mutex (`PythonTraceback::gather`). Under the same mutex it drops earlier stacks. That may free the last reference to a function,
+and a finalizer may release the GIL. If another thread then takes the GIL and waits for the mutex, the process hangs forever.
+Issuing a collective never waits for the threads of other ranks: on the host it is queued, and on devices one thread of each
+rank issues all.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _giving = threading.Lock()
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two looks at a collective
 
 Group = dist.ProcessGroup
-Finish = Callable[[dist.Work], object]  # waits for a collective of the host
+Finish = Callable[[dist.Work], object]  # waits for a collective on the host
 
 
 def own_store(prefix: str) -> dist.Store:
@@ -38,14 +39,14 @@ def own_store(prefix: str) -> dist.Store:
 
 
 def group_named(name: str) -> Group:
-    """The process group of a name (`group_name`). Raises `RuntimeError` if there is none."""
+    """The process group with this `group_name`. Raises `RuntimeError` if there is none."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str
 
 
 class BorrowedGroup:
-    """An attribute that is a process group, which torch.distributed keeps. It ends with `destroy_process_group`, and with it its threads.
+    """A descriptor that holds a process group by a weak reference: `destroy_process_group` can end the group and its threads.
 
-    Raises `L2LError` where it is read after that.
+    Reading the attribute after that raises `L2LError`.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -64,7 +65,7 @@ class BorrowedGroup:
 
 
 def finish(work: dist.Work, check: Callable[[], None], explain: Callable[[Exception], Exception]) -> None:
-    """Wait for a collective of the host. Raises what `check` raises, and what `explain` makes of the collective's own error."""
+    """Wait for a collective on the host. Errors of `check` pass through; `explain` converts an error of the collective."""
     pause = _SHORTEST
     while not work.is_completed():
         check()
@@ -77,7 +78,7 @@ def finish(work: dist.Work, check: Callable[[], None], explain: Callable[[Except
 
 
 def all_gather(whole: torch.Tensor, piece: torch.Tensor, group: Group, done: Finish) -> None:
-    """Fill a contiguous tensor with the pieces of all ranks, in their order; `piece` may be its own place in it."""
+    """Fill the contiguous tensor `whole` with the pieces of all ranks, in rank order; `piece` may be a view of `whole`."""
     if whole.device.type != "cpu":
         with _giving:
             _all_gather(whole, piece, group=group)
@@ -88,7 +89,7 @@ def all_gather(whole: torch.Tensor, piece: torch.Tensor, group: Group, done: Fin
 
 
 def all_gather_each(wholes: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], group: Group, done: Finish) -> None:
-    """As `all_gather` of each; all are on their way at the same time, so that hops are waited for once."""
+    """`all_gather` of several tensors. All are in flight at the same time, so the latency of the hops is paid once."""
     if not wholes:
         return
     if wholes[0].device.type != "cpu":
@@ -103,16 +104,16 @@ def all_gather_each(wholes: Sequence[torch.Tensor], pieces: Sequence[torch.Tenso
 
 
 def all_gather_in_one(wholes: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], group: Group) -> None:
-    """As `all_gather` of each: one launch of NCCL, into the places themselves."""
+    """`all_gather` of several tensors in one NCCL launch, without a copy: the results arrive in `wholes` directly."""
     with _giving, distributed_c10d._coalescing_manager(group):
         for whole, piece in zip(wholes, pieces, strict=True):
             _all_gather(whole.view(-1), piece.view(-1), group=group)
 
 
 def sum_to_owners(rows: torch.Tensor, group: Group, done: Finish) -> torch.Tensor:
-    """`rows[r]` is for rank r: the sum over all ranks of what is for this one.
+    """Reduce-scatter: `rows[r]` goes to rank r, and each rank returns the sum of the rows that were sent to it.
 
-    On the host, each rank adds up what it has received, in the order of ranks: the same bits in every run.
+    On the host, each rank adds the received rows in rank order, so every run gives the same bits.
     """
     if rows.device.type != "cpu":
         mine = torch.empty_like(rows[0])
@@ -127,7 +128,7 @@ def sum_to_owners(rows: torch.Tensor, group: Group, done: Finish) -> torch.Tenso
 
 
 def all_reduce(values: torch.Tensor, group: Group, done: Finish) -> None:
-    """A contiguous tensor becomes the sum of those of all ranks, the same bits on each."""
+    """Replace a contiguous tensor, in place, by its sum over all ranks, with the same bits on each rank."""
     if values.device.type != "cpu":
         with _giving:
             dist.all_reduce(values, group=group)
@@ -142,7 +143,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_order(parts: torch.Tensor) -> torch.Tensor:
-    """The sum of what each rank has, in the order of ranks."""
+    """The sum of `parts[r]` over ranks r, added in rank order."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part

@@ -1,6 +1,6 @@
-"""What a divided parameter is where it is read: a copy, gathered from all ranks, that refuses to be written to.
+"""Reading a divided parameter gives a `Gathered`: a copy of the whole parameter, gathered from all ranks, that refuses writes.
 
-Without it, `torch.nn.init.zeros_(module.weight)` would succeed and change nothing.
+With an ordinary tensor, `torch.nn.init.zeros_(module.weight)` would succeed and change nothing: it would write to the copy.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _WRITES = {"__setitem__", "__set__", "__delete__", *(f"__i{name}__" for name in 
 
 
 class Gathered(torch.Tensor):
-    """A whole parameter, or a view of it. Its gradient is that of the parameter: the rows of this rank.
+    """A copy of a whole parameter, or a view of the copy. Its `grad` is that of the divided parameter: the rows of this rank.
 
-    Operations that write to it raise `L2LError`; others give ordinary tensors.
+    Operations that write to it raise `L2LError`. A view of it is a `Gathered` too. Any other result is an ordinary tensor.
     """
 
     _parameter: torch.Tensor
@@ -51,7 +51,7 @@ class Gathered(torch.Tensor):
 
 
 def gathered(whole: torch.Tensor, parameter: torch.Tensor, name: str) -> Gathered:
-    """A whole tensor as that of a divided parameter."""
+    """The gathered tensor `whole` as a `Gathered` of the divided parameter `parameter`."""
     made = whole.as_subclass(Gathered)
     made._parameter, made._name = parameter, name
     return made
@@ -66,7 +66,7 @@ def _as_view_of(made: Any, read: Sequence[Gathered]) -> Any:
 
 
 def _written(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Gathered | None:
-    """What an operation would write to, if it was gathered."""
+    """The `Gathered` that an operation would write to; None if it writes to none."""
     name = func.__name__
     targets = [kwargs.get("out")]
     if name in _WRITES or name.endswith("_") and not name.endswith("__") or kwargs.get("inplace"):
@@ -75,6 +75,6 @@ def _written(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Gat
 
 
 def _called(func: Callable) -> str:
-    """An operation's name; that of an attribute, if it is set."""
+    """The name of an operation for the error text; for an assignment, the name of the attribute and "="."""
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     return f"{attribute} =" if func.__name__ == "__set__" else func.__name__

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pieces:
-    """A tensor of `shape` on `ranks` ranks: `Shard(0)` of DTensor, or the whole on each.
+    """A tensor of `shape` on `ranks` ranks: `Shard(0)` of DTensor, or with `replicated` the whole tensor on each rank.
 
-    Pieces have `rows` rows each. The last ones may have fewer or none, so pieces that are padded to `rows` and put one after another
-    begin with the tensor itself: `padded` is their shape together.
+    A piece has `rows` rows; the last pieces may have fewer or none. Pieces padded to `rows` and concatenated have the shape
+    `padded`. The concatenation begins with the tensor itself, and all padding is at its end.
     """
 
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class Pieces:
 
     @property
     def padded(self) -> tuple[int, ...]:
-        """The shape of all pieces, one after another, padding included; that of the tensor if each rank has it whole."""
+        """The shape of all pieces, concatenated, padding included. If each rank has the whole tensor, `shape`."""
         return self.shape if self.replicated else (self.rows * self.ranks, *self.shape[1:])
 
     @property

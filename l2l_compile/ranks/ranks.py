@@ -1,4 +1,4 @@
-"""The ranks among which a model is divided: their process groups, one for each thread that talks to the others."""
+"""The ranks among which a model is divided: their process groups, one for each thread that issues collectives."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from .collectives import BorrowedGroup, finish, own_store
 from .pieces import Pieces
 from .watch import Watch
 
-_TOLD = 4  # whole numbers beside a path
-# Bytes of the buffer in which gradients are summed (ZeRO's C_B, arXiv 1910.02054, section 6.2): a row of 2 MiB for each rank, which
-# takes a link longer than the latency of a hop, within bounds.
+_TOLD = 4  # whole numbers that an announcement carries beside its path
+# Bytes of the buffer in which gradients are summed (ZeRO's C_B, arXiv 1910.02054, section 6.2): a row of 2 MiB for each rank,
+# within bounds for the buffer. The transfer of such a row takes longer than the latency of a hop.
 _ROW_BYTES, _LEAST_REDUCED, _MOST_REDUCED = 2 << 20, 16 << 20, 128 << 20
 
 
 class Ranks:
-    """The ranks of a mesh. What is called together has to be called by all of them, in the same order.
+    """The ranks of a mesh. All of them must call each collective method, in the same order.
 
-    size, rank         among those that divide a model: the mesh, or its second dimension
-    replicas, replica  how many times the mesh has the whole model, and which of them this rank is in: the first dimension of
+    size, rank         how many ranks divide the model, and which one this is: the mesh, or its second dimension of two
+                       ("replicate", "shard"), or its first of ("dp", "tp")
+    replicas, replica  how many times the mesh has the whole model, and in which copy this rank is: the first dimension of
                        ("replicate", "shard")
-    parts, part        how many ranks share parallel layers, and which of them this one is: the second dimension of ("dp", "tp")
-    count, number      of all ranks of the mesh
+    parts, part        how many ranks share parallel layers, and which one this is: the second dimension of ("dp", "tp")
+    count, number      how many ranks the mesh has, and which one this is
 
-    Groups of their own, so that collectives of different threads cannot meet: weights and gradients (the lane `comm`), sums of
-    parallel layers (the lane `compute`), the thread that updates (`host`, and `replicas` for the same piece in all replicas), and the
-    caller (`control`). The groups of the mesh are the user's.
+    Each thread has process groups of its own, so that collectives of different threads cannot be mixed up: `device` for weights
+    and gradients (the lane `comm`), `sums` for sums of parallel layers (the lane `compute`), `host` for the thread that updates
+    (and `replica` for the same piece in all replicas), `control` for the caller. The groups of the mesh belong to the user.
     """
 
     replicas = parts = 1
@@ -48,7 +49,7 @@ class Ranks:
     _watch: Watch | None = None
 
     def __init__(self, mesh: DeviceMesh, parallel: DeviceMesh | None = None):
-        """`parallel` has two dimensions, the ranks of `mesh` along the first one and those of parallel layers along the second one."""
+        """`parallel` has two dimensions: the ranks of `mesh`, and the ranks that share parallel layers."""
         shards = shards_of(mesh)
         self.size, self.rank = shards.size(), shards.get_local_rank()
         self._made_for = weakref.ref(shards.get_group())
@@ -63,17 +64,17 @@ class Ranks:
             self.part_group = parallel.get_group(1)
             self.sums_group = own_group(self.part_group)
             members = parallel.mesh.flatten().tolist()
-        self.described = str(mesh)  # the mesh itself keeps its process groups
+        self.described = str(mesh)  # text, since the mesh itself would keep its process groups alive
         self.count, self.number = len(members), members.index(dist.get_rank())
         self.control_group, self.host_group = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
 
     def made_for(self, group: dist.ProcessGroup) -> bool:
-        """Whether these are the ranks of this process group, and not those of one before `torch.distributed` began anew."""
+        """Whether these ranks were made for this process group. False after `torch.distributed` was initialized again."""
         return self._made_for() is group
 
     @property
     def watch(self) -> Watch:
-        """Watches over the other ranks from the first use on."""
+        """The watch over the other ranks, which begins at the first use."""
         if self._watch is None:
             name = "/".join(map(str, dist.get_process_group_ranks(self.control_group)))
             self._watch = Watch(own_store(f"l2l/{name}"), self.number, self.count)
@@ -85,12 +86,12 @@ class Ranks:
         self.watch.check()
 
     def close(self) -> None:
-        """The process groups are gone."""
+        """End the watch: the process groups are gone."""
         if self._watch is not None:
             self._watch.close()
 
     def failed(self, error: BaseException) -> None:
-        """This rank has failed in the middle of something that all do together."""
+        """Tell the other ranks that this rank has failed within a joint action."""
         self.watch.tell(error)
 
     # ---- the caller ----------------------------------------------------------------------------------------------------
@@ -103,10 +104,10 @@ class Ranks:
         told: Sequence[int] = (),
         refuse: Callable[[list[list[int]]], None] | None = None,
     ) -> list[list[int]]:
-        """Begin something together; what each rank tells beside it, up to four whole numbers.
+        """Announce an action that all ranks begin. Returns the numbers `told` of each rank: four, filled up with zeros.
 
-        Raises `RankError` on every rank if one of them begins something else; before that, what `refuse` raises, which looks at the
-        numbers if all ranks begin something of this kind.
+        Every rank raises `RankError` if the announced actions differ. Before that, if all ranks announce this `kind`, `refuse`
+        is called with these numbers, and may raise.
         """
         path = Path(kind, collectives, self.forwards, self.steps, train, self.settings)
         numbers = path.numbers()
@@ -127,16 +128,16 @@ class Ranks:
         return tell
 
     def sum_on_host(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks, in float64 and in their order: the same bits on each (host lane)."""
+        """Sums of `values` over all ranks, in float64 and in rank order, so with the same bits on each rank (host lane)."""
         mine = torch.tensor(values, dtype=torch.float64)
         gathered = mine.new_empty((self.count, *mine.shape))
         exchange.all_gather(gathered, mine, self.host_group, self.finish)
         return exchange.in_order(gathered).tolist()
 
     def average_replicas(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Gradients of this rank's pieces become their means over the replicas, the same bits in each (host lane).
+        """Replace gradients of this rank's pieces by their means over the replicas, with the same bits in each (host lane).
 
-        They go through a buffer of bounded size, in float32 at least.
+        The means are computed in a buffer of bounded size, in at least float32.
         """
         for gradient in gradients:
             if gradient is not None:
@@ -147,18 +148,18 @@ class Ranks:
                     part.copy_(exchange.in_order(gathered) / self.replicas)
 
     def finish(self, work: dist.Work) -> None:
-        """Wait for a collective of the host. Raises `RankError` if a rank has failed."""
+        """Wait for a collective on the host. Raises `RankError` if a rank has failed."""
         finish(work, self.check, self.watch.explain)
 
     # ---- the lane comm -------------------------------------------------------------------------------------------------
 
     def gather(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Complete contiguous tensors, of each of which each rank has filled its own piece, all together."""
+        """Complete contiguous tensors in place, all together. Each rank has filled its own piece of each tensor."""
         filled = [whole for whole in wholes if whole.numel()]
         self._all_gather_each(filled, [whole.view(self.size, -1)[self.rank] for whole in filled])
 
     def gather_rows(self, own: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
-        """The rows of all ranks along a dimension, of which each has `rows[rank]`."""
+        """The rows of all ranks, concatenated along `dim`; rank r has `rows[r]` rows."""
         mine = own.movedim(dim, 0)
         padded = mine.new_zeros((max(rows), *mine.shape[1:]))
         padded[: len(mine)] = mine
@@ -168,7 +169,7 @@ class Ranks:
         return torch.cat(parts).movedim(0, dim).contiguous()
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, the same bits on each, in float32 at least."""
+        """The sum over all ranks, computed in at least float32, with the same bits on each rank."""
         wide = part.to(torch.promote_types(part.dtype, torch.float32))
         return self._sum_everywhere(wide).to(part.dtype)
 
@@ -185,13 +186,13 @@ class Ranks:
         return exchange.sum_to_owners(rows, self.device_group, self.finish)
 
     def _sum_everywhere(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, the same bits on each: every rank gathers all, and adds up in the order of ranks."""
+        """The sum over all ranks. Every rank gathers all values and adds them in rank order, so each rank has the same bits."""
         gathered = values.new_empty((self.size, *values.shape))
         self._all_gather(gathered, values.contiguous())
         return exchange.in_order(gathered)
 
     def own_pieces(self, gradients: Sequence[torch.Tensor | None], pieces: Sequence[Pieces | None]) -> list[torch.Tensor | None]:
-        """What belongs to this rank of gradients that are the same on all; copies."""
+        """Copies of this rank's pieces of gradients that are equal on all ranks."""
         found: list[torch.Tensor | None] = []
         for gradient, piece in zip(gradients, pieces, strict=True):
             mine = gradient
@@ -204,9 +205,9 @@ class Ranks:
     def sum_pieces(
         self, gradients: Sequence[torch.Tensor | None], pieces: Sequence[Pieces | None], mean: bool
     ) -> list[torch.Tensor | None]:
-        """The sum over all ranks of each gradient, or the mean, as far as it belongs to this rank, in float32 at least.
+        """This rank's piece of the sum (with `mean`, of the mean) of each gradient over all ranks, in at least float32.
 
-        Gradients go through a buffer of bounded size. Where one rank lacks a gradient, all do: they run the same program.
+        Gradients go through a buffer of bounded size. If one rank lacks a gradient, all do: they run the same program.
         """
         there = [(g, p) for g, p in zip(gradients, pieces, strict=True) if g is not None and p is not None]
         found: dict[int, torch.Tensor] = {}
@@ -219,7 +220,7 @@ class Ranks:
         return [g / self.size if mean and g is not None else g for g in result]
 
     def _sum_shared(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        """Of parameters that every rank has whole."""
+        """Sums of gradients of parameters that every rank has whole, by `id` of the gradient."""
         if not gradients:
             return {}
         joined = torch.cat([g.reshape(-1).to(dtype) for g in gradients])
@@ -228,7 +229,10 @@ class Ranks:
         return {id(g): part.view(g.shape) for g, part in zip(gradients, parts, strict=True)}
 
     def _sum_divided(self, gradients: Sequence[tuple[torch.Tensor, Pieces]], dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        """The pieces of all gradients, one after another, are a row for each rank; the buffer takes a range of columns at a time."""
+        """This rank's pieces of the sums of gradients of divided parameters, by `id` of the gradient.
+
+        The gradients form a matrix: row r is the pieces of rank r, concatenated. The buffer takes some columns at a time.
+        """
         total = sum(p.entries for _, p in gradients)
         if not total:
             return {id(g): g.new_empty(p.shape_of(self.rank), dtype=dtype) for g, p in gradients}
@@ -248,10 +252,10 @@ class Ranks:
         return found
 
     def _fill(self, columns: torch.Tensor, first: int, gradients: Sequence[tuple[torch.Tensor, Pieces]]) -> None:
-        """Put the entries of each rank's row, from `first` on, into the buffer; padding is zero.
+        """Copy the columns of the matrix, from `first` on, into the buffer; padding is zero.
 
-        All rows that a gradient fills are one copy, and the one that it fills in part is another: on a device, a copy for each rank
-        would take longer to be launched than to run.
+        The rows that a gradient fills completely take one copy, and the row that it fills in part takes another. On a device,
+        one copy for each rank would take longer to launch than to run.
         """
         start, end = 0, first + columns.shape[1]
         columns.zero_()
@@ -269,27 +273,27 @@ class Ranks:
 
 
 def _reduced_entries(ranks: int, dtype: torch.dtype) -> int:
-    """Of a gradient that each of so many ranks puts into the buffer of a reduction at a time, for each of them."""
+    """How many entries of `dtype` a row of the buffer of a reduction has: the buffer has a row for each rank."""
     return max(1, min(max(_ROW_BYTES * ranks, _LEAST_REDUCED), _MOST_REDUCED) // (ranks * dtype.itemsize))
 
 
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of the same ranks; to be called by all of them."""
+    """A new process group of the same ranks. All of them must call this."""
     return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
 
 
 def numbers_of(values: Sequence[float]) -> list[int]:
-    """Numbers in float64 as whole numbers with the same bits, to be told."""
+    """Numbers in float64 as whole numbers with the same bits, for an announcement."""
     return torch.tensor(values, dtype=torch.float64).view(torch.int64).tolist()
 
 
 def floats_of(numbers: Sequence[int]) -> list[float]:
-    """What `numbers_of` was given."""
+    """The inverse of `numbers_of`."""
     return torch.tensor(numbers, dtype=torch.int64).view(torch.float64).tolist()
 
 
 def replicates(mesh: DeviceMesh) -> bool:
-    """Whether the first dimension of a mesh repeats the model that the second one divides: ("replicate", "shard"), by their names."""
+    """Whether a mesh has two dimensions whose names end in "replicate" (copies of the model) and "shard" (its pieces)."""
     names = mesh.mesh_dim_names
     return mesh.ndim == 2 and names is not None and names[0].endswith("replicate") and names[1].endswith("shard")
 
@@ -303,16 +307,16 @@ def shards_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 _known: dict[DeviceMesh, Ranks] = {}
-# Those that have begun something last, by the group of those that share parallel layers.
+# The `Ranks` that made the last announcement, by the process group of the ranks that share parallel layers.
 _begun: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
 
 
 def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None = None) -> Ranks:
-    """The ranks of a mesh. Raises `L2LError` if `shard` has made none for it, or has made them without its ranks of parallel layers."""
+    """The ranks of a mesh; `make` makes them if needed. Raises `L2LError` for none, or for another number of parallel ranks."""
     known = _known.get(mesh)
     if make and (known is None or not known.made_for(shards_of(mesh).get_group())):
         if known is not None:
-            del _known[mesh]  # with the mesh of before, which is equal, and keeps its process groups
+            del _known[mesh]  # also drops the key, an earlier mesh that compares equal and keeps its process groups alive
             known.close()
         known = _known[mesh] = Ranks(mesh, parallel)
     elif known is not None and parallel is not None and known.parts != parallel.size(1):
@@ -326,14 +330,14 @@ def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None =
 
 
 def sums_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, exchange.Finish]:
-    """Where those who share parallel layers sum, by the group of their mesh, and how they wait for it: one of them may fail."""
+    """For the group of a mesh of parallel layers: the group in which its ranks sum, and a wait that ends if a rank fails."""
     ranks = _begun.get(group)
-    return (ranks.sums_group, ranks.finish) if ranks is not None else (group, dist.Work.wait)  # one rank alone tells nobody
+    return (ranks.sums_group, ranks.finish) if ranks is not None else (group, dist.Work.wait)  # a rank alone announces nothing
 
 
 @contextmanager
 def standing_in(others: Mapping[DeviceMesh, Ranks]) -> Iterator[None]:
-    """Within it, these are the ranks of their meshes."""
+    """A context in which `others` replace the ranks of their meshes."""
     before = {mesh: _known[mesh] for mesh in others}
     _known.update(others)
     try:
@@ -348,7 +352,7 @@ def is_known(mesh: DeviceMesh) -> bool:
 
 
 def parts_of(mesh: DeviceMesh) -> int:
-    """How many ranks share parallel layers of the models that `shard` has divided among the ranks of a mesh; 0 if it has not."""
+    """How many ranks share parallel layers, for models that `shard` has divided over a mesh; 0 if there are none."""
     known = _known.get(mesh)
     return known.parts if known is not None and known.made_for(shards_of(mesh).get_group()) else 0
 

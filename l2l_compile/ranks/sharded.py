@@ -1,11 +1,11 @@
 """Parameters that are divided among ranks: host `DTensor`s, `Shard(0)`. The adapter to DTensor.
 
-`shard` gives the modules of a model class properties, as torchtitan's simple_fsdp does: who reads `module.weight` reads
+`shard` gives the modules of a model class properties, as torchtitan's simple_fsdp does. Reading `module.weight` then evaluates
 
     self._parameters["weight"].redistribute(Replicate()).to_local()
 
-Dynamo captures the two calls, and capture takes them away again (`frontend/shards.py`): a program gathers weights layer by layer. A
-model that runs uncompiled gathers each weight when it is read, and its gradients become the mean over the ranks.
+Dynamo captures the two calls, and capture removes them again (`frontend/shards.py`): a program gathers weights layer by layer.
+A model that runs uncompiled gathers each weight when it is read, and its gradients become the mean over the ranks.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .sharing import ranks_sharing
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Divide the parameters of a model among the ranks of a mesh, each in `ceil(rows / ranks)` rows; the same model.
+    """Divide the parameters of a model among the ranks of a mesh, in pieces of `ceil(rows / ranks)` rows. Returns the model.
 
-    To be called by all ranks, before the optimizer is made from `model.parameters()` and before `torch.compile`. Every rank keeps
-    its own rows of the values that rank 0 has; a model on the meta device stays there, and `to_empty(device="cpu")` then makes its
-    pieces alone. Parameters without dimensions are whole on every rank, and so are buffers. Shared parameters stay shared.
+    All ranks must call this, before the optimizer is made from `model.parameters()` and before `torch.compile`. Every rank
+    keeps its own rows of the values that rank 0 has. A model on the meta device stays there, and `to_empty(device="cpu")` then
+    allocates only the pieces. Parameters without dimensions and buffers are whole on every rank. Shared parameters stay shared.
 
-    With a mesh of the dimensions ("replicate", "shard"), also with a prefix as in "dp_replicate", parameters are divided along the
-    second one, and the gradients of a piece are averaged along the first one, on the host. With another mesh of two dimensions, as
-    ("dp", "tp"), parameters are divided along the first one; layers that `parallelize_module` has divided along the second one are
-    divided along both.
+    With a mesh of the dimensions ("replicate", "shard"), also with a prefix as in "dp_replicate", parameters are divided along
+    the second dimension. The gradients of a piece are averaged along the first dimension, on the host. With another mesh of two
+    dimensions, such as ("dp", "tp"), parameters are divided along the first one. Layers that `parallelize_module` has divided
+    along the second dimension are divided along both.
 
-    Raises `L2LError` for another mesh, for a second dimension that neither divides parameters nor has parallel layers, for a parameter
-    that is not on the host, for one that is divided already, and for one of a parallel layer that the ranks cannot divide evenly.
+    Raises `L2LError` for any other mesh, for a second dimension that neither divides parameters nor has parallel layers, and
+    for parameters that are not on the host, that are divided already, or whose part of a parallel layer has indivisible rows.
     """
     _check_mesh(mesh)
     for name, whole in model.named_parameters():
@@ -70,7 +70,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """`load_state_dict` of whole tensors, which every rank has, loads the rows of this rank. Raises `L2LError` for parallel layers."""
+    """Replace whole tensors in a state_dict, which every rank has, by this rank's rows. `L2LError` for parallel layers."""
     for name, parameter in module._parameters.items():
         whole = state_dict.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(whole, torch.Tensor) and not isinstance(whole, DTensor):
@@ -89,7 +89,7 @@ _REPLACED = "_l2l_replaced"  # an attribute of parameters that `shard` has taken
 
 
 def _data(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh over which a parameter is laid that is not of a parallel layer."""
+    """The mesh of parameters outside of parallel layers: for ("dp", "tp") its first dimension, else the whole mesh."""
     return mesh if mesh.ndim == 1 or replicates(mesh) else mesh[_names(mesh)[0]]
 
 
@@ -100,13 +100,13 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 @functools.cache
 def count_steps() -> None:
-    """From now on, every step of an optimizer of divided parameters is counted: ranks compare the counts."""
+    """From now on, count every step of an optimizer of divided parameters. Ranks compare the counts."""
     register_optimizer_step_pre_hook(_refuse_parameters_of_before)
     register_optimizer_step_post_hook(_counted)
 
 
 def _refuse_parameters_of_before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raise `L2LError` for an optimizer that was made before `shard`: it would update what is no part of the model any more."""
+    """Raise `L2LError` for an optimizer that was made before `shard`: its parameters are no longer part of the model."""
     replaced = sum(hasattr(p, _REPLACED) for group in optimizer.param_groups for p in group["params"])
     if replaced:
         raise L2LError(
@@ -154,7 +154,7 @@ def _check(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> None:
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
-    """Raise `L2LError` for what is no mesh that can divide a model."""
+    """Raise `L2LError` if `mesh` is not a mesh that can divide a model."""
     if not isinstance(mesh, DeviceMesh):
         raise L2LError(f"l2l_compile.shard takes a DeviceMesh, as init_device_mesh('cpu', (ranks,)) makes it, got {mesh!r}")
     if mesh.ndim > 2 or mesh.ndim == 2 and not mesh.mesh_dim_names:
@@ -164,9 +164,9 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 
 
 def _check_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise `L2LError` if nothing is parallel along the second dimension: its ranks would train on rows that nobody averages.
+    """Raise `L2LError` if no layer is parallel along the second dimension: nothing would average gradients over its ranks.
 
-    A model beside one of parallel layers has nothing parallel, and takes the mesh of both behind it.
+    A model without parallel layers may take the mesh after another model, which has some, was divided over it.
     """
     if any(_is_of_this_parallel_layer(p, mesh) for p in model.parameters()) or parts_of(_data(mesh)):
         return
@@ -193,7 +193,7 @@ def _divided_twice(parameter: DTensor, mesh: DeviceMesh) -> nn.Parameter:
     """This rank's rows of its part of a parallel layer's parameter."""
     (placement,), data, part = parameter.placements, _data(mesh), parameter.to_local().detach()
     rows: Shard | _StridedShard = Shard(0)
-    if placement.is_shard(0):  # the parts of the second dimension are cut into rows: rank (0, 1) is not behind rank (0, 0)
+    if placement.is_shard(0):  # the rows of each part are divided: the piece of rank (0, 1) does not follow that of rank (0, 0)
         rows = _StridedShard(0, split_factor=parameter.device_mesh.size())
     piece = distribute_tensor(part, data, [Shard(0)]).to_local()
     shape = parameter.shape
@@ -207,7 +207,7 @@ def _divided_twice(parameter: DTensor, mesh: DeviceMesh) -> nn.Parameter:
 def _reading_whole(
     kind: type[nn.Module], names: tuple[str, ...], dims: int, parallel: tuple[tuple[str, DeviceMesh], ...]
 ) -> type[nn.Module]:
-    """A class with the name of a module's class, whose attributes are whole parameters."""
+    """A subclass of a module's class, with the same name. Reading the attributes `names` gives whole parameters."""
     properties: dict[str, Any] = {name: property(functools.partial(_whole, name=name, dims=dims)) for name in names}
     for name, mesh in parallel:
         tensor = mesh[_names(mesh)[1]]
@@ -222,12 +222,12 @@ def _whole(module: nn.Module, name: str, dims: int) -> Any:
         return parameter
     whole = parameter.redistribute(placements=[Replicate()] * dims).to_local(grad_placements=[Partial("avg")] * dims)
     if torch.compiler.is_compiling():
-        return whole  # the two calls alone: they are what a program gathers
+        return whole  # capture recognizes the two calls, and makes a gather of them
     return gathered(whole, parameter, f"the '{name}' of a {type(module).__name__}")
 
 
 def _whole_part(module: nn.Module, name: str, data: DeviceMesh, tensor: DeviceMesh) -> Any:
-    """What a parallel layer had before it was divided: a `DTensor` along the second dimension of the mesh."""
+    """A parameter of a parallel layer as it was before `shard`: a `DTensor` along the second dimension of the mesh."""
     parameter = module._parameters[name]
     if not isinstance(parameter, DTensor):
         return parameter
@@ -238,7 +238,7 @@ def _whole_part(module: nn.Module, name: str, data: DeviceMesh, tensor: DeviceMe
 
 
 def _shape_of_part(parameter: DTensor) -> torch.Size:
-    """The shape of what a rank of the second dimension has of a parameter."""
+    """The shape of the part of a parameter that a rank of the second dimension has, before `shard` divides its rows."""
     sizes, placement = list(parameter.shape), parameter.placements[1]
     if placement.is_shard():
         sizes[placement.dim] //= parameter.device_mesh.size(1)  # type: ignore[attr-defined]
@@ -246,12 +246,12 @@ def _shape_of_part(parameter: DTensor) -> torch.Size:
 
 
 def is_divided_twice(tensor: torch.Tensor) -> bool:
-    """Whether `shard` has divided what was a part of a parallel layer's parameter."""
+    """Whether a tensor is divided twice: by `parallelize_module`, and then by `shard`."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 2 and not replicates(tensor.device_mesh)
 
 
 def is_split_by_a_parallel_layer(tensor: torch.Tensor) -> bool:
-    """Whether the ranks that share a parallel layer have different parts of a parameter, and not the same one."""
+    """Whether the ranks that share a parallel layer have different parts of a parameter; False if each has the whole."""
     return isinstance(tensor, DTensor) and is_divided_twice(tensor) and tensor.placements[1].is_shard()
 
 
@@ -261,7 +261,7 @@ def is_divided(tensor: Any) -> TypeGuard[DTensor]:
 
 
 def is_of_a_parallel_layer(tensor: Any) -> TypeGuard[DTensor]:
-    """Whether a tensor is a `DTensor` of a mesh that `shard` has not seen: `parallelize_module` makes those."""
+    """Whether a tensor is a `DTensor` on a mesh that `shard` was not called with, as `parallelize_module` makes them."""
     if not isinstance(tensor, DTensor):
         return False
     mesh = tensor.device_mesh
@@ -281,17 +281,17 @@ def pieces_of(tensor: DTensor) -> Pieces:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The piece of this rank, the same object in every call; a tensor that is not divided as it is."""
+    """This rank's piece of a divided tensor, the same object in every call. Any other tensor is returned as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def attributes(parameter: torch.Tensor) -> dict[str, Any]:
-    """What somebody has set on a parameter."""
-    return {name: value for name, value in parameter.__dict__.items() if name != "_is_param"}  # which is DTensor's
+    """The Python attributes that user code has set on a parameter."""
+    return {name: value for name, value in parameter.__dict__.items() if name != "_is_param"}  # which DTensor sets
 
 
 def divided_as(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor of which this is the piece of this rank, divided as a parameter is; the piece itself if that is not divided."""
+    """A `DTensor` divided as `parameter` is, with `piece` as its local piece; `piece` itself if `parameter` is not divided."""
     if not isinstance(parameter, DTensor):
         return piece
     shape = parameter.shape
@@ -301,7 +301,7 @@ def divided_as(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def whole_of_rank_0(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor that every rank has whole, divided as a parameter is; the values are those of rank 0."""
+    """Divide a tensor, which every rank has whole, as `parameter` is divided. The values are taken from rank 0."""
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else whole
 
 

@@ -1,4 +1,4 @@
-"""The ranks that share the parallel layers of a model that `shard` has not divided: they run the same rows, and step by themselves."""
+"""The ranks that share parallel layers of a model that `shard` has not divided: all run the same rows, and each steps alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .ranks import Ranks, own_group
 
 
 class Sharing(Ranks):
-    """The ranks of the mesh of `parallelize_module`. They compare what they begin; their parameters are divided by that mesh alone."""
+    """The ranks of the mesh of `parallelize_module`. They announce their actions; only that mesh divides their parameters."""
 
     divides = False
 
@@ -25,7 +25,7 @@ class Sharing(Ranks):
         self._met = False
 
     def announce(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """As that of `Ranks`. The first one makes the group in which ranks tell: a program is made without the other ranks."""
+        """As `Ranks.announce`. The first call makes the process groups, since compilation may not wait for other ranks."""
         if not self._met:
             self.control_group, self.sums_group = own_group(self.part_group), own_group(self.part_group)
             self._met = True
@@ -37,12 +37,12 @@ _known: dict[DeviceMesh, Sharing] = {}
 
 def ranks_sharing(mesh: DeviceMesh) -> Ranks:
     """The ranks of the mesh of a parallel layer."""
-    # The group of the mesh itself may be from before torch.distributed has begun anew.
+    # The mesh may hold a group of an earlier initialization of torch.distributed, so the group is found by its name.
     group = group_named(mesh.get_group().group_name)
     known = _known.get(mesh)
     if known is None or not known.made_for(group):
         if known is not None:
-            del _known[mesh]  # with the mesh of before, which is equal, and keeps its process groups
+            del _known[mesh]  # also drops the key, an earlier mesh that compares equal and keeps its process groups alive
             known.close()
         known = _known[mesh] = Sharing(mesh, group)
     return known

@@ -1,11 +1,11 @@
-"""Two operations of tensor parallel layers: a sum over ranks whose gradient is not summed, and the other way round.
+"""Two operations of tensor parallel layers: one sums over ranks in forward only, the other sums gradients in backward only.
 
 They are the operators g and f of Megatron-LM (arXiv 1909.08053, section 3). Both run on the lane `compute`, inside of blocks:
 
     sum_over_ranks(part, group)  -> the sum, in memory of its own
 
-On the host, PyTorch's own `_c10d_functional.all_reduce` cannot be left before the timeout of its group. This operator is polled, so a
-rank that has failed releases those that wait for it.
+On the host, PyTorch's own `_c10d_functional.all_reduce` cannot be interrupted before the timeout of its group. This operator is
+polled: if a rank fails, the ranks that wait for it stop waiting.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class _SumGradients(torch.autograd.Function):
 
 
 def sum_over(part: torch.Tensor, group: str) -> torch.Tensor:
-    """The sum over the ranks of a process group, by its name; each rank's part has the gradient of the sum."""
+    """The sum of `part` over the ranks of the process group named `group`. Each part gets the gradient of the sum."""
     return _SumOver.apply(part, group)
 
 
 def sum_gradients(same: torch.Tensor, group: str) -> torch.Tensor:
-    """A value that is the same on all ranks, and of which each computes another part: its gradient is the sum of theirs."""
+    """The identity, for a value that is the same on all ranks. Its gradient is summed over the ranks of `group`."""
     return _SumGradients.apply(same, group)

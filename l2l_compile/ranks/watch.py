@@ -1,7 +1,7 @@
-"""Watches over the other ranks: one that has failed, ended or does not answer releases those that wait for it.
+"""Watches the other ranks. If a rank fails, ends or does not answer, the ranks that wait for it raise `RankError`.
 
-Ranks meet in the store of `torch.distributed`. A thread of each sets a number there twice a second, and looks at those of the others
-and at the note that a rank leaves when it fails.
+Ranks communicate through the store of `torch.distributed`. Twice a second, a thread of each rank writes a counter there. The
+thread also reads the counters of the other ranks, and the note that a rank leaves when it fails.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import Any
 
 from ..errors import RankError
 
-BEAT = 0.5  # seconds between two looks
-PATIENCE = 6.0  # seconds without an answer after which a rank counts as gone
-LATE = 30.0  # seconds for which a rank waits for one that lives before it says so
-GRACE = 2.0  # seconds in which what a rank has sent before it ended may still arrive
+BEAT = 0.5  # seconds between two writes of the counter
+PATIENCE = 6.0  # seconds without a new counter after which a rank counts as gone
+LATE = 30.0  # seconds after which a rank warns that it waits for another rank, which is alive
+GRACE = 2.0  # seconds in which data that a rank has sent before it ended may still arrive
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known of a rank that does not take part any more, and when a collective that waits for it gives up."""
+    """Why a rank takes part no more, and the time (`time.monotonic`) from which a collective that waits for it raises."""
 
     text: str
     gives_up: float
 
 
 class Watch:
-    """What a rank knows of the others, and tells them."""
+    """A rank's view of the other ranks, and its reports to them."""
 
     def __init__(self, store: Any, rank: int, size: int):
         self.rank, self.size, self._store = rank, size, store
         self.failure: Failure | None = None
-        self.abandoned = False  # whether a collective was left that others may never finish
+        self.abandoned = False  # whether this rank left a collective that other ranks may never finish
         self._closed = threading.Event()
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._beats = self._begun = 0
@@ -49,14 +49,14 @@ class Watch:
         threading.Thread(target=self._loop, name="l2l-watch", daemon=True).start()
 
     def check(self) -> None:
-        """Raises `RankError` if a rank that is waited for will not come."""
+        """Raises `RankError` if a rank takes part no more."""
         failure = self.failure
         if failure is not None and time.monotonic() >= failure.gives_up:
             self.abandoned = True
             raise RankError(failure.text)
 
     def waiting(self, begins: str) -> Callable[[], None]:
-        """This rank begins something that all begin. `check` while it waits for them, which warns of a rank that is late."""
+        """Count a joint action that begins. Returns a `check` to call while this rank waits; it also warns of late ranks."""
         self._begun += 1
         since, warned = time.monotonic(), False
 
@@ -72,7 +72,7 @@ class Watch:
         return check
 
     def explain(self, error: Exception) -> RankError:
-        """A collective has failed, most likely because a rank is gone: which one, as soon as that is known."""
+        """The error for a collective that failed, most likely because a rank is gone. Waits until it is known which rank."""
         until = time.monotonic() + PATIENCE + 2 * BEAT
         while self.failure is None and time.monotonic() < until:
             time.sleep(BEAT / 10)
@@ -80,7 +80,7 @@ class Watch:
         return RankError(self.failure.text if self.failure is not None else f"a collective failed: {error}")
 
     def tell(self, error: BaseException) -> None:
-        """This rank has failed in the middle of a step, which the others cannot end without it."""
+        """Tell the other ranks that this rank has failed within a step: they cannot finish the step without it."""
         if isinstance(error, RankError) or self._closed.is_set():
             return
         text = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
@@ -91,7 +91,7 @@ class Watch:
         self._closed.set()
 
     def ended(self) -> None:
-        """This rank takes part no more: its process ends, or its process groups."""
+        """Tell the other ranks that this rank takes part no more: its process or its process groups end."""
         if self._closed.is_set():
             return
         self.close()
@@ -104,7 +104,7 @@ class Watch:
     def _note(self, text: str) -> None:
         try:
             self._store.compare_set("failed", "", text)
-        except Exception:  # noqa: BLE001 - the store is gone: the others learn from that
+        except Exception:  # noqa: BLE001 - the store is gone, which the other ranks notice themselves
             pass
 
     def _set(self, key: str, value: str) -> None:
@@ -118,7 +118,7 @@ class Watch:
             try:
                 self._beat()
                 self._look()
-            except Exception as error:  # noqa: BLE001 - every kind of store has its own
+            except Exception as error:  # noqa: BLE001 - every kind of store raises its own kind of error
                 if self.failure is None and not self._closed.is_set():
                     text = f"the store of torch.distributed is gone, and with it the process that holds it ({error})"
                     self.failure = Failure(text, time.monotonic() + GRACE)
@@ -129,7 +129,7 @@ class Watch:
         self._store.set(f"beat/{self.rank}", f"{self._beats} {self._begun}")
 
     def _look(self) -> None:
-        """Note the first thing that is wrong with another rank."""
+        """Record the first failure of another rank."""
         now = time.monotonic()
         if self.failure is not None:
             return
@@ -169,7 +169,7 @@ _all: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 @atexit.register
 def _end() -> None:
-    """Tell the others. A process with a collective that nobody finishes ends here: its thread would be waited for."""
+    """Tell the other ranks. If a collective was abandoned, end the process here: exit would wait for its thread."""
     watches = list(_all)
     for watch in watches:
         watch.ended()

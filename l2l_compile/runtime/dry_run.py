@@ -1,7 +1,7 @@
-"""What a program needs of the device's memory, before anything runs: one more interpreter over program nodes, on sizes alone.
+"""The device memory that a program needs, before anything runs: one more interpreter over program nodes, on sizes alone.
 
-It counts as `stats().peak_device_bytes` does on the host: weights from fetch to release, values while the program holds them, and
-within a block what its operations make, each by itself. A GPU's allocator rounds up, and kernels may need work space.
+It counts like `stats().peak_device_bytes` on the host: weights from fetch to release, values while the program holds them, and
+within a block the results of its operations, each by itself. A GPU's allocator rounds up, and kernels may need work space.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ WEIGHTS, STASHES, ACTIVATIONS, GRADIENTS = "weights", "stashes", "activations", 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of the device at the moment of a step at which it holds most, by what they are for.
+    """Bytes on the device at the moment of a step when it holds most, by purpose.
 
     weights      of the segments that are fetched
-    stashes      what is kept for backward, or was restored for it
-    activations  other values, and what the operations of the running block make
+    stashes      values that are kept for backward, or were restored for it
+    activations  other values, and results of the operations of the running block
     gradients    of values and of weights
-    grows        what grows with the number of layers, and why; empty if nothing does
+    grows        the kinds of memory that grow with the number of layers, and why; empty if none does
     """
 
     weights: int
@@ -76,7 +76,7 @@ def samples(program: Program, options: Options) -> list[tuple[fx.Node, Counter[s
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """Memory of the device: bytes, what for, and the spec of the value in it (None for weights)."""
+    """Memory of the device: bytes, purpose, and the spec of the value in it (None for weights)."""
 
     bytes: int
     kind: str
@@ -84,7 +84,7 @@ class _Held:
 
 
 class _DryRun:
-    """One step of a program. `peak` has the bytes of each kind at the moment of most."""
+    """One step of a program. `peak` has the bytes of each kind at the moment when their sum is largest."""
 
     def __init__(self, program: Program, options: Options, lowering: Lowering):
         self.program, self.options, self.lowering = program, options, lowering
@@ -93,7 +93,7 @@ class _DryRun:
         self.micro_batches = min(options.micro_batches, rows)
         self.held: dict[fx.Node, _Held] = {}
         self.peak: Counter[str] = Counter()
-        self.most: dict[tuple[str, str], int] = {}  # of values of one kind and spec at once
+        self.most: dict[tuple[str, str], int] = {}  # the most values of one kind and spec at once
         self.samples: list[tuple[fx.Node, Counter[str]]] = []
         self._handlers = {
             nodes.fetch_weights: self._fetch,
@@ -119,7 +119,7 @@ class _DryRun:
                     self._look(0)
 
     def growth(self) -> list[str]:
-        """Values of which more are held at once than neighbouring layers need."""
+        """A line for each kind and spec of which the device holds more values at once than neighbouring layers need."""
         return [
             f"{kind}: {count} values {spec} are on the device at once, since {_why(kind, self.options)}"
             for (kind, spec), count in self.most.items()
@@ -127,7 +127,7 @@ class _DryRun:
         ]
 
     def _few(self, kind: str) -> int:
-        """So many values of one kind and spec may be those of neighbouring segments."""
+        """The number of values of one kind and spec that neighbouring segments may need at once."""
         ahead = self.options.prefetch + 1
         return ahead if kind == STASHES and self.options.stash == "device" else 2 * ahead + 4
 
@@ -219,7 +219,7 @@ class _DryRun:
                 self.held[result] = _Held(size, GRADIENTS)
 
     def _gathered(self, segment: Segment, present: Sequence[bool], micro_batch: int, micro_batches: int) -> int:
-        """Gradients of the micro-batches before one: their parts, or their sums."""
+        """Bytes of the gradients of all micro-batches before this one: their parts, or their sums."""
         total = 0
         for spec, there in zip(segment.block.operands, present, strict=True):
             if there and micro_batch:
@@ -228,7 +228,7 @@ class _DryRun:
         return total
 
     def _summed(self, segment: Segment) -> int:
-        """A bundle that is to be reduced over ranks has the width of its sums."""
+        """Bytes of a bundle that is still to be reduced over ranks: it has the width of its sums, 32 bits at least."""
         trained = [w for w in segment.block.weights if w.differentiable]
         return sum(w.bytes(self.program.bindings) // w.dtype.itemsize * max(w.dtype.itemsize, 4) for w in trained)
 
@@ -242,7 +242,7 @@ class _DryRun:
 
 
 def _kind_of(node: fx.Node) -> str:
-    """What a value of the device is for."""
+    """The purpose of a value on the device."""
     source = nodes.operands(node).x if node.target is nodes.restore else node
     kind = source.meta.get("kind")
     if kind == "gradient" or str(node.meta.get("value", "")).startswith("d "):

@@ -1,9 +1,9 @@
 """Run a program graph on a device: one interpreter over the nodes of the vocabulary.
 
-Each node is given to its lane. The lane fills the node's `RuntimeValue`; a lane that reads a value filled by another lane
-waits for that value's event, and memory is freed on the compute lane after every lane that read it.
+Each node is given to its lane, and the lane fills the node's `RuntimeValue`. A lane that reads a value filled by another lane
+waits for that value's event. Memory is freed on the compute lane, after every lane that reads it.
 
-A handler takes the operands of its node by the names that `ir/nodes.py` declares, with runtime values in the place of nodes.
+A handler takes the operands of its node by the names that `ir/nodes.py` declares, with runtime values instead of nodes.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Executor:
 
     def __init__(self, device: Device, step: Step, segments: Sequence[Segment], slabs: Slabs):
         self.device, self.step, self.segments, self.slabs = device, step, segments, slabs
-        self.released_to_comm: list[Place] = []  # values of the lane `comm` whose memory its next value may take
+        self.released_to_comm: list[Place] = []  # released values of the lane `comm`, whose memory its next value may take
 
     def run(self, instructions: Instructions, inputs: Sequence[RuntimeValue]) -> Any:
-        """Give every node to its lane; the values of the graph's output, in its structure. Does not wait for lanes."""
+        """Give every node to its lane. Returns the values of the output, in its structure. Does not wait for lanes."""
         values = instructions.values(inputs)
         device, segments = self.device, self.segments
         for instruction in instructions.nodes:
@@ -63,7 +63,7 @@ class Executor:
         return instructions.output(values)
 
     def submit(self, lane: str, reads: Sequence[RuntimeValue], fills: Sequence[RuntimeValue], work: Callable[[], Any]) -> None:
-        """Queue work on a lane after the events of what it reads; it fills values."""
+        """Queue work on a lane, after the events of the values that it reads. The work fills the values `fills`."""
         queue = self.device.lanes[lane]
         for value in reads:
             if value.lane != lane and value.event is not None:
@@ -78,7 +78,7 @@ class Executor:
             value.lane, value.event = lane, event
 
     def submit_comm(self, x: RuntimeValue, result: RuntimeValue, work: Callable[[], Any]) -> None:
-        """Queue work that makes a value on the lane `comm`. It may take the memory of an earlier one, which compute has released."""
+        """Queue work that makes a value on the lane `comm`, in memory that compute may have released before."""
         if (released := self.device.lanes["compute"].record()) is not None:
             self.device.lanes["comm"].wait(released)
         places, self.released_to_comm = self.released_to_comm, []
@@ -120,7 +120,7 @@ def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeVal
 
     def work() -> None:
         if kept is not None:
-            run.step.server.load(run.step, fetched, weights)  # it counts fetches
+            run.step.server.load(run.step, fetched, weights)  # the server counts fetches
             result.tensors = kept.tensors
             return
         result.tensors = load(run.step, run.device, fetched, slab, weights, result.unfetched)
@@ -348,7 +348,7 @@ def _own_pieces(run: Executor, node: fx.Node, segment: int, gradients: RuntimeVa
 
 
 def _fill_pieces(run: Executor, segment: Segment, result: RuntimeValue, pieces: Sequence[torch.Tensor | None]) -> None:
-    """This rank's pieces of a segment's gradients, as they cross the link."""
+    """Fill `result` with this rank's pieces of a segment's gradients, in the dtypes that cross the link."""
     weights = zip(segment.block.weights, pieces, strict=True)
     result.tensors = [for_the_link(run.step, spec, piece) for spec, piece in weights]
     if run.step.wants_norms and run.device.takes_norms:
@@ -360,7 +360,7 @@ def _fill_pieces(run: Executor, segment: Segment, result: RuntimeValue, pieces: 
 
 
 def _exchanged(run: Executor, x: RuntimeValue, change: Callable[[torch.Tensor], torch.Tensor]) -> RuntimeValue:
-    """A whole value that ranks make from another one."""
+    """A whole value that a collective makes from another one."""
     if x.absent:
         return RuntimeValue(absent=True)
     result = RuntimeValue()

@@ -1,4 +1,4 @@
-"""What a fetch copies into a slab: the weights that their reader reads, or this rank's pieces of them."""
+"""Copies the weights of a segment into a slab: the weights that the node after it reads, or this rank's pieces of all."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from .segment_run import requests
 from .slab import slots
 from .step import Step, bytes_of
 
-LARGE = 1 << 20  # bytes; over a link, fewer take hardly longer than the start of another copy
+LARGE = 1 << 20  # bytes; to copy fewer over a link takes hardly longer than to start another copy
 
 
 def unread(step: Step, node: fx.Node, segments: Sequence[Segment]) -> frozenset[int]:
-    """The large weights of a fetch, by position, that no code reads which runs on them: backward reads no table of a lookup.
+    """Positions of the large weights of a fetch that none of its readers reads: backward reads no table of a lookup.
 
-    None where that is not known, as in a first step, or where the fetch has others to agree with.
+    Empty if the code of a reader is not known yet, as in a first step. Also empty if ranks must agree on the fetch, or if other
+    code reads the weights as well (sums over the whole batch, the option `check`).
     """
     segment = segments[nodes.operands(node).segment]
     if segment.parameter_bytes < LARGE or segment.divided or segment.block.summed_whole or step.check is not None:
@@ -38,7 +39,7 @@ def unread(step: Step, node: fx.Node, segments: Sequence[Segment]) -> frozenset[
 def load(
     step: Step, device: Device, segment: Segment, slab: int, weights: Sequence[torch.Tensor], unread: frozenset[int]
 ) -> list[torch.Tensor]:
-    """Fetch a segment's weights, except the entries of those that are `unread` (h2d lane)."""
+    """Fetch a segment's weights, except the entries of the weights in `unread` (h2d lane)."""
     if segment.divided:
         return _load_pieces(step, device, segment, slab, *step.server.load(step, segment, weights))
     parameters = [i for i, weight in enumerate(segment.weights) if weight.kind == "parameter"]
@@ -60,7 +61,7 @@ def load(
 def _load_pieces(
     step: Step, device: Device, segment: Segment, slab: int, wire: HostWeights | None, loose: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Fetch this rank's pieces of a segment's weights; the weights as they will be gathered, with padding."""
+    """Fetch this rank's pieces of a segment's weights. Returns the whole weights, with padding, as they will be gathered."""
     from_wire, others = iter(wire.views if wire is not None else ()), iter(loose)
     on_wire = [wire is not None and w.kind == "parameter" for w in segment.weights]
     sources = [next(from_wire if is_on_wire else others) for is_on_wire in on_wire]

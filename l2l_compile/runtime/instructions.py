@@ -1,6 +1,6 @@
 """A program graph made ready to be run many times: its nodes in the order in which they are given to their lanes.
 
-Values are numbered. An operand is a number, or a tuple of them, so that nothing of the graph is looked at during a step.
+Values are numbered. An operand is a number, or a tuple of numbers, so a step does not look operands up in the graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Read = Callable[[list], Any]
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """A node, the number of its value, and what reads its operands out of all values."""
+    """A node, the number of its value, and a function that reads its operands from the list of all values."""
 
     node: fx.Node
     value: int
@@ -29,12 +29,12 @@ class Instruction:
 class Instructions:
     """The nodes of a graph in the order in which they are given to their lanes.
 
-    With `launches_first`, weights are fetched and gathered behind the next launch of a segment, unless that segment reads them.
+    With `launches_first`, weights are fetched and gathered after the next launch of a segment, unless that segment reads them.
 
-    inputs    how many values come first: those of the placeholders, in order
+    inputs    the number of placeholders; their values come first, in order
     fetches   how many of the nodes fetch weights
     nodes     the instructions
-    output    reads what the graph returns, in its structure
+    output    reads the values that the graph returns, in its structure
     """
 
     def __init__(self, graph: fx.Graph, launches_first: bool):
@@ -74,11 +74,11 @@ class Instructions:
         return lambda values: tuple([read(values) for read in reads])
 
 
-_MADE = "_l2l_instructions"  # an attribute of the graph: instructions hold its nodes, which hold the graph
+_MADE = "_l2l_instructions"  # stored on the graph: instructions hold its nodes, which hold the graph
 
 
 def instructions_of(graph: fx.Graph, launches_first: bool) -> Instructions:
-    """The instructions of a graph, made when they are first asked for. Who edits the graph behind that calls `edited`."""
+    """The instructions of a graph, made at the first call. Code that edits the graph afterwards calls `edited`."""
     known = vars(graph).setdefault(_MADE, {})
     if launches_first not in known:
         known[launches_first] = Instructions(graph, launches_first)
@@ -86,13 +86,13 @@ def instructions_of(graph: fx.Graph, launches_first: bool) -> Instructions:
 
 
 def edited(graph: fx.Graph) -> None:
-    """A graph that may have run was changed: its instructions are made anew."""
+    """Drop the instructions of a graph that was edited after it may have run."""
     vars(graph).pop(_MADE, None)
 
 
 def _launches_before_fetches(given: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes in an order in which fetches stand behind the next launch that does not read them. Slabs rotate: fetches keep
-    their order among themselves."""
+    """The nodes, with each fetch moved after the next launch that does not read it. Slabs rotate, so fetches keep their order
+    among themselves."""
     ordered: list[fx.Node] = []
     put_off: list[fx.Node] = []
     for node in given:

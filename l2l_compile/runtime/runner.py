@@ -33,18 +33,18 @@ from .slabs import Slabs
 from .stashes import Stashes, StashQueue
 from .step import BlockCheck, Host, RuntimeValue, Stats, Step
 
-_COMPARED = 256  # entries of an input, about, by which ranks that share parallel layers tell that they have the same
+_COMPARED = 256  # entries of each input, about, that ranks which share parallel layers compare
 
 
 def _no_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that is no view: autograd allows nobody to write into a view that its Function returns."""
+    """The same memory as a tensor that is no view: autograd forbids writes into a view that a Function returns."""
     if not tensor._is_view():
         return tensor
     return tensor.new_empty(0).set_(tensor)  # type: ignore[call-overload]  # PyTorch's stubs lack set_(Tensor)
 
 
 def _joined(value: RuntimeValue, spec: TensorSpec) -> torch.Tensor:
-    """A value on the host, of all micro-batches."""
+    """A value on the host as one tensor, for all micro-batches."""
     return torch.cat(value.tensors, spec.rows.dim) if len(value.tensors) > 1 else value.tensors[0]
 
 
@@ -109,7 +109,7 @@ class Runner:
             for node, source in zip(self._outputs, self._source, strict=True)
         ]
         for index in reversed(self.program.carried):
-            arguments[index].copy_(outputs.pop())  # where autograd sees it: what reads the argument from now on leads here
+            arguments[index].copy_(outputs.pop())  # recorded by autograd: gradients of later readers of the argument lead here
         for position, spec in self.captured.dropped.items():
             outputs[position] = torch.empty(spec.sizes(self.captured.bindings(arguments)), dtype=spec.dtype, device="meta")
         if self.captured.views:
@@ -145,7 +145,7 @@ class Runner:
             if isinstance(argument, torch.Tensor) and argument.device.type != "cpu":
                 raise DeviceError(f"input '{i.name}' is on {argument.device}; leave the model and its inputs on the host")
         unfrozen = [i for i in self._frozen if arguments[i].requires_grad] if torch.is_grad_enabled() else []
-        if unfrozen:  # the guards of PyTorch 2.11 do not look at it
+        if unfrozen:  # the guards of PyTorch 2.11 do not check requires_grad
             raise L2LError(
                 f"{len(unfrozen)} parameters had requires_grad=False when the model was compiled, and PyTorch {torch.__version__} does not "
                 "compile it again for them: they would get no gradient. Call torch._dynamo.reset() after you unfreeze parameters"
@@ -154,7 +154,7 @@ class Runner:
             self.captured.check_indices(arguments)
 
     def forward(self, arguments: Sequence, to_train: bool) -> tuple[list[torch.Tensor], Step, Stashes]:
-        """Run the forward graph: the outputs that it makes, on the host, and what backward needs.
+        """Run the forward graph. Returns the outputs that it makes, on the host, and the step and the stashes for backward.
 
         `to_train` says whether a backward may follow.
         """
@@ -165,7 +165,7 @@ class Runner:
         captured = self.captured
         pieces = map(local, arguments)
         inputs_seen = [*pieces, *(self._part_of(arguments, i.index, i.part) for i in captured.parts if i.part is not None)]
-        for index in self._written:  # backward recomputes from what forward saw, not from what it wrote
+        for index in self._written:  # backward recomputes from the values that forward read, not from those it wrote
             inputs_seen[index] = arguments[index].detach().clone()
         step = Step(
             inputs_seen,
@@ -212,7 +212,7 @@ class Runner:
     def backward(
         self, step: Step, stashes: list[RuntimeValue], gradients: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor]:
-        """Run the backward graph for gradients of the outputs that forward made; gradients by index of the argument."""
+        """Run the backward graph, given gradients of the outputs of forward. Returns gradients by index of the argument."""
         start = self.device.now()
         self.stats = step.stats  # torch.utils.checkpoint has run another forward since
         mask = [False] * len(self._outputs)
@@ -261,7 +261,7 @@ class Runner:
             step.rows_of_ranks = tuple(count for count, *_ in rows)
 
     def _number_of_inputs(self, arguments: Sequence) -> int:
-        """A number that another batch has not: that of up to some hundred entries of each input in host memory."""
+        """A hash that differs for another batch, of up to some hundred entries of each input in host memory."""
         values = (
             arguments[i.index].detach()
             for i in self.captured.inputs
@@ -297,7 +297,10 @@ class Runner:
 
 
 def _refuse_rows(parts: int, told: list[list[int]]) -> None:
-    """What each rank tells before a forward begins with its rows."""
+    """Raise `L2LError` if a rank has no rows, or if ranks that share parallel layers have different batches.
+
+    `told` has the numbers that each rank announces before a forward: rows, micro-batches, seed, hash of its inputs.
+    """
     for rank, (count, *_, own) in enumerate(told):
         if count == 0:
             raise L2LError(f"rank {rank} has a batch of no rows: every rank needs one row at least (drop_last=True, or pad)")
@@ -307,7 +310,7 @@ def _refuse_rows(parts: int, told: list[list[int]]) -> None:
                 f"ranks {first} and {rank} share parallel layers and have batches of {told[first][0]} and {count} rows: they compute parts "
                 "of the same rows, so give both the same batch"
             )
-        if own and told[first][3] and own != told[first][3]:  # neither is without gradients
+        if own and told[first][3] and own != told[first][3]:  # 0 without gradients
             raise L2LError(
                 f"ranks {first} and {rank} share parallel layers and have other inputs than each other: they compute parts of the same rows, "
                 "so give both the same batch (a DistributedSampler takes the rank and size of the first dimension of the mesh)"
@@ -366,7 +369,10 @@ class _Streamed(torch.autograd.Function):
 
 
 def _choose_gradients(node: Any, step: Step, kept: bool) -> None:
-    """Whether the backward that is under way is for the optimizer; if not, and it is the last one through its forward, none is waited for."""
+    """Set `step.for_optimizer`: whether the current backward is for the optimizer.
+
+    If it is not, and if it is the last backward through its forward, the pending backward is given up. Raises `L2LError`.
+    """
     step.for_optimizer = True
     if step.pending is None:
         return

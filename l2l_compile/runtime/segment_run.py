@@ -25,7 +25,7 @@ from .step import RuntimeValue, Step
 
 
 def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]:
-    """What a step through a program is going to lower, each once, forward first, in the order in which it runs."""
+    """The lowerings that a step through a program needs, each once, in the order in which they run: forward first."""
     seen: set[tuple] = set()
     for graph in (program.forward.graph, program.backward.graph if to_train and program.backward is not None else None):
         for node in filter(nodes.runs_segment, graph.nodes if graph is not None else ()):
@@ -38,7 +38,7 @@ def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]
 
 
 def requests(step: Step, node: fx.Node, segments: Sequence[Segment]) -> Iterator[Request]:
-    """What a node that runs a segment asks to be lowered, for each micro-batch, if every gradient arrives that may."""
+    """The lowerings that a node which runs a segment needs, one a micro-batch, if every gradient arrives that may arrive."""
     block = segments[nodes.operands(node).segment].block
     for number, bindings in enumerate(step.bindings_of(block)):
         if node.target is nodes.forward:
@@ -57,7 +57,7 @@ def run_forward(
 ) -> list[Callable[[], None]]:
     """Work for the compute lane, one for each micro-batch, that runs a segment forward and adds to `results`.
 
-    Lowers now, on the caller's thread.
+    Lowers in this call, on the caller's thread.
     """
     return _Forward(step, device, segment, weights, operands, results).inner_loop()
 
@@ -73,7 +73,8 @@ def run_backward(
 ) -> list[Callable[[], None]]:
     """Work, one for each micro-batch, that recomputes and differentiates a segment.
 
-    Marks at once which results exist; the last micro-batch fills them. That of the first two may be read by the first.
+    Marks at once which results exist; the last micro-batch fills them. The first piece of work may read the arriving
+    gradients of the first two micro-batches.
     """
     return _Backward(step, device, segment, weights, operands, gradients, results).inner_loop()
 
@@ -110,7 +111,7 @@ class _Run(ABC):
     def _lower(self, number: int, bindings: Bindings) -> Lowered: ...
 
     def _check_fetched(self) -> None:
-        """Raise `L2LError` if the code reads a weight that was not fetched since no code was known to read it."""
+        """Raise `L2LError` if the code reads a weight that was not fetched because no known code read it."""
         unfetched = self.weights.unfetched
         if unfetched and not all(unfetched <= code.unread(len(self.block.weights)) for code in self.lowered):
             names = ", ".join(self.segment.weights[i].name for i in sorted(unfetched))
@@ -181,7 +182,7 @@ class _Forward(_Run):
             self._add(result, spec, tensor, number)
 
     def _add(self, result: RuntimeValue, spec: TensorSpec, tensor: torch.Tensor, number: int) -> None:
-        """What a micro-batch has made of an output; the first one's counts for all where it is computed once."""
+        """Add a micro-batch's part to an output. If it is computed once, the first micro-batch's part counts for all."""
         if number == 0 or not spec.computed_once:
             parts = self.step.replicate(tensor, spec) if spec.equal_rows else [tensor]
             result.tensors += parts
@@ -189,13 +190,13 @@ class _Forward(_Run):
 
 
 class _Backward(_Run):
-    """Gradients of a segment's operands: those of split values micro-batch by micro-batch, those of others as sums.
+    """Gradients of a segment's operands: of a split value one a micro-batch, of any other operand the sum.
 
     gradient_mask  for each output, whether its gradient arrives
     present        for each operand, whether it has a gradient
     parts          gradients of a split operand, one a micro-batch, by the operand's index
     sums           the sum of the gradients of any other operand, by its index
-    gathered       parts and sums, which are on the device until the results are
+    gathered       parts and sums, which stay on the device until the results are made
     """
 
     which = "backward"
@@ -227,7 +228,7 @@ class _Backward(_Run):
         return self.step.lowering.backward(self.block, bindings, self.gradient_mask)
 
     def _mark_absent(self) -> None:
-        """Say which results there will be: a program does without the others."""
+        """Mark the results that will not exist as absent: the program runs without them."""
         of_weights, of_values = self.present[: len(self.block.weights)], self.present[len(self.block.weights) :]
         for result, exists in zip(self.of_values, of_values, strict=True):
             result.absent = not exists
@@ -253,7 +254,7 @@ class _Backward(_Run):
         return ((i, spec) for i, (spec, exists) in enumerate(zip(self.block.operands, self.present, strict=True)) if exists)
 
     def _gather(self, made: Sequence[torch.Tensor]) -> None:
-        """Keep the gradients of a micro-batch, or add them to those of the others."""
+        """Keep each gradient of a micro-batch as a part, or add it to its sum."""
         before = len(self.gathered)
         for (index, spec), gradient in zip(self._indices_and_specs(), made, strict=True):
             if _split(self.block, spec):
@@ -267,7 +268,7 @@ class _Backward(_Run):
         self.device.hold(self.gathered[before:])
 
     def _finish(self) -> None:
-        """After the last micro-batch: fill the results, and let go of what they were made from."""
+        """After the last micro-batch: fill the results, and free the parts and sums."""
         self._sum_whole()
         first = len(self.block.weights)
         for index, (result, spec) in enumerate(zip(self.of_values, self.block.values, strict=True), first):
@@ -276,13 +277,13 @@ class _Backward(_Run):
                 self.device.hold(result.tensors)
         if not self.bundle.absent:
             self.bundle.tensors = [self.sums.get(i) for i in range(len(self.block.weights))]
-            if not self.segment.divided:  # else the reduction over the ranks does this, behind the last sum
+            if not self.segment.divided:  # else the reduction over the ranks does this, after the last sum
                 self._finish_bundle()
             self.device.hold([gradient for gradient in self.bundle.tensors if gradient is not None])
         self.device.free(self.gathered)
 
     def _sum_whole(self) -> None:
-        """Put sums over the whole batch at once in the place of those whose rounding depends on the order."""
+        """Replace sums whose rounding depends on the order by sums over the whole batch at once."""
         if self.whole is None:
             return
         read = [*zip(self.operands, self.block.values, strict=True), *self.arriving]
@@ -305,7 +306,7 @@ def for_the_link(step: Step, spec: TensorSpec, gradient: torch.Tensor | None) ->
 
 
 def norms(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """The norm of each gradient that there is, summed in float32 at least; float64, on the device."""
+    """The norm of each gradient that is not None, summed in float32 at least; a float64 tensor on the device."""
     there = [g for g in gradients if g is not None]
     wide = [torch.promote_types(g.dtype, torch.float32) for g in there]
     return torch.stack([torch.linalg.vector_norm(g, dtype=dtype).double() for g, dtype in zip(there, wide, strict=True)])
@@ -316,7 +317,7 @@ def _split(block: Block, spec: TensorSpec) -> bool:
 
 
 def micro_batch_of(tensors: Sequence[torch.Tensor], micro_batch: int) -> torch.Tensor:
-    """A value for one micro-batch: its own part of it, or the one tensor that all share."""
+    """A value for one micro-batch: its own part, or the one tensor that all micro-batches share."""
     return tensors[micro_batch] if len(tensors) > 1 else tensors[0]
 
 
@@ -326,7 +327,11 @@ def joined(tensors: Sequence[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
 
 
 def gradient_of(step: Step, block: Block, tensors: Sequence[torch.Tensor], micro_batch: int, spec: TensorSpec) -> torch.Tensor:
-    """A gradient for one micro-batch. That of a value which all micro-batches share counts once, that of a sum in each."""
+    """A gradient for one micro-batch.
+
+    The gradient of a partial sum counts in every micro-batch, times its weight. The gradient of a value that all micro-batches
+    share counts in the first one, and is zero in the others.
+    """
     if block.inner_looped and spec.partial is not None:
         return tensors[0] * step.partial_weight(micro_batch, spec.partial)
     if _split(block, spec) or micro_batch == 0:
@@ -335,5 +340,5 @@ def gradient_of(step: Step, block: Block, tensors: Sequence[torch.Tensor], micro
 
 
 def _as_sum(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient to which others are added: those of 16 bits are summed in 32."""
+    """A gradient to which further ones are added: gradients of 16 bits are summed in 32 bits."""
     return gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient

@@ -1,4 +1,4 @@
-"""A weight slab that a fetch fills in part: where the weights of a segment are in it, and this rank's pieces of them."""
+"""A weight slab that a fetch fills with this rank's pieces: the offsets of a segment's weights, and of the pieces in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..ranks.pieces import Pieces
 
 @dataclass(frozen=True)
 class Slot:
-    """A weight in a slab: its place in bytes, with padding, and how it is divided (None: it is not)."""
+    """A weight in a slab: its offset in bytes, its shape with padding, and how it is divided (`pieces`; None if it is not)."""
 
     start: int
     shape: tuple[int, ...]
@@ -28,12 +28,12 @@ class Slot:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def own(self, rank: int) -> int:
-        """Where the piece of a rank begins, in bytes."""
+        """The offset of a rank's piece in the slab, in bytes."""
         is_whole = self.pieces is None or self.pieces.replicated
         return self.start + (0 if self.pieces is None or is_whole else rank * self.pieces.entries * self.dtype.itemsize)
 
     def padded(self, slab: torch.Tensor) -> torch.Tensor:
-        """The weight as a view of the slab, with padding behind it."""
+        """The weight as a view of the slab, with its padding."""
         return slab[self.start : self.start + self.bytes].view(self.dtype).view(self.shape)
 
     @property

@@ -1,7 +1,7 @@
-"""Which weight slab a fetch takes, and what a forward leaves in slabs for its backward.
+"""Which weight slab a fetch takes, and which weights a forward leaves in slabs for its backward.
 
-Slabs rotate. The last fetches of a forward that a backward follows are the first ones of that backward, and nothing takes their
-slabs in between, unless another forward does: then they are fetched again.
+Slabs rotate. A backward begins with the segments that its forward fetched last, so their weights stay in their slabs. If
+another forward takes these slabs in between, backward fetches the weights again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Slabs:
     fetches  how many fetches the graph has
     keep     whether the last of them stay in their slabs for a backward of the same step
     free     for each slab the event after which it may be written, None for at once
-    places   what is watched for races
+    places   of the slabs, watched for races
     """
 
     def __init__(self, device: Device, step: Step, count: int, fetches: int, keep: bool):
@@ -32,7 +32,7 @@ class Slabs:
         self._to_keep: dict[int, int] = {}  # segments, by slab
 
     def take(self, segment: int, may_stay: bool) -> tuple[int, Kept | None]:
-        """The slab for a segment's weights, and what forward has left of them there. `may_stay` says whether forward may leave them."""
+        """The slab for a segment's weights, and the weights if forward left them there. `may_stay`: forward may leave them."""
         self._fetches -= 1
         slab = next((slab for slab, kept in self.device.kept.items() if kept.of(self.step, segment)), None)
         if slab is not None:
@@ -47,7 +47,7 @@ class Slabs:
         return slab, None
 
     def keeps(self, x: RuntimeValue) -> Kept | None:
-        """Whether the weights of a slab stay in it; then where to note them."""
+        """If the weights of a slab stay in it, the object that holds them from now on; else None."""
         if x.slab is None:
             return None
         segment = self._to_keep.pop(x.slab, None)
@@ -57,7 +57,7 @@ class Slabs:
         return kept
 
     def end(self) -> None:
-        """No backward of the step is going to read what is left."""
+        """Free the weights that the step has left in slabs: no backward will read them."""
         for slab in [slab for slab, kept in self.device.kept.items() if kept.of(self.step)]:
             self._evict(slab)
 

@@ -1,8 +1,8 @@
-"""What forwards keep for their backwards, and where it waits while other forwards run in between.
+"""The stashes of forwards, and where they wait while other forwards run before the backward.
 
-A stash that is needed soon stays on the device, as if backward came next. In a model with graph breaks, or one that is called
-several times before backward, other forwards come next, each with such stashes of its own; so only the latest forwards'
-stay there.
+A stash that backward reads soon stays on the device, as if backward came next. In a model with graph breaks, or in a model that
+is called several times before backward, other forwards come next, each with such stashes of its own. So only the stashes of
+the latest forwards stay on the device.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _NEAR = 2  # forwards whose stashes may stay on the device: a model whose loss i
 
 
 class Stashes:
-    """What one forward keeps for backward: values, on the device or on the host, freed with this object at the latest."""
+    """The values that one forward keeps for backward, on device or host. They are freed with this object at the latest."""
 
     def __init__(self, device: Device, values: Sequence[RuntimeValue]):
         self.device, self.values = device, list(values)
         self._offloaded: list[RuntimeValue] = []  # those that have gone to the host until backward
 
     def take(self, keep: bool) -> list[RuntimeValue]:
-        """The values for one backward, which releases them; copies of them if they must serve again."""
+        """The values for one backward, which releases them. With `keep`, copies of them, since another backward may follow."""
         self._bring_back()
         if keep:
             for value in filter(_on_device, self.values):
@@ -36,7 +36,7 @@ class Stashes:
         return values
 
     def to_host(self) -> None:
-        """What is on the device waits on the host from now on. Called while no lane works."""
+        """Move the values on the device to the host, until backward. Called while no lane works."""
         for value in [value for value in self.values if _on_device(value)]:
             freed = value.tensors
             self._move(value, "d2h", self.device.download)
@@ -77,7 +77,7 @@ class StashQueue:
         self._all: list[weakref.ref[Stashes]] = []
 
     def add(self, stashes: Stashes) -> None:
-        """Another forward has run: those before the latest go to the host, unless `near` is None."""
+        """Add the stashes of a forward. Stashes of all but the latest `near` forwards go to the host, unless `near` is None."""
         if self._near is None:
             return
         self._all = [r for r in self._all if (earlier := r()) is not None and earlier.values]

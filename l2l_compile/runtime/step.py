@@ -1,4 +1,4 @@
-"""What one step through a program shares: sizes, seeds, figures, and the tensors of its values."""
+"""The state of one step through a program: sizes, seeds, figures, and the tensors of its values."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class RuntimeValue:
     """The tensors of a value: one if it is whole, one per micro-batch if it is split.
 
     tensors      None before it is filled and after its release; a gradient that a weight does not get is None as well
-    lane, event  who fills it and when it is filled; event None means at once
+    lane, event  the lane that fills it, and the event when it is filled; None means at once
     readers      the last event of each other lane that reads it
     absent       a gradient that does not exist
     results      for a node with several results, a value each
     slab         for weights: the number of their slab
     unfetched    positions of weights whose entries were left out of the fetch, since nothing reads them
-    place        what is watched for races: its memory
+    place        its memory, watched for races
     """
 
     __slots__ = ("absent", "event", "lane", "place", "readers", "results", "slab", "tensors", "unfetched")
@@ -53,7 +53,7 @@ class RuntimeValue:
 
 
 def copies(tensors: Sequence[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[torch.Tensor], int]:
-    """Copies of tensors and their bytes; what several micro-batches share is copied once."""
+    """Copies of tensors, and the bytes copied. A tensor that several micro-batches share is copied once."""
     made: dict[tuple, torch.Tensor] = {}
     keys = [(*address(t), t.shape) for t in tensors]
     for key, tensor in zip(keys, tensors, strict=True):
@@ -90,7 +90,7 @@ class Stats:
     loss_scale: float = 1.0
 
     def __add__(self, other: Stats) -> Stats:
-        """Two programs of one step: amounts add up, the larger peak counts."""
+        """The figures of two programs of one step: amounts add up, the larger peak counts."""
         total = Stats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Stats)))
         total.peak_device_bytes = max(self.peak_device_bytes, other.peak_device_bytes)
         total.loss_scale = other.loss_scale
@@ -127,7 +127,7 @@ def block_bindings(block: Block, bindings: Bindings, batch: sympy.Symbol | None,
 
 
 class Host(Protocol):
-    """What a program asks of the host while it runs, and hands to it (`host/server.py`)."""
+    """The host side, as a running program calls it (`host/server.py`)."""
 
     def begin_forward(self, step: Step, parameters: Sequence[torch.nn.Parameter], to_train: bool) -> None: ...
 
@@ -147,7 +147,7 @@ class Host(Protocol):
 
 
 class BlockCheck(Protocol):
-    """Work that compares a block on rows together and apart, None where there is nothing to compare (`check.py`)."""
+    """Returns work that compares a block on rows together and apart, or None if there is nothing to compare (`check.py`)."""
 
     def forward(
         self, step: Step, segment: Segment, weights: RuntimeValue, operands: Sequence[RuntimeValue]
@@ -165,19 +165,19 @@ class BlockCheck(Protocol):
 
 @dataclass(eq=False)
 class Step:
-    """What one forward and its backward share: arguments, sizes, seeds, and what comes back to the host.
+    """The state that one forward and its backward share: arguments, sizes, seeds, and results for the host.
 
-    arguments  what the program reads: of a parameter that is divided among ranks, this rank's piece
-    given      the arguments as the caller has them
-    rows_of_ranks  the rows of each rank, where the batch is that of all ranks together; else empty
+    arguments  the values that the program reads: for a parameter that is divided among ranks, this rank's piece
+    given      the arguments as the caller passes them
+    rows_of_ranks  the rows of each rank, if the batch is made of the rows of all ranks; else empty
     first_micro_batch  how many micro-batches the ranks before this one have: seeds are numbered over all ranks
     scale      the factor on the gradients of the outputs in backward
     pending    the host's own record of this forward, until its backward has run
-    for_optimizer  whether gradients of the backward that is under way go to the optimizer
-    wants_norms  whether the host asks for the norm of each gradient of a weight, which the device may take
+    for_optimizer  whether gradients of the current backward go to the optimizer
+    wants_norms  whether the host asks for the norm of each gradient of a weight; the device may compute it
     returned   gradients for `p.grad` by index of the argument, filled by the host lane
-    places     of `writes` and `returned`: what is watched for races
-    last_fetches   how often parameters (by their indices) are still fetched, where their wire is of no use afterwards
+    places     of `writes` and `returned`, watched for races
+    last_fetches   the fetches of parameters (by their indices) still to come, if their wire is not needed after the last one
     """
 
     arguments: Sequence
@@ -231,12 +231,12 @@ class Step:
         return tensor.narrow(dim, sum(self.sizes[:micro_batch]) * multiple, self.sizes[micro_batch] * multiple)
 
     def replicate(self, tensor: torch.Tensor, spec: TensorSpec) -> list[torch.Tensor]:
-        """The first micro-batch's part of a value whose rows are equal, as the parts of all: one memory, as far as that goes."""
+        """The parts of a value whose rows are equal: slices of the first micro-batch's part, views if contiguous."""
         dim, multiple = spec.rows.dim, evaluate(spec.rows.multiple, self.bindings)
         return [tensor.narrow(dim, 0, size * multiple).contiguous() for size in self.sizes]
 
     def partial_weight(self, micro_batch: int, partial: str | None) -> float:
-        """Weight of a micro-batch's partial sum; `partial` is that of `TensorSpec`."""
+        """Weight of a micro-batch's partial sum; `partial` is the field of `TensorSpec`."""
         return self.sizes[micro_batch] / (sum(self.rows_of_ranks) or sum(self.sizes)) if partial == "mean" else 1
 
     def summed(self, parts: Sequence[torch.Tensor], partial: str | None) -> torch.Tensor:
@@ -253,7 +253,7 @@ class Step:
 
     @property
     def is_global(self) -> bool:
-        """Whether the batch is that of all ranks together."""
+        """Whether the batch is made of the rows of all ranks."""
         return bool(self.rows_of_ranks)
 
     def rows_in(self, spec: TensorSpec) -> tuple[int, list[int]]:
@@ -262,7 +262,7 @@ class Step:
         return spec.rows.dim, [rows * multiple for rows in self.rows_of_ranks]
 
     def base_seed(self) -> int:
-        """One number from the default generator a step, drawn only if something in the step is random."""
+        """One number per step from the default generator, drawn only if something in the step is random."""
         if self.seed is None:
             self.seed = int(torch.randint(2**62, ()))
         return self.seed

@@ -1,6 +1,6 @@
 """Values that cross the link micro-batch by micro-batch, while the inner loop of their segment runs.
 
-The whole of such a value is never on the device: outputs of the model that go to the user, and their gradients.
+These are outputs of the model that go to the user, and the gradients of such outputs. They are never whole on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OutputStream:
 
     def __init__(self, device: Device, step: Step, submit: Submit, outputs: Sequence[RuntimeValue]):
         self.device, self.step, self.submit, self.outputs = device, step, submit, outputs
-        self._parts: list[RuntimeValue] = []  # stand for the outputs of one micro-batch on the device
+        self._parts: list[RuntimeValue] = []  # by micro-batch: stands for its outputs on the device
 
     def run(self, inner_loop: Sequence[Work], reads: Sequence[RuntimeValue], results: Sequence[RuntimeValue]) -> None:
         copied, whole = None, [result for result in results if result not in self.outputs]
@@ -42,7 +42,7 @@ class OutputStream:
         return self._parts[micro_batch]
 
     def _send(self, micro_batch: int) -> Any:
-        """Copy the outputs of a micro-batch to the host as soon as they are made; the event after which they are there."""
+        """Copy the outputs of a micro-batch to the host as soon as they are made. Returns the event of the copy."""
         d2h, made = self.device.lanes["d2h"], self.device.lanes["compute"].record()
         if made is not None:
             d2h.wait(made)
@@ -82,11 +82,11 @@ class StreamedGradient:
 
 
 class GradientStream:
-    """Gradients that come to the device micro-batch by micro-batch: the next one arrives while one is used."""
+    """Gradients that come to the device micro-batch by micro-batch: the next gradient arrives while one is used."""
 
     def __init__(self, device: Device, step: Step, submit: Submit, gradients: Sequence[StreamedGradient]):
         self.device, self.step, self.submit, self.gradients = device, step, submit, gradients
-        self._parts: list[RuntimeValue] = []  # stand for the gradients of one micro-batch on the device
+        self._parts: list[RuntimeValue] = []  # by micro-batch: stands for its gradients on the device
 
     def run(self, inner_loop: Sequence[Work], reads: Sequence[RuntimeValue], results: Sequence[RuntimeValue]) -> None:
         compute, events = self.device.lanes["compute"], [self._bring(0)]
@@ -101,7 +101,7 @@ class GradientStream:
             compute.run(functools.partial(self._free, micro_batch))
 
     def _bring(self, micro_batch: int) -> Any:
-        """Copy the gradients of a micro-batch to the device; the event after which they are there."""
+        """Copy the gradients of a micro-batch to the device. Returns the event after which they are there."""
         h2d, part = self.device.lanes["h2d"], RuntimeValue()
         self._parts.append(part)
 

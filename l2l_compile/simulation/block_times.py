@@ -1,4 +1,4 @@
-"""Seconds of blocks by measurement: the code that a real step would run, on random numbers of the sizes of that step."""
+"""Measured seconds of blocks: runs the code of a real step, on random numbers with the sizes of that step."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..lowering.codes import Lowered
 from ..lowering.lower import Lowering, Request
 from .clocks import Stopwatch, stopwatch_of
 
-_SETS = 3  # of operands that take turns, as those of micro-batches do
-_HELD = 4  # results of runs
-_AT_LEAST = 0.3  # seconds for a block
+_SETS = 3  # sets of operands that take turns, as the operands of micro-batches do
+_HELD = 4  # runs whose results stay in memory
+_AT_LEAST = 0.3  # seconds of measurement for a block
 
 
 class BlockTimes(Protocol):
-    """What a block takes."""
+    """The time that a block takes."""
 
     def seconds(self, request: Request) -> float:
-        """Of a block at its sizes, with the launches of its kernels."""
+        """Seconds of a block at its sizes, the launches of its kernels included."""
 
 
 class MeasuredTimes:
@@ -44,20 +44,20 @@ class MeasuredTimes:
 
 
 def time_of(lowered: Lowered, bindings: Bindings, weights: int, watch: Stopwatch) -> float:
-    """Seconds of a lowered block on random operands, of which the first ones are weights, the same in each run."""
+    """Seconds of a lowered block on random operands. The first `weights` operands are weights, the same in each run."""
     first, *others = (list(_operands(lowered.graph.graph, bindings)) for _ in range(_SETS))
     sets = itertools.cycle([first, *([*first[:weights], *other[weights:]] for other in others)])
     return watch.seconds(_runs(lowered.run, sets), at_least=_AT_LEAST)
 
 
 def _runs(run: Callable, sets: Iterator[list[torch.Tensor]]) -> Callable[[], object]:
-    """Runs with one set of operands after the other. Results stay for a while, as those of the micro-batches of a step do."""
+    """Each call runs the block on the next set of operands. The last results stay in memory, as in a real step."""
     held: deque = deque(maxlen=_HELD)
     return lambda: held.append(run(*next(sets)))
 
 
 def _operands(graph: fx.Graph, bindings: Bindings) -> Iterator[torch.Tensor]:
-    """Random numbers in the place of the operands; whole numbers are 0, which is an index into everything."""
+    """Random numbers in the place of the operands. Whole numbers are 0, which is a valid index into any tensor."""
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta["val"]
         if isinstance(value, torch.Tensor):

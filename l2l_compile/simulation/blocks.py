@@ -1,4 +1,4 @@
-"""Blocks that take time and compute nothing: their real traces give sizes of results, FLOPs and bytes."""
+"""Blocks that take time and compute nothing. Their real traces give the sizes of results, the FLOPs and the bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .costs import kernels_of
 class _Result:
     """A result of a block: memory of its own, or a view of the memory of an operand or of an earlier result.
 
-    of    the position of the operand, or behind the operands that of the result; None for memory of its own
+    of    the position of the viewed tensor among the operands, followed by the results; None for memory of its own
     """
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Simulated:
-    """What is called in the place of a block's code."""
+    """The callable that replaces a block's code."""
 
     device: SimulatedDevice | SimulatedHost
     results: tuple[_Result, ...]
@@ -56,9 +56,9 @@ class _Simulated:
 
 
 class SimulatedLowering(Lowering):
-    """Traces blocks as they are, and gives code that moves the clock of a device by what its kernels take.
+    """Traces blocks as a real step does. The code only advances the clock of the device by the time of the block's kernels.
 
-    times  what a block takes: a roofline of its kernels if None
+    times  gives the seconds of a block; if None, they are the roofline of its kernels
     """
 
     def __init__(self, device: SimulatedDevice | SimulatedHost, compiled: bool, times: BlockTimes | None = None):
@@ -66,7 +66,7 @@ class SimulatedLowering(Lowering):
         self.simulated, self.compiled, self.times = device, compiled, times
 
     def ahead(self, requests: Iterable[Request]) -> None:
-        """Nothing is compiled."""
+        """Does nothing: no code is compiled."""
 
     def _at_first(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Lowered:
         with _disable_current_modes():
@@ -77,7 +77,7 @@ class SimulatedLowering(Lowering):
             return Lowered(lowered.traced, run, (), lowered.workspace_bytes)
 
     def _times_of(self, graph: fx.Graph, bindings: Bindings, request: Request) -> tuple[float, int]:
-        """Seconds of a block, and the launches that come on top of them."""
+        """Seconds of a block, and the number of kernel launches that these seconds do not include."""
         if self.times is not None:
             return self.times.seconds(request), 0
         kernels = kernels_of(graph, bindings, fused=self.compiled)

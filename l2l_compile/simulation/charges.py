@@ -1,4 +1,4 @@
-"""What operations outside of blocks cost: every one that PyTorch runs meanwhile moves the clock of the lane or thread that runs it."""
+"""The cost of operations outside of blocks: each operation that PyTorch runs advances the clock of its lane or thread."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ aten = torch.ops.aten
 
 
 class Charges(TorchDispatchMode):
-    """Operations on memory of the device take the lane's time, others the thread's.
+    """Within this mode, operations on memory of the device take time of the lane, all other operations time of the thread.
 
-    Fake tensors have no numbers. A program that asks for one gets 1, and equal where it compares: gradients are finite, copies up
-    to date.
+    Fake tensors have no numbers. A program that reads a number gets 1, and a comparison of two tensors gives equal. So
+    gradients count as finite, and copies as up to date.
     """
 
     def __init__(self, device: SimulatedDevice | SimulatedHost):
@@ -32,7 +32,7 @@ class Charges(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it runs operations on its piece, which come back here
+            return NotImplemented  # DTensor runs operations on its local piece, which come back here
         if operation.namespace == "_c10d_functional":
             raise L2LError(f"{operation} is called outside of the program: simulate knows the collectives of programs alone")
         if operation is aten._local_scalar_dense.default:

@@ -1,4 +1,4 @@
-"""Clocks for measurements: of the calling thread, and of what it has a device do."""
+"""Clocks for measurements: of the calling thread, and of the work that it gives to a device."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Work = Callable[[], object]
 
 
 def caller_clock() -> Callable[[], float]:
-    """Seconds of this thread at work, where it computes alone: what else the machine does is not in it. Else seconds of the wall."""
+    """CPU seconds of this thread if PyTorch has one thread, so that other processes do not count. Else wall-clock seconds."""
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 class Stopwatch(ABC):
-    """Measures work in seconds: the median of repeats, behind a warm-up."""
+    """Measures work in seconds: the median of repeats, after a warm-up."""
 
     def seconds(self, work: Work, repeats: int = 7, at_least: float = 0.0) -> float:
-        """Of a run; there are as many `repeats`, and more until `at_least` seconds are over: other processes come and go."""
+        """Median seconds of a run. Runs at least `repeats` times and `at_least` seconds, since other processes come and go."""
         work()
         found: list[float] = []
         while len(found) < repeats or sum(found) < at_least:
@@ -48,7 +48,7 @@ class HostStopwatch(Stopwatch):
 
 
 class WaitingStopwatch(Stopwatch):
-    """Measures work until a device has done it, by the clock of the wall."""
+    """Measures work until a device has done it, in wall-clock seconds."""
 
     def __init__(self, synchronize: Callable[[], None]):
         self._synchronize = synchronize
@@ -74,5 +74,5 @@ class CudaStopwatch(Stopwatch):
 
 
 def stopwatch_of(device: torch.device) -> Stopwatch:
-    """The one for work of a device."""
+    """The stopwatch for work on a device."""
     return HostStopwatch() if is_host(device) else CudaStopwatch()

@@ -17,7 +17,7 @@ from ..ir.values import Bindings, dim_of, evaluate
 
 aten = torch.ops.aten
 _FREE = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.detach, aten.alias)
-_WRITTEN_ONLY = (aten.copy_, aten.fill_, aten.zero_)  # they do not read what they write into
+_WRITTEN_ONLY = (aten.copy_, aten.fill_, aten.zero_)  # they do not read the operand that they write into
 
 
 def _attention(query, key, value, *_, out_val=None, **__) -> int:
@@ -37,20 +37,20 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs of matrix products in a dtype, and bytes that are read and written."""
+    """FLOPs of matrix products in `dtype`, and the bytes that are read and written."""
 
     flops: int = 0
     dtype: torch.dtype = torch.float32
     bytes: int = 0
 
     def seconds(self, machine: Machine) -> float:
-        """On the device of a machine: what takes longer, computing or moving."""
+        """Seconds on the device of a machine: the longer of computing and moving bytes."""
         computing = self.flops / machine.flops_of(self.dtype) if self.flops else 0.0
         return max(computing, self.bytes / machine.kernel_bandwidth)
 
 
 def is_free(operation: OpOverload) -> bool:
-    """Whether an operation computes nothing and moves nothing: a view, memory without contents."""
+    """Whether an operation computes nothing and moves nothing: it makes a view, or uninitialized memory."""
     if operation.overloadpacket in _FREE:
         return True
     returns = operation._schema.returns
@@ -82,7 +82,7 @@ def moved(operation: OpOverload, args: tuple, kwargs: dict[str, Any], result: An
         return 0
     into = written(operation, args, kwargs)
     made = [] if into else tensors_in(result)
-    if not into and not made:  # it asks for a device or a size
+    if not into and not made:  # it reads metadata, such as a device or a size
         return 0
     read = tensors_in((args, kwargs))
     if operation.overloadpacket in _WRITTEN_ONLY:
@@ -99,10 +99,10 @@ def cost_of(operation: OpOverload, args: tuple, kwargs: dict[str, Any], result: 
 
 
 def kernels_of(graph: fx.Graph, bindings: Bindings, fused: bool) -> list[Cost]:
-    """The kernels that an ATen graph is run as, at these sizes.
+    """The costs of the kernels that run an ATen graph, at these sizes.
 
-    With `fused`, neighbouring elementwise operations and reductions are one kernel, which reads what comes from outside of it and
-    writes what is read there, as those of Inductor are. Else each operation is a kernel.
+    With `fused`, neighbouring elementwise operations and reductions are one kernel, as in Inductor. It reads the values that
+    come from outside of it, and writes the values that are read outside of it. Without `fused`, each operation is a kernel.
     """
     values = {node: _concrete(node.meta.get("val"), bindings) for node in graph.nodes}
     found: list[Cost] = []
@@ -121,7 +121,7 @@ def kernels_of(graph: fx.Graph, bindings: Bindings, fused: bool) -> list[Cost]:
 
 
 def _is_light(operation: OpOverload) -> bool:
-    """Whether a compiler fuses it with its neighbours: elementwise operations, reductions, fillings."""
+    """Whether a compiler fuses an operation with its neighbours: elementwise operations, reductions, fills."""
     tags = operation.tags
     return torch.Tag.pointwise in tags or operation.overloadpacket in _REDUCTIONS or not operation._schema.arguments
 
@@ -147,7 +147,7 @@ def _joined(group: Sequence[fx.Node], values: dict[fx.Node, Any]) -> list[Cost]:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """What a view is a view of."""
+    """The node whose memory a view shows; any other node itself."""
     while isinstance(node.target, OpOverload) and is_free(node.target) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -160,7 +160,7 @@ def _is_read_outside(user: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _concrete(value: Any, bindings: Bindings) -> Any:
-    """A tensor without memory, of the size that a value has at these bindings."""
+    """A value with its tensors on meta and its symbolic sizes as numbers, at these bindings."""
 
     def at(tensor: torch.Tensor) -> torch.Tensor:
         shape = [evaluate(dim_of(size), bindings) for size in tensor.shape]

@@ -1,4 +1,4 @@
-"""The host side in virtual time: the thread that updates, and an optimizer's step that is one pass over memory."""
+"""The host side in virtual time: the thread that updates, and a compiled optimizer step that is one pass over memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .costs import nbytes
 
 
 class SimulatedTicket(Ticket):
-    """A piece of work that is done at a time."""
+    """A piece of work that is done at a known virtual time."""
 
     def __init__(self, worker: Worker, clocks: Clocks, done: SimulatedEvent):
         super().__init__(worker, Order())
@@ -27,7 +27,7 @@ class SimulatedTicket(Ticket):
 
 
 class SimulatedWorker(Worker):
-    """Does work when it is submitted, on a clock of its own. What it raises reaches the caller at once."""
+    """Does work when it is submitted, on a clock of its own. An error in the work reaches the caller at once."""
 
     def __init__(self, clocks: Clocks, accesses: Unwatched, name: str):
         self.accesses, self.name, self.finished = accesses, name, 0
@@ -43,16 +43,16 @@ class SimulatedWorker(Worker):
         self._clocks.thread.wait(self._clock.event())
 
     def raise_failure(self) -> None:
-        """Nothing is kept to be raised later."""
+        """Does nothing: errors were raised by `submit`."""
 
     def close(self) -> None:
-        """There is no thread."""
+        """Does nothing: there is no thread."""
 
 
 class OnePass:
-    """The step of an optimizer that is compiled: reads gradient, parameter and state once, writes parameter, state and wire.
+    """The step of a compiled optimizer: reads gradient, parameter and state once, writes parameter, state and wire.
 
-    state_bytes  of the optimizer for each entry of a parameter
+    state_bytes  bytes of optimizer state for each entry of a parameter
     """
 
     def __init__(self, clocks: Clocks, wires: Wires, state_bytes: int):

@@ -18,25 +18,25 @@ from .overhead import Overhead, measured_overhead
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HOST_SIZE, _DEVICE_SIZE = 512, 4096  # rows and columns of the matrices
-_HOST_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 28  # of a tensor: more than the caches hold
-_SMALL_BYTES = 1 << 12  # of a copy that takes as long as its latency
-_LAUNCHES = 500  # operations that are launched one behind the other
+_HOST_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 28  # bytes of a tensor: more than the caches hold
+_SMALL_BYTES = 1 << 12  # bytes of a copy whose time is nearly all latency
+_LAUNCHES = 500  # operations that are launched in a row
 
 
 @dataclass(frozen=True)
 class Link:
-    """Bytes per second and seconds of a copy, from two of them."""
+    """The bandwidth of a link in bytes per second, and its latency in seconds, from the times of two copies."""
 
     bandwidth: float
     latency: float
 
 
 def measure_machine(device: torch.device | str | None = None) -> Machine:
-    """The figures of this machine, with a device of it (by default that on which layers run), in a few seconds.
+    """Measure the figures of this machine and a device of it (by default the device on which layers run), in a few seconds.
 
-    Each figure is a median of repeats. With one thread (`torch.set_num_threads`), those of the host are seconds of that thread at
-    work, so that other processes do not count. On the host as its own device, "link" is a copy in its memory, and nothing overlaps.
-    The measurements of a CUDA device have not run on one: check what they give against the machine's datasheet.
+    Each figure is a median of repeats. With one thread (`torch.set_num_threads`), figures of the host count CPU seconds of that
+    thread, so that other processes do not matter. If the host is its own device, the link is a copy in its memory, and nothing
+    overlaps. The measurements of a CUDA device have not run on one: check the figures against the machine's datasheet.
     """
     chosen = torch.device(device) if device is not None else default_device()
     with torch.random.fork_rng([] if is_host(chosen) else [chosen]):
@@ -101,18 +101,18 @@ def _product(device: torch.device, size: int, dtype: torch.dtype) -> Callable[[]
 
 
 def elementwise_bandwidth(watch: Stopwatch, device: torch.device, size: int) -> float:
-    """Bytes per second that a sum of two tensors reads and writes."""
+    """Bytes per second, read and written, of the elementwise sum of two tensors of `size` bytes."""
     a, b, c = (torch.zeros(size // 4, device=device) for _ in range(3))
     return 3 * size / watch.seconds(lambda: torch.add(a, b, out=c))
 
 
 def link(watch: Stopwatch, source: torch.device, target: torch.device, size: int, pinned: bool = False) -> Link:
-    """Copies from one place to another; host memory is page-locked with `pinned`."""
+    """The link for copies from one device to another; with `pinned`, host memory is page-locked."""
     return link_of(*((count, watch.seconds(_copy(source, target, count, pinned))) for count in (_SMALL_BYTES, size)))
 
 
 def link_of(small: tuple[int, float], large: tuple[int, float]) -> Link:
-    """From the bytes and seconds of two copies."""
+    """The link from the (bytes, seconds) of a small and of a large copy."""
     bandwidth = (large[0] - small[0]) / max(large[1] - small[1], 1e-9)
     return Link(bandwidth, max(small[1] - small[0] / bandwidth, 1e-9))
 
@@ -125,7 +125,7 @@ def _copy(source: torch.device, target: torch.device, size: int, pinned: bool) -
 
 
 def launch(device: torch.device) -> float:
-    """The caller's seconds for an operation on next to nothing."""
+    """The caller's seconds to launch an operation, measured on tensors of one entry."""
     x = torch.zeros(1, device=device)
     watch = HostStopwatch()
 

@@ -1,4 +1,4 @@
-"""The caller's own time in a step: what the program's interpreter takes for a node, and for a micro-batch of a segment."""
+"""The caller's own time in a step: the time of the interpreter for a node, and for a micro-batch of a segment."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _MICRO_BATCHES = (1, 8)
 class Overhead:
     """Seconds of the caller.
 
-    node         for a node of a program
-    micro_batch  for each micro-batch of a segment, beside the code of the block
+    node         seconds for a node of a program
+    micro_batch  seconds for each micro-batch of a segment, besides the code of the block
     """
 
     node: float
@@ -39,7 +39,7 @@ class Overhead:
 
 @dataclass(frozen=True)
 class Own:
-    """What a step has of nodes and of calls of blocks, and the caller's seconds outside of the blocks."""
+    """Of one step: the number of nodes, the number of calls of blocks, and the caller's seconds outside of the blocks."""
 
     nodes: int
     calls: int
@@ -47,18 +47,18 @@ class Own:
 
 
 def measured_overhead(device: torch.device) -> Overhead:
-    """Steps of a deep stack of tiny layers, at two numbers of micro-batches, without the time in the code of its blocks."""
+    """Measure steps of a deep stack of tiny layers at two numbers of micro-batches, without the time in the code of blocks."""
     return overhead_of(*(_own(device, micro_batches) for micro_batches in _MICRO_BATCHES))
 
 
 def overhead_of(few: Own, many: Own) -> Overhead:
-    """From two steps of one model: the one with `many` micro-batches differs by the calls of its blocks."""
+    """The overhead from two steps of one model, which differ only in the number of micro-batches, so in the calls of blocks."""
     micro_batch = max((many.seconds - few.seconds) / (many.calls - few.calls), 1e-9)
     return Overhead(max((few.seconds - few.calls * micro_batch) / few.nodes, 1e-9), micro_batch)
 
 
 class _Layer(nn.Module):
-    """A residual MLP behind a LayerNorm."""
+    """A residual MLP after a LayerNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,9 +93,9 @@ class _Counted(Lowering):
 
 
 class _Backend:
-    """Programs of a session that counts."""
+    """A backend that keeps the runners of a session whose lowering counts."""
 
-    streams_layers = True  # what `dynamo.mark_batches` looks for
+    streams_layers = True  # `dynamo.mark_batches` looks for this attribute
     __name__ = "l2l_overhead"
 
     def __init__(self, session: Session):

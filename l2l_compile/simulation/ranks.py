@@ -1,4 +1,4 @@
-"""The other ranks in virtual time: all do at every moment what this one does, so a collective begins when this one is there."""
+"""The other ranks in virtual time: all do the same at the same time, so a collective begins when this rank begins it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .ring import Ring, ring_of
 class SimulatedRanks(Ranks):
     """Collectives take the time of a ring, on the lane or the thread that runs them, and exchange nothing.
 
-    What is around them is the real code: buffers are filled, sums are divided.
+    The code around the collectives is the real code: it fills buffers and divides sums.
     """
 
     def __init__(self, size: int, rank: int, ring: Ring, clocks: Clocks):
@@ -33,10 +33,10 @@ class SimulatedRanks(Ranks):
         self._ring, self._clocks = ring, clocks
 
     def check(self) -> None:
-        """Nobody fails."""
+        """Does nothing: no simulated rank fails."""
 
     def failed(self, error: BaseException) -> None:
-        """Nobody has to be told."""
+        """Does nothing: there is no other rank to tell."""
 
     def announce(
         self,
@@ -46,7 +46,7 @@ class SimulatedRanks(Ranks):
         told: Sequence[int] = (),
         refuse: Callable[[list[list[int]]], None] | None = None,
     ) -> list[list[int]]:
-        """All ranks tell the same."""
+        """All ranks announce the same numbers as this one."""
         self._clocks.spend(self._ring.latency)
         rows = [list(told) for _ in range(self.size)]
         if refuse is not None:
@@ -78,7 +78,7 @@ class Division:
 
     @contextmanager
     def in_virtual_time(self, clocks: Clocks) -> Iterator[None]:
-        """Within it, the ranks of the mesh are simulated."""
+        """A context in which the ranks of the mesh are simulated."""
         mesh = self.mesh
         with standing_in({mesh: SimulatedRanks(mesh.size(), mesh.get_local_rank(), self.ring, clocks)}):
             yield

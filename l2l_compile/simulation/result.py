@@ -1,4 +1,4 @@
-"""What a simulation found: seconds, lanes, memory."""
+"""The result of a simulation: seconds, lanes, memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SHOWN = 3  # gaps of each lane
 class Simulation:
     """A training step in virtual time; `print` shows it as a table. A simulated figure is no measurement.
 
-    timeline           what ran when
+    timeline           the work of each lane, with its times
     stats              bytes moved, and the peak of device memory
-    taken_bytes        most bytes of host memory for wires, stashes, gradients and staging
-    pinned_bytes       of them, page-locked
-    steady             whether the step took as long as the one before; the seconds are those of one step among others if not
-    ranks              among which the model is divided; bytes, lanes and memory are those of one
-    tokens             of the batch of a rank; None for one of something else
+    taken_bytes        peak of host memory for wires, stashes, gradients and staging
+    pinned_bytes       peak of page-locked host memory
+    steady             whether the step took as long as the step before; if not, other steps may take another time
+    ranks              the number of ranks that divide the model; bytes, lanes and memory are of one rank
+    tokens             tokens in the batch of a rank; None for a model that takes no tokens
     """
 
     machine: Machine
@@ -37,12 +37,12 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """Of the last step that was simulated."""
+        """Seconds of the last simulated step."""
         return self.timeline.seconds
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks together."""
+        """Tokens per second of all ranks together; None if the model takes no tokens."""
         return None if self.tokens is None else self.ranks * self.tokens / self.seconds
 
     @property
@@ -54,7 +54,7 @@ class Simulation:
         return self.timeline.busy(lane) / self.seconds
 
     def gaps(self, lane: str) -> list[Gap]:
-        """Where a lane stands still, the longest first, each with the node that it waits for."""
+        """The times in which a lane is idle, the longest first, each with the node that it waits for."""
         return self.timeline.gaps(lane)
 
     def save(self, path: str | Path) -> None:

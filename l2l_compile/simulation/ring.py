@@ -1,6 +1,6 @@
-"""What collectives cost: each rank of a ring hands on to the next one what it got from the one before.
+"""The cost of collectives in a ring: each rank passes the pieces that it receives from the previous rank on to the next rank.
 
-A tensor of B bytes on N ranks is cut into N pieces. A piece is on its way for N - 1 hops, all links work at the same time, and each
+A tensor of B bytes on N ranks is cut into N pieces. A piece takes N - 1 hops. All links work at the same time, and each link
 carries N - 1 pieces (Thakur, Rabenseifner and Gropp, IJHPCA 2005, section 4.1):
 
     (N - 1) / N * B / bandwidth + (N - 1) * latency
@@ -27,12 +27,12 @@ class Ring:
     latency: float
 
     def seconds(self, size: int) -> float:
-        """Of an all-gather, or of a reduce-scatter, of a tensor that has so many bytes on all ranks together."""
+        """Seconds of an all-gather or a reduce-scatter of a tensor that has `size` bytes on all ranks together."""
         return (self.ranks - 1) / self.ranks * size / self.bandwidth + self.latency
 
 
 def ring_of(machine: Machine, ranks: int) -> Ring:
-    """The ring of so many devices, host by host: one of the hops from host to host for each host but the first.
+    """The ring of `ranks` devices, host by host. Of its `ranks` - 1 hops, one for each host but the first is between hosts.
 
     Raises `OptionError` for a figure that the machine lacks.
     """
@@ -48,5 +48,5 @@ def ring_of(machine: Machine, ranks: int) -> Ring:
 
 
 def machine_of_rank(machine: Machine, ranks: int) -> Machine:
-    """A machine as the busiest of so many ranks has it. Raises `OptionError` for a figure that the machine lacks."""
+    """The share of a machine that each rank has on a full host. Raises `OptionError` for a figure that the machine lacks."""
     return machine.shared_by(min(ranks, int(machine.known("devices"))))

@@ -36,7 +36,7 @@ from .ranks import Division, division_of
 from .result import Simulation
 from .ring import machine_of_rank
 
-_MOST_STEPS = 6  # until one takes as long as the one before: first steps make state, last updates end in the next step
+_MOST_STEPS = 6  # until two take equally long: the first step makes optimizer state, and updates may end in the next step
 
 
 Loss = Callable[[Any], torch.Tensor]
@@ -52,22 +52,22 @@ def simulate(
 ) -> Callable[..., Simulation]:
     """`simulate(model, "h200", options)(**batch)`: a training step of a compiled model on a machine, in virtual time.
 
-    model    a module or a function, compiled or not (then its own options hold, unless others are given); its tensors may be on
-             the meta device
-    machine  the name of one that comes with the package, the path of a file that `measure_machine` wrote, or a `Machine`
-    options  those of the backend. `device` is left out, and so is `check`. With `optimizer`, its step is a part of the time
-    loss     a number from what the model returns, computed on the host; by default the model's own loss if it returns one (an
-             attribute or an entry `loss`, or a single number), else the sum of all entries of its outputs
+    model    a module or a function, compiled or not; its tensors may be on the meta device
+    machine  the name of a machine that comes with the package, the path of a file that `measure_machine` wrote, or a `Machine`
+    options  options of the backend, by default the options of a compiled model. `device` and `check` are ignored. With
+             `optimizer`, the time includes the optimizer's step
+    loss     a function from the model's outputs to a number, computed on the host. The default is the model's own loss if it
+             returns one (an attribute or an entry `loss`, or a single number), else the sum of all entries of its outputs
     blocks   "roofline": seconds of a block are computed from FLOPs, bytes and the machine's figures. "measured": its code is run on
              random numbers of its sizes, on this host, which has to be the device of the machine (`measure_machine("cpu")`)
 
-    The arguments are those of a training step, on the host or on meta. Programs, executor, waits and host side are those of a real
-    step; what takes time is computed from the machine's figures. Nothing is computed, and the model and the optimizer stay as they
-    are. Raises what compilation would raise.
+    Pass the arguments of a training step, on the host or on meta. Programs, executor, waits and host side are the same as in a
+    real step; only times are computed, from the machine's figures. No numbers of the model are computed, and the model and the
+    optimizer stay as they are. Raises the errors that compilation would raise.
 
-    Of a model that `shard` has divided, this rank is simulated: the others do the same at the same time, on rows of their own as many
-    as these. Its host is shared by as many devices as the machine says. Raises `OptionError` where the machine has no figure for the
-    links between devices.
+    For a model that `shard` has divided, this rank is simulated. The other ranks do the same at the same time, on as many rows
+    of their own. The host is shared by as many devices as the machine says. Raises `OptionError` if the machine lacks a figure
+    for the links between devices.
     """
     given = dict(options if options is not None else dynamo.options_of(model) or {})
     chosen = Options.build({**given, "device": HOST, "check": False})
@@ -101,7 +101,7 @@ def _check_blocks(blocks: str, machine: Machine) -> None:
 
 
 def _state_bytes(options: Options) -> int | None:
-    """Of the optimizer, for each entry of a parameter, where its step is compiled; tried on real tensors."""
+    """Bytes of optimizer state for each entry of a parameter, by a trial on real tensors; None if its step is not compiled."""
     if options.optimizer is None:
         return None
     if options.update != "at_step":
@@ -112,7 +112,7 @@ def _state_bytes(options: Options) -> int | None:
 
 
 class _Training:
-    """A training loop on fake tensors. Made and used in their mode."""
+    """A training loop on fake tensors. Made and used in fake mode."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _Training:
             updates._step = OnePass(self.device.clocks, self.session.server.wires, state_bytes)  # type: ignore[assignment]
 
     def simulation(self) -> Simulation:
-        """Steps until one is like the one before; the last one."""
+        """Run steps until two in a row take equally long, at most `_MOST_STEPS`. Returns the last step."""
         compiled = torch.compile(fresh_caller(), backend=_Simulator(self))
         times, clocks = [self.device.now()], self.device.clocks
         with self.division.in_virtual_time(clocks) if self.division is not None else nullcontext():
@@ -163,7 +163,7 @@ class _Training:
         )
 
     def _tokens(self) -> int | None:
-        """Entries of the first argument that has whole numbers in rows."""
+        """Tokens of the batch: the entries of the first integer tensor with two dimensions; None if there is none."""
         arguments = torch.utils._pytree.tree_leaves((self.call.args, self.call.kwargs))
         tensors = (a for a in arguments if isinstance(a, torch.Tensor))
         return next((t.numel() for t in tensors if t.dim() == 2 and t.dtype in (torch.int64, torch.int32)), None)
@@ -198,7 +198,7 @@ class _Training:
 
 
 def _is_steady(times: Sequence[float]) -> bool:
-    """Whether the last step took as long as the one before, but for the rounding of clocks."""
+    """Whether the last step took as long as the step before it, up to the rounding of clocks."""
     seconds = [after - before for before, after in itertools.pairwise(times)]
     return len(seconds) > 1 and math.isclose(seconds[-1], seconds[-2], rel_tol=1e-6)
 
@@ -206,7 +206,7 @@ def _is_steady(times: Sequence[float]) -> bool:
 class _Simulator:
     """The backend: programs run in virtual time."""
 
-    streams_layers = True  # what `dynamo.mark_batches` looks for
+    streams_layers = True  # `dynamo.mark_batches` looks for this attribute
     __name__ = "l2l_simulate"
 
     def __init__(self, training: _Training):
@@ -233,14 +233,14 @@ class _Simulator:
 
 
 def _on_fakes(optimizer: torch.optim.Optimizer, fake: Callable[[torch.Tensor], torch.Tensor]) -> torch.optim.Optimizer:
-    """A copy of an optimizer over the fake tensors in the place of its parameters and state."""
+    """A copy of an optimizer in which fake tensors replace parameters and state."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     held += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     return copy.deepcopy(optimizer, {id(tensor): fake(tensor) for tensor in held})
 
 
 def _loss_of(outputs: Any) -> torch.Tensor:
-    """The model's own loss if it returns one, else the sum of all entries of what takes a gradient."""
+    """The model's own loss if it returns one, else the sum of all entries of the outputs that take a gradient."""
     own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(own, torch.Tensor):
         return own

@@ -1,4 +1,4 @@
-"""Does a streamed model compute what eager computes? One training step, several steps, and models to try it on.
+"""Tests that a streamed model computes the same as eager: in one training step, in several steps, and on random models.
 
 `assert_equivalent` and `training_equivalent` assert it, `compare` shows it as a table. `options`, `batches` and `stacks` are
 strategies of Hypothesis. docs/testing.md shows them all.

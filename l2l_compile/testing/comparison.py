@@ -10,13 +10,13 @@ class Comparison(Verdicts):
     """A streamed run beside the same run in eager. `print(comparison)` shows a table."""
 
     def check(self) -> Comparison:
-        """Itself. Raises `AssertionError` with the failures and the table unless all differences pass."""
+        """Return self. Raises `AssertionError` with the failures and the table unless all differences pass."""
         if not self.passes:
             raise AssertionError(f"{printing.message(self)}\n\n{self.table()}")
         return self
 
     def table(self, rows: int | None = printing.SHOWN) -> str:
-        """The loss and the `rows` largest relative errors, beside the error of eager itself. None shows all."""
+        """The loss and the largest relative errors, beside the error of eager itself: `rows` rows, or all with None."""
         return printing.table(self, rows)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Copies of a model: the one that was given stays as it is."""
+"""Copies of a model: the user's model stays as it is."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ Model = TypeVar("Model", bound=Callable)
 
 
 def plain(model: Callable) -> Callable:
-    """The module or function behind one that was compiled; others as they are."""
+    """The plain module or function behind a compiled one; a model that is not compiled is returned as it is."""
     model = getattr(model, "_orig_mod", model)
     return getattr(model, "_torchdynamo_orig_callable", model)
 
 
 def options_of(model: Callable) -> dict[str, Any]:
-    """The options that a model was compiled with; none where it was not, or without any."""
+    """The options that a model was compiled with; empty if it was not compiled, or compiled without options."""
     return dict(dynamo.options_of(model) or {})
 
 
 def copied(model: Model, dtype: torch.dtype | None) -> Model:
     """A deep copy of a module, in a dtype. A function is itself.
 
-    Raises `L2LError` where the module cannot be copied; it names the part that cannot. So it does for a model that ranks divide.
+    Raises `L2LError` if the module cannot be copied, with the name of the part that cannot, and for a model divided among
+    ranks.
     """
     if not isinstance(model, nn.Module):
         return model

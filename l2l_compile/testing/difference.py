@@ -14,7 +14,7 @@ INPUT_GRADIENT, STATE = "gradient of input", "optimizer state"
 
 
 class Key(NamedTuple):
-    """Which tensor: its kind, and its name among those of the kind."""
+    """The key of a tensor: its kind, and its name, which is unique within the kind."""
 
     kind: str
     name: str
@@ -25,12 +25,12 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor of a streamed step against that of eager.
+    """One tensor of a streamed step against the same tensor in eager.
 
-    segments  names of the segments that make it; empty where they are not known
-    error     norm of the difference. Infinite where an entry of one of both is not finite
-    norm      of eager's tensor; in training, of what the steps have added to it
-    least     an error up to it is the rounding of what is stored (0.0 for the tensors of one step)
+    segments  names of the segments that make the tensor; empty if they are not known
+    error     norm of the difference; infinite if an entry is finite in only one of the two tensors
+    norm      norm of eager's tensor; in training, norm of the change by the steps
+    least     an error up to this norm is the rounding of stored values (0.0 for the tensors of one step)
     problem   a difference that has no norm: a missing gradient, another shape, other whole numbers; None if there is none
     """
 
@@ -58,7 +58,7 @@ class Difference:
 def difference(
     key: Key, actual: Any, expected: Any, segments: tuple[str, ...] = (), norm: float | None = None, least: float = 0.0
 ) -> Difference:
-    """`norm` takes the place of eager's norm."""
+    """Compare one tensor. If `norm` is given, it replaces the norm of eager's tensor."""
     problem = _problem(actual, expected)
     if problem is not None or not isinstance(expected, torch.Tensor) or actual.is_meta:
         return Difference(key, segments, math.inf if problem else 0.0, 0.0, least, problem)
@@ -93,7 +93,7 @@ def _told(value: Any) -> str:
 
 @torch.no_grad()
 def error_of(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference; infinite where just one of two entries is finite."""
+    """The norm of the difference; infinite if non-finite entries differ. For whole numbers, 0.0 if equal, else infinite."""
     if not (expected.is_floating_point() or expected.is_complex()):
         return 0.0 if torch.equal(actual, expected) else math.inf
     wide = torch.complex128 if expected.is_complex() else torch.float64
@@ -106,7 +106,7 @@ def error_of(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @torch.no_grad()
 def norm_of(tensor: torch.Tensor) -> float:
-    """Of the finite entries."""
+    """The norm of the finite entries; 0.0 for whole numbers."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     finite = torch.where(tensor.isfinite(), tensor, torch.zeros_like(tensor))
@@ -116,5 +116,5 @@ def norm_of(tensor: torch.Tensor) -> float:
 def differences(
     actual: Mapping[Key, Any], expected: Mapping[Key, Any], segments_of: Callable[[Key], tuple[str, ...]]
 ) -> list[Difference]:
-    """One for each tensor of either run."""
+    """One `Difference` for each tensor of either run."""
     return [difference(key, actual.get(key), expected.get(key), segments_of(key)) for key in dict.fromkeys((*expected, *actual))]

@@ -1,4 +1,4 @@
-"""Models that draw random numbers: eager cannot have the same ones, so there is nothing to compare."""
+"""Refuses models that draw random numbers: eager draws different numbers, so the results cannot be compared."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def leaves_of(tree: Any, name: str = "") -> dict[str, Any]:
-    """Tensors and plain numbers by the way to them: `['logits']`, `[0].loss`. Other objects are left out."""
+    """Tensors and plain values by their path: `['logits']`, `[0].loss`. Other objects are left out."""
     found: dict[str, Any] = {}
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
         where = name + pytree.keystr(path)
@@ -28,7 +28,7 @@ def leaves_of(tree: Any, name: str = "") -> dict[str, Any]:
 
 
 def inputs_of(args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors and numbers of a call: `0`, `1['mask']`, `labels`."""
+    """The tensors and plain values in the arguments of a call, by their path: `0`, `1['mask']`, `labels`."""
     found: dict[str, Any] = {}
     for name, value in (*enumerate(args), *kwargs.items()):
         found |= leaves_of(value, str(name))
@@ -36,7 +36,7 @@ def inputs_of(args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mapped(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """The tree with `function` of each tensor in its place; a tensor that stands in several places is still one."""
+    """The tree with each tensor replaced by `function(tensor)`. A tensor in several places is replaced by the same result."""
     made: dict[int, torch.Tensor] = {}
 
     def once(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,9 +48,9 @@ def mapped(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
 
 
 def own_copy(tree: Any) -> Any:
-    """The tree with copies of its tensors as leaves of autograd: a step may write into them, and its gradients come to them.
+    """The tree with its tensors copied, as autograd leaves: a step may write into the copies, and they receive its gradients.
 
-    Views stay views: of one copy of the memory that they share.
+    Tensors that share memory share one copy of that memory.
     """
     memory: dict[int, Any] = {}
     return mapped(lambda t: like(t, copy.deepcopy(t.detach(), memory)), tree)
@@ -68,7 +68,7 @@ def converted(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def like(given: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """`made` as a leaf of autograd of the same kind."""
+    """`made` as an autograd leaf like `given`: a parameter or a tensor, with or without a gradient."""
     if isinstance(given, torch.nn.Parameter):
         return torch.nn.Parameter(made, given.requires_grad)
     return made.requires_grad_(given.requires_grad)

@@ -1,4 +1,4 @@
-"""A training loop, the same for eager and for every way to update, and what it leaves behind."""
+"""A training loop, the same for eager and for every value of `update`, and its results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CallWith = Callable[[nn.Module, torch.optim.Optimizer], Call]
 
 @dataclass(frozen=True)
 class Loop:
-    """A training loop, the same for eager and for every way to update."""
+    """A training loop, the same for eager and for every value of `update`."""
 
     batches: Sequence[tuple[tuple, Mapping[str, Any]]]
     optimizer: MakeOptimizer
@@ -32,7 +32,7 @@ class Loop:
     max_grad_norm: float | None
 
     def run(self, module: nn.Module, call_with: CallWith, update: str, wrap: Callable[[Call], Any]) -> Run:
-        """Trains a module. `wrap` gives what the loop calls in the place of that which `call_with` gives."""
+        """Train a module. The loop calls `wrap(call_with(module, optimizer))` in the place of the module."""
         optimizer = self.optimizer(module.parameters())
         scheduler = self.scheduler(optimizer) if self.scheduler is not None else None
         call = call_with(module, optimizer)
@@ -46,7 +46,7 @@ class Loop:
             loss.backward()
             found[Key(LOSS, f"of batch {number}")] = loss.detach()
             if update != "at_step":
-                found |= {Key(GRADIENT, names[p]): p.grad for p in held if p.grad is not None}  # it should be at the host
+                found |= {Key(GRADIENT, names[p]): p.grad for p in held if p.grad is not None}  # p.grad should be None
             if (number + 1) % self.accumulate == 0:
                 if self.max_grad_norm is not None and update == "at_step":
                     nn.utils.clip_grad_norm_(held, self.max_grad_norm)
@@ -62,7 +62,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training leaves behind: a loss for each batch, parameters and buffers, the state of the optimizer; what its calls gave."""
+    """The results of a training.
+
+    values   a loss for each batch, parameters and buffers, the state of the optimizer
+    results  the outputs of each call
+    """
 
     values: Mapping[Key, Any]
     call: Call = field(repr=False)

@@ -11,7 +11,7 @@ from .leaves import leaves_of
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
-    """The model's loss if it returns one, else a fixed random projection of what it returns.
+    """The model's loss if it returns one, else a fixed random projection of its outputs.
 
     A loss is the attribute or entry `loss`, a single number, or a number in the first place of a tuple.
     """

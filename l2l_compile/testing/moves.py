@@ -1,7 +1,7 @@
-"""A step with other roundings: parameters and inputs move by one unit in the last place.
+"""A step with different roundings: parameters and inputs move by one unit in the last place.
 
-A gradient that is zero but for rounding then takes another value of the same size. Any other changes as little as its condition
-allows.
+A gradient that is zero up to rounding then takes another value of the same size. Any other gradient changes little, as its
+condition number allows.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from .observation import State
 
 
 class Move:
-    """One choice of signs. `batch` says whether inputs without a gradient move as well: a mask of ones and zeros may not."""
+    """One random choice of signs. With `batch`, inputs without a gradient move too; a 0/1 mask may not allow it."""
 
     def __init__(self, seed: int, batch: bool):
         self.batch, self._generator = batch, torch.Generator().manual_seed(seed)
 
     def state(self, state: State, observed: Mapping[Key, Any]) -> State:
-        """A model's state with the parameters moved that have a gradient."""
+        """A model's state in which the parameters that have a gradient are moved."""
         trained = {key for key in state if key.kind == PARAMETER and observed.get(Key(GRADIENT, key.name)) is not None}
         return {key: self._moved(tensor) if key in trained else tensor for key, tensor in state.items()}
 
     def inputs(self, tree: Any) -> Any:
-        """Arguments that are moved."""
+        """The arguments of a call, moved."""
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             moves = tensor.requires_grad or (self.batch and tensor.is_floating_point())

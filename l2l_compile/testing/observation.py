@@ -1,4 +1,4 @@
-"""One run of a training step, and all that it leaves behind."""
+"""One run of a training step, and its effects: results, gradients, parameters, buffers and inputs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Step = Callable[
 
 @dataclass(frozen=True)
 class Trained:
-    """What a step gives that has one loss."""
+    """The result of a step with one loss."""
 
     outputs: Any
     loss: torch.Tensor
 
 
 def step_with(loss: Callable[[Any], torch.Tensor] | None) -> Step:
-    """One call and one backward of its loss; None finds the loss (`loss_of`)."""
+    """A step of one call and one backward of its loss. With None, `loss_of` finds the loss."""
     find = loss_of if loss is None else loss
 
     def step(call: Call, *args: Any, **kwargs: Any) -> Trained:
@@ -46,7 +46,7 @@ State = dict[Key, torch.Tensor]
 
 
 def tensors_of(module: Any) -> Iterator[tuple[Key, torch.Tensor]]:
-    """Parameters and buffers. A function has none."""
+    """The parameters and buffers of a module. A function has none."""
     if isinstance(module, nn.Module):
         yield from ((Key(PARAMETER, name), p) for name, p in module.named_parameters())
         yield from ((Key(BUFFER, name), b) for name, b in module.named_buffers())
@@ -64,7 +64,7 @@ def restore(module: Any, state: Mapping[Key, Any]) -> None:
 
 
 def put_back(module: Any, observed: Mapping[Key, Any]) -> None:
-    """State and gradients as they were observed after a step."""
+    """Restore state and gradients as they were observed after a step."""
     restore(module, observed)
     if isinstance(module, nn.Module):
         for name, parameter in module.named_parameters():
@@ -72,7 +72,7 @@ def put_back(module: Any, observed: Mapping[Key, Any]) -> None:
 
 
 def observe(module: Any, call: Call, step: Step, args: tuple, kwargs: Mapping[str, Any]) -> dict[Key, Any]:
-    """Results, gradients, and all parameters, buffers and inputs as they are after the step, which begins without gradients."""
+    """Run a step, which begins without gradients. Returns results, gradients, parameters, buffers and inputs after it."""
     if isinstance(module, nn.Module):
         module.zero_grad(set_to_none=True)
     args, kwargs = own_copy((args, dict(kwargs)))
@@ -81,7 +81,7 @@ def observe(module: Any, call: Call, step: Step, args: tuple, kwargs: Mapping[st
     for name, tensor in inputs_of(args, kwargs).items():
         if isinstance(tensor, torch.Tensor):
             found[Key(INPUT, name)] = tensor.detach()
-            if tensor.requires_grad and tensor.is_leaf:  # one that the model wrote into with a gradient is none
+            if tensor.requires_grad and tensor.is_leaf:  # no longer a leaf if the model wrote a value with a gradient into it
                 found[Key(INPUT_GRADIENT, name)] = tensor.grad
     if isinstance(module, nn.Module):
         found |= {Key(GRADIENT, name): p.grad for name, p in module.named_parameters()}
@@ -98,7 +98,7 @@ def _results(result: Any) -> dict[Key, Any]:
 
 @contextmanager
 def random_state(state: torch.Tensor) -> Iterator[None]:
-    """The generator of the host begins at a state, and is as it was before at the end."""
+    """A context in which the host's random generator begins at `state`. Its own state is restored at the end."""
     with torch.random.fork_rng([]):
         torch.set_rng_state(state)
         yield

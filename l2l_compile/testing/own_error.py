@@ -1,7 +1,7 @@
 """The error of eager itself, measured on the step that was compared.
 
-It is that with the rows reversed, or under autocast. Whether a tensor has any digits is measured with the parameters moved by a
-rounding.
+It is the error of the same step in eager with the rows reversed, or under autocast. A third step, with the parameters moved by
+one unit in the last place, measures whether a tensor has any correct digits.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .reversal import Reversed
 from .verdicts import DEPENDS, Own
 
 TOGETHER = Key(GRADIENT, "all parameters together")
-MOVES = 3  # by chance, one move alone may hit on nearly the same rounding
+MOVES = 3  # one move alone may by chance give nearly the same rounding
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """A step that eager can take again: its model, the state before it, and all that it was given.
+    """A step that eager can repeat: its model, the state before it, and all its arguments.
 
-    expected   all that the step left behind
-    results    what the calls of the model returned
+    expected   results, gradients and state after the step
+    results    the outputs of each call of the model
     """
 
     module: Any
@@ -42,21 +42,22 @@ class Repeat:
     results: Sequence[Any]
 
     def reversed(self, narrowest: torch.dtype) -> Own:
-        """With the rows in reverse order. There is no such error where half of the digits (of the narrowest dtype) depend on it."""
+        """The error with the rows in reverse order; no `errors` if half of the digits (of the narrowest dtype) depend on it."""
         limit = torch.finfo(narrowest).eps ** 0.5
         noise = self._noise(limit)
         for dim in (0, 1):
             try:
                 errors = self._errors(Reversed(self.module, self.results, dim))
-            except Exception:  # noqa: BLE001 - a model may fail with anything where what was reversed are no rows
+            except Exception:  # noqa: BLE001 - a model may fail with anything if the reversed dimension has no rows
                 continue
             if self._is_rounding(errors, limit):
                 return Own(self._small(errors, limit), noise)
         return Own(noise=noise, why=DEPENDS)
 
     def _noise(self, limit: float) -> dict[Key, float]:
-        """The largest errors of `MOVES` steps with parameters and batch moved by a rounding; or the parameters alone, if the batch
-        is not to be moved. None if more than half of the digits depend on that too.
+        """The largest errors of `MOVES` steps with parameters and batch moved by one unit in the last place.
+
+        If moving the batch changes more than half of the digits, only the parameters move. If that does too, empty.
         """
         for batch in (True, False):
             found = [self._moved(Move(seed, batch)) for seed in range(MOVES)]
@@ -69,7 +70,7 @@ class Repeat:
         return self._errors(self.module, move.state(self.before, self.expected), move.inputs((self.args, dict(self.kwargs))))
 
     def autocast(self, dtype: torch.dtype) -> Own:
-        """With the model called under autocast."""
+        """The error of the model under autocast to `dtype`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with torch.autocast("cpu", dtype):
@@ -81,7 +82,7 @@ class Repeat:
     def _errors(
         self, call: Call, state: State | None = None, inputs: tuple[tuple, Mapping[str, Any]] | None = None
     ) -> dict[Key, float]:
-        """Leaves the model as the step has left it."""
+        """Norms of the differences between the repeated step and `expected`. Restores the model to its state after the step."""
         restore(self.module, self.before if state is None else state)
         args, kwargs = (self.args, self.kwargs) if inputs is None else inputs
         try:
@@ -96,13 +97,13 @@ class Repeat:
         return all(self._share(errors, kinds) <= limit for kinds in ((LOSS, OUTPUT), (GRADIENT, INPUT_GRADIENT)))
 
     def _small(self, errors: Mapping[Key, float], limit: float) -> dict[Key, float]:
-        """Without those of single tensors that depend on more than rounding, such as a buffer that keeps rows of the batch."""
+        """Drop errors of single tensors that depend on more than rounding, such as a buffer that keeps rows of the batch."""
         norms = {key: norm_of(self.expected[key]) for key in errors}
         scales = {kind: max(norm for key, norm in norms.items() if key.kind == kind) for kind in {key.kind for key in errors}}
         return {key: error for key, error in errors.items() if error <= limit * scales[key.kind]}
 
     def _share(self, errors: Mapping[Key, float], kinds: tuple[str, ...]) -> float:
-        """The error of all tensors of some kinds, relative to them."""
+        """The error of all tensors of some kinds together, relative to their norm."""
         keys = [key for key in errors if key.kind in kinds]
         norm = total(norm_of(self.expected[key]) for key in keys)
         error = total(errors[key] for key in keys)

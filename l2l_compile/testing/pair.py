@@ -31,9 +31,9 @@ _WRITTEN = (BUFFER, PARAMETER, INPUT)
 class Pair:
     """Takes training steps of a model streamed and in eager, and compares them.
 
-    streamed, eager   modules with equal parameters and buffers, which the steps change; or one function
-    compiled          the streamed one as `torch.compile(..., backend="l2l")` returned it; or itself, if only parts of it are compiled
-    tolerance, loss   those of `compare`
+    streamed, eager   modules with equal parameters and buffers, which the steps change; or twice the same function
+    compiled          `streamed` as `torch.compile(..., backend="l2l")` returned it; `streamed` itself if only its parts are
+    tolerance, loss   as in `compare`
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Pair:
         self.streamed, self.eager, self.compiled = streamed, eager, compiled
         self.options = Options.build(options_of(compiled))
         self.tolerance, self._step = tolerance, step_with(loss)
-        self._dtype: torch.dtype | None = None  # of inputs, if they are converted
+        self._dtype: torch.dtype | None = None  # inputs are converted to it
         self._count = 0
 
     @classmethod
@@ -61,7 +61,7 @@ class Pair:
         tolerance: float | None = None,
         loss: Callable[[Any], torch.Tensor] | None = None,
     ) -> Pair:
-        """Of two deep copies of a model, in a dtype; the model stays as it is. See `compare`."""
+        """A pair of two deep copies of a model, converted to `dtype`; the model stays as it is. See `compare`."""
         chosen = options_of(model) if options is None else dict(options)
         built = Options.build(chosen)
         if built.optimizer is not None:
@@ -80,7 +80,7 @@ class Pair:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The streamed programs so far; of a model whose parts are compiled, none."""
+        """The streamed programs so far; empty for a model of which only parts are compiled."""
         return programs(self.compiled) if dynamo.owner_of(self.compiled) is not None else ()
 
     def step(self, *args: Any, **kwargs: Any) -> Comparison:
@@ -88,9 +88,9 @@ class Pair:
         return self.run(self._step, *args, **kwargs)
 
     def run(self, step: Step, *args: Any, **kwargs: Any) -> Comparison:
-        """A step of the caller's own: `step(call, *args, **kwargs)` calls `call` in the place of the model and runs backward.
+        """Run the caller's own step: `step(call, *args, **kwargs)` calls `call` in the place of the model and runs backward.
 
-        What it returns is compared. It runs twice or more, with the same random numbers each time.
+        The return values of `step` are compared. It runs twice or more, with the same random numbers each time.
         """
         self._count += 1
         args, kwargs = converted((args, kwargs), self._dtype)
@@ -104,7 +104,7 @@ class Pair:
         return self._compared([d for d in found if _says_something(d, expected, {**before, **inputs})], repeat)
 
     def _streamed(self, step: Step, args: tuple, kwargs: Mapping[str, Any], before: Mapping[Key, torch.Tensor]) -> dict[Key, Any]:
-        """Again with a smaller scale of the loss where gradients are too large for fp16."""
+        """Run the streamed step; in fp16, repeat it with a smaller loss scale while a gradient overflows."""
         optimizer = self.options.optimizer if self.options.precision == "fp16" else None
         found = observe(self.streamed, self.compiled, step, args, kwargs)
         while optimizer is not None and not all(map(_is_finite, (v for k, v in found.items() if k.kind == GRADIENT))):
@@ -136,7 +136,7 @@ class Pair:
 
 
 def _says_something(difference: Difference, expected: Mapping[Key, Any], before: Mapping[Key, torch.Tensor]) -> bool:
-    """Parameters, buffers and inputs do if they were written; gradients if there is one."""
+    """Whether to compare a tensor: a parameter, buffer or input if the step wrote to it, any other tensor if eager has it."""
     if difference.key.kind not in _WRITTEN:
         return expected.get(difference.key) is not None or difference.problem is not None
     return difference.problem is not None or difference.error > 0 or not _same(expected[difference.key], before[difference.key])
@@ -156,7 +156,7 @@ def _together(found: Sequence[Difference]) -> Difference:
 
 
 def _dtype_of(repeat: Repeat) -> torch.dtype:
-    """The narrowest floating-point dtype of the parameters; of the inputs, where there are none."""
+    """The narrowest floating-point dtype of the parameters, or of the inputs if there are no parameters."""
     parameters: list[torch.Tensor] = list(repeat.module.parameters()) if isinstance(repeat.module, nn.Module) else []
     tensors = parameters or [t for t in inputs_of(repeat.args, repeat.kwargs).values() if isinstance(t, torch.Tensor)]
     return min((t.dtype for t in tensors if t.is_floating_point()), key=lambda d: d.itemsize, default=torch.float64)

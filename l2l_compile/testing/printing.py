@@ -16,7 +16,7 @@ def summary(comparison: Verdicts) -> str:
 
 
 def message(comparison: Verdicts) -> str:
-    """A sentence for each failure, and where they begin."""
+    """A sentence for each failure, and the first segment of backward in which a gradient differs."""
     lines = [summary(comparison), *(f"  {_sentence(comparison, verdict)}" for verdict in comparison.failures[:SHOWN])]
     more = len(comparison.failures) - SHOWN
     lines += [f"  ... and {more} more"] if more > 0 else []
@@ -43,7 +43,7 @@ def _sentence(comparison: Verdicts, verdict: Verdict) -> str:
 
 
 def table(comparison: Verdicts, rows: int | None) -> str:
-    """The loss and the `rows` largest relative errors, beside the error of eager itself. None shows all."""
+    """The loss and the largest relative errors, beside the error of eager itself: `rows` rows, or all with None."""
     order = sorted(comparison.ordered(), key=lambda verdict: verdict.difference.key.kind != LOSS)
     beside = comparison.rule.beside
     lines = [("", "segment", "error", beside, "allowed"), *(tuple(_cells(comparison, verdict)) for verdict in order[:rows])]

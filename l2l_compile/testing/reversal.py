@@ -1,7 +1,7 @@
 """The rounding of eager itself: the same step with the rows of the batch in reverse order.
 
-Reversed, a sum over the batch is rounded otherwise, and nothing else changes. The results are put back into their order before
-anything reads them, so that a loss outside of the model sees the rows as they were.
+With reversed rows, sums over the batch are rounded differently, and nothing else changes. The results are put back into their
+original order before anything reads them, so a loss outside of the model sees the rows in the original order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Recorded:
 class Reversed:
     """A model that sees the rows of its batch in reverse order.
 
-    results  what the model returned in the same calls for the rows as they are: tells which dimension of a result has the rows
+    results  outputs of the same calls with the rows in their original order: they show which dimension of an output has rows
     dim      the dimension of the batch in most inputs: 0, or 1 for inputs that have time first
     """
 
@@ -50,7 +50,7 @@ class Reversed:
         return pytree.tree_unflatten([_in_order(a, e, count) for a, e in zip(found, expected, strict=True)], structure)
 
     def _reverse(self, tensor: torch.Tensor, count: int, turned: list[_Turned]) -> torch.Tensor:
-        """Rows are in the dimension of the batch, or else in the other one of the first two (the states of recurrent layers)."""
+        """Reverse the rows of an input. They are in dimension `dim`, or else in the other of the first two (states of RNNs)."""
         dims = [d for d in (self.dim, 1 - self.dim) if d < tensor.dim() and tensor.shape[d] == count]
         if not dims:
             return tensor
@@ -59,7 +59,7 @@ class Reversed:
 
 
 class _Turned:
-    """An input with its rows reversed. What the model writes into it goes back to the input."""
+    """An input with its rows reversed. `give_back` copies the model's writes to the input."""
 
     def __init__(self, given: torch.Tensor, dim: int):
         self.given, self.dim, self.made = given, dim, given.flip(dim)
@@ -73,7 +73,7 @@ class _Turned:
 
 
 def _in_order(actual: Any, expected: Any, count: int) -> Any:
-    """Turned over in the dimension in which it then is closest to what is expected, if in any."""
+    """An output, flipped in the dimension that makes it closest to `expected`, or not flipped if that is closest."""
     if not isinstance(actual, torch.Tensor) or actual.shape != expected.shape:
         return actual
     turned = [actual, *(actual.flip(d) for d in range(actual.dim()) if actual.shape[d] == count)]

@@ -10,18 +10,18 @@ import torch
 from ..errors import L2LError
 
 PROMISED = {torch.float64: 1e-10, torch.float32: 1e-5}  # relative to the norm of each tensor
-REORDERINGS = 10  # errors up to so many times that of eager with its rows reversed are rounding
-ROUNDINGS = 32  # errors up to so many units in the last place of the largest tensor of a kind are rounding
-SMALL = 1e-4  # a fixed tolerance takes a tensor to be at least that part of the largest one, if eager's own error is as large
-NO_DIGITS = 1e-2  # roundings in eager itself change the tensor by more: hardly a digit of it is known
+REORDERINGS = 10  # an error up to this many times the error of eager with its rows reversed counts as rounding
+ROUNDINGS = 32  # an error up to this many units in the last place of the largest tensor of a kind counts as rounding
+SMALL = 1e-4  # with a fixed tolerance, if eager's own error is large, a norm counts as at least this share of the largest norm
+NO_DIGITS = 1e-2  # if rounding changes eager's tensor by this share of its norm or more, hardly a digit of it is known
 
 
 @dataclass(frozen=True)
 class Expected:
     """A tensor of eager's, as norms.
 
-    norm   of the tensor; in training, of what the steps have added to it
-    scale  of the largest tensor of its kind
+    norm   norm of the tensor; in training, norm of the change by the steps
+    scale  norm of the largest tensor of its kind
     own    the error of eager itself; None where it is not known
     noise  how far the tensor moves when the parameters move by one unit in the last place; None where it is not known
     """
@@ -33,7 +33,7 @@ class Expected:
 
 
 class Rule(Protocol):
-    """`beside` says which error `own` is, as the title of a column."""
+    """`beside` is the column title for the error `own`: it says how that error was measured."""
 
     beside: ClassVar[str]
 
@@ -42,19 +42,19 @@ class Rule(Protocol):
         ...
 
     def is_zero(self, expected: Expected) -> bool:
-        """Whether eager's tensor is zero but for rounding: an error relative to it means nothing."""
+        """Whether eager's tensor is zero up to rounding, so that an error relative to it means nothing."""
         ...
 
 
 @dataclass(frozen=True)
 class Promise:
-    """The promise of the backend for a dtype, or a tolerance of the caller's.
+    """The promise of the backend for a dtype, or the caller's tolerance.
 
     tolerance   relative to the norm of a tensor
-    eps         of the dtype
-    fixed       whether an error above `tolerance` is an error although eager's own is as large. It is not fixed in the promise for a
-                dtype, except in float64 for a model that computes in a narrower dtype somewhere: such parts are summed in
-                eager's order.
+    eps         machine epsilon of the dtype
+    fixed       whether an error above `tolerance` fails even if eager's own error is as large. True for the caller's tolerance,
+                and for a float64 model that computes in a narrower dtype somewhere, since such parts are summed in eager's
+                order. Otherwise, the promise for a dtype is not fixed.
     """
 
     tolerance: float
@@ -74,10 +74,11 @@ class Promise:
         return max(promised, min(reordering, small) if self.fixed else reordering)
 
     def is_zero(self, expected: Expected) -> bool:
-        """Such a tensor is a sum whose terms cancel: its rounding is that of the terms.
+        """Such a tensor is a sum whose terms cancel: its error is as large as the rounding of the terms.
 
-        Rows in another order may hit on the same rounding (each row is rounded by itself, or all rows are equal). Parameters that
-        move by a rounding give another one. A tensor that is small, and not a sum that cancels, moves by as little as it is small.
+        Rows in another order may by chance give the same rounding (if each row is rounded by itself, or all rows are equal).
+        Parameters that move by one unit in the last place give a different rounding. A small tensor whose terms do not cancel
+        moves only in proportion to its size.
         """
         measured = [error for error in (expected.own, expected.noise) if error is not None]
         if not measured:
@@ -87,7 +88,7 @@ class Promise:
 
 @dataclass(frozen=True)
 class AsAutocast:
-    """In 16 bits: no worse than 1.5 times the error of autocast. A relative error up to `least` passes: a rounding to the 16 bits."""
+    """The rule for 16 bits: at most 1.5 times autocast's error. A relative error up to `least`, one rounding, passes too."""
 
     least: float
 
@@ -102,9 +103,9 @@ class AsAutocast:
 
 @dataclass(frozen=True)
 class SameUpdates:
-    """Trainings with the same gradients: a relative tolerance, 0.0 for the same bits.
+    """The rule for trainings with the same gradients: a relative tolerance, 0.0 for the same bits.
 
-    Where eager's own error is `noise` of a tensor or more, the steps have followed rounding: ten times that error passes.
+    If the own error is at least the share `noise` of a tensor, rounding has decided the steps: ten times that error passes.
     """
 
     tolerance: float
@@ -122,10 +123,10 @@ class SameUpdates:
 def promise(dtype: torch.dtype, computed_in: torch.dtype, tolerance: float | None, block_compiler: str = "eager") -> Promise:
     """The rule for a model in a dtype, parts of which may compute in a narrower one.
 
-    Uncompiled blocks compute such parts operation by operation, as eager does. Inductor rounds them otherwise: what holds for compiled
-    blocks is the promise for the narrower dtype.
+    Uncompiled blocks compute such parts operation by operation, as eager does. Inductor rounds them differently, so compiled
+    blocks get the promise for the narrower dtype.
 
-    Raises `L2LError` for a dtype without a promise if there is no tolerance either.
+    Raises `L2LError` for a dtype without a promise if no tolerance is given either.
     """
     if tolerance is None and dtype not in PROMISED:
         name = str(dtype).removeprefix("torch.")

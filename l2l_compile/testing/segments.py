@@ -25,7 +25,7 @@ class Places:
         self._losses = tuple(name for program in programs for name in _makers_of_scalars(program))
 
     def __call__(self, key: Key) -> tuple[str, ...]:
-        """Names of segments in program order; none where they are not known."""
+        """Names of the segments that make a tensor, in program order; empty if they are not known."""
         if key.kind == LOSS:
             return self._losses if len(self._losses) == 1 else ()
         if key.kind in (GRADIENT, STATE):
@@ -36,7 +36,7 @@ class Places:
 
 
 def _found(places: dict[str, dict[str, None]], name: str) -> tuple[str, ...]:
-    """By the whole name, or by its end: a program behind a graph break may begin at a module inside of the model."""
+    """Look a name up as a whole, or else by its end: after a graph break, a program's names may begin at an inner module."""
     while name not in places and "." in name:
         name = name.partition(".")[2]
     return tuple(places.get(name, ()))
@@ -51,7 +51,7 @@ def _written(program: Program, segment: Segment) -> Iterator[str]:
 
 
 def _makers_of_scalars(program: Program) -> Iterator[str]:
-    """Segments that make a number which the program returns and which takes a gradient."""
+    """Names of segments that make a scalar output of the program that takes a gradient."""
     specs = program.captured.specs
     scalars = {n for n in program.captured.outputs if n in specs and not specs[n].shape and specs[n].differentiable}
     for segment in program.segments:

@@ -1,4 +1,4 @@
-"""Models of random layers, for property tests: what they are made of, as a value that prints."""
+"""Models of random layers, for property tests. A plan describes a model as a printable value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INPUTS, TOKENS, OUTPUTS = 5, 3, 3
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What a layer is made of.
+    """The parts of a layer.
 
     mixer       "mlp", "gated" or "attention"
     norm        "layer", "rms" or "none"
@@ -30,13 +30,13 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class StackPlan:
-    """What a stack is made of.
+    """The parts of a stack.
 
     layers  one plan for each layer
-    order   which layer stands where: one that comes twice is shared
-    frozen  layers without gradients; -1 is the embedding
-    outputs names of what it returns: "logits", "loss", "states", "best", "detached"
-    seed    of its weights
+    order   indices of layers, in the order in which they run; a layer that comes twice is shared
+    frozen  indices of layers without gradients; -1 is the embedding
+    outputs names of the outputs: "logits", "loss", "states", "best", "detached"
+    seed    the seed of the weights
     """
 
     layers: tuple[LayerPlan, ...]

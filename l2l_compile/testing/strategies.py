@@ -24,9 +24,10 @@ def _hypothesis(caller: str) -> ModuleType:
 
 
 def options(**fixed: Any) -> SearchStrategy[dict[str, Any]]:
-    """Settings that do not change the numbers: a dict for `torch.compile(model, backend="l2l", options=...)`.
+    """Options that do not change the numbers: a dict for `torch.compile(model, backend="l2l", options=...)`.
 
-    `fixed` names options that are not drawn. Blocks are not compiled (block_compiler="eager"), which takes seconds, unless it says so.
+    `fixed` sets options that are not drawn. Blocks are not compiled (block_compiler="eager") unless `fixed` says so, since
+    compilation takes seconds.
     """
     st = _hypothesis("options")
     drawn = {
@@ -42,8 +43,8 @@ def options(**fixed: Any) -> SearchStrategy[dict[str, Any]]:
 def batches(example: Any, rows: tuple[int, int] = (1, 9), dim: int = 0) -> SearchStrategy[Any]:
     """Batches like an example (a tensor, or tuples and dicts of tensors): rows of it in any order and number, some more than once.
 
-    `rows` are the least and the largest number of rows; most are no multiple of `micro_batches`. `dim` is the dimension of the rows. A tensor
-    that is shorter there than the first one is handed on as it is.
+    `rows` are the least and the largest number of rows; most numbers are no multiple of `micro_batches`. `dim` is the dimension
+    of the rows. A tensor with another size in `dim` than the first tensor is passed on as it is.
     """
     st = _hypothesis("batches")
     count = next(t.shape[dim] for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim() > dim)

@@ -1,4 +1,4 @@
-"""Is streamed training the training of eager? Several steps, in each way to update."""
+"""Does streamed training equal training in eager? Several steps, with each value of the option `update`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .segments import Places
 from .verdicts import DEPENDS, Own
 
 UPDATES = ("at_step", "in_backward", "in_forward")
-COMPILED_UPDATE = 1e-6  # relative error of an update that is compiled into one pass over memory; others have the same bits
+COMPILED_UPDATE = 1e-6  # relative error of an update compiled into one pass over memory; other updates have the same bits
 
 
 @dataclass(frozen=True)
 class TrainingComparison:
-    """Trainings side by side, one `Comparison` a pair. `print` shows them all."""
+    """Trainings side by side, one `Comparison` for each pair. `print` shows them all."""
 
     comparisons: tuple[Comparison, ...]
 
@@ -43,7 +43,7 @@ class TrainingComparison:
         return all(comparison.passes for comparison in self.comparisons)
 
     def check(self) -> TrainingComparison:
-        """Itself. Raises `AssertionError` with the first pair that differs."""
+        """Return self. Raises `AssertionError` for the first pair that differs."""
         for comparison in self.comparisons:
             comparison.check()
         return self
@@ -66,22 +66,22 @@ def training_equivalent(
     accumulate: int = 1,
     max_grad_norm: float | None = None,
 ) -> TrainingComparison:
-    """Train deep copies of a model on the batches, in eager and streamed with each way to update; the comparisons if they agree.
+    """Train deep copies of a model in eager, and streamed with each value of `update`. Returns the comparisons if they agree.
 
-    Streamed with update="at_step" it must be the training of eager: the loss of each batch, and after the last step all parameters,
-    buffers and the state of the optimizer. Errors of parameters are relative to what the steps have added to them. Like those of
-    `assert_equivalent`, they may be ten times those of eager with the rows of every batch reversed. The other ways to update must give
-    the same bits as "at_step", or 1e-6 relative where the update is compiled into one pass over memory. With
-    precision="bf16" or "fp16", streamed training is not compared with eager.
+    Streamed training with update="at_step" must equal training in eager: the loss of each batch, and after the last step all
+    parameters, buffers and the optimizer state. Errors of parameters are relative to the change that the steps made. As in
+    `assert_equivalent`, an error may be ten times the error of eager with the rows of every batch reversed. Other values of
+    `update` must give the same bits as "at_step", or a relative error up to 1e-6 if the update is compiled into one pass over
+    memory. With precision="bf16" or "fp16", streamed training is not compared with eager.
 
-    batches        each a tensor, a tuple of arguments or a dict of keyword arguments
-    optimizer      makes one from parameters: `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`
+    batches        batches, each a tensor, a tuple of arguments or a dict of keyword arguments
+    optimizer      makes an optimizer from parameters: `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`
     updates        values of the option `update`; "at_step" always runs
     scheduler      makes a scheduler of the learning rate from an optimizer; it steps with the optimizer
     accumulate     batches in a step
     max_grad_norm  clips the norm of all gradients (not with "in_backward")
 
-    The other arguments are those of `assert_equivalent`. Raises `AssertionError` with the tensors that differ.
+    The other arguments are as in `assert_equivalent`. Raises `AssertionError` with the tensors that differ.
     """
     chosen = options_of(model) if options is None else dict(options)
     built = Options.build(chosen)
@@ -171,7 +171,7 @@ class _Trainings:
         return self._compared(title, self.streamed(update), at_step, rule, tolerance, self.compiled("at_step"))
 
     def _compared(self, title: str, streamed: Run, expected: Run, rule: Rule, rounding: float, call_with: CallWith) -> Comparison:
-        """With what was expected. A parameter is measured by what was added to it; an error up to `rounding` of the sum passes."""
+        """Compare two runs. A parameter's error is relative to its change by the steps; `rounding` times its norm passes."""
         places = Places(programs(streamed.call))
         found = []
         for key in dict.fromkeys((*expected.values, *streamed.values)):
@@ -195,13 +195,13 @@ class _Trainings:
         return state_of(copied(self.model, self.dtype))
 
     def _reversed(self, run: Run, call_with: CallWith, narrowest: torch.dtype) -> Own:
-        """The errors of a run with the rows of every batch reversed; none if half of the digits of the first loss depend on their order."""
+        """Errors of a run with the rows of every batch reversed; none if that changes half the digits of the first loss."""
         first = Key(LOSS, "of batch 0")
         limit = torch.finfo(narrowest).eps ** 0.5 * norm_of(run.values[first])
         for dim in (0, 1):
             try:
                 found = self.run(call_with, wrap=functools.partial(Reversed, results=run.results, dim=dim)).values
-            except Exception:  # noqa: BLE001 - a model may fail with anything where what was reversed are no rows
+            except Exception:  # noqa: BLE001 - a model may fail with anything if the reversed dimension has no rows
                 continue
             pairs = {key: (found.get(key), value) for key, value in run.values.items() if isinstance(value, torch.Tensor)}
             errors = {key: error_of(a, e) for key, (a, e) in pairs.items() if isinstance(a, torch.Tensor)}
@@ -217,5 +217,5 @@ def _narrowest(state: Mapping[Key, torch.Tensor]) -> torch.dtype:
 
 
 def _owner(key: Key) -> Key:
-    """The parameter that a state of the optimizer belongs to."""
+    """The key of the parameter that a state of the optimizer belongs to; any other key itself."""
     return Key(key.kind, key.name.partition(": ")[0]) if key.kind == STATE else key

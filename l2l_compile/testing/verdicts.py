@@ -19,7 +19,7 @@ class Own:
 
     errors  on the same batch with its rows reversed, or under autocast
     noise   with the parameters moved by one unit in the last place
-    why     there are no `errors`
+    why     the reason why there are no `errors`; None if there are
     """
 
     errors: Mapping[Key, float] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Verdict:
 
     own      the error of eager itself, as a norm; None where it is not known
     allowed  the largest error that passes, as a norm
-    is_zero  whether eager's tensor is zero but for rounding
+    is_zero  whether eager's tensor is zero up to rounding
     """
 
     difference: Difference
@@ -50,7 +50,7 @@ class Verdict:
 class Verdicts:
     """A streamed run beside the same run in eager: the differences, and whether each passes.
 
-    title        which runs these are
+    title        names the two runs
     differences  one for each tensor
     rule         how large an error may be
     programs     the streamed programs
@@ -67,12 +67,12 @@ class Verdicts:
 
     @functools.cached_property
     def own(self) -> Own:
-        """The error of eager itself. It is measured when first asked for, which must be before the next step of the same pair."""
+        """The error of eager itself, measured at the first access. That must come before the next step of the same pair."""
         return self.measure()
 
     @functools.cached_property
     def failures(self) -> tuple[Verdict, ...]:
-        """The differences that are errors, worst first. Measures the error of eager itself if one does not pass without."""
+        """The differences that are errors, worst first. Measures the error of eager itself only if a difference is in doubt."""
         doubtful = [d for d in self.differences if not self._judged(d, Expected(d.norm, 0.0)).passes]
         found = [verdict for d in doubtful if not (verdict := self.verdict(d)).passes]
         return tuple(sorted(found, key=_excess, reverse=True))
@@ -83,12 +83,12 @@ class Verdicts:
 
     @property
     def worst(self) -> Verdict:
-        """The gradient with the largest relative error; of all tensors, where there are no gradients."""
+        """The gradient with the largest relative error. Without gradients, the tensor with the largest relative error."""
         order = self.ordered()
         return next((v for v in order if v.difference.key.kind == GRADIENT), order[0])
 
     def verdict(self, difference: Difference) -> Verdict:
-        """Measures the error of eager itself."""
+        """Judge one difference. Measures the error of eager itself if it is not known yet."""
         kind = difference.key.kind
         scale = max(d.norm for d in (*self.differences, *self.shown) if d.key.kind == kind)
         own, noise = self.own.errors.get(difference.key), self.own.noise.get(difference.key)
@@ -99,7 +99,7 @@ class Verdicts:
         return Verdict(difference, expected.own, allowed, self.rule.is_zero(expected))
 
     def ordered(self) -> list[Verdict]:
-        """Failures first, then all that is judged, with tensors that are zero but for rounding last; larger relative errors first."""
+        """Judged differences, failures first, then `shown` ones. Larger errors are first, zeros up to rounding last."""
         judged = sorted(map(self.verdict, self.differences), key=lambda v: (v.passes, v.is_zero, -v.difference.relative))
         return judged + sorted(map(self.verdict, self.shown), key=lambda v: (v.is_zero, -v.difference.relative))
 

@@ -1,1 +1,1 @@
-"""Which blocks may run micro-batch by micro-batch, and the proof."""
+"""Passes that decide which blocks run micro-batch by micro-batch, and the proof."""

@@ -2,8 +2,8 @@
 
 Each block is traced to ATen at two batch sizes, primes that divide no size of the model, and `batch_rules` follows the
 rows of the batch through the two graphs. A block is inner-looped only if every output is proven to be row-wise (or the
-same for every micro-batch); otherwise it sees the whole batch, and `Block.reason` names the operation that decided. The
-same traces show which operands a block writes into.
+same for every micro-batch). Otherwise it runs on the whole batch, and `Block.reason` says which operation prevents the
+proof. The same traces show which operands a block writes into.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found out about a block: the attributes of `Block` by these names, and `partial` and `equal_rows` of each output."""
+    """The result for a block: attributes of `Block` of the same names, and in `outputs` each `partial` and `equal_rows`."""
 
     mutated: tuple[int, ...]
     reason: str | None
@@ -40,7 +40,10 @@ class Proof:
 
 
 def prove_block(compilation: Compilation, block: Block) -> None:
-    """Decide whether a block runs micro-batch by micro-batch: sets `inner_looped`, `reason`, `mutated` and outputs for writes."""
+    """Decide whether a block runs micro-batch by micro-batch.
+
+    Sets `inner_looped`, `reason`, `mutated` and `summed_whole`, and adds an output for each operand that the block writes into.
+    """
     key = _key(compilation, block)
     proof = _known[key] = _known.get(key) or _from_disk(key, lambda: _prove(compilation, block))
     if len(_known) > _MOST:
@@ -57,12 +60,12 @@ _known: dict[tuple, Proof] = {}
 
 
 def forget() -> None:
-    """Remember no proof in this process."""
+    """Forget the proofs of this process."""
     _known.clear()
 
 
 def _key(compilation: Compilation, block: Block) -> tuple:
-    """All that a proof depends on: the block, the sizes that it is traced at, which values hold rows, and the options."""
+    """Everything that a proof depends on: the block, the sizes of its traces, where rows are in values, and the options."""
     captured = compilation.captured
     numbers = {symbol: size for symbol, size in captured.hints.items() if symbol is not captured.batch}
     rows = tuple(
@@ -77,7 +80,7 @@ def _key(compilation: Compilation, block: Block) -> tuple:
 
 
 def _from_disk(key: tuple, prove: Callable[[], Proof]) -> Proof:
-    """A proof that another process has left on disk; if there is none, one that is left there now."""
+    """The proof that another process has stored on disk. If there is none, a new proof, which is stored there."""
     name = disk.digest(key)
     for entry, drop in disk.read(name) if name is not None else ():
         try:
@@ -122,15 +125,16 @@ def probes(block: Block, hints: Bindings, batch: sympy.Symbol) -> tuple[fx.Graph
 
 
 def states_of_operands(block: Block, bindings: Bindings) -> list[Rows | Mixing | None]:
-    """What is known of a block's operands before it runs, at the sizes that it is traced at."""
+    """The states of a block's operands before it runs, at the sizes of a trace."""
     return [Mixing("a value", NO_ROWS) if spec.mixed else Rows.of(rows_at(spec.batch, bindings)) for spec in block.operands]
 
 
 def partial_sum_dtypes(captured: Captured) -> frozenset[torch.dtype]:
-    """The dtypes in which a sum may be taken in parts: in a model in float64, sums of float32 keep the order of eager.
+    """The dtypes in which a sum may be taken in parts.
 
-    None under autocast, where every micro-batch would round its part of the gradients to 16 bits: parts of a head's
-    gradients are often larger than their sum.
+    A float64 model excludes float32 and complex64, so that their sums keep eager's order. Under autocast no dtype is allowed:
+    every micro-batch would round its part of the gradients to 16 bits, and the parts of a head's gradients are often larger
+    than their sum.
     """
     if captured.autocast is not None:
         return frozenset()
@@ -138,7 +142,7 @@ def partial_sum_dtypes(captured: Captured) -> frozenset[torch.dtype]:
 
 
 def _is_wide(captured: Captured) -> bool:
-    """Whether a model is in float64: what it computes in a narrower dtype then has to keep its order, to the last bit."""
+    """Whether a model is in float64. Its computations in a narrower dtype must then keep eager's order, to the last bit."""
     return any(captured.specs[i.node].dtype is torch.float64 for i in captured.weights if i.kind == "parameter")
 
 
@@ -169,7 +173,7 @@ def suitable_primes(block: Block, hints: Bindings, batch) -> tuple[int, int]:
 
 
 def _of_one_row(dim: Dim, hints: Bindings, batch: sympy.Symbol) -> int:
-    """A size for a batch of one row; 0 where there is none: such a size is no multiple of the batch, so its value is mixed."""
+    """A size for a batch of one row; 0 if it has no value then. Such a size is no multiple of the batch: its value is mixed."""
     try:
         return evaluate(dim, {**hints, batch: 1})
     except LoweringError:
@@ -177,7 +181,7 @@ def _of_one_row(dim: Dim, hints: Bindings, batch: sympy.Symbol) -> int:
 
 
 def _refusal(block: Block, outputs: Sequence[TensorSpec], states: list[ValueState], hints: Bindings) -> str | None:
-    """Why the block cannot be inner-looped; None if every output, new contents of operands among them, is proven."""
+    """The reason why the block cannot be inner-looped. None if every output is proven, new contents of operands included."""
     for state, spec in zip(states, outputs, strict=True):
         if isinstance(state, Mixing):
             return f"{state.op} {state.reason}"
@@ -189,7 +193,10 @@ def _refusal(block: Block, outputs: Sequence[TensorSpec], states: list[ValueStat
 
 
 def _summed_whole(block: Block, graph: fx.Graph, wide: bool) -> tuple[int, ...]:
-    """The invariant float64 operands from which invariants of a narrower dtype are computed; in a wide model, narrower operands."""
+    """Indices of the invariant operands whose gradients are summed over the whole batch at once (`Block.summed_whole`).
+
+    These are float64 operands from which narrower invariant values are computed and, in a wide model, float32 operands.
+    """
     placeholders = graph.find_nodes(op="placeholder")
     varying = {p for p, spec in zip(placeholders, block.operands, strict=True) if spec.batch is not None}
     for node in graph.nodes:

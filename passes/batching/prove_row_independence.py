@@ -1,6 +1,6 @@
-"""Settle which blocks run micro-batch by micro-batch (`proof`), and which values their writes make.
+"""Decide which blocks run micro-batch by micro-batch (`proof`), and number the versions of the values that blocks write into.
 
-An operand that a block writes into becomes a new version of the value, which later segments read.
+A write into an operand makes a new version of the value, and later segments read this version.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class ProveRowIndependence:
 
 
 def _version_values(compilation: Compilation) -> None:
-    """A segment that writes into a value makes a new version of it, which later segments read.
+    """A segment that writes into a value makes a new version of it, and later segments read this version.
 
-    Raises `L2LError` where the write would have to be seen through another value that shares the memory.
+    Raises `L2LError` if a reader would have to see the write through another value that shares the memory, or if another
+    segment reads a weight that is written into.
     """
     segments = compilation.segments
     current: dict[Value, Value] = {}
@@ -68,7 +69,7 @@ def _version_values(compilation: Compilation) -> None:
 
 
 def _by_memory(compilation: Compilation) -> dict[int | None, list[fx.Node]]:
-    """The inputs of the graph, and what segments make, by the memory that they are in."""
+    """The inputs of the graph, its weights and the outputs of segments, grouped by their memory."""
     found: dict[int | None, list[fx.Node]] = {}
     made = [v.node for segment in compilation.segments for v in segment.outputs]
     for node in dict.fromkeys([*(i.node for i in compilation.captured.inputs), *compilation.sequence.weights, *made]):
@@ -77,11 +78,14 @@ def _by_memory(compilation: Compilation) -> dict[int | None, list[fx.Node]]:
 
 
 def _check_names(compilation: Compilation, writer: Segment, written: fx.Node, sharing: list[fx.Node]) -> None:
-    """A write into `written` may be seen later only under its own name, or by other results of the same segment."""
+    """Raise `L2LError` if another value that shares the memory of `written` is read later or belongs to the user.
+
+    Outputs of the writing segment may share the memory.
+    """
     others = [n for n in sharing if n not in {v.node for v in writer.outputs} and share_memory(n, written)]
     if not others:
         return
-    read = {v.node for s in compilation.segments[writer.index :] for v in s.values}  # in the writer, maybe after the write
+    read = {v.node for s in compilation.segments[writer.index :] for v in s.values}  # the writer may read it after the write
     read |= {w.node for s in compilation.segments[writer.index :] for w in s.weights}
     seen_by_user = {*compilation.captured.outputs, *(i.node for i in compilation.captured.inputs)}
     for other in filter((read | seen_by_user).__contains__, others):
@@ -93,7 +97,7 @@ def _check_names(compilation: Compilation, writer: Segment, written: fx.Node, sh
 
 
 def _check_alone(compilation: Compilation, writer: Segment, weight: Input) -> None:
-    """Weights are fetched as they were before the step, so no other segment may read one that is written into."""
+    """Raise `L2LError` if another segment reads a written weight: weights are fetched as they were before the step."""
     if any(weight.node is w.node for s in compilation.segments if s is not writer for w in s.weights):
         raise L2LError(
             f"segment '{writer.name}' writes into {weight.kind} '{weight.name}', which other segments read as well: the order of "

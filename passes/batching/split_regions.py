@@ -1,12 +1,12 @@
-"""Cut a segment where rows mix: what is before, what mixes, and what is after become segments of their own.
+"""Cut a segment where rows mix: the operations before, the operations that mix, and the operations after become segments.
 
-A block that could not be proven row-wise often fails for a few operations: a loss reduces over the batch, a BatchNorm takes
-statistics of it, a contrastive loss compares every row with every other. Its operations are put into phases,
+A block often cannot be proven row-wise because of a few operations: a loss reduces over the batch, a BatchNorm takes its
+statistics, a contrastive loss compares every row with every other row. The operations of such a block are put into phases,
 
     0: row by row     1: whole batch     2: row by row     ...
 
-each as early as what it reads allows, and the segment is cut between them. Only the phases of the whole batch see it at
-once. Nothing is taken on trust here: `prove_row_independence` proves every new block by itself.
+each operation as early as its operands allow, and the segment is cut between the phases. Only the whole-batch phases run on
+the whole batch at once. No result of this pass is assumed to be correct: `prove_row_independence` proves every new block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KINDS = {Mixing: "mixes", RowIds: "numbers", type(None): "free"}  # else "rows"
 
 @dataclass(frozen=True)
 class SplitRegions:
-    """Provides `regions`: blocks that are refused as a whole are cut where that leaves a part row-wise."""
+    """Provides `regions`: a block that is refused as a whole is cut if some of its parts are row-wise."""
 
     name: ClassVar[str] = "split_regions"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.SEGMENTS, Fact.BLOCKS})
@@ -54,9 +54,9 @@ class SplitRegions:
 
 @dataclass
 class _Kinds:
-    """What each operation of a block does, by number, and those that write.
+    """The kind of each operation of a block, by its number, and the numbers of the operations that write.
 
-    "rows", "mixes", "free" if it reads no rows, or "numbers" if it numbers them, which is to be done where that is read
+    Kinds: "rows" (row by row), "mixes", "free" (reads no rows) and "numbers" (numbers the rows; must run where it is read).
     """
 
     of: dict[int, str]
@@ -64,7 +64,7 @@ class _Kinds:
 
 
 def _kinds(compilation: Compilation, block: Block) -> _Kinds | None:
-    """For a refused block; None where nothing is known or nothing can be gained."""
+    """The kinds of the operations of a refused block. None if they are not known, or if a cut would gain nothing."""
     batch, hints = compilation.captured.batch, compilation.captured.hints
     if compilation.captured.autocast is not None and not any(LOSS_TERM in n.meta for n in block.graph.graph.nodes):
         return None  # see proof.partial_sum_dtypes
@@ -89,7 +89,7 @@ def _kinds(compilation: Compilation, block: Block) -> _Kinds | None:
 
 
 def _phases(sequence: OperationSequence, segment: Segment, found: _Kinds) -> list[int]:
-    """The phase of every position of a segment: even ones are row-wise, odd ones see the whole batch."""
+    """The phase of every position of a segment: even phases are row-wise, odd phases run on the whole batch."""
     numbered = list(enumerate(operations(sequence, segment.span)))
     kinds = {node: found.of[number] for number, node in numbered if number in found.of}
     writers = {node for number, node in numbered if number in found.writers}
@@ -120,26 +120,26 @@ def _assign(sequence: OperationSequence, span: range, kinds: dict[fx.Node, str],
         found = max([floor, *(phase.get(a, 0) for a in node.all_input_nodes)])
         if kind in ("rows", "mixes"):
             found += found % 2 != (kind == "mixes")
-        if node in writers or node.meta.get("example_value") is None:  # nothing may pass a write or a switch of modes
+        if node in writers or node.meta.get("example_value") is None:  # no operation may move past a write or a mode switch
             found = floor = found + max(0, top - found + ((top - found) % 2 if kind in ("rows", "mixes") else 0))
         phase[node], top = found, max(top, found)
     for node in reversed(numbering):
         readers = {phase[u] for u in node.users if u in phase}
         if len(readers) > 1 and _is_no_value(sequence, node):
-            return [0] * len(span)  # it cannot be handed on
+            return [0] * len(span)  # no segment can hand it on
         phase[node] = min(readers, default=phase[node])
     return list(phase.values())
 
 
 def _is_no_value(sequence: OperationSequence, node: fx.Node) -> bool:
-    """Whether a node holds what no segment hands on: a float computed from a size, a tuple, a tensor that is a size."""
+    """Whether no segment can hand on the result: a float computed from a size, a tuple, or a tensor that is a size."""
     if may_be_size(node):
         return True
     return node not in sequence.captured.specs and size_expression(node) is None and node.meta.get("example_value") is not None
 
 
 def _is_worth_it(sequence: OperationSequence, segment: Segment, phases: list[int], phase: int) -> bool:
-    """Whether a row-wise phase uses a parameter, or hands on less than it reads."""
+    """Whether a row-wise phase uses a parameter, or hands on fewer bytes of batched values than it reads."""
     inside = {sequence.nodes[i] for i, p in zip(segment.span, phases, strict=True) if p == phase}
     read = {a for n in inside for a in n.all_input_nodes} - inside
     if any(a in sequence.weights and sequence.weights[a].kind == "parameter" for a in read):
@@ -154,7 +154,7 @@ def _bytes(sequence: OperationSequence, nodes: set[fx.Node]) -> int:
 
 
 def _reorder(sequence: OperationSequence, span: range, phases: list[int] | None) -> list[range]:
-    """Put a segment's operations in the order of their phases; the ranges of the sequence that these then are."""
+    """Move a segment's operations into the order of their phases. Returns the range of the sequence for each phase."""
     if phases is None or len(set(phases)) == 1:
         return [span]
     ordered = [span[i] for i in sorted(range(len(span)), key=phases.__getitem__)]

@@ -1,1 +1,1 @@
-"""What is done to a captured graph before it is cut."""
+"""Passes that prepare a captured graph before it is cut into segments."""

@@ -1,4 +1,4 @@
-"""With `outputs="loss"`: no outputs with the batch dimension, and nothing that only they need."""
+"""`outputs="loss"`: drop the outputs with the batch dimension, and the operations that only they need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..compilation import Compilation, Fact
 
 @dataclass(frozen=True)
 class DropOutputs:
-    """With `outputs="loss"`, outputs with the batch dimension are not made where there is a loss beside them."""
+    """With `outputs="loss"`, drops the outputs with the batch dimension if the graph also returns a loss."""
 
     name: ClassVar[str] = "drop_outputs"
     requires: ClassVar[frozenset[Fact]] = frozenset()
@@ -27,9 +27,10 @@ class DropOutputs:
 
 
 def drop_outputs(captured: Captured) -> None:
-    """Make no outputs with the batch dimension, and nothing that only they need, where there is a loss beside them.
+    """Drop the outputs with the batch dimension, and the operations that only they need, if the graph also returns a loss.
 
-    A graph that Dynamo ended early keeps its outputs: the next one reads them.
+    A loss is a differentiable output without the batch dimension. A graph that Dynamo ended early (a graph break) keeps its
+    outputs, since the next graph reads them.
     """
     if captured.break_reason is not None:
         return
@@ -54,11 +55,11 @@ def _has_rows(spec: TensorSpec) -> bool:
 
 
 def _has_one_row(captured: Captured) -> bool:
-    """Whether the batch has one row: a size of 1 is no symbol, and no value tells where its rows are."""
+    """Whether the batch has one row. A size of 1 has no symbol, so no spec shows where the rows are."""
     values = (captured.specs[i.node] for i in captured.inputs if i.kind == "value" and i.node in captured.specs)
     return captured.batch is None and any(spec.shape[:1] == (1,) for spec in values)
 
 
 def _may_have_the_row(spec: TensorSpec) -> bool:
-    """Whether a value has a dimension for the one row there is; a loss of shape [1] is a number."""
+    """Whether a value may have a batch dimension, for a batch of one row. A loss of shape [1] counts as a scalar."""
     return 1 in spec.shape and any(size != 1 for size in spec.shape)

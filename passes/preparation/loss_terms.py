@@ -1,15 +1,16 @@
-"""Write a cross entropy as what each row contributes, then the reduction over these contributions.
+"""Rewrite a cross entropy as one loss term for each target, followed by a reduction over these terms.
 
     cross_entropy(scores, target)    =>    scores = log_softmax(scores, 1)                     row by row: large
                                            terms = nll_loss(scores, target, "none")            one number a target
                                            nll_loss(-terms, zeros)                             over all rows: small
 
-A mean over the targets that count (`ignore_index`) is no mean of the micro-batches' means. The reduction runs once, on
-the gathered numbers of the whole batch, in the order and by the kernel that PyTorch would have used: losses without
-class weights keep their bits. What depends on the classes stays in one piece, which `prove_row_independence` can prove row-wise.
+A mean over the targets that are not ignored (`ignore_index`) is not the mean of the micro-batches' means. The reduction
+therefore runs once, on the terms of the whole batch, in the order and with the kernel that PyTorch would have used. Losses
+without class weights are bitwise equal to PyTorch's. The operations over the classes stay together, in a part that
+`prove_row_independence` can prove row-wise.
 
-Scores of [time, batch, classes] that were folded into [time * batch, classes] are taken as they were before: rows that stand
-behind time cannot be handed from segment to segment once they are folded. (The sum over time then has another order.)
+If the model folds scores of [time, batch, classes] into [time * batch, classes], the rewrite reads the scores before the fold:
+segments cannot hand on rows once time is folded before the batch. (The sum over time then has another order.)
 
 Other reductions need no rewriting: the batch rules split them as they are.
 """
@@ -36,12 +37,12 @@ _LOSSES: dict[Any, inspect.Signature] = {
     F.cross_entropy: inspect.signature(F.cross_entropy),
     F.nll_loss: inspect.signature(F.nll_loss),
 }
-_SKIPPED = -100  # the class index that the kernel leaves out
+_SKIPPED = -100  # the class index that the kernel ignores
 
 
 @dataclass(frozen=True)
 class GatherLossTerms:
-    """Losses over the batch are written row by row, so that their scores need not be there for all rows at once."""
+    """Rewrites losses over the batch row by row, so that the scores need not be in memory for all rows at once."""
 
     name: ClassVar[str] = "gather_loss_terms"
     requires: ClassVar[frozenset[Fact]] = frozenset()
@@ -56,7 +57,7 @@ class GatherLossTerms:
 def gather_loss_terms(captured: Captured, only_largest: bool) -> None:
     """Rewrite every cross entropy and negative log likelihood of a batch in a captured graph, in place.
 
-    `only_largest` leaves those alone whose scores are smaller than some other value of the graph.
+    With `only_largest`, a loss is rewritten only if no other batched floating-point value has more entries than its scores.
     """
     if captured.batch is None:
         return
@@ -78,9 +79,10 @@ _FOLDS = ("flatten", "view", "reshape", torch.flatten, torch.reshape)
 
 
 def _unfolded(captured: Captured, scores: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """[time, batch, classes] and [time, batch] behind operands of [time * batch, classes] and [time * batch]; None for others.
+    """The operands of a loss before time and batch were folded: scores [time, batch, classes] and target [time, batch].
 
-    None as well where a model in float64 computes its loss in a narrower dtype: its rounding depends on the order of the sum.
+    None if the operands are not such folds, of shape [time * batch, classes] and [time * batch]. Also None if the scores are
+    narrower than the widest parameter (a float32 loss in a float64 model): the rounding would depend on the order of the sum.
     """
     if any(node.target not in _FOLDS or not node.args for node in (scores, target)):
         return None
@@ -105,9 +107,9 @@ def _entries(spec: TensorSpec, captured: Captured) -> int:
 
 @dataclass
 class _Loss:
-    """A call that can be rewritten: [N, C, ...] scores and [N, ...] classes, rows outermost in both.
+    """A loss that can be rewritten: scores [N, C, ...] and class indices [N, ...], with the rows outermost in both.
 
-    With `time_first`, [time, batch, C] scores and [time, batch] classes.
+    With `time_first`, the scores are [time, batch, C] and the class indices [time, batch].
     """
 
     captured: Captured
@@ -142,7 +144,7 @@ class _Loss:
         unfolded = _unfolded(captured, arguments["input"], arguments["target"])
         if unfolded is not None and current:
             return cls(captured, node, *unfolded, *options, time_first=True)
-        places = [rows_at(spec.batch, captured.hints) for spec in (scores, target)]  # equal lengths may have symbols of their own
+        places = [rows_at(spec.batch, captured.hints) for spec in (scores, target)]  # equal sizes may have different symbols
         rows = scores.batch is not None and scores.batch.dim == 0 and places[0] == places[1]
         classes = len(target.shape) == len(scores.shape) - 1 and not target.dtype.is_floating_point
         if not rows or not classes or not current:
@@ -150,12 +152,12 @@ class _Loss:
         return cls(captured, node, arguments["input"], arguments["target"], *options)
 
     def write(self) -> fx.Node:
-        """The rewritten loss, in front of the call."""
+        """Insert the rewritten loss before the original call. Returns its node."""
         put, target = self._put, self.target
         place = 2 if self.time_first else 1
         scores = put(F.log_softmax, self.scores, place) if self.are_logits else self.scores
         if self.time_first:
-            scores = put(torch.transpose, scores, 1, 2)  # as the kernels want them
+            scores = put(torch.transpose, scores, 1, 2)  # the kernels need the classes in dimension 1
         skipped = put(operator.eq, target, self.ignored)
         terms = put(F.nll_loss, scores, target, ignore_index=self.ignored, reduction="none")
         weights = None
@@ -183,7 +185,7 @@ class _Loss:
         return self._reduced(put(operator.mul, terms, weights), skipped, weights)
 
     def _reduced(self, terms: fx.Node, skipped: fx.Node, weights: fx.Node | None) -> fx.Node:
-        """The sum, over what counts where the loss is a mean."""
+        """The sum of the terms. For a mean, it is divided by the sum of the weights, or the number of targets not ignored."""
         put = self._put
         total = put(torch.sum, terms)
         if not self.mean:
@@ -191,7 +193,7 @@ class _Loss:
         return put(operator.truediv, total, put(torch.sum, weights if weights is not None else put(operator.invert, skipped)))
 
     def _put(self, function: Callable, *args, **kwargs) -> fx.Node:
-        """A call in front of the rewritten one, described as Dynamo would have."""
+        """Insert a call before the original loss, with the metadata that Dynamo would have given it."""
         graph, captured = self.captured.graph, self.captured
         with graph.inserting_before(self.node):
             made = graph.call_function(function, args, kwargs)

@@ -1,22 +1,22 @@
 """Cross mixed precision (CMP; L2L, section 2.3): fp32 on the host, 16 bits on the link and on the device.
 
-Before the passes see a captured graph, its specs are narrowed:
+Before a captured graph is cut into segments, its specs are narrowed:
 
-    parameters of two or more dimensions    cross the link in 16 bits; one-dimensional ones stay in fp32, they cost
-                                            nothing and carry the error
-    tables of embeddings                    16 bits as well, but always fp16: autocast looks rows up in fp32, and eight bits
-                                            of precision would make this the largest error of all. Entries beyond 65504
-                                            become infinite. Where the same table is a matrix (a tied head), it is as other
-                                            matrices are
-    activations between segments            16 bits: what is computed from parameters and has the rows of the batch.
-                                            Within a block they are fp32, as under autocast: a residual stream is
-                                            rounded once a layer, not once an addition. So are their gradients, which
-                                            do not leave the device
-    everything else                         as it is: masks, rotary tables, scalars, outputs of the model
+    parameters of two or more dimensions    cross the link in 16 bits; one-dimensional parameters stay in fp32, since they
+                                            have few bytes and their rounding matters most for the error
+    tables of embeddings                    16 bits as well, but always fp16: autocast looks rows up in fp32, and the eight
+                                            bits of precision of bf16 would cause the largest error of all. Entries beyond
+                                            65504 become infinite. Where a table is also used as a matrix (a tied head), it
+                                            is treated there as any other matrix
+    activations between segments            16 bits, for batched values that are computed from parameters. Within a block
+                                            they are fp32, as under autocast: a residual stream is rounded once per layer,
+                                            not once per addition. Their gradients are fp32 too, since they do not leave
+                                            the device
+    everything else                         unchanged: masks, rotary tables, scalars, outputs of the model
 
-Every block then runs under `torch.autocast` of that dtype, which settles what is computed in which width within it. It sees
-all of these in fp32: an operation that autocast does not know would else meet a weight of 16 bits beside values of 32. Where
-autocast narrows what has just been widened, `lowering/widening.py` takes both out.
+Every block then runs under `torch.autocast` of that dtype, which decides in which width each operation computes. The block sees
+all of these values in fp32. Otherwise an operation that autocast does not know would get a 16-bit weight together with 32-bit
+values. Where autocast narrows a value that was widened right before, `lowering/widening.py` removes both casts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Narrow:
 def narrow(captured: Captured, precision: str) -> None:
     """Narrow the specs of a captured graph to `precision` ("bf16" or "fp16"), and autocast its blocks.
 
-    Raises `L2LError` for a model under an autocast of its own, or with parameters in float64; warns of 16-bit ones.
+    Raises `L2LError` if the model runs under its own `torch.autocast` or has float64 parameters; warns about 16-bit parameters.
     """
     option = f"the option precision={precision!r}"
     if captured.autocast is not None:
@@ -80,7 +80,7 @@ def narrow(captured: Captured, precision: str) -> None:
 
 
 def _activations(captured: Captured) -> set:
-    """Batched values that are computed from parameters, without the outputs of the model and the terms of its losses."""
+    """Batched values that are computed from parameters, except the outputs of the model and the terms of its losses."""
     computed = {i.node for i in captured.weights if i.kind == "parameter"}
     found = set()
     for node in captured.graph.nodes:

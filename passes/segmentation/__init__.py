@@ -1,1 +1,1 @@
-"""Which operations are a layer, and what stands between the layers."""
+"""Passes that find the layers of a captured graph, and cut the graph into segments."""

@@ -1,10 +1,10 @@
 """Canonical form of a piece of the sequence: two pieces with equal forms compute the same function of their operands.
 
-The form lists every operation with its target, its constants (with their types), the description of its result and,
-for each argument, either the offset of the operation in the piece that makes it or the number of the operand, in the
-order in which operands are first read. Equality of forms is the proof that two layers may share one lowered block:
-layers that differ in an eps, an activation, a shape, a dtype, a frozen parameter, in which operand feeds what, or in
-which results are used outside have different forms.
+The form lists every operation with its target, its constants (with their types) and the spec of its result. An argument
+that is made in the piece appears as the offset of its operation within the piece. Any other argument appears as the
+number of an operand; operands are numbered in the order in which they are first read. Equality of forms is the proof that
+two layers may share one lowered block. Layers have different forms if they differ in an eps, an activation, a shape, a
+dtype, a frozen parameter, the operand that an operation reads, or the results that are used outside.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...ir.values import TensorSpec
 from ...lowering.forms import argument_form, graph_form
 from ..operation_sequence import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, OperationSequence, size_expression
 
-OPERATION = "operation"  # in the meta of a block's nodes: which operation of its pieces they are
+OPERATION = "operation"  # in the meta of a block's node: the number of its operation within the piece
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class _Reader:
             return "size", str(size)
         if node in self.inside:
             return "inside", self.inside[node]
-        if node.target in (ENTER_AUTOCAST,):  # opened before the piece: its position among the open ones
+        if node.target in (ENTER_AUTOCAST,):  # opened before the piece: its position among the open autocasts
             return "autocast", self.sequence.modes[self.sequence.position[node] + 1].autocasts.index(node)
         if node.op == "get_attr" and node not in self.sequence.captured.specs:
             return "subgraph", self._subgraph(node)
@@ -91,7 +91,7 @@ class _Reader:
 
 
 def operations(sequence: OperationSequence, span: range) -> list[fx.Node]:
-    """The operations of a range, without those that compute sizes: these are put in as numbers."""
+    """The operations of a range, without operations that compute sizes: forms and blocks contain the sizes themselves."""
     return [node for node in (sequence.nodes[i] for i in span) if size_expression(node) is None]
 
 
@@ -100,9 +100,9 @@ def _read_outside(node: fx.Node, inside: dict[fx.Node, int]) -> bool:
 
 
 def _common_name(sequence: OperationSequence, span: range) -> str:
-    """The module path shared by the operations that read parameters (by all that have a path, if none does).
+    """The module path shared by the operations that read parameters or, if no operation does, by all operations with a path.
 
-    Operations outside of all modules go by the name of the last one that makes a tensor.
+    If no operation has a path, the name is the target of the last operation that makes a tensor.
     """
     paths = [sequence.paths[i] for i in span if sequence.paths[i]]
     with_weights = [
@@ -124,7 +124,7 @@ def _common_name(sequence: OperationSequence, span: range) -> str:
 
 
 def build_block(sequence: OperationSequence, piece: Piece, name: str) -> Block:
-    """The block of a piece: its operations copied into a graph of their own, operands as placeholders."""
+    """The block of a piece: a new graph with copies of its operations, and a placeholder for each operand."""
     specs = sequence.captured.specs
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
@@ -170,7 +170,7 @@ def _looks_rows_up(node: fx.Node, table: fx.Node) -> bool:
     if node.target is not torch.nn.functional.embedding:
         return False
     arguments = dict(zip(("input", "weight", "padding_idx", "max_norm"), node.args, strict=False)) | node.kwargs
-    return arguments["weight"] is table and arguments.get("max_norm") is None  # with it, rows are written
+    return arguments["weight"] is table and arguments.get("max_norm") is None  # max_norm writes into rows
 
 
 def _argument(sequence: OperationSequence, graph: fx.Graph, env: dict, attributes: dict, sizes: dict, node: fx.Node) -> Any:

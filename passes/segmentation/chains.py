@@ -1,11 +1,11 @@
-"""The data flow between the copies of a repeat: which copy reads which, and which operations are connected.
+"""The data flow between the copies of a repeat: which copy reads which other copy, and which operations are connected.
 
     tower(a), tower(b)        L L L L L L L L      a run of eight equal copies
                               └─chain─┘ └─chain─┘   two chains: the fifth copy reads no value of the fourth
 
 The *predecessor* of a copy is an earlier copy whose values reach at least half of the parameters that the copy uses. Copies
-that read their predecessors in the same way are a chain. A copy whose parameters are used by operations that are not
-connected is no layer: it is two, or the end of one tower and the beginning of another.
+that read their predecessors in the same way form a chain. If the operations that use a copy's parameters are not connected,
+the copy is no layer: it holds two layers, or the end of one tower and the beginning of another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import fx
 from ..operation_sequence import OperationSequence, ParameterUse
 from .repeats import ranges_between
 
-_REACHED = 0.5  # share of a copy's uses of parameters that values of its predecessor have to reach
+_REACHED = 0.5  # share of a copy's uses of parameters that the values of its predecessor must reach
 
 
 def uses_in(sequence: OperationSequence, span: range) -> list[ParameterUse]:
@@ -33,7 +33,7 @@ def uses_in(sequence: OperationSequence, span: range) -> list[ParameterUse]:
 
 @dataclass(frozen=True)
 class ReadKind:
-    """A value that one operation makes and another one reads, by the targets of the two."""
+    """The targets of the operation that makes a value, and of the operation that reads it."""
 
     maker: str
     reader: str
@@ -41,14 +41,14 @@ class ReadKind:
 
 @dataclass(frozen=True)
 class Predecessor:
-    """The index of the copy that another one reads, and the kinds of its reads."""
+    """The predecessor of a copy, by index, and the kinds of the copy's reads of its values."""
 
     index: int
     reads: frozenset[ReadKind]
 
 
 def chains(sequence: OperationSequence, copies: list[range]) -> list[list[int]]:
-    """The copies, by index, as chains of copies and their predecessors, each in order; every copy is in one of them."""
+    """The chains of copies, by index: in a chain, each copy follows its predecessor. Every copy is in exactly one chain."""
     predecessors = find_predecessors(sequence, copies)
     found: list[list[int]] = []
     chain_that_ends_with: dict[int, list[int]] = {}
@@ -66,12 +66,15 @@ def chains(sequence: OperationSequence, copies: list[range]) -> list[list[int]]:
 
 
 def _continues(chain: list[int], index: int, predecessors: dict[int, Predecessor]) -> bool:
-    """Whether a copy reads the last one of a chain in a way in which that one reads the copy before it."""
+    """Whether a copy reads the last copy of a chain as that copy reads its own predecessor, with a common kind of read.
+
+    Always true for a chain of one copy.
+    """
     return len(chain) == 1 or bool(predecessors[index].reads & predecessors[chain[-1]].reads)
 
 
 def find_predecessors(sequence: OperationSequence, copies: list[range]) -> dict[int, Predecessor]:
-    """The predecessor of each copy that has one: the latest, where there are several."""
+    """The predecessor of each copy that has one. If several copies qualify, the latest is the predecessor."""
     copy_of = {sequence.nodes[position]: index for index, copy in enumerate(copies) for position in copy}
     found = {}
     for index, copy in enumerate(copies):
@@ -86,7 +89,7 @@ def find_predecessors(sequence: OperationSequence, copies: list[range]) -> dict[
 def _reads_of_earlier(
     sequence: OperationSequence, copy: range, index: int, copy_of: dict[fx.Node, int]
 ) -> dict[int, set[ReadKind]]:
-    """The kinds of reads of values that earlier copies make, by copy."""
+    """For each earlier copy whose values this copy reads, the kinds of these reads."""
     found: dict[int, set[ReadKind]] = {}
     for position in copy:
         reader = sequence.nodes[position]
@@ -98,14 +101,14 @@ def _reads_of_earlier(
 
 
 def extended_to_next(spans: list[range]) -> list[range]:
-    """Ranges in order, each extended to the beginning of the next one: operations in between belong to the one before."""
+    """Ranges in order, each extended to the beginning of the next: operations in between belong to the earlier range."""
     return [range(a.start, b.start) for a, b in itertools.pairwise(spans)] + spans[-1:]
 
 
 def _reaches_most(sequence: OperationSequence, maker: range, copy: range) -> bool:
-    """Whether the values that one range made reach at least half of another's uses of parameters.
+    """Whether the values that `maker` makes reach at least half of the parameter uses in `copy`.
 
-    Uses of parameters that no value from outside reaches do not count.
+    Parameter uses that no value from outside the copy reaches do not count.
     """
     from_outside = _reached(sequence, copy, lambda position: position not in copy)
     from_maker = _reached(sequence, copy, lambda position: position in maker)
@@ -116,7 +119,7 @@ def _reaches_most(sequence: OperationSequence, maker: range, copy: range) -> boo
 def _reached(sequence: OperationSequence, copy: range, is_source: Callable[[int], bool]) -> set[int]:
     """The operations of a copy that depend on the result of a source; inputs of the graph have the position -1.
 
-    Values that are computed from the model alone, such as the norm of a weight, are no inputs.
+    Weights and states of the model are no inputs, so an operation that reads only them (the norm of a weight) is not reached.
     """
     reached: set[int] = set()
     for position in copy:
@@ -127,9 +130,10 @@ def _reached(sequence: OperationSequence, copy: range, is_source: Callable[[int]
 
 
 def components(sequence: OperationSequence, copy: range) -> list[range]:
-    """The connected components of a range, by the values made in it, if each uses parameters and they follow one another.
+    """A range cut into its connected components. Two operations are connected if one reads a value that the other makes.
 
-    The range itself where all its operations are connected; nothing where components are interleaved.
+    Only components that use parameters count; the cheapest cut separates two of them. The result is the range itself if there
+    are fewer than two components, and empty if components are interleaved.
     """
     uses = {use.position for use in uses_in(sequence, copy)}
     connected = nx.connected_components(_data_flow(sequence, copy, uses))
@@ -142,7 +146,7 @@ def components(sequence: OperationSequence, copy: range) -> list[range]:
 
 
 def _data_flow(sequence: OperationSequence, copy: range, positions: set[int]) -> nx.Graph:
-    """The reads within a range as edges between positions; `positions` are in it in any case."""
+    """The reads within a range, as edges between positions. `positions` are always nodes, also without edges."""
     graph = nx.Graph()
     graph.add_nodes_from(positions)
     for position in copy:

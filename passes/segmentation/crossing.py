@@ -1,4 +1,4 @@
-"""The values that cross a cut: how many, how many bytes, and whether fewer cross between two layers than inside of them."""
+"""The values that cross a cut: their number, their bytes, and whether fewer cross between two layers than inside of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .chains import uses_in
 
 @dataclass(frozen=True)
 class CrossingCounts:
-    """For each of some cuts, how many values cross it and are read within `reach` operations behind it.
+    """For each cut in `cuts`, the number of values that cross it and are read within `reach` operations after it.
 
-    Values that a model collects from every layer for its end do not count.
+    Values that a model collects from every layer and reads at its end do not count.
     """
 
     cuts: range
@@ -38,7 +38,7 @@ class CrossingCounts:
 
 
 def _readers(sequence: OperationSequence, start: int, end: int) -> dict[fx.Node, list[int]]:
-    """The values that are read from `start` to `end`, with the positions of their readers; outputs are read behind the last one."""
+    """The values read from `start` to `end`, with the positions of their readers. Outputs are read after the last operation."""
     found: dict[fx.Node, list[int]] = {}
     for position in range(start, min(end, len(sequence))):
         for read in sequence.reads[position]:
@@ -50,7 +50,7 @@ def _readers(sequence: OperationSequence, start: int, end: int) -> dict[fx.Node,
 
 
 def _crossed(made: int, readers: list[int], reach: int, cuts: range) -> list[range]:
-    """The cuts that a value crosses to be read within `reach` operations behind them; `readers` are in order."""
+    """The ranges of cuts that a value crosses and after which it is read within `reach` operations. `readers` are sorted."""
     found = []
     least = max(cuts.start, made + 1)
     for reader in readers:
@@ -62,10 +62,10 @@ def _crossed(made: int, readers: list[int], reach: int, cuts: range) -> list[ran
 
 
 def is_bottleneck(sequence: OperationSequence, before: range, after: range) -> bool:
-    """Whether no more values cross the cut between two neighbours than the cuts inside of one of them.
+    """Whether at most as many values cross the cut between two neighbours as each cut inside of one of them.
 
-    Two of four projections of one input are no layer: the other two follow where more values are alive than between
-    the projections themselves. One range is enough, since the last one may be the last to read a mask.
+    For two of four projections of one input, this is false: at the cut before the other two projections, more values are
+    alive than at the cut between the first two. One of the ranges is enough: the last layer may be the last reader of a mask.
     """
     counts = CrossingCounts.of(sequence, len(after), range(before.start, after.stop + 1))
     between = counts.at(after.start)
@@ -76,17 +76,17 @@ def is_bottleneck(sequence: OperationSequence, before: range, after: range) -> b
 
 
 def _cuts_between_uses(sequence: OperationSequence, layer: range) -> list[int]:
-    """The cheapest cut between each two uses of parameters."""
+    """The cheapest cut between each pair of successive parameter uses."""
     positions = [use.position for use in uses_in(sequence, layer)]
     choices = [range(a + 1, b + 1) for a, b in itertools.pairwise(positions) if a < b]
     return [min(between, key=sequence.crossing.__getitem__) for between in choices]
 
 
 def bytes_without_skips(sequence: OperationSequence, cut: int, copy: range, layers: list[range]) -> int:
-    """Bytes of the values that cross a cut between layers inside of a copy and are read in the rest of the copy, without skips.
+    """Bytes of the values that cross a cut between layers inside of a copy, and that the rest of the copy reads, without skips.
 
-    A skip is read behind the cut by a single layer, and is not made by the layer before the cut for the one behind it.
-    `layers` are sorted.
+    A skip is a value that exactly one layer reads after the cut. A value that the layer before the cut makes for the layer
+    after it is no skip. `layers` are sorted.
     """
     before, after = _layer_at(cut - 1, layers), _layer_at(cut, layers)
     total = 0
@@ -102,7 +102,7 @@ def bytes_without_skips(sequence: OperationSequence, cut: int, copy: range, laye
 
 
 def _reading_layers(sequence: OperationSequence, node: fx.Node, span: range, layers: list[range]) -> set[int | None]:
-    """The layers that read a value within a range; None for readers outside of layers."""
+    """The layers that read a value within a range; None stands for a reader outside of all layers."""
     read_at = [sequence.position.get(user, len(sequence)) for user in node.users]
     return {_layer_at(position, layers) for position in read_at if position in span}
 
@@ -114,6 +114,6 @@ def _layer_at(position: int, layers: list[range]) -> int | None:
 
 
 def may_be_cut(sequence: OperationSequence, cuts: list[int]) -> bool:
-    """Whether cuts leave no range empty and lie nowhere that a cut is forbidden."""
+    """Whether the cuts leave no range empty, and none of them is forbidden."""
     in_order = all(a < b for a, b in itertools.pairwise(cuts))
     return in_order and all(math.isfinite(sequence.crossing[cut]) for cut in cuts)

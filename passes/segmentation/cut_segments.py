@@ -1,8 +1,8 @@
-"""Cut the sequence into segments: the layers that were found, and what lies between them at its narrowest places.
+"""Cut the sequence into segments: the layers that were found, and pieces of the stretches between them.
 
 A stretch between layers (embeddings, a different first layer, a head, or a whole model without repeats) is cut so
-that no piece holds many more parameter bytes than the largest layer or the largest single use, and so that the values
-crossing the cuts are as small as can be (dynamic programming over the candidate cuts between parameter uses).
+that no piece holds many more parameter bytes than the largest layer or the largest single use. Among such cuts, dynamic
+programming over the candidate cuts between parameter uses finds the cuts that the fewest bytes cross.
 
 Segments whose canonical forms are equal are instances of one block; see `canonical`.
 """
@@ -22,8 +22,8 @@ from ..operation_sequence import OperationSequence
 from .canonical import Piece, build_block
 from .names import items
 
-ABOUT_A_LAYER = 1.1  # a first layer may have a table that the others read
-_ABOUT_A_USE = 1.02  # a head may have a norm in front of it: in a segment of its own no copy could hide behind it
+ABOUT_A_LAYER = 1.1  # a first layer may have a table that the other layers read
+_ABOUT_A_USE = 1.02  # a head may have a norm in front of it: a segment of the norm alone would be too short to hide a copy
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class CutSegments:
 
 
 def _completed(compilation: Compilation, ranges: list[range], limit: float) -> list[range]:
-    """The ranges, where a layer that is like no other one has the rest of its item of a list with it.
+    """The ranges, with each unique layer joined to a neighbouring range that lies in the same list item.
 
-    Layers are found as what several copies have in common: a norm in front of one of them alone is left out.
+    A layer is found as the operations that several copies have in common, so a norm in front of only one copy is left out.
     """
     sequence = compilation.sequence
     ranges = sorted(ranges, key=lambda r: r.start)
@@ -72,7 +72,7 @@ def _within_an_item(sequence: OperationSequence, cut: int) -> bool:
 
 
 def instantiate(compilation: Compilation, ranges: list[range]) -> None:
-    """Make the segments of these ranges of the sequence; blocks that are known by their form stay."""
+    """Make a segment of each of these ranges of the sequence. A block whose form is known already is kept."""
     sequence = compilation.sequence
     pieces = [Piece.of(sequence, r) for r in _without_empty(sequence, sorted(ranges, key=lambda r: r.start))]
     _name(pieces)
@@ -111,7 +111,10 @@ def _gaps(layers: list[range], length: int) -> list[range]:
 
 
 def _with_parameters(sequence: OperationSequence, gap: range, wanted: set[int]) -> list[int]:
-    """The ends of a gap and the wanted cuts in it, without those that would make a piece without parameters: the wider one goes."""
+    """The ends of a gap and the wanted cuts in it, such that every piece has parameters.
+
+    A piece without parameters loses one of its two cuts: the cut that more bytes cross.
+    """
     edges = [gap.start, *sorted(c for c in wanted if gap.start < c < gap.stop), gap.stop]
     place = 0
     while place < len(edges) - 1 and len(edges) > 2:
@@ -135,7 +138,7 @@ def _weights(sequence: OperationSequence, piece: range) -> set:
 
 
 def _narrow(sequence: OperationSequence, gap: range, limit: float) -> list[range]:
-    """Cut a stretch into pieces of at most `limit` parameter bytes, or little more than one use, at the least crossing bytes."""
+    """Cut a stretch where the fewest bytes cross. A piece has at most `limit` parameter bytes, or little more than one use."""
     cuts = _candidates(sequence, gap)
     atoms = [_weights(sequence, range(a, b)) for a, b in itertools.pairwise(cuts)]
     limit = max([limit, *(_ABOUT_A_USE * sum(map(sequence.weight_bytes, atom)) for atom in atoms)])
@@ -158,7 +161,7 @@ def _narrow(sequence: OperationSequence, gap: range, limit: float) -> list[range
 
 
 def _candidates(sequence: OperationSequence, gap: range) -> list[int]:
-    """The cheapest cut between each two parameter uses of a stretch, with its ends."""
+    """The cheapest cut between each pair of successive parameter uses of a stretch, and the ends of the stretch."""
     uses = [u.position for u in sequence.uses if gap.start <= u.position < gap.stop]
     cuts = [gap.start]
     for before, after in itertools.pairwise(uses):
@@ -171,7 +174,7 @@ def _candidates(sequence: OperationSequence, gap: range) -> list[int]:
 
 
 def _without_empty(sequence: OperationSequence, ranges: list[range]) -> list[range]:
-    """Join stretches that make nothing for others (a leftover mode switch) to their successor."""
+    """Join each range that makes no value for later ranges (a leftover mode switch) to the next range."""
     kept: list[range] = []
     start = None
     for r in ranges:
@@ -190,7 +193,7 @@ def _makes_value(sequence: OperationSequence, position: int, stop: int) -> bool:
 
 
 def _name(pieces: list[Piece]) -> None:
-    """Each piece takes the module path that most of its weighted operations share; equal names get a number."""
+    """Number the pieces that have equal names, in order."""
     counts = Counter(p.name for p in pieces)
     seen: Counter[str] = Counter()
     for piece in pieces:

@@ -4,10 +4,10 @@ The sequence of parameter uses, labelled by operation and parameter shape, repea
 
     embed | norm q k v o norm up down | norm q k v o norm up down | norm head
 
-`FindBlocks` looks at the repeats that cover most of the sequence (`repeats`), keeps those whose copies are chains (`chains`),
-takes the one with the fewest values across its cuts (`crossing`), and goes on to the left, to the right and inside of one
-copy. Labels only nominate layers; whether two layers are instances of one block is decided by `CutSegments`, which compares
-them operation by operation.
+`FindBlocks` looks at the repeats that cover most of the sequence (`repeats`), keeps the repeats whose copies are chains
+(`chains`), and takes the repeat with the fewest values across its cuts (`crossing`). It then continues to the left, to the
+right and inside of the copies. Labels only suggest layers. `CutSegments` decides whether two layers are instances of one block:
+it compares them operation by operation.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .names import (
 )
 from .repeats import Copies, Repeat, best_rotation, choose_cuts, ranges_between, repeats
 
-_TRIES = 12  # repeats to look at before a stretch counts as one without layers
-_JOINTS = 3  # boundaries between copies to look at: neighbours that read different masks make one of them wider than the others
-_AS_LARGE = 0.75  # of the largest cover: repeats that cover as much compete by how narrow their boundaries are
-_ROUNDING = 1.01  # a cut inside of a layer is as narrow as its boundary up to this factor
+_TRIES = 12  # number of repeats that are tried before a stretch counts as a stretch without layers
+_JOINTS = 3  # number of boundaries between copies that are tried: one may be wider, if its two copies read different masks
+_AS_LARGE = 0.75  # share of the largest cover: among repeats that cover at least as much, the narrowest boundaries decide
+_ROUNDING = 1.01  # up to this factor, a cut inside of a layer counts as equally narrow as the layer's boundary
 
 Group = list[range]  # layers of one chain, in order
 
@@ -63,7 +63,7 @@ class FindBlocks:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Operations [start, end) and the uses of parameters in them: those with the indices [first_use, last_use)."""
+    """The operations [start, end) and the uses of parameters in them, which have the indices [first_use, last_use)."""
 
     start: int
     end: int
@@ -90,8 +90,8 @@ class _LayerRepeat:
     """A repeat whose copies are layers.
 
     chains    the copies that read one another, by index
-    crossing  by the cut between two copies, how many values cross it and are read within `reach` operations behind it; more
-              values may cross the first of several cuts than the others, and it is left out
+    crossing  for each cut between two copies, the number of values that cross it and are read within `reach` operations after
+              it; the first of several cuts is left out, since more values may cross it than the others
     """
 
     copies: Copies
@@ -104,13 +104,16 @@ class _LayerRepeat:
         return max(self.crossing.values())
 
     def no_wider_than(self, copies: Copies) -> bool:
-        """Whether these copies are surely no narrower: as many values cross their cuts, and they are as long or longer."""
+        """Whether the cuts of `copies` are certainly not narrower than the cuts of this repeat.
+
+        This holds if at least `width` values cross each of them, and every copy has at least `reach` operations.
+        """
         at_same_cuts = all(self.crossing.get(cut, 0) >= self.width for cut in copies.cuts[1:-1])
         return at_same_cuts and min(map(len, copies.ranges)) >= self.reach
 
 
 def _best_repeat(sequence: OperationSequence, stretch: _Stretch) -> _LayerRepeat | None:
-    """The repeat with the narrowest boundaries; of these, the largest cover; of these, the shortest period."""
+    """The repeat with the narrowest boundaries. Of equal repeats, the one with the largest cover, then the shortest period."""
     candidates = repeats(sequence.uses[stretch.first_use : stretch.last_use])[:_TRIES]
     while candidates:
         large = [repeat for repeat in candidates if repeat.cover >= _AS_LARGE * candidates[0].cover]
@@ -122,7 +125,7 @@ def _best_repeat(sequence: OperationSequence, stretch: _Stretch) -> _LayerRepeat
 
 
 def _layer_repeats(sequence: OperationSequence, candidates: list[Repeat], stretch: _Stretch) -> list[_LayerRepeat]:
-    """The candidates whose copies are layers, but for those that are surely no narrower than one before them."""
+    """The candidates whose copies are layers. A candidate that is certainly not narrower than an earlier one is skipped."""
     found: list[_LayerRepeat] = []
     for candidate in candidates:
         copies = best_rotation(sequence, candidate, stretch.start, stretch.end, stretch.first_use)
@@ -146,7 +149,7 @@ class _Joint:
 
 
 def _as_layers(sequence: OperationSequence, copies: Copies) -> _LayerRepeat | None:
-    """The copies of a repeat as layers; None if they are none. Labels only nominated them."""
+    """The copies of a repeat as layers. None if they are no layers: labels only suggest them."""
     ranges = copies.ranges
     if not may_be_cut(sequence, copies.cuts):
         return None
@@ -160,7 +163,7 @@ def _as_layers(sequence: OperationSequence, copies: Copies) -> _LayerRepeat | No
 
 
 def _are_mostly_chained(chains: list[list[int]]) -> bool:
-    """Whether more than half of the copies are in chains of several."""
+    """Whether more than half of the copies are in chains of at least two copies."""
     chained = sum(len(chain) for chain in chains if len(chain) > 1)
     return 2 * chained > sum(map(len, chains))
 
@@ -174,9 +177,9 @@ def _measured(sequence: OperationSequence, copies: Copies, found: list[list[int]
 
 
 def _cut_chains(sequence: OperationSequence, layers: _LayerRepeat, stretch: _Stretch) -> list[Group]:
-    """The layers of each chain.
+    """The layers of each chain, as one group per chain.
 
-    A chain of neighbours has ends of its own, so that operations between two towers are in neither.
+    If its copies are neighbours, a chain has ends of its own, so that operations between two towers are in neither tower.
     """
     bounds, ranges = layers.copies.bounds, layers.copies.ranges
     groups, low = [], stretch.start
@@ -204,8 +207,11 @@ def _are_neighbours(chain: list[int], chains: list[list[int]]) -> bool:
 
 
 def _refine(sequence: OperationSequence, group: Group) -> list[Group]:
-    """The layers inside of copies that are stages: groups of items of one container, as narrow between as the copies are."""
-    if not has_names(sequence, group[0]):  # `_split` takes these apart
+    """The layers inside of copies that are stages; the group itself if its copies are no stages.
+
+    These layers are items of one container, and the cuts between them are as narrow as the cuts between the copies.
+    """
+    if not has_names(sequence, group[0]):  # `_split` cuts these copies
         return [group]
     width = _boundary_width(sequence, group)
     inner = [found for copy in group for found in _layers_of_stage(sequence, copy, width)]
@@ -215,7 +221,7 @@ def _refine(sequence: OperationSequence, group: Group) -> list[Group]:
 
 
 def _layers_of_stage(sequence: OperationSequence, copy: range, width: float) -> list[Group]:
-    """Groups of layers with cuts of at most `width` bytes inside of a copy; none if the copy is no stage, but a layer with a list."""
+    """Groups of layers inside of a stage, with cuts of at most `width` bytes; none if the copy is a layer that has a list."""
     groups = _groups_inside(sequence, copy)
     layers = sorted((layer for group in groups for layer in group), key=lambda layer: layer.start)
     of_items = [group for group in groups if _are_items(sequence, group)]
@@ -229,7 +235,7 @@ def _boundary_width(sequence: OperationSequence, group: Group) -> float:
 
 
 def _cover_most_uses(sequence: OperationSequence, groups: list[Group], copy: range) -> bool:
-    """Whether these layers have at least half of a copy's uses of parameters."""
+    """Whether these layers hold at least half of a copy's parameter uses."""
     uses = sum(len(uses_in(sequence, layer)) for group in groups for layer in group)
     return 2 * uses >= len(uses_in(sequence, copy))
 
@@ -243,7 +249,7 @@ def _groups_inside(sequence: OperationSequence, copy: range) -> list[Group]:
 
 
 def _are_items(sequence: OperationSequence, group: Group) -> bool:
-    """Whether ranges are layers of a container, or in none."""
+    """Whether two or more ranges are layers: items of one class of a container, or ranges outside of all containers."""
     if len(group) < 2:
         return False
     of = containers(sequence, group)
@@ -258,7 +264,7 @@ def _in_items(sequence: OperationSequence, group: Group) -> bool:
 
 
 def _is_narrow(sequence: OperationSequence, group: Group, copy: range, layers: Group, width: float) -> bool:
-    """Whether at most `width` bytes, without skips, cross the cuts between layers inside of a copy that holds these layers."""
+    """Whether at most `width` bytes, without skips, cross each cut of a group. `layers` are all layers of its copy."""
     cuts = [layer.start for layer in group[1:]]
     return all(sequence.crossing[cut] <= width or bytes_without_skips(sequence, cut, copy, layers) <= width for cut in cuts)
 
@@ -281,7 +287,7 @@ def _is_chain(sequence: OperationSequence, spans: list[range]) -> bool:
 
 
 def _aligned(sequence: OperationSequence, groups: list[Group], lists: dict[Path, list[Traversal]]) -> list[Group]:
-    """The groups, with items of a list in the place of copies that hold parameters of several items of it."""
+    """The groups. If a copy uses parameters of several items of one list, the items of that list replace the copies."""
     copies = [copy for group in groups for copy in group]
     crossed = [path for path in _innermost(lists) if _holds_several_items(sequence, copies, path)]
     traversals = _merge_interleaved([traversal for path in crossed for traversal in lists[path]])
@@ -297,7 +303,7 @@ def _holds_several_items(sequence: OperationSequence, copies: list[range], path:
 
 
 def _innermost(lists: dict[Path, list[Traversal]]) -> list[Path]:
-    """The lists with no other one inside."""
+    """The lists that contain no other list."""
     return [path for path in lists if not any(other != path and other[: len(path)] == path for other in lists)]
 
 
@@ -306,7 +312,7 @@ def _overlaps_any(span: range, others: list[range]) -> bool:
 
 
 def _merge_interleaved(traversals: list[Traversal]) -> list[Traversal]:
-    """Traversals of lists, with those whose items take turns as one."""
+    """The traversals of lists. Traversals whose items alternate are merged into one."""
     merged: list[Traversal] = []
     end = 0
     for spans in sorted(traversals, key=lambda spans: spans[0].start):
@@ -319,7 +325,7 @@ def _merge_interleaved(traversals: list[Traversal]) -> list[Traversal]:
 
 
 def _between_items(sequence: OperationSequence, spans: Traversal) -> Group:
-    """Items, each up to the beginning of the next one, where cuts are allowed."""
+    """The items as ranges, each up to the beginning of the next item. Forbidden cuts are left out."""
     cuts = sorted({*(span.start for span in spans), max(span.stop for span in spans)})
     return ranges_between([cut for cut in cuts if math.isfinite(sequence.crossing[cut])])
 
@@ -338,15 +344,16 @@ class _NamedGroup:
 
 
 def _without_inner(sequence: OperationSequence, groups: list[Group]) -> list[_NamedGroup]:
-    """The groups, without those that lie inside of one item that is a layer of another group."""
+    """The groups, without groups that lie inside of a single item that is a layer of another group."""
     named = [_NamedGroup(group, containers(sequence, group) if len(group) > 1 else set()) for group in groups]
     return [group for group in named if not any(inside_an_item(sequence, group.layers, other.containers) for other in named)]
 
 
 def _split(sequence: OperationSequence, layer: range, group: _NamedGroup) -> list[range]:
-    """Cut a copy that holds several layers: between its connected components, and at cuts as narrow as its own boundary.
+    """Cut a copy that holds several layers: between connected components or, with only one, at cuts as narrow as its boundary.
 
-    With module names, these are at items of the containers that the group is made of; without, at repeats within the copy.
+    With module names, these cuts lie between items of the containers that the group is made of. Without names, they lie at the
+    layers of repeats within the copy.
     """
     apart = components(sequence, layer)
     if len(apart) > 1:

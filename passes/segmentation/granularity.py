@@ -1,7 +1,7 @@
-"""A guard on the promise: which segments hold more than one layer, and why they were not cut.
+"""Find the segments that hold more than one layer, and the reason why each was not cut.
 
-The memory of the device depends on depth where a segment does. Layers are told by the items of module lists that run one after the
-other, or, where there are no names, by uses of parameters that repeat.
+Device memory grows with the depth of the model if a segment does. Layers are recognised as items of module lists that run one
+after the other or, without module names, as repeated uses of parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .cut_segments import ABOUT_A_LAYER
 from .names import Path, has_names, items
 from .repeats import best_rotation, repeats
 
-_MOST = 0.75  # of a segment's bytes has to be in the layers that it is said to hold: a layer may have a list of its own
+_MOST = 0.75  # share of a segment's bytes that the layers in it must hold: a single layer may have a list of its own
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,10 @@ class MeasureGranularity:
 
 
 def _is_more(sequence: OperationSequence, segment: Segment, inner: list[range], single: int) -> bool:
-    """Whether a segment is larger than one of its layers, and than any segment that is none of several."""
+    """Whether a segment holds several layers, which have most of its bytes, and is larger than each of them and than `single`.
+
+    `single` is the largest number of bytes of a segment that does not hold several layers.
+    """
     if len(inner) < 2:
         return False
     whole, sizes = _bytes(sequence, segment.span), [_bytes(sequence, layer) for layer in inner]
@@ -61,7 +64,7 @@ def _uncut(sequence: OperationSequence, segment: Segment, inner: list[range]) ->
 
 
 def _why_not(sequence: OperationSequence, border: range) -> str | None:
-    """Why none of these cuts may be; None if one may."""
+    """The reason why all of these cuts are forbidden; None if one is allowed."""
     reasons = [sequence.why_not(cut) for cut in border]
     return reasons[0] if reasons and all(reasons) else None
 
@@ -82,7 +85,10 @@ def _layers(sequence: OperationSequence, span: range) -> list[range]:
 
 
 def _items(sequence: OperationSequence, span: range, container: Path) -> list[range]:
-    """The items of a container, several of one class, that use parameters within a range: each from its first to its last operation."""
+    """The items of a container that use parameters within a range, each from its first to its last operation.
+
+    Empty if no two of them have the same class.
+    """
     places: dict[Path, list[int]] = {}
     for position in span:
         for item in items(sequence.paths[position]):
@@ -90,7 +96,7 @@ def _items(sequence: OperationSequence, span: range, container: Path) -> list[ra
                 places.setdefault(item, []).append(position)
     with_parameters = {item: at for item, at in places.items() if uses_in(sequence, range(at[0], at[-1] + 1))}
     if max(Counter(map(sequence.classes.get, with_parameters)).values(), default=0) < 2:
-        return []  # parts of one layer, each of another class
+        return []  # parts of one layer, each of a different class
     return sorted((range(at[0], at[-1] + 1) for at in with_parameters.values()), key=lambda r: r.start)
 
 

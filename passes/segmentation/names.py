@@ -1,4 +1,4 @@
-"""Layers by module names: items of containers (`nn.ModuleList`, `nn.Sequential`), read off the paths of operations.
+"""Layers by module names: items of containers (`nn.ModuleList`, `nn.Sequential`), found from the module paths of operations.
 
 Names serve as hints where labels do not suffice: a first layer that differs from the others, two kinds of layer that
 alternate. They never decide that two layers are equal.
@@ -18,12 +18,12 @@ Path = tuple[str, ...]
 
 @functools.cache
 def items(path: Path) -> list[Path]:
-    """Prefixes of a module path that end in an index: the items of containers that it lies in."""
+    """The container items that a module path lies in: the prefixes of the path that end in an index."""
     return [path[: i + 1] for i, part in enumerate(path) if part.isdigit()]
 
 
 def item_depth(sequence: OperationSequence, cut: int) -> int:
-    """How deep the outermost container item lies that begins or ends at a cut, as far as names tell; 99 for none."""
+    """Path length of the outermost container item that begins or ends at a cut; 99 for none, 0 at an end of the sequence."""
     if not 0 < cut < len(sequence):
         return 0
     before, after = set(items(sequence.paths[cut - 1])), set(items(sequence.paths[cut]))
@@ -31,7 +31,7 @@ def item_depth(sequence: OperationSequence, cut: int) -> int:
 
 
 def containers(sequence: OperationSequence, group: list[range]) -> set[Path]:
-    """Module containers whose items the ranges of a group are made of: each range has items of its own."""
+    """The module containers of which every range of a group holds items, and no two ranges hold the same item."""
     items_of: defaultdict[Path, list[set[Path]]] = defaultdict(lambda: [set() for _ in group])
     for index, layer in enumerate(group):
         for item in _items_in(sequence, layer):
@@ -50,13 +50,13 @@ def _items_in(sequence: OperationSequence, span: range) -> set[Path]:
 
 
 def has_items_of_one_class(sequence: OperationSequence, group: list[range], container: Path) -> bool:
-    """Whether ranges hold several items of one class of a container, as layers are; parts of one layer have classes of their own."""
+    """Whether the ranges hold several items of a container with the same class. Parts of one layer have different classes."""
     found = {item for layer in group for item in _items_in(sequence, layer) if item[:-1] == container}
     return max(Counter(map(sequence.classes.get, found)).values(), default=0) > 1
 
 
 def inside_an_item(sequence: OperationSequence, group: list[range], of: set[Path]) -> bool:
-    """Whether a group lies within a single item of these containers: a layer is not cut where its siblings are not."""
+    """Whether a group lies within a single item of these containers. Such a group would cut one layer and not its siblings."""
     found = {
         next((i for i in items(sequence.paths[p]) if i[:-1] in of), None) for layer in group for p in layer if sequence.paths[p]
     }
@@ -64,7 +64,7 @@ def inside_an_item(sequence: OperationSequence, group: list[range], of: set[Path
 
 
 def item_cuts(sequence: OperationSequence, of: set[Path], span: range) -> set[int]:
-    """Cuts where an item of one of these containers ends or begins. Operations without a name go on as before."""
+    """Cuts where an item of one of these containers ends or begins. An operation without a module path ends no item."""
     cuts: set[int] = set()
     current: list[Path] = []
     for position in span:
@@ -82,9 +82,9 @@ Traversal = list[range]  # the range of operations of each item of a container, 
 
 
 def list_traversals(sequence: OperationSequence) -> dict[Path, list[Traversal]]:
-    """The containers that may be lists of layers: several items of one class that hold modules, all called in turn.
+    """The containers that may be lists of layers, with their traversals. A list that is called twice has two traversals.
 
-    A list that is called twice has two traversals. Only containers with several items in every traversal.
+    Such a container has several items of one class that hold modules, and each of its traversals calls several items.
     """
     found = {}
     for container, visits in _visits(sequence).items():
@@ -118,7 +118,7 @@ def _visits(sequence: OperationSequence) -> dict[Path, list[_Visit]]:
 
 
 def _traversals(visits: list[_Visit]) -> list[Traversal]:
-    """The ranges of visits, in lists that hold each item once."""
+    """The ranges of the visits, in lists that hold each item at most once."""
     traversals: list[Traversal] = []
     seen: set[Path] = set()
     for visit in visits:

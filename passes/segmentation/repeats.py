@@ -1,7 +1,7 @@
 """Repeats in the sequence of parameter uses, and where to cut between their copies.
 
 A *tandem repeat* of a sequence is a stretch that consists of copies of one period, one after the other. Labels (operation and
-shape of the parameter) only nominate candidates: `chains` looks at the data flow between the copies.
+shape of the parameter) only suggest candidates: `chains` looks at the data flow between the copies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .names import item_depth
 
 @dataclass(frozen=True)
 class Repeat:
-    """`copies` copies of `period` uses, from use `offset` on; it can be rotated by up to `slack` uses without losing a copy."""
+    """`copies` copies of `period` uses, from use `offset` on. A start up to `slack` uses later (a rotation) loses no copy."""
 
     offset: int
     period: int
@@ -35,8 +35,8 @@ class Repeat:
 class Copies:
     """A repeat with its cuts.
 
-    bounds  the indices of the uses that copies begin with, and of the one behind the last copy
-    cuts    the positions where copies begin, and where the last one ends
+    bounds  the index of the first use of each copy, and the index of the use after the last copy
+    cuts    the position where each copy begins, and the position where the last copy ends
     """
 
     period: int
@@ -61,7 +61,7 @@ def repeats(uses: list[ParameterUse]) -> list[Repeat]:
 
 
 def _longest_repeat(labels: torch.Tensor, period: int) -> Repeat:
-    """The longest stretch in which every label is that of the use `period` later: one copy where there is no such label."""
+    """The longest stretch in which every label equals the label `period` uses later; one copy if there is no such label."""
     differ = (labels[period:] != labels[:-period]).nonzero().flatten()
     edges = torch.cat([torch.tensor([-1]), differ, torch.tensor([len(labels) - period])])
     runs = edges.diff() - 1
@@ -76,7 +76,7 @@ class RotationCost:
     """The cost of a rotation, compared field by field.
 
     between_bytes  bytes that cross the cuts between copies
-    item_depth     sum over these cuts of how deep the items of containers lie that begin or end there: layers are items
+    item_depth     sum over these cuts of `names.item_depth`, since layers are items of containers
     outer_bytes    bytes that cross the cuts at both ends
     """
 
@@ -95,7 +95,7 @@ class RotationCost:
 
 
 def best_rotation(sequence: OperationSequence, repeat: Repeat, start: int, end: int, first: int) -> Copies:
-    """The rotation with the cheapest cuts between copies; of those, where names say that layers begin.
+    """The rotation with the cheapest cuts between copies. Of equal rotations, `RotationCost` prefers cuts at container items.
 
     `first` is the index of the use that `repeat.offset` counts from.
     """
@@ -126,7 +126,11 @@ class _Gap:
 
 
 def choose_cuts(sequence: OperationSequence, bounds: list[int], start: int, end: int) -> list[int]:
-    """Cuts in [start, end] before the uses `bounds`; copies of equal length are cut at equal offsets."""
+    """Cuts in [start, end], one before each use in `bounds`.
+
+    The inner cuts have one common offset from these uses. If this gives copies of equal length, the outer copies get that
+    length too, where possible.
+    """
     left, *between, right = [_Gap.before(sequence, bound, start, end) for bound in bounds]
     offset = _common_offset(sequence, between)
     cuts = [gap.high - offset for gap in between]
@@ -142,20 +146,20 @@ def choose_cuts(sequence: OperationSequence, bounds: list[int], start: int, end:
 
 
 def _common_offset(sequence: OperationSequence, gaps: list[_Gap]) -> int:
-    """How far before the next use to cut in each gap, at the least bytes in all."""
+    """The number of operations from the cut to the next use, equal in all gaps, at which the fewest bytes cross in total."""
     shortest = min(gap.high - gap.low for gap in gaps)
     return min(range(shortest + 1), key=lambda offset: (sum(sequence.crossing[gap.high - offset] for gap in gaps), offset))
 
 
 def _common_length(sequence: OperationSequence, cuts: list[int]) -> int | None:
-    """The number of operations between each two neighbouring cuts; None if there are several numbers, or a single cut."""
+    """The number of operations between neighbouring cuts; None if the numbers differ, or if there is a single cut."""
     before = sequence.operations_before
     lengths = {before[b] - before[a] for a, b in itertools.pairwise(cuts)}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def _outer_cut(sequence: OperationSequence, gap: _Gap, wanted: int | None, width: float) -> int:
-    """The cut at an end of a group: at `wanted`, where the copies' length puts it, if at most `width` bytes cross it there."""
+    """The cut at an end of a group: `wanted` if it is in the gap and at most `width` bytes cross it, otherwise the cheapest."""
     if wanted is not None and gap.low <= wanted <= gap.high and sequence.crossing[wanted] <= width:
         return wanted
     return gap.cheapest(sequence)

@@ -11,7 +11,7 @@ from ..operation_sequence import OperationSequence
 
 @dataclass(frozen=True)
 class SequenceOperations:
-    """Provides `sequence`: the operations in order, where they may be cut, and what a cut costs."""
+    """Provides `sequence`: the operations in order, with the allowed cuts and the cost of each cut."""
 
     name: ClassVar[str] = "sequence_operations"
     requires: ClassVar[frozenset[Fact]] = frozenset()

@@ -1,1 +1,1 @@
-"""From segments to the forward and backward graphs of the program, and where their nodes stand."""
+"""Passes that write the forward and backward graphs of the program, and place their nodes."""

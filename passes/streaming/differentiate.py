@@ -1,7 +1,7 @@
-"""Decide what runs backward and what forward must keep for it.
+"""Decide which segments run backward, and which values forward must keep for them.
 
 A segment runs backward when one of its operands wants a gradient and one of its outputs leads to an output of the
-graph that can have one. It needs its value operands again, to recompute; those are stashed. Segments below the first
+graph that can have one. It needs its value operands again to recompute, so these are stashed. Segments below the first
 trainable parameter keep nothing and run no backward.
 """
 
@@ -35,7 +35,7 @@ class Differentiate:
 
 
 def is_differentiable(compilation: Compilation, value: Value | None) -> bool:
-    """Whether an output of the graph is a tensor that takes a gradient (its place may hold a number instead)."""
+    """Whether an output of the graph is a tensor that takes a gradient. `value` is None for an output that is a number."""
     return value is not None and compilation.captured.specs[value.node].differentiable
 
 
@@ -53,7 +53,7 @@ def reached_backward(segments: Sequence[Segment], roots: Sequence[Value]) -> lis
 
 
 def _predict(compilation: Compilation, differentiable: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Which outputs will have a gradient, for the first print: scalars (a loss) if there are any, else all."""
+    """A prediction of the outputs with a gradient, for the first print: differentiable scalars (a loss) or, if none, all."""
     scalars = tuple(
         v is not None and d and not compilation.captured.specs[v.node].shape
         for v, d in zip(compilation.outputs, differentiable, strict=True)

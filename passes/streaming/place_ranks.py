@@ -1,18 +1,18 @@
 """Write the collectives of a program whose parameters are divided among ranks.
 
     %w = fetch_weights(segment)                    %w = fetch_weights(segment)                 this rank's pieces
-    ...                                      =>    %c = gather_weights(segment, %w)            those of all ranks
+    ...                                      =>    %c = gather_weights(segment, %w)            the pieces of all ranks
     forward(segment, %w, ...)                      ...
                                                    forward(segment, %c, ...)
 
     push_gradients(segment, %g)              =>    %r = reduce_gradients(segment, %g)          the mean over the ranks
                                                    push_gradients(segment, %r)                 this rank's pieces of it
 
-Under `ranks="global"`, gradients of a segment that has run on all rows are the same on all ranks: `own_pieces` stands in the place of
-the reduction.
+Under `ranks="global"`, the gradients of a segment that ran on all rows are the same on all ranks: `own_pieces` replaces the
+reduction.
 
-A gather stands right behind its fetch: it is prefetched with it, and stands before the reduction of the segment that runs meanwhile.
-One rank has no collectives.
+A gather stands right after its fetch. It is therefore prefetched with the fetch, and comes before the reduction of the segment
+that runs meanwhile. With one rank there are no collectives.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _reduce(graph: fx.Graph, segments: list[Segment], is_global: bool) -> None:
 
 
 def _own_bytes(segment: Segment, trained: bool = False) -> int:
-    """Bytes that a rank's pieces take on the link, padding included; those of trained weights alone, or of all."""
+    """Bytes on the link of this rank's padded pieces and of undivided weights; `trained` leaves out frozen weights."""
     total = 0
     for weight, spec in zip(segment.weights, segment.block.weights, strict=True):
         if spec.differentiable or not trained:
@@ -80,7 +80,7 @@ def _own_bytes(segment: Segment, trained: bool = False) -> int:
 
 
 def check_ranks(compilation: Compilation) -> None:
-    """Raise `L2LError` for options under which replicas, or layers of `parallelize_module`, do not run."""
+    """Raise `L2LError` for options that replicas, or layers of `parallelize_module`, do not support."""
     world = compilation.captured.world
     if world is not None and world.replicas > 1 and compilation.is_global:
         raise L2LError(

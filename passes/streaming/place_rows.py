@@ -1,8 +1,8 @@
-"""`ranks="global"`: the batch is that of all ranks together, and a rank is one more level of micro-batches.
+"""`ranks="global"`: the batches of all ranks form one batch, and the ranks are one more level of micro-batches.
 
-A value of the device is in one of three states. A batched value has this rank's own rows. Another one is the same on all ranks, or it
-is a part: the sum over all ranks is the value. Segments that run row by row read and make own rows, and parts of sums. Segments
-that mix rows run on all rows, alike on every rank:
+A value on the device is in one of three states. A batched value has this rank's own rows. A value without rows is either the
+same on all ranks, or a part: the sum over all ranks is the value. Segments that run row by row read and make this rank's rows
+and parts of sums. Segments that mix rows run on the rows of all ranks, identically on every rank:
 
     %y = forward(mixing, %w, (%x))        =>      %a = gather_rows(%x)
                                                   %y = forward(mixing, %w, (%a))
@@ -10,8 +10,9 @@ that mix rows run on all rows, alike on every rank:
 
     %m = merge(%parts)    a sum over rows =>      %m = merge(%parts);  %s = sum_ranks(%m)
 
-A gradient without rows is a part behind a segment that runs row by row, and the same on all ranks behind one that mixes rows, or from
-the user. Where the other state is needed, `sum_ranks` makes a part the same everywhere, and `count_once` makes a part of what is the same.
+A gradient without rows is a part if a segment that runs row by row makes it. It is the same on all ranks if a segment that
+mixes rows makes it, or if it comes from the user. Where a reader needs the other state, `sum_ranks` turns a part into a value
+that is the same on all ranks, and `count_once` turns such a value into a part.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..compilation import Compilation, Fact
 
 
 class State(enum.Enum):
-    """Of a gradient without rows."""
+    """The state of a gradient without rows."""
 
     SAME = "the same on all ranks"
     PART = "a part of the sum over all ranks"
@@ -54,7 +55,7 @@ class PlaceRows:
 
 
 def check_rows(compilation: Compilation) -> None:
-    """Raise `L2LError` if the batch is that of all ranks together, and it is not known where its rows are."""
+    """Raise `L2LError` with `ranks="global"` if the place of the rows is unknown in the graph or in one of its inputs."""
     captured = compilation.captured
     if not compilation.is_global:
         return
@@ -74,7 +75,7 @@ class _Rows:
     def __init__(self, graph: fx.Graph, segments: list[Segment]):
         self.graph, self.segments = graph, segments
         self.states: dict[fx.Node, State] = {}
-        self.whole: dict[fx.Node, fx.Node] = {}  # of all rows, by the node that has this rank's
+        self.whole: dict[fx.Node, fx.Node] = {}  # the node with all rows, by the node with this rank's rows
 
     def place(self) -> None:
         for node in list(self.graph.nodes):
@@ -102,12 +103,12 @@ class _Rows:
                 self._behind(made, nodes.own_rows)
 
     def _arriving(self, gradient: fx.Node | None, spec: TensorSpec, mixes: bool, reader: fx.Node) -> fx.Node | None:
-        """The gradient of an output in the form in which the segment takes it."""
+        """The gradient of an output, with the rows and in the state that the segment needs."""
         if gradient is None:
             return None
         if spec.batch is not None:
             return self._all_rows(gradient, spec, reader) if mixes else gradient
-        # every part of a sum has the gradient of the sum; a value that a rank makes for itself counts once over all ranks
+        # the gradient of a sum is the gradient of each of its parts; the gradient of any other value counts once over all ranks
         return self._as(State.SAME if mixes or spec.partial is not None else State.PART, gradient, reader)
 
     def _all_rows(self, own: fx.Node, spec: TensorSpec, reader: fx.Node) -> fx.Node:
@@ -126,7 +127,7 @@ class _Rows:
         self.states[node] = state
 
     def _state(self, node: fx.Node) -> State:
-        """What is copied has the state of its source; what comes from outside is the same on all ranks."""
+        """The state of a value. A copy has the state of its source; a value from outside is the same on all ranks."""
         while node not in self.states and node.target in (nodes.restore, nodes.offload, nodes.stash):
             node = nodes.operands(node).x
         return self.states.get(node, State.SAME)
@@ -143,7 +144,7 @@ class _Rows:
             return _like(self.graph.call_function(function, (source,)), source)
 
     def _behind(self, source: fx.Node, function: Callable) -> None:
-        """All that reads the source reads what is made from it."""
+        """Insert `function(source)` after the source, and let all readers of the source read its result instead."""
         with self.graph.inserting_after(source):
             made = _like(self.graph.call_function(function, (source,)), source)
         source.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)

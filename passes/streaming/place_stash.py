@@ -1,4 +1,4 @@
-"""Decide where values wait that are not needed for a while: on the device, or offloaded to the host.
+"""Decide where a value waits until its next reader: on the device, or offloaded to the host.
 
     %x = ...                       %x = ...
     stash(%x)              =>      %h = offload(%x)          and in backward     %x = restore(%h)
@@ -21,7 +21,7 @@ from ...ir import nodes
 from ..compilation import Compilation, Fact
 
 _TENSORS = ("spec", "split", "value")
-_KEEP = (nodes.stash, nodes.offload)  # they read a value at any time
+_KEEP = (nodes.stash, nodes.offload)  # readers for which a value does not have to wait
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PlaceStash:
         waits = _segments_until_backward(forward)
         for index, node in enumerate(nodes.returned(forward).stashes):
             if node.target is not nodes.stash:
-                continue  # an input of the program: it is on the host as it is
+                continue  # an input of the program, which is on the host already
             source = nodes.operands(node).x
             offloaded = next((u for u in source.users if u.target is nodes.offload), None)
             if offloaded is not None:
@@ -50,7 +50,7 @@ class PlaceStash:
                 forward.erase_node(node)
             elif host and waits[node.meta["value"]] > idle:
                 node.target = nodes.offload
-                source.append(node)  # the copy starts as soon as the value is there
+                source.append(node)  # the copy starts as soon as the value exists
             elif backward is not None:
                 _keep_on_device(backward, index)
 
@@ -65,7 +65,7 @@ def segment_times(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _segments_until_backward(forward: fx.Graph) -> dict[str, int]:
-    """Segments that run between the last reader of each value in forward and its first reader in backward, by the value's name."""
+    """By name of a value, the number of segments that run between its last reader in forward and its first in backward."""
     times = segment_times(forward)
     last = times[forward.output_node()] - 1
     waits: dict[str, int] = {}
@@ -90,7 +90,7 @@ def _keep_on_device(backward: fx.Graph, index: int) -> None:
 
 
 def _bridge(graph: fx.Graph, idle: int) -> None:
-    """Send values to the host that wait for more than `idle` segments within one graph."""
+    """Offload each value that waits for more than `idle` segments within one graph, and restore it before its next reader."""
     times = segment_times(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in [node for node in graph.nodes if _waits_on_device(node)]:

@@ -1,11 +1,11 @@
-"""Write the host's updates of parameters into the program, where the options ask for updates behind the device.
+"""Write the host's updates of parameters into the program, with the option `update="in_backward"` or `"in_forward"`.
 
     in_backward                                      in_forward
 
-    %p = push_gradients(segment, %g)                 %u = update(segment)            for all segments, first thing
+    %p = push_gradients(segment, %g)                 %u = update(segment)            for all segments, at the start
          update(segment, %p)                         %w = fetch_weights(segment, %u)
 
-In forward, the updates stand at the start: the host lane works them off in order, as far ahead of the device as it can.
+In forward, the updates stand at the start. The host lane runs them in order, as far ahead of the device as it can.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     backward(i - 1)              =>    backward(i - 1)
                                        release(%g)
 
-Memory is freed by the compute lane, which waits there for every copy that reads it. A copy to the host therefore gets
-the time of the next segment before its source is freed: the compute lane would stand still for each copy otherwise. With
-`prefetch` = 0 it does: no copy overlaps then, and memory is freed at once.
+The compute lane frees memory, and first waits for every copy that reads it. The source of a copy to the host is therefore
+released after the next segment, during which the copy can run; otherwise the compute lane would wait idle for each copy. With
+`prefetch` = 0 it does wait: no copy overlaps then, and memory is freed at once.
 
 A value that forward stashes on the device is not released there: backward releases it.
 """
@@ -39,7 +39,7 @@ class Release:
 def _release_all(graph: fx.Graph, overlap: bool) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in sorted(_released(graph), key=lambda n: not _is_copied(n)):
-        # what is placed first stands last: a slab must not wait for a copy of another value
+        # of the releases at one place, the first to be placed stands last: a slab must not wait for a copy of another value
         ends = [_end(reader) if overlap else reader for reader in node.users]
         last = max(ends, key=order.__getitem__, default=node)
         last = _after_results(last, order)
@@ -50,17 +50,20 @@ def _release_all(graph: fx.Graph, overlap: bool) -> None:
 
 
 def _released(graph: fx.Graph) -> list[fx.Node]:
-    """What is to be released, in the order of the graph."""
+    """The nodes whose memory must be released, in the order of the graph."""
     return [n for n in graph.nodes if nodes.holds_device_memory(n) and not nodes.is_kept(n)]
 
 
 def _is_copied(node: fx.Node) -> bool:
-    """Whether a copy to the host, or a collective, reads it."""
+    """Whether a copy to the host, or a collective, reads a node."""
     return any(nodes.lane_of(user) in (nodes.D2H, nodes.COMM) for user in node.users)
 
 
 def _end(reader: fx.Node) -> fx.Node:
-    """The node behind which a reader does not hold compute up any more: a copy or a collective has the time of the next segment."""
+    """The node after which a reader no longer delays the compute lane.
+
+    For a copy or a collective, it is the next segment (if any), during which the reader runs. Otherwise it is the reader.
+    """
     if nodes.lane_of(reader) not in (nodes.D2H, nodes.COMM):
         return reader
     later = reader.next
@@ -70,7 +73,7 @@ def _end(reader: fx.Node) -> fx.Node:
 
 
 def _after_results(node: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
-    """Releases stand behind the picks of a segment's results, so that a result that nobody reads is there to free."""
+    """The last `getitem` of a segment's results, or `node` itself: a result without readers must exist before its release."""
     if nodes.runs_segment(node):
         return max((u for u in node.users if u.target is operator.getitem), key=order.__getitem__, default=node)
     return node

@@ -5,10 +5,10 @@ Forward, for each segment in order:                    Backward, for each segmen
     %w  = fetch_weights(segment)                           %w  = fetch_weights(segment)
     %x' = split(%x)            where the form changes      %g  = backward(segment, %w, (stashes), (gradients))
     %y  = forward(segment, %w, (%x', ...))                 %gx = %g[0]; accumulate(...) where a value has more readers
-    stash(%x)                  for what backward needs     push_gradients(segment, %g[-1])
+    stash(%x)                  if backward needs it        push_gradients(segment, %g[-1])
 
-Every fetch and restore stands right before its reader; later passes move them, choose where stashes live and say when
-each value is released.
+Every fetch and restore stands right before its reader. Later passes move them, choose where stashes are kept, and place
+the release of each value.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .writer import Forms, GraphWriter
 
 @dataclass(frozen=True)
 class Stream:
-    """Provides `program`: the forward graph and, where something wants a gradient, the backward graph."""
+    """Provides `program`: the forward graph and, if an output has a gradient, the backward graph."""
 
     name: ClassVar[str] = "stream"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.BATCHING, Fact.GRADIENTS})
@@ -77,7 +77,7 @@ class _Forward:
         return value.version == 0 and value.node in self.inputs
 
     def _run(self, segment: Segment) -> dict[Value, fx.Node]:
-        """Write the nodes of a segment; those of its outputs that the captured graph returns, on the host."""
+        """Write the nodes of a segment. Returns the outputs that the captured graph returns, as nodes on the host."""
         split = bool(segment.block.inner_looped)
         weights = self.writer.emit(nodes.fetch_weights, segment.index, segment=segment) if segment.weights else None
         operands = tuple(self.values.get(v, split) for v in segment.values)
@@ -97,9 +97,9 @@ class _Forward:
         return on_host | {v: self.writer.derived(nodes.offload, self.values.as_made(v)) for v in wanted}
 
     def _write_backs(self) -> list[fx.Node]:
-        """New contents of buffers and inputs that the model writes into go back to the host, once, when all has run.
+        """Write the new contents of buffers and inputs back to the host, once, after the last segment.
 
-        Those with a gradient (`carried`) are outputs instead.
+        New contents with a gradient (`carried`) are outputs instead.
         """
         index_of = {i.node: i.index for i in self.captured.inputs}
         newest = {}
@@ -187,7 +187,7 @@ class _Backward:
 
 
 def streamed_outputs(compilation: Compilation) -> list[tuple[int, ...]]:
-    """For each segment, indices of the outputs that are for the user alone and are made micro-batch by micro-batch."""
+    """For each segment, the indices of the outputs that only the user reads and that are made micro-batch by micro-batch."""
     returned = set(compilation.outputs)
     last_reader = {value: segment.index for segment in compilation.segments for value in segment.values}
 
@@ -205,7 +205,10 @@ def streamed_outputs(compilation: Compilation) -> list[tuple[int, ...]]:
 
 
 def _streamed_gradients(compilation: Compilation) -> set[Value]:
-    """The outputs whose gradients go to the device micro-batch by micro-batch; not where the whole is needed as well."""
+    """The outputs whose gradients go to the device micro-batch by micro-batch.
+
+    An output is excluded if its segment also sums gradients over the whole batch (`summed_whole`), or if it is returned twice.
+    """
     roots = _with_gradient(compilation)
     alone = {
         segment.outputs[index]
@@ -222,7 +225,7 @@ def _with_gradient(compilation: Compilation) -> list[Value]:
 
 
 def _spec(specs: dict[fx.Node, TensorSpec], value: Value) -> TensorSpec:
-    """The description of a value; rows that were written into are not known to be equal."""
+    """The spec of a value. After a write, its rows are not known to be equal."""
     spec = specs[value.node]
     return replace(spec, equal_rows=False) if value.version else spec
 

@@ -1,4 +1,4 @@
-"""What writes program nodes: a graph, and the forms in which it holds each value.
+"""`GraphWriter` writes program nodes into a graph; `Forms` records in which forms (whole, split) it holds each value.
 
 Every node that stands for a tensor has `meta["spec"]` (a `TensorSpec`), `meta["split"]` and `meta["value"]` (the name of
 the value); nodes that belong to a segment have `meta["segment"]` (its index).
@@ -29,7 +29,7 @@ class GraphWriter:
         return node
 
     def describe(self, node: fx.Node, value: Value | str, spec: TensorSpec, split: bool) -> fx.Node:
-        """The node, which from now on stands for a tensor. A value without rows is never split."""
+        """Mark a node as a tensor of this value, spec and form. Only batched values and partial sums are ever split."""
         node.meta.update(value=str(value), spec=spec, split=split and spec.splits)
         return node
 
@@ -40,7 +40,7 @@ class GraphWriter:
         return self.describe(node, source.meta["value"], source.meta["spec"], form)
 
     def converted(self, node: fx.Node, split: bool) -> fx.Node:
-        """The node, cut or joined if it is not in the wanted form. A value without rows has one form only."""
+        """The node, split or merged if it is not in the wanted form. Only batched values and partial sums have two forms."""
         if node.meta["split"] == split or not node.meta["spec"].splits:
             return node
         return self.derived(nodes.split if split else nodes.merge, node, split=split)
@@ -48,30 +48,30 @@ class GraphWriter:
     def placeholder(self, name: str, value: Value | str, spec: TensorSpec, split: bool, kind: str) -> fx.Node:
         """An input of the captured graph, a stash or a gradient, on the host unless a pass moves it."""
         node = self.graph.placeholder(name)
-        node.target = node.name  # unique, where the values "x_1" and "x", version 1, meet
+        node.target = node.name  # unique, also if the names of "x_1" and of "x" in version 1 are equal
         node.meta.update(segment=None, kind=kind, host=True)
         return self.describe(node, value, spec, split)
 
 
 class Forms:
-    """The nodes that hold values, whole or split. A form that is asked for and not there is written then.
+    """The nodes that hold each value, whole or split. A form that does not exist yet is written at the first request.
 
-    `specs` are those of the captured graph: a value without the batch dimension is always whole.
+    `specs` are the specs of the captured graph: `get` gives a value without the batch dimension whole.
     """
 
     def __init__(self, writer: GraphWriter, specs: Mapping[fx.Node, TensorSpec]):
         self._writer, self._specs = writer, specs
-        self._held: dict[Value, dict[bool, fx.Node]] = {}  # by value: by whether it is split
+        self._held: dict[Value, dict[bool, fx.Node]] = {}  # by value, then by whether it is split
 
     def __contains__(self, value: Value) -> bool:
         return value in self._held
 
     def hold(self, value: Value, node: fx.Node) -> None:
-        """The node holds the value, in its form."""
+        """Record that a node holds a value, in the form of the node."""
         self._held.setdefault(value, {})[node.meta["split"]] = node
 
     def get(self, value: Value, split: bool) -> fx.Node:
-        """The node that holds a value in a form; written now if there is only the other one."""
+        """The node that holds a value in a form. It is written now if only the other form exists."""
         split = split and self._specs[value.node].batch is not None
         held = self._held[value]
         if split not in held:
@@ -79,14 +79,14 @@ class Forms:
         return held[split]
 
     def as_made(self, value: Value) -> fx.Node:
-        """The node that holds a value in the form in which it was made; a sum over rows in its whole."""
+        """The node that holds a value in the form in which it was made. A sum over rows is whole."""
         if self._specs[value.node].partial is not None:
             return self.get(value, False)
         held = self._held[value]
         return held[True] if True in held else held[False]
 
     def add(self, value: Value, node: fx.Node) -> None:
-        """One more summand of a value: the sum so far is kept in the form in which the first one came."""
+        """Add a summand to a value. The sum keeps the form in which the first summand came."""
         if value not in self._held:
             self.hold(value, node)
             return

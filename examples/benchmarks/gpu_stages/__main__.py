@@ -2,7 +2,7 @@
 
     python -m gpu_stages parity --journal FILE --go FILE --shard 0/4
 
-It imports what it needs, and begins when the file `--go` is there. That says until when it may run, by `time.time()`.
+The process imports its modules, and begins when the file `--go` exists. The file has the end of its time, as `time.time()`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def wait_for(path: Path) -> float:
-    """What the file says, once it is there. Ends the process where that of the script has ended."""
+    """Wait for a file and return the number in it. Ends this process if the script that started it has ended."""
     parent = os.getppid()
     while not path.exists():
         if os.getppid() != parent:

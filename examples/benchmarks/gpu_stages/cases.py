@@ -1,7 +1,7 @@
-"""A stage from inside: its cases, what each is given, and the loop that runs them in one process.
+"""A stage from inside: its cases, their context, and the loop that runs them in one process.
 
-A case that fails is a row. One after which CUDA answers no call any more (a device-side assert) ends the process with
-`RESTART`, and the rest of the stage runs in a new one; so does a case that wants a process of its own.
+A case that fails becomes a row. If CUDA answers no call after a case (a device-side assert), the process ends with `RESTART`,
+and the rest of the stage runs in a new process. A case that needs a process of its own has the same effect.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .rows import HOST_GB, RESTART, Journal, Row, read_journal
 
 
 class Unfit(Exception):
-    """Raised by a case that cannot run here; its text says why."""
+    """Raised by a case that cannot run here. The text gives the reason."""
 
 
 @dataclass
 class Context:
-    """What the cases of a stage share.
+    """Shared by the cases of a stage.
 
     device    where layers run
     until     end of the stage's time, by `time.time()`
-    on_gpu    whether this is a GPU; sizes are small elsewhere
+    on_gpu    whether the device is a GPU; otherwise, sizes are small
     """
 
     stage: str
@@ -60,7 +60,7 @@ class Context:
 
 
 class Report:
-    """Where a case puts its figures."""
+    """Receives the figures of a case, and writes them to the journal."""
 
     def __init__(self, context: Context, case: str):
         self._context, self._case = context, case
@@ -82,10 +82,10 @@ class Case:
     """One thing to measure.
 
     work      called with a `Report`
-    seconds   the most that it may take before it counts as hanging; None: the rest of the stage's time
-    alone     in a process of its own
+    seconds   the time after which it counts as hanging; None: the rest of the stage's time
+    alone     whether it runs in a process of its own
     gpu       whether it needs a GPU
-    needs     bytes of the host's memory: where cases before it have left less, it gets a new process
+    needs     bytes of host memory that it needs: if cases before it have left less, it gets a new process
     """
 
     name: str
@@ -97,7 +97,7 @@ class Case:
 
 
 def run_cases(context: Context, cases: Sequence[Case], path: Path) -> int:
-    """Run the cases that the journal does not have yet; the exit status."""
+    """Run the cases that have not begun according to the journal. Returns the exit status."""
     known = [content for kind, content in read_journal(path) if kind == "begin"]
     begun, restarted = {fact["case"] for fact in known}, bool(known)
     if not restarted:
@@ -118,7 +118,7 @@ def run_cases(context: Context, cases: Sequence[Case], path: Path) -> int:
 
 
 def _run_case(context: Context, case: Case) -> bool:
-    """Whether the process can go on."""
+    """Run one case. Returns whether the process can go on."""
     context.journal.write("begin", {"case": case.name, "at": time.time(), "seconds": case.seconds})
     report = Report(context, case.name)
     try:
@@ -138,7 +138,7 @@ def _run_case(context: Context, case: Case) -> bool:
 
 
 def _tidy(context: Context) -> bool:
-    """Let go of what a case has left behind; whether CUDA still answers."""
+    """Free the memory that a case has left in use. Returns whether CUDA still answers."""
     try:
         torch._dynamo.reset()
         gc.collect()
@@ -162,7 +162,7 @@ def described(error: BaseException) -> str:
 
 
 def available_bytes() -> int:
-    """Memory of the host that can be had. Some virtual machines grow as they are used: `gpu.py --host-gb` says how far."""
+    """Available host memory. The memory of some virtual machines grows with use; then `gpu.py --host-gb` gives the total."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     known = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
     available = known.get("MemAvailable", 0)

@@ -1,4 +1,4 @@
-"""Import the package from this checkout where it is not installed: a GPU that is lent for half an hour has no network."""
+"""Imports the package from this checkout if it is not installed: a GPU machine lent for half an hour may have no network."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class Checkout(importlib.abc.MetaPathFinder):
 
 
 def find_package() -> None:
-    """Make `import l2l_compile` work; an installed one is found first."""
+    """Make `import l2l_compile` work. An installed package is found first."""
     if not any(isinstance(finder, Checkout) for finder in sys.meta_path):
         sys.meta_path.append(Checkout())

@@ -1,4 +1,4 @@
-"""How fast is the link, and what page-locking costs: the ceilings of every other figure."""
+"""The speed of the link, of page-locking and of a matrix product: they bound all other figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def median(context: Context, work: Callable[[], object]) -> float:
 
 
 def copies(context: Context, size: int, report: Report) -> None:
-    """GB/s each way, and both ways at once on two streams, from and to memory of PyTorch's pinned allocator and pageable memory."""
+    """GB/s each way, and both ways at once on two streams, for memory of PyTorch's pinned allocator and for pageable memory."""
     count = size << 20
     there = [torch.zeros(count, dtype=torch.uint8, device=context.device) for _ in range(2)]
     streams = [torch.cuda.Stream(context.device) for _ in range(2)]
@@ -63,7 +63,7 @@ def copies(context: Context, size: int, report: Report) -> None:
 
 
 def page_locking(context: Context, report: Report) -> None:
-    """GB/s of page-locking fresh pages as the project does it, and of copies from memory that was locked in place."""
+    """GB/s of page-locking fresh pages, with the project's own code, and of copies from pages that were locked in place."""
     from l2l_compile.devices.cuda import _page_lock, _page_unlock
     from l2l_compile.memory.pages import pages
 
@@ -92,7 +92,7 @@ def page_locking(context: Context, report: Report) -> None:
 
 
 def call_seconds(context: Context, work: Callable[[], object]) -> float:
-    """Seconds until a call returns, whatever it has started."""
+    """Seconds until a call returns, without the asynchronous work that it starts."""
     import time
 
     context.synchronize()
@@ -104,7 +104,7 @@ def call_seconds(context: Context, work: Callable[[], object]) -> float:
 
 
 def host_copies(context: Context, report: Report) -> None:
-    """GB/s of copies of 256 MiB (64 on a CPU), with one thread and with those that PyTorch uses; casts to bf16 as the wire makes them."""
+    """GB/s of copies of 256 MiB (64 on a CPU) and of casts to bf16, as for the wire, with one and with PyTorch's threads."""
     count = (256 if context.on_gpu else 64) << 20
     source, target = torch.ones(count, dtype=torch.uint8), torch.zeros(count, dtype=torch.uint8)
     wide, narrow = torch.ones(count // 4), torch.zeros(count // 4, dtype=torch.bfloat16)

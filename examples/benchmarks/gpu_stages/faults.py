@@ -1,5 +1,5 @@
-"""What goes wrong: too little page-locked memory, no device memory in the middle of backward, a page-lock that the system
-refuses, a token that is out of range. After each but the last, the next step has to be right.
+"""Faults: too little page-locked memory, no device memory in the middle of backward, a page-lock that the system refuses, a
+token that is out of range. After each fault but the last, the next step must be right.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def compiled_model(context: Context, device: Device | None = None, **options: An
 
 
 def gradients(compiled: Compiled, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Of one step from no gradients."""
+    """The gradients of one step, which begins without gradients."""
     compiled.model.zero_grad(set_to_none=True)
     compiled(**inputs).backward()
     return [p.grad.clone() for p in compiled.model.parameters()]
@@ -71,7 +71,7 @@ def worst(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 
 def little_pinned(context: Context, report: Report) -> None:
-    """With 64 MiB (1 MiB on a CPU) of page-locked memory, the numbers are those of a run without a bound."""
+    """With 64 MiB (1 MiB on a CPU) of page-locked memory, the numbers equal a run without a limit."""
     bound, words = (64 << 20, "64MiB") if context.on_gpu else (1 << 20, "1MiB")
     inputs = token_batch(size_of(context), 8)
     expected = gradients(compiled_model(context, stand_in(context), precision="bf16"), inputs)
@@ -84,7 +84,7 @@ def little_pinned(context: Context, report: Report) -> None:
 
 
 def out_of_memory(context: Context, report: Report) -> None:
-    """The allocator refuses in the fourth backward; the error reaches the user, and the next step is as if nothing had been."""
+    """The allocator refuses in the fourth `backward` node. The error reaches the user, and the next step is right."""
     compiled, inputs = compiled_model(context, stand_in(context)), token_batch(size_of(context), 8)
     expected = gradients(compiled, inputs)
     held = allocated(context, compiled)
@@ -97,7 +97,7 @@ def out_of_memory(context: Context, report: Report) -> None:
 
 
 def allocated(context: Context, compiled: Compiled) -> int:
-    """Bytes of device memory in use, once the device is idle; of the stand-in, those of values."""
+    """Bytes of device memory in use once the device is idle; on the stand-in, bytes of values."""
     gc.collect()
     compiled.device.synchronize()
     context.synchronize()
@@ -105,14 +105,14 @@ def allocated(context: Context, compiled: Compiled) -> int:
 
 
 def fails_in_backward(compiled: Compiled, inputs: dict[str, torch.Tensor]) -> str:
-    """Runs a step in which compute asks for more memory than there is; the error as text, since its frames hold tensors."""
+    """Run a step in which compute asks for too much memory. Returns the error as text, since its frames hold tensors."""
     device = compiled.device
     lane = device.lanes["compute"] = Refusing(device.lanes["compute"], device.torch_device)
     device.begins = lane.begins
     try:
         compiled.model.zero_grad(set_to_none=True)
         compiled(**inputs).backward()
-    except Exception as error:  # noqa: BLE001 - it is what is looked at
+    except Exception as error:  # noqa: BLE001 - the error is the result
         return f"{type(error).__name__}: {error}"
     finally:
         del device.begins
@@ -121,7 +121,7 @@ def fails_in_backward(compiled: Compiled, inputs: dict[str, torch.Tensor]) -> st
 
 
 class Refusing(Around):
-    """A lane on which the allocator refuses in the fourth backward of a program."""
+    """A lane on which the allocator refuses in the fourth `backward` node of a program."""
 
     def __init__(self, lane: Lane, device: torch.device):
         super().__init__(lane)
@@ -141,7 +141,7 @@ class Refusing(Around):
 
 
 def page_lock(context: Context, report: Report) -> None:
-    """Memory that is page-locked already is refused: the error says so, and the next kernel does not hear of it."""
+    """Page-locking memory twice raises an error, and the next kernel does not raise it again."""
     buffer = torch.zeros(1 << 20, dtype=torch.uint8)
     address = buffer.data_ptr()
     if context.on_gpu:
@@ -174,7 +174,7 @@ def page_lock(context: Context, report: Report) -> None:
 def refused(work) -> Exception | None:
     try:
         work()
-    except Exception as error:  # noqa: BLE001 - it is what is looked at
+    except Exception as error:  # noqa: BLE001 - the error is the result
         return error
     return None
 
@@ -188,7 +188,7 @@ def kernel_fails(context: Context) -> bool:
 
 
 def step_without_locks(context: Context, report: Report) -> None:
-    """A device whose page-locks are refused gives an error that names the option; with the locks back, the step is right."""
+    """If page-locks are refused, the error names the option. When page-locks work again, the step is right."""
     compiled, inputs = compiled_model(context, stand_in(context), precision="bf16"), token_batch(size_of(context), 8)
     pinned: PinnedMemory = compiled.device.pinned
     lock, pinned._lock = pinned._lock, _refuse
@@ -212,9 +212,10 @@ def _refuse(address: int, size: int) -> None:
 
 
 def out_of_range(context: Context, report: Report) -> None:
-    """A process that trains on a token beyond the vocabulary. A step with one that the host finds is refused, and the next one is right.
+    """Start a process that trains on tokens beyond the vocabulary.
 
-    With one that the host cannot find, the process says what is wrong, and it ends.
+    A step with a token that the host finds is refused, and the next step is right. With a token that the host cannot find, the
+    process names the error and ends.
     """
     allowed = min(ENDS_WITHIN, max(context.left, 5.0))
     start = time.time()
@@ -243,7 +244,7 @@ def out_of_range(context: Context, report: Report) -> None:
 
 
 def refused_step(printed: str, report: Report) -> None:
-    """What the process printed of the token that the host finds."""
+    """Report the lines that the process printed about the token that the host finds."""
     lines = printed.splitlines()
     refusal = next((line for line in lines if line.startswith(REFUSED)), "")
     difference = next((float(line.removeprefix(DIFFERENCE)) for line in lines if line.startswith(DIFFERENCE)), math.nan)

@@ -1,7 +1,7 @@
-"""Lanes with something around each piece of their work: a pause, a wait for the whole device; memory that is filled with NaN when
-it is freed.
+"""Lanes with an action around each piece of their work: a pause, or a wait for the whole device. Also a GPU whose memory is
+filled with NaN when it is freed.
 
-A lane of a device is replaced by an `Around`, which hands everything on to it; `restore` puts the lanes back.
+An `Around` replaces a lane of a device and passes all calls on to it. `restore` puts the original lanes back.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from l2l_compile.devices.device import LANES, Device, Lane
 from l2l_compile.devices.ledger import Ledger
 
 Work = Callable[[], None]
-PAUSE_CYCLES = 2_000_000  # of a GPU: about a millisecond
-PAUSE_SECONDS = 0.003  # of a thread
+PAUSE_CYCLES = 2_000_000  # cycles of a GPU: about a millisecond
+PAUSE_SECONDS = 0.003  # seconds of a thread
 
 
 class Around(Lane):
-    """Another lane. `inside` runs on it in the place of each piece of work, which it is given; `after` when work was queued."""
+    """Wraps a lane. `inside(work)` runs on it in the place of each piece of work, `after()` after work was queued."""
 
     def __init__(self, lane: Lane, inside: Callable[[Work], None] | None = None, after: Callable[[], None] | None = None):
         self.lane, self._inside, self._after = lane, inside, after
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """That of a lane of a GPU."""
+        """The stream of the wrapped lane, on a GPU."""
         return self.lane.stream
 
     def run(self, work: Work) -> None:
@@ -48,13 +48,13 @@ class Around(Lane):
 
 
 def restore(device: Device) -> None:
-    """The lanes as they were."""
+    """Put the original lanes back."""
     for name, lane in device.lanes.items():
         device.lanes[name] = lane.lane if isinstance(lane, Around) else lane
 
 
 def slow_down(device: Device, name: str) -> None:
-    """A pause on one lane before each piece of its work."""
+    """Add a pause on one lane before each piece of its work."""
 
     def inside(work: Work) -> None:
         pause(device)
@@ -64,7 +64,7 @@ def slow_down(device: Device, name: str) -> None:
 
 
 def pause(device: Device, times: int = 1) -> None:
-    """Called on a lane: it does nothing for a while."""
+    """Called on a lane, which then does nothing for a while."""
     if device.torch_device.type == "cuda":
         torch.cuda._sleep(PAUSE_CYCLES * times)
     else:
@@ -72,7 +72,7 @@ def pause(device: Device, times: int = 1) -> None:
 
 
 def one_after_the_other(device: Device) -> None:
-    """Every piece of work is done before the next is given to any lane: no order of waits matters."""
+    """Wait after each piece of work until it is done, before the next one is queued on any lane. Then no wait matters."""
 
     def after() -> None:
         device.synchronize()
@@ -84,7 +84,7 @@ def one_after_the_other(device: Device) -> None:
 
 
 class PoisoningCuda(CudaDevice):
-    """A GPU whose freed memory is filled on the compute lane, where it is freed: with NaN, in integers with -1."""
+    """A GPU whose memory is filled when it is freed, on the compute lane: floats with NaN, integers with -1."""
 
     def __init__(self, device: torch.device, pinned_memory: int | None = None):
         super().__init__(device, pinned_memory)

@@ -1,4 +1,4 @@
-"""What the figures depend on: hardware, driver, versions, memory."""
+"""The conditions of the figures: hardware, driver, versions, memory."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _processor() -> str:
 
 
 def _smi(query: str) -> str | None:
-    """What nvidia-smi says; None where there is none."""
+    """The answer of nvidia-smi; None if there is none."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]

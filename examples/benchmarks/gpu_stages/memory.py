@@ -1,4 +1,6 @@
-"""Does device memory depend on depth? The peak at three depths with stashes on the host, and page-locked memory over lengths."""
+"""Tests that device memory does not depend on depth: the peak at three depths, with stashes on the host. Also measures
+page-locked memory over batches of several lengths.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ prepare = warm_up
 
 
 def cases(context: Context) -> list[Case]:
-    """Capturing 384 layers takes as long as all the rest: on a GPU, a second process begins with it.
+    """On a GPU, a second process begins with 384 layers, since their capture takes as long as all other cases.
 
-    Each depth has a process of its own there: cuBLAS keeps memory for every stream that it has seen.
+    On a GPU, each depth has a process of its own, since cuBLAS keeps memory for every stream that it has seen.
     """
     of = lambda depth: Case(f"{depth} layers", functools.partial(peak, context, depth), 110, alone=context.on_gpu)  # noqa: E731
     turns = Case("three lengths in turn", functools.partial(lengths, context), 40)
@@ -28,14 +30,14 @@ def cases(context: Context) -> list[Case]:
 
 
 def size_of(context: Context) -> Size:
-    """BERT-large's width with a small vocabulary, so that layers are what is measured; a tiny one on a CPU."""
+    """BERT-large's width with a small vocabulary, so that layers dominate the figures; a tiny size on a CPU."""
     if context.on_gpu:
         return replace(BERT_LARGE, vocabulary=1024, tokens=128)
     return Size(layers=4, hidden=64, intermediate=256, heads=4, groups=4, vocabulary=96, tokens=16)
 
 
 def peak(context: Context, depth: int, report: Report) -> None:
-    """Peak of the first step. Parameters are bf16 on a GPU: 384 layers are 9.7 GB, and as much of gradients."""
+    """Peak of the first step. Parameters are bf16 on a GPU: 384 layers are 9.7 GB, and their gradients as much."""
     size = replace(size_of(context), layers=depth)
     dtype = torch.bfloat16 if context.on_gpu else torch.float32
     needed = 3 * depth * 12 * size.hidden**2 * dtype.itemsize
@@ -59,7 +61,7 @@ def peak(context: Context, depth: int, report: Report) -> None:
 
 
 def noted(context: Context, depth: int, value: int) -> dict[int, int]:
-    """The peaks by depth that the processes of this stage know so far, with this one."""
+    """Add a peak to the file that the processes of this stage share. Returns all peaks in it by depth."""
     path = context.journal.path.parent / "peaks"
     with path.open("a") as file:
         file.write(f"{depth} {value}\n")
@@ -67,7 +69,7 @@ def noted(context: Context, depth: int, value: int) -> dict[int, int]:
 
 
 def lengths(context: Context, report: Report) -> None:
-    """Batches of three lengths, twice: buffers of a length that was there before are used again."""
+    """Train on batches of three lengths, twice. The second time, buffers of the first time are used again."""
     size = size_of(context)
     size = replace(size, tokens=4 * size.tokens, layers=8 if context.on_gpu else 2)
     model = build(Encoder, size)

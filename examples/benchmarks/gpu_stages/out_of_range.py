@@ -1,7 +1,7 @@
-"""Train on a token beyond the vocabulary. The stage `faults` starts it, and reads what it prints.
+"""Train on a token beyond the vocabulary. The stage `faults` starts this process, and reads its output.
 
-The first such token is found on the host: the step is refused, and the next one has to be right. The second one cannot be, since
-floats lead to it. Nothing is done about what comes of it.
+The first such token is found on the host: the step is refused, and the next step must be right. The second token cannot be
+found on the host, since it is computed from floats. Its error is not handled here.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The tables of the paper (L2L, arXiv 2002.05645, section 4) as they come out here: BERT-large by precision, by number of
-micro-batches, and by depth. The figures are ours; none of the paper's is repeated.
+"""The tables of the paper (L2L, arXiv 2002.05645, section 4), measured here: BERT-large by precision, by number of
+micro-batches, and by depth. All figures are our measurements; no figure of the paper is repeated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cases(context: Context) -> list[Case]:
 
 
 def row(context: Context, size: Size, rows: int, micro_batches: int, options: dict[str, Any], report: Report) -> None:
-    """Throughput and memory of one training step with AdamW, updated behind backward where the precision allows it."""
+    """Throughput and memory of one training step with AdamW. The update is in_backward, or in_forward for fp16."""
     reference_kernels()
     parameters = 12 * size.layers * size.hidden**2 + 2 * size.vocabulary * size.hidden
     if 24 * parameters > available_bytes():

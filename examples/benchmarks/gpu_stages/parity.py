@@ -1,7 +1,7 @@
-"""Does the GPU compute what plain PyTorch computes there? Three steps of tiny models in many settings, then single questions.
+"""Compares the backend with plain PyTorch on the GPU: three steps of tiny models in many settings, and single questions.
 
 In float64 and float32, losses, gradients, parameters and buffers are compared. In 16 bits, the error against float32 is
-compared with the error that `torch.autocast` makes. Updates behind the device leave no gradients: parameters are compared.
+compared with the error of `torch.autocast`. Updates behind the device leave no gradients, so parameters are compared.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from .zoo import SPECS, Spec, batch, made
 
 STEPS = 3
 MOST = {"fp64": 1e-10, "fp32": 1e-4}
-MOST_RATIO = 1.5  # the error in 16 bits over that of autocast
+MOST_RATIO = 1.5  # the error in 16 bits over autocast's error
 _NAMES = {spec.name: spec for spec in SPECS}
 
 
 def prepare() -> None:
-    """Import the models and what a first step needs."""
+    """Import the models, and the modules for a first step."""
     for spec in SPECS:
         spec.make()
     warm_up()
 
 
 def cases(context: Context) -> list[Case]:
-    """As many settings as cover all pairs, the questions in between, then the other settings."""
+    """The settings and the questions in turn, so that settings that cover all pairs come early."""
     reference_kernels()
     grid = [
         Case(str(setting), functools.partial(compare, context, setting, index), 60 if context.on_gpu else 180)
@@ -58,7 +58,7 @@ def cases(context: Context) -> list[Case]:
 
 
 def compare(context: Context, setting: Setting, index: int, report: Report, **more: Any) -> None:
-    """One setting, with `more` options. Without a GPU, every second one runs on the host itself, the others on the device with threads."""
+    """Compare one setting, with `more` options. Without a GPU, settings run on the threaded device and on the host in turn."""
     spec = _NAMES[setting.model]
     model = made(spec, setting.dtype)
     optimizer = adamw(model)
@@ -74,7 +74,7 @@ def compare(context: Context, setting: Setting, index: int, report: Report, **mo
 
 
 class Trial:
-    """A compiled model and plain PyTorch on the device, from the same weights on the same batches."""
+    """A compiled model and a plain copy on the device, trained from the same weights on the same batches."""
 
     def __init__(self, context: Context, setting: Setting, spec: Spec, compiled: Compiled, optimizer: torch.optim.Optimizer):
         self.context, self.setting, self.spec, self.compiled, self.optimizer = context, setting, spec, compiled, optimizer
@@ -86,7 +86,7 @@ class Trial:
         return [batch(self.spec, seed, self.setting.dtype) for seed in range(STEPS)]
 
     def step(self, inputs: Batch) -> torch.Tensor:
-        """One step of the compiled model's training, but for `optimizer.step()`."""
+        """One step of the compiled model's training, without `optimizer.step()`."""
         loss = loss_of(self.compiled(**inputs))
         loss.backward()
         return loss.detach()
@@ -98,7 +98,7 @@ class Trial:
     # ---- float64 and float32 -----------------------------------------------------------------------------------------
 
     def exact(self) -> tuple[float, str]:
-        """The largest relative difference, and what differs."""
+        """The largest relative difference, and the name of its tensor."""
         found: list[tuple[float, str]] = []
         theirs = adamw(self.plain)
         for number, inputs in enumerate(self.batches(), 1):
@@ -119,13 +119,13 @@ class Trial:
         return worst(found)
 
     def moves(self, model: torch.nn.Module) -> list[torch.Tensor]:
-        """How far the parameters are from where they began."""
+        """The changes of the parameters since the beginning."""
         return [p.detach().cpu() - b for p, b in zip(model.parameters(), self.before, strict=True)]
 
     # ---- 16 bits -----------------------------------------------------------------------------------------------------
 
     def narrow_gradients(self) -> tuple[float, str]:
-        """The error of gradients over that of autocast, both against float32, from the same weights in each step."""
+        """The error of gradients over autocast's error, both against float32, from the same weights in each step."""
         found = expected = 0.0
         for inputs in self.batches():
             self.plain.load_state_dict(self.model.state_dict())
@@ -142,7 +142,7 @@ class Trial:
         return found / expected, f"mean error {found / STEPS:.1e}, of autocast {expected / STEPS:.1e}"
 
     def finite_step(self, inputs: Batch) -> None:
-        """A step of which the loss scale, which begins at 65536, makes no overflow."""
+        """Take a step without overflow. The loss scale begins at 65536, and is halved after each overflow."""
         for _ in range(8):
             self.step(inputs)
             if all(bool(g.isfinite().all()) for g in gradients(self.model)):
@@ -162,7 +162,7 @@ class Trial:
             return loss_of(model(**inputs))
 
     def narrow_parameters(self) -> tuple[float, str]:
-        """The error of parameters after all steps over that of autocast, both against float32."""
+        """The error of parameters after all steps, over the error of autocast, both against float32."""
         amp = copy.deepcopy(self.plain)
         train = functools.partial(self.train_plain, self.plain, lambda m, i: loss_of(m(**i)).backward())
         train_amp: Callable[[], None] = functools.partial(self.train_plain, amp, self.autocast_backward)
@@ -186,7 +186,7 @@ class Trial:
 
 
 def worst(found: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The largest value and what it is of; what is not a number is larger than any."""
+    """The pair with the largest value. NaN counts as infinite."""
     return max(found, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])
 
 
@@ -195,7 +195,7 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def worst_gradient(model: torch.nn.Module, plain: torch.nn.Module, when: str) -> tuple[float, str]:
-    """The largest relative difference of a parameter's gradient. One that is zero but for rounding is compared with the largest."""
+    """The largest relative difference of a gradient. Norms count as at least 1e-4 of the largest, for gradients near zero."""
     pairs = list(zip(model.named_parameters(), plain.parameters(), strict=True))
     largest = max(q.grad.norm().item() for _, q in pairs if q.grad is not None)
     found = []

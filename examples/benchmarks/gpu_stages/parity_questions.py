@@ -1,4 +1,4 @@
-"""Single questions of parity: kinds of attention, dropout, ties, frozen parts, outputs, losses outside, constants, Inductor."""
+"""Single tests of parity: kinds of attention, dropout, ties, frozen parts, outputs, losses outside, constants, Inductor."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def difference(
     reference: torch.device | None = None,
     **options: Any,
 ) -> tuple[float, str]:
-    """The largest relative difference of loss and gradients of one step from plain PyTorch's (on the device, or `reference`)."""
+    """The largest relative difference of loss and gradients from plain PyTorch, in one step on the device or on `reference`."""
     from .parity import worst, worst_gradient
 
     place = reference or context.device
@@ -73,7 +73,7 @@ def difference(
 
 
 def maker(context: Context, make: Callable[[int], torch.Tensor], report: Report) -> None:
-    """Plain PyTorch cannot run these on a GPU: the reference is the host."""
+    """Compare a `Maker` with plain PyTorch on the host, since plain PyTorch cannot run it on a GPU."""
     torch.manual_seed(0)
     value, where = difference(context, Maker(make).double(), sequences(torch.float64), reference=torch.device("cpu"))
     report("worst difference from the host", value, most=1e-10, note=where)
@@ -86,7 +86,7 @@ def attention(context: Context, kind: str, dtype: torch.dtype, report: Report) -
 
 
 def attention_narrow(context: Context, kind: str, report: Report) -> None:
-    """In bf16, against float32, over what autocast makes of it: the mean of three draws."""
+    """The error of bf16 against float32, relative to the error of autocast: the mean of three draws."""
     found = expected = 0.0
     for seed in range(3):
         torch._dynamo.reset()
@@ -111,7 +111,7 @@ def attention_narrow(context: Context, kind: str, report: Report) -> None:
 
 
 def dropout(context: Context, inside: bool, report: Report, precision: str = "fp32") -> None:
-    """The same seed gives the same bits, another seed other ones, and recompute the masks of forward."""
+    """The same seed gives the same bits, another seed gives different bits, and recompute uses the masks of forward."""
     x = torch.rand(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
     found = []
     for seed in (0, 0, 1):
@@ -182,7 +182,7 @@ class WithLogits(nn.Module):
 
 
 def outputs(context: Context, which: str, report: Report) -> None:
-    """With "loss", the logits are shapes on the meta device; with "all", they are those of plain PyTorch."""
+    """With "loss", the logits are shapes on the meta device; with "all", they equal the logits of plain PyTorch."""
     torch.manual_seed(0)
     model = WithLogits().double().train()
     kept = []
@@ -199,7 +199,7 @@ def outputs(context: Context, which: str, report: Report) -> None:
 
 
 def loss_outside(context: Context, report: Report) -> None:
-    """The model gives logits; the loss is made of them on the host, with labels of its own."""
+    """The model returns logits, and the loss is computed from them outside of the model, with labels that it does not see."""
     torch.manual_seed(0)
     inputs = tokens(0)
     labels = inputs.pop("labels")
@@ -213,7 +213,7 @@ def loss_outside(context: Context, report: Report) -> None:
 
 
 def retain_graph(context: Context, report: Report) -> None:
-    """Two backward calls through one forward give twice the gradients; stashes on the host and on the device survive the first."""
+    """Two backward calls after one forward give twice the gradients: stashes on host and device survive the first call."""
     for stash in ("host", "device"):
         torch._dynamo.reset()
         torch.manual_seed(0)

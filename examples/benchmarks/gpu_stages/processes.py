@@ -1,7 +1,7 @@
-"""A stage from outside: its processes, the time that they have, and what they have written when they end, however they end.
+"""A stage from outside: its processes, their time, and the rows that they have written when they end, even by a crash.
 
-Nothing here waits without a limit. A process is the leader of a session of its own, and the whole group is killed at
-once where its time is over, so neither ignored signals nor children nor a flood of output can hold the others up.
+Nothing here waits without a limit. A process is the leader of a session of its own, and the whole group is killed when its time
+is over. So ignored signals, child processes or a flood of output cannot delay the other stages.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ENDING = 12.0  # seconds that a process may take to end after its last case
 class Stage:
     """A stage of the script.
 
-    seconds   its share of the time, beside the start of its process
-    command   what runs it; `--journal`, `--go` and `--shard` are appended
+    seconds   its share of the time, without the start of its process
+    command   the command that runs it; `--journal`, `--go` and `--shard` are appended
     workers   processes at once, each with a share of the cases
-    early     whether its processes may be started while the stage before it runs: they import what they need, and wait for
-              the file `--go`, which says until when they may run
+    early     whether its processes may be started while the stage before it runs: they import their modules, and wait for
+              the file `--go`, which has the end of their time
     """
 
     name: str
@@ -43,10 +43,10 @@ class Stage:
 
 @dataclass
 class Process:
-    """One of a stage's processes, started again while there are cases that it has not begun.
+    """One of a stage's processes. It is started again while there are cases that have not begun.
 
     status   "waiting", "running", then "done", "crash", "hang" or "out of time"
-    rows     that it has written, and those that are added for what it could not write
+    rows     the rows that it has written, and rows that are added for cases that it could not finish
     """
 
     stage: Stage
@@ -80,7 +80,7 @@ class Process:
         return self.journal.with_suffix(".go")
 
     def go(self, until: float) -> None:
-        """Let it begin, or go on behind the last case that was begun; it is to end before `until` (by `time.time()`)."""
+        """Let the process begin, or continue after the last case that has begun. It must end before `until` (`time.time()`)."""
         if self.starts == 0:
             self.start()
         self.until, self.status = until, "running"
@@ -91,11 +91,11 @@ class Process:
 
     @property
     def tail(self) -> str:
-        """The end of what it printed."""
+        """The end of its output."""
         return bytes(self._output).decode("utf-8", errors="replace")
 
     def poll(self) -> None:
-        """Read what it has written; end or restart it where that is due."""
+        """Read its new output and facts. End or restart the process if necessary."""
         if self.status != "running":
             return
         self._read()
@@ -117,7 +117,7 @@ class Process:
         return self.rows[told:]
 
     def stop(self) -> None:
-        """Kill it, whatever it does."""
+        """Kill the process in any state."""
         if self.status == "running":
             self._overdue()
         elif self.status == "waiting" and self.starts:
@@ -146,7 +146,7 @@ class Process:
 
     @property
     def _open(self) -> str | None:
-        """The case that is under way."""
+        """The case that has begun and has not ended; None if there is none."""
         return next((name for name in self._begun if name not in self._ended), None)
 
     def _hangs(self) -> bool:
@@ -158,7 +158,7 @@ class Process:
         return limit is not None and time.time() - self._begun[name]["at"] > limit
 
     def _finished(self, code: int) -> None:
-        self._kill()  # children that it left behind
+        self._kill()  # kills child processes that still run
         if code == 0:
             self._settle("done")
         elif code == RESTART and len(self._begun) > self._begun_at_start:
@@ -169,7 +169,7 @@ class Process:
             self._go_on("crash")
 
     def _overdue(self) -> None:
-        """Its time is over. What has no limit of its own hangs, what has one was begun too late."""
+        """The time of the stage is over. An open case without a time limit hangs; one with a limit was begun too late."""
         self._kill()
         self._read()
         name = self._open
@@ -180,14 +180,14 @@ class Process:
         self._settle(verdict)
 
     def _close_case(self, verdict: str, note: str) -> None:
-        """Add a row for the case that was under way, or for the process where there was none."""
+        """Add a row for the open case, or for the process if no case is open."""
         name = self._open
         if name is not None:
             self._ended.add(name)
         self.rows.append(Row(self.stage.name, name or "(no case)", "", None, "", "", verdict, note=note))
 
     def _go_on(self, status: str) -> None:
-        """Start again if a case was begun in the last process, others are left, and there is time for one."""
+        """Start again if the last process has begun a case, cases are left, and there is time for a start."""
         progress = len(self._begun) > self._begun_at_start
         left = [name for name in self._planned if name not in self._begun]
         if progress and left and self.until - time.time() > WORTH_A_START:
@@ -220,7 +220,7 @@ class Process:
 
 
 def processes_of(stage: Stage, folder: Path) -> list[Process]:
-    """The processes of a stage, started if that may be early."""
+    """The processes of a stage. They are started at once if the stage is `early`."""
     found = [Process(stage, i, folder / f"{stage.name}.{i}.jsonl") for i in range(stage.workers)]
     for process in found if stage.early else ():
         process.start()
@@ -228,7 +228,7 @@ def processes_of(stage: Stage, folder: Path) -> list[Process]:
 
 
 def run_stage(found: Sequence[Process], until: float, heard: Callable[[Sequence[Row]], None]) -> None:
-    """Run the processes of a stage until they are done or `until` (by `time.time()`) has come; all are ended then."""
+    """Run the processes of a stage until they are done, at most until `until` (`time.time()`). All are ended then."""
     try:
         for process in found:
             process.go(until)

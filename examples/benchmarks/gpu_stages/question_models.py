@@ -1,4 +1,4 @@
-"""Small models that ask one question each: kinds of attention, dropout, tensors that name no device or the host."""
+"""Small models that test one question each: kinds of attention, dropout, tensors made without a device or on the host."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AttentionLayer(nn.Module):
 
 
 class AttentionStack(nn.Module):
-    """Layers of one kind of attention over `x` [rows, length, width]; rows end at `lengths` where the kind is masked."""
+    """Layers of one kind of attention over `x` [rows, length, width]. If the kind is masked, rows end at `lengths`."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -67,8 +67,8 @@ def sequences(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 class Masks(nn.Module):
     """h -> dropout(h * w) in each layer, so that the output is a product of all weights and masks.
 
-    The gradient of sum(output) for w[j] of any layer, times w[j], is the sum of column j of the output if, and only if,
-    recompute saw the masks of forward. `inside` draws the masks inside of an attention kernel.
+    For w[j] of any layer, the gradient of sum(output) times w[j] equals the sum of column j of the output if, and only if,
+    recompute uses the masks of forward. With `inside`, an attention kernel draws the masks.
     """
 
     def __init__(self, inside: bool, width: int = WIDTH):
@@ -90,7 +90,7 @@ class Masks(nn.Module):
 
 
 class Maker(nn.Module):
-    """Layers that make a tensor of their own: `make(length)` has a number for each place, on whatever device it likes."""
+    """Layers that make a tensor themselves: `make(length)` gives a number for each place, on a device of its choice."""
 
     def __init__(self, make: Callable[[int], torch.Tensor]):
         super().__init__()

@@ -1,7 +1,7 @@
-"""Do the lanes wait for each other wherever they must? One lane at a time is slowed down, freed memory is filled with NaN,
-and the numbers have to be, bit for bit, those of a run in which nothing overlaps.
+"""Tests that lanes wait for each other wherever they must. One lane at a time is slowed down, and freed memory is filled with
+NaN. The numbers must be bit-equal to a run in which nothing overlaps.
 
-Attention runs in PyTorch's plain kernels, whose sums have one order, so that only a race can change a bit.
+Attention runs in PyTorch's plain kernels, whose sums have a fixed order, so that only a race can change a bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class WithLogits(Encoder):
-    """Logits as well as the loss, so that outputs leave and gradients arrive within the inner loop."""
+    """Returns logits as well as the loss, so that outputs are copied out and gradients arrive within the inner loop."""
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.embed(input_ids)
@@ -56,12 +56,12 @@ def size_of(context: Context) -> Size:
 
 
 class Subject:
-    """A compiled model that can be put back to where it began, so that every run is the same step."""
+    """A compiled model whose weights are restored before each run, so that every run takes the same steps."""
 
     def __init__(self, context: Context, options: dict[str, Any]):
         size = size_of(context)
         self.model, self.inputs = build(WithLogits, size), token_batch(size, 14 if context.on_gpu else 6)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)  # without state: weights are all there is to put back
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)  # no state: only weights have to be restored
         pinned = 1 << 20 if "pinned_memory" in options else None
         self.device: Device = PoisoningCuda(context.device, pinned) if context.on_gpu else stand_in(context, pinned_memory=pinned)
         if "update" in options:
@@ -70,7 +70,7 @@ class Subject:
         self.before = [p.detach().clone() for p in self.model.parameters()]
 
     def run(self) -> list[torch.Tensor]:
-        """Two steps from the beginning: losses, logits, gradients, and the parameters after them."""
+        """Take two steps from the initial weights. Returns losses, logits, gradients, and the parameters after the steps."""
         self.compiled.synchronize()
         with torch.no_grad():
             for parameter, value in zip(self.model.parameters(), self.before, strict=True):
@@ -91,9 +91,9 @@ class Subject:
 
 
 def races(context: Context, options: dict[str, Any], report: Report) -> None:
-    """One setting: each lane slowed down, and none."""
+    """Test one setting: with each lane slowed down in turn, and at full speed."""
     subject = Subject(context, options)
-    for _ in range(2):  # captures, lowers, takes page-locked memory, and finds a loss scale without overflow
+    for _ in range(2):  # captures, lowers, allocates page-locked memory, and finds a loss scale without overflow
         subject.run()
     one_after_the_other(subject.device)
     expected, again = subject.run(), subject.run()
@@ -116,7 +116,7 @@ def tell(report: Report, name: str, found: list[torch.Tensor], expected: list[to
 
 
 def deterministic(context: Context, report: Report) -> None:
-    """`torch.use_deterministic_algorithms(True)` fills new memory: that of the slabs on the compute lane, which is late here."""
+    """`torch.use_deterministic_algorithms(True)` fills new memory: new slabs on the compute lane, which is delayed here."""
     torch.use_deterministic_algorithms(True)
     try:
         reference = Subject(context, {})

@@ -1,4 +1,4 @@
-"""All stages: their shares of the time, and one JSON file that is whole at every moment."""
+"""All stages: their shares of the time, and one JSON file that is valid at every moment."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .checkout import ROOT
 from .processes import Process, Stage, processes_of, run_stage
 from .rows import Row, plain
 
-START = 4.0  # seconds beside its share: what a process needs to begin
-RESERVE = 4.0  # seconds to kill what does not end, and for the table
+START = 4.0  # seconds in addition to its share, in which a process begins
+RESERVE = 4.0  # seconds to kill processes that do not end, and for the table
 EVERY = 2.0  # seconds between writes while a stage runs
 
 _STATUSES = ("crash", "hang", "out of time", "done")
@@ -26,7 +26,7 @@ _STATUSES = ("crash", "hang", "out of time", "done")
 
 @dataclass
 class Record:
-    """What is known so far, and where it is written. `stages` maps a name to its status, times and rows."""
+    """The results so far, and the path of their file. `stages` maps a name to its status, times and rows."""
 
     path: Path
     minutes: float
@@ -44,7 +44,7 @@ class Record:
         return next((row.value for row in rows if row.figure == figure), None)
 
     def save(self) -> None:
-        """Write beside the file and rename: whoever reads it finds the old one or the new one."""
+        """Write another file and rename it: a reader finds either the old content or the new content."""
         content = {
             "benchmark": "gpu",
             "date": self.date,
@@ -62,17 +62,17 @@ class Record:
         os.replace(beside, self.path)
 
     def move(self, path: Path) -> None:
-        """The file has another name from now on."""
+        """Give the file another name, from now on."""
         old, self.path = self.path, path
         self.save()
         old.unlink(missing_ok=True)
 
 
 def share(stage: Stage, later: Sequence[Stage], left: float) -> float:
-    """Seconds for a stage of the `left` ones that it has together with those behind it.
+    """Seconds for a stage, out of the seconds `left` for this stage and all `later` ones.
 
-    The start of a process costs the same however short the run is. What a stage does not need goes to those behind it, in
-    proportion.
+    Each stage gets a fixed time for the start of its process. The rest is divided in proportion to the stages' shares, so time
+    that a stage does not need goes to the later stages.
     """
     starts = START * (1 + len(later))
     if left <= starts:
@@ -87,9 +87,9 @@ def run_stages(
     heard: Callable[[Row], None] = lambda row: None,
     ended: Callable[[str, Record], None] = lambda name, record: None,
 ) -> None:
-    """Run stages one after the other, all within `seconds`; the record is written after each and while it runs.
+    """Run stages one after the other, all within `seconds`. The record is written during and after each stage.
 
-    heard, ended   called with each row, and with the name of a stage that is over
+    heard, ended   called with each row; called with the name of a finished stage and the record
     """
     end = time.time() + seconds - RESERVE
     record.stages = {stage.name: {"status": "not started", "rows": []} for stage in stages}
@@ -116,7 +116,7 @@ def run_stages(
 
 
 def _listener(record: Record, entry: dict, heard: Callable[[Row], None]) -> Callable[[Sequence[Row]], None]:
-    """Notes rows as they come; the file follows every `EVERY` seconds."""
+    """A function that records rows as they come, and writes the file at most every `EVERY` seconds."""
     saved = time.time()
 
     def listen(rows: Sequence[Row]) -> None:
@@ -132,7 +132,7 @@ def _listener(record: Record, entry: dict, heard: Callable[[Row], None]) -> Call
 
 
 def _outcome(processes: Sequence[Process]) -> dict:
-    """The worst status of the processes, how often they were started, and the end of their output."""
+    """The worst status of the processes, the number of their starts, and the end of their output."""
     tails = [process.tail for process in processes if process.status != "done" and process.tail.strip()]
     return {
         "status": min((process.status for process in processes), key=_STATUSES.index),

@@ -1,4 +1,4 @@
-"""What streamed layers are measured against: the model that is resident on the GPU, and FSDP2 with parameters on the host."""
+"""The alternatives to streamed layers in comparisons: a model resident on the GPU, and FSDP2 with parameters on the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Resident:
-    """Weights, gradients and AdamW's state on the device; layers compiled by Inductor, and computed again in backward."""
+    """Weights, gradients and AdamW's state on the device; layers compiled by Inductor, and recomputed in backward."""
 
     def __init__(self, size: Size, device: torch.device, dtype: torch.dtype | None, compile_layers: bool):
         self.model = build(Decoder, size, device=device)
@@ -43,9 +43,9 @@ class Resident:
 
 
 class Sharded(Resident):
-    """FSDP2 over one process with `CPUOffloadPolicy`: a layer's parameters come to the GPU for each use, in bf16.
+    """FSDP2 over one process with `CPUOffloadPolicy`: a layer's parameters are copied to the GPU for each use, in bf16.
 
-    Gradients stay on the GPU over the micro-batches of a step (no reduction before the last), which is its fastest way.
+    Gradients stay on the GPU over the micro-batches of a step (no reduction before the last one): FSDP2's fastest setting.
     """
 
     def __init__(self, size: Size, device: torch.device):

@@ -1,4 +1,4 @@
-"""One figure of a stage: its value, what it should be, and a verdict. Rows travel as JSON lines, written at once."""
+"""One figure of a stage: its value, its expected value, and a verdict. Rows are sent as JSON lines, written at once."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 # worst first
 VERDICTS = ("crash", "hang", "error", "off", "out of time", "not reached", "skipped", "needs a GPU", "measured", "ok")
 BAD = VERDICTS[:4]
-HOST_GB = "GPU_STAGES_HOST_GB"  # environment: memory of the host in GB, where the system does not know
-RESTART = 75  # exit status of a process: there is more to do, in a new one
+HOST_GB = "GPU_STAGES_HOST_GB"  # environment variable: host memory in GB, if the system's figure is wrong
+RESTART = 75  # exit status of a process whose remaining cases need a new process
 
 
 @dataclass(frozen=True)
 class Row:
     """A figure.
 
-    should    what the value should be, in words
+    should    the expected value, in words
     verdict   one of `VERDICTS`; "off" is a figure beyond its limit, "measured" one that has no limit
     badness   within one verdict, larger is worse: the value over its limit
-    note      what a reader needs beside the figure: the error and where it was raised, what was compared
+    note      details for the reader: the error and where it was raised, or the compared tensor
     """
 
     stage: str
@@ -48,7 +48,7 @@ class Row:
         should: str = "",
         note: str = "",
     ) -> Row:
-        """A figure with a limit above or below; what is not a number is off."""
+        """A figure with an upper or a lower limit. NaN is off."""
         if most is None and least is None:
             return Row(stage, case, figure, value, unit, should, note=note)
         if most is not None:
@@ -70,7 +70,7 @@ class Row:
 
 
 class Journal:
-    """A file of JSON lines, one a fact: what is planned, what begins, a row, what ends. Lines are on disk when `write` returns."""
+    """A file of JSON lines, one for each fact: the plan, the begin and the end of a case, a row. `write` writes at once."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -85,7 +85,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> list[tuple[str, Any]]:
-    """The facts of a journal, in order. A last line that was cut off is left out."""
+    """The facts of a journal, in order. Incomplete lines are left out."""
     if not path.exists():
         return []
     facts = []
@@ -99,7 +99,7 @@ def read_journal(path: Path) -> list[tuple[str, Any]]:
 
 
 def plain(content: Any) -> Any:
-    """The same without numbers that JSON lacks: those become strings."""
+    """The content for JSON: numbers that JSON lacks (NaN, infinity) become strings."""
     if isinstance(content, dict):
         return {key: plain(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The settings that parity is checked in, in an order in which every pair of values comes early."""
+"""The settings of the stage parity, in an order in which every pair of values comes early."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Setting:
 
     @property
     def narrow(self) -> torch.dtype | None:
-        """The 16 bits that it computes in."""
+        """The 16-bit dtype of the computation; None for fp32 and fp64."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
 
     def options(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -50,12 +50,12 @@ class Setting:
 
 
 def is_allowed(values: Mapping[str, Any]) -> bool:
-    """fp16 skips a step when a gradient overflows, which `in_backward` cannot."""
+    """Whether options go together: fp16 skips a step when a gradient overflows, which `in_backward` cannot do."""
     return not (values["precision"] == "fp16" and values["update"] == "in_backward")
 
 
 def settings(models: Sequence[str]) -> list[Setting]:
-    """Every allowed combination once: first as few as cover all pairs of values, then the others, mixed."""
+    """Every allowed combination once: first a few that cover all pairs of values, then the rest in random order."""
     factors = {"model": tuple(models), **FACTORS}
     combinations = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
     allowed = [c for c in combinations if is_allowed(c)]
@@ -66,7 +66,7 @@ def settings(models: Sequence[str]) -> list[Setting]:
 
 
 def covering(combinations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Combinations that contain every pair of values of two factors that any has; each adds as many new pairs as can be."""
+    """A greedy choice of combinations that covers all pairs of values of two factors: each adds the most new pairs."""
     pairs = [pairs_of(c) for c in combinations]
     missing, chosen = set().union(*pairs), []
     while missing:

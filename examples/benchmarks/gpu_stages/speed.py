@@ -1,8 +1,8 @@
-"""Tokens per second of a training step at 8B width, in each update mode and with both stashes, against what else there is.
+"""Tokens per second of a training step at 8B width, with each `update` and `stash`, compared with a resident model and FSDP2.
 
-TFLOP/s are the model's own operations over the time of a step: for each token 6 for each entry of a matrix that it is
+TFLOP/s are the model's own operations over the time of a step. For each token, they are 6 for each entry of a matrix that it is
 multiplied with, and 6 * layers * length * hidden for causal attention. Recompute does not count. A step is forward, backward
-and AdamW; the time is the median of a few steps behind two that warm up, and those end when the next could begin.
+and AdamW. Its time is the median of a few steps after two warm-up steps. A step ends when the next one could begin.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .training import Compiled, device_options, reference_kernels, stand_in, war
 from .transformer import LLAMA_8B_WIDTH, Decoder, Size, build, token_batch
 
 WARM, TIMED = 2, 3
-NEEDS = 64 << 30  # bytes of the host for 2.8 G parameters: weights, gradients, AdamW's state, and what crosses the link
+NEEDS = 64 << 30  # bytes of the host for 2.8 G parameters: weights, gradients, AdamW's state, and wires
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a step is."""
+    """The model size and the batch of a step."""
 
     size: Size
     rows: int
@@ -77,7 +77,7 @@ def cases(context: Context) -> list[Case]:
 
 
 def stream(context: Context, on: Load, options: dict[str, Any], report: Report) -> None:
-    """One setting of this project; at the end a step with a clock around every piece of work."""
+    """Measure streamed steps with some options. If there is time left, one more step is traced."""
     reference_kernels()
     start = time.perf_counter()
     model, inputs = build(Decoder, on.size), token_batch(on.size, on.rows)
@@ -109,7 +109,7 @@ def stream(context: Context, on: Load, options: dict[str, Any], report: Report) 
 
 
 def measure(context: Context, on: Load, step: Callable[[], float], report: Report) -> None:
-    """Rows for the seconds of a step; as many steps as there is time for."""
+    """Report the seconds of a step, from up to `TIMED` steps, fewer if the time is short."""
     losses: list[float] = []
     first = context.seconds(lambda: losses.append(step()))
     report.fact("first step, with capture and compilation", first, "s")
@@ -129,7 +129,7 @@ def measure(context: Context, on: Load, step: Callable[[], float], report: Repor
 
 
 def resident(context: Context, on: Load, report: Report, dtype: torch.dtype | None = torch.bfloat16) -> None:
-    """The same model on the GPU, its layers compiled, its inputs of layers kept, in bf16 by autocast."""
+    """The same model resident on the GPU, with compiled layers and recompute, by default in bf16 by autocast."""
     from .rivals import Resident
 
     reference_kernels()

@@ -1,4 +1,4 @@
-"""Rows as a table, worst first, with what each figure should be."""
+"""Rows as a table, worst first, each with its expected value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .rows import VERDICTS, Row
 
 WIDTHS = {"verdict": 12, "stage": 8, "case": 44, "figure": 34, "value": 26}
-MOST_FINE = 10  # rows a stage that are as they should be; the JSON has all
+MOST_FINE = 10  # rows within their limits that are shown for each stage; the JSON has all rows
 
 
 def shown(row: Row) -> str:
@@ -32,7 +32,7 @@ def value_of(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """All rows worst first: what is wrong, what is missing, what was measured; of what is fine, the rows nearest to their limits."""
+    """Rows worst first: failures, missing rows, measured rows; then, of rows within their limits, the nearest to a limit."""
     lines = [shown(Row("stage", "case", "figure", "value", "", "should be", "verdict"))]
     fine: Counter[str] = Counter()
     for row in sorted(rows, key=Row.order):

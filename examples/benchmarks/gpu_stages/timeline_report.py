@@ -1,4 +1,4 @@
-"""What a timeline of one step says: how long compute stands still, where, and how fast each copy lane is."""
+"""Figures from the timeline of one step: the idle time of compute, its longest gaps, and the speed of each copy lane."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A decoder like Llama's and an encoder like BERT's, of any size, quickly made and quickly captured.
+"""A decoder like Llama and an encoder like BERT, of any size, which are made and captured quickly.
 
-Their weights are real memory, each parameter its own, filled by copies of one block of noise: random numbers for billions
-of parameters would take longer than the stage.
+Each parameter has real memory of its own, filled with copies of one block of noise: random numbers for billions of parameters
+would take longer than the stage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NOISE = 1 << 22  # entries
 
 @dataclass(frozen=True)
 class Size:
-    """Of a transformer. `groups` is the number of heads of keys and values."""
+    """The size of a transformer. `groups` is the number of heads of keys and values."""
 
     layers: int
     hidden: int
@@ -33,7 +33,7 @@ class Size:
         return self.layers * self.layer_entries() + self.hidden * self.vocabulary
 
     def layer_entries(self) -> int:
-        """Of a layer of the decoder: attention, and three matrices of the gated MLP."""
+        """Entries of the matrices of a decoder layer: attention, and the three matrices of the gated MLP."""
         attention = 2 * self.hidden**2 + 2 * self.hidden * self.hidden * self.groups // self.heads
         return attention + 3 * self.hidden * self.intermediate
 
@@ -155,7 +155,7 @@ def build(kind: type[nn.Module], size: Size, dtype: torch.dtype = torch.float32,
 
 
 def _fill(flat: torch.Tensor, noise: torch.Tensor, first: int) -> None:
-    """Copies of the noise; parameters begin at different entries of it."""
+    """Fill a parameter with copies of the noise, from its entry `first` on, which differs between parameters."""
     noise = noise[first:]
     for start in range(0, flat.numel(), noise.numel()):
         part = flat[start : start + noise.numel()]

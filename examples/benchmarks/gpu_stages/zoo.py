@@ -1,7 +1,7 @@
-"""Tiny models of five kinds, each with a loss of its own and batches of seven rows: three micro-batches are 3, 2 and 2.
+"""Tiny models of five kinds, each with a loss of its own and batches of seven rows: three micro-batches have 3, 2 and 2 rows.
 
-What a Hugging Face model rounds to float32 inside (norms, the loss) stays in the dtype of the parameters here, so that a
-comparison in float64 is one.
+Hugging Face models compute norms and the loss in float32. Here they are computed in the dtype of the parameters, so that a
+comparison in float64 is in float64 throughout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 2
 
 @dataclass(frozen=True)
 class Spec:
-    """A model: `make()` gives it with random weights, `batch(seed)` inputs for it."""
+    """A model: `make()` gives the model with random weights, `batch(seed)` its inputs."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -67,7 +67,7 @@ class BatchNormNet(nn.Module):
 
 
 def own_norms(model: nn.Module) -> nn.Module:
-    """Norms that compute in the dtype of their input, in the place of those that compute in float32."""
+    """Replace norms that compute in float32 by norms that compute in the dtype of their input. Returns the model."""
     for module in model.modules():
         for name, child in list(module.named_children()):
             if type(child).__name__ in ("LlamaRMSNorm", "MixtralRMSNorm", "T5LayerNorm"):
@@ -91,7 +91,7 @@ def gpt2() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """With a smooth activation: at the edge of a ReLU, rounding of one entry is all of a tiny model's error in 16 bits."""
+    """T5 with a smooth activation: at the edge of a ReLU, the rounding of one entry would dominate the error in 16 bits."""
     import transformers as T
 
     return T.T5ForConditionalGeneration(T.T5Config(
@@ -101,7 +101,7 @@ def t5() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """Experts in batched products: those in groups know no float64, and before transformers 5.23 no backward that can be traced."""
+    """Mixtral with batched products: grouped ones lack float64, and before transformers 5.23 a backward that can be traced."""
     import transformers as T
 
     model = T.MixtralForCausalLM(T.MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2))

@@ -1,13 +1,13 @@
-"""Results of common operations on fake tensors, found by their sizes. An adapter to the private side of fake tensors.
+"""Results of common operations on fake tensors, computed from sizes. An adapter to the private side of fake tensors.
 
-PyTorch finds the result of an operation on fake tensors with a symbolic size by running a decomposition of it, written in Python:
-twenty operations for a layer norm, which are 8 ms. Here the results of the operations that layers are made of are found directly:
+For fake tensors with a symbolic size, PyTorch finds the result of an operation by a decomposition in Python. For a layer norm,
+this is twenty operations, which take 8 ms. Here the results of operations that are common in layers are computed directly:
 
     result_of(mode, aten.addmm.default, (bias, x, weight), {})  ->  an empty tensor of x's rows and weight's columns
 
-Only where nothing has to be decided by a symbolic size: operands are contiguous, sizes are equal as expressions, and so on. Everywhere
-else the answer is None, and PyTorch finds the result. A rule is a function with `@rule(operators)`, in `new` for results that have
-memory of their own, in `views` for those that share it with an operand.
+This is done only where no decision depends on a symbolic size: operands are contiguous, sizes are equal as expressions, and so
+on. Elsewhere the answer is None, and PyTorch finds the result. A rule is a function with `@rule(operators)`. Rules for results
+with memory of their own are in `new`; rules for results that share memory with an operand are in `views`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["directly", "new", "result_of", "views"]
 
 
 def result_of(mode: FakeTensorMode, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operation gives for these operands, the fake tensors of `mode`; None where no rule says so."""
+    """The result of an operation for these operands, fake tensors of `mode`; None where no rule applies."""
     rule = RULES.get(operator)
     if rule is None or mode.propagate_real_tensors:
         return None
@@ -35,7 +35,7 @@ def result_of(mode: FakeTensorMode, operator: Any, args: Sequence[Any], kwargs: 
 
 
 def directly(mode: FakeTensorMode) -> None:
-    """From now on, this mode finds the results of its operations by `result_of`, where that has an answer."""
+    """From now on, this mode takes the results of its operations from `result_of`, where that is not None."""
     if "_dispatch_impl" in vars(mode):
         return
     original = mode._dispatch_impl

@@ -1,4 +1,4 @@
-"""New fake tensors, found by the sizes of the operands: the rules whose results have memory of their own."""
+"""Rules for operations whose results have memory of their own: new fake tensors, computed from the sizes of the operands."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _of_comparison(mode: FakeTensorMode, x: FakeTensor, value: Any) -> FakeTenso
 
 
 def _shape_of_larger(one: torch.Tensor, other: torch.Tensor) -> tuple:
-    """The sizes of two operands of which only one is repeated."""
+    """The result's sizes for two operands of which only the smaller one is broadcast, which is required."""
     large, small = (one, other) if one.dim() >= other.dim() else (other, one)
     shape, sizes = in_order(large), in_order(small)
     for size, there in zip(reversed(shape), reversed(sizes), strict=False):

@@ -1,4 +1,4 @@
-"""What the rules are made of: the table of rules, conditions on operands, and results."""
+"""Building blocks of the rules: the table of rules, conditions on operands, and results."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ RULES: dict[Any, Callable] = {}
 
 
 class NoRule(Exception):
-    """PyTorch has to find the result."""
+    """No rule applies, so PyTorch has to find the result."""
 
 
 def require(condition: bool) -> None:
-    """Leave the result to PyTorch unless this holds."""
+    """Leave the result to PyTorch unless the condition is true. Raises `NoRule`."""
     if not condition:
         raise NoRule
 
 
 def rule(*operators: Any) -> Callable[[Callable], Callable]:
-    """The decorated function, called with the mode and an operation's own arguments, gives the results of these operations."""
+    """Register the decorated function for these operations. It maps the mode and the arguments to the result."""
 
     def register(function: Callable) -> Callable:
         RULES.update(dict.fromkeys(operators, function))
@@ -38,27 +38,27 @@ def rule(*operators: Any) -> Callable[[Callable], Callable]:
 
 
 def plain(mode: FakeTensorMode, *tensors: Any, among: Sequence[torch.dtype] = FLOATS) -> None:
-    """Require fake tensors of this mode on one device, of one of these dtypes each, with strides and nothing besides."""
+    """Require strided fake tensors of this mode, without constants, on one device, each with one of these dtypes."""
     for t in tensors:
         require(type(t) is FakeTensor and t.fake_mode is mode and t.layout is torch.strided and t.constant is None)
         require(t.dtype in among and t.fake_device == tensors[0].fake_device)
 
 
 def alike(mode: FakeTensorMode, *tensors: Any, among: Sequence[torch.dtype] = FLOATS) -> None:
-    """As `plain`, and of one dtype."""
+    """Require the same as `plain`, and one dtype for all."""
     plain(mode, *tensors, among=among)
     require(all(t.dtype is tensors[0].dtype for t in tensors))
 
 
 def shape_of(t: torch.Tensor) -> tuple:
-    """The sizes of a tensor that is contiguous whatever its symbols stand for."""
+    """The sizes of a tensor that is contiguous for all values of its symbols (required)."""
     shape = tuple(t.shape)
     require(all(map(is_positive, shape)) and same(t.stride(), strides_of(shape)))
     return shape
 
 
 def in_order(t: torch.Tensor) -> tuple:
-    """The sizes of a tensor whose dimensions lie in memory in their order: results that follow its layout are contiguous."""
+    """The sizes of a tensor with its dimensions in order in memory (required): results of this layout are contiguous."""
     strides = t.stride()
     descend = all(type(stride) is int for stride in strides) and all(a > b > 0 for a, b in itertools.pairwise(strides))
     if descend and all(is_positive(size) and expression(size) != 1 for size in t.shape):
@@ -75,7 +75,7 @@ def strides_of(shape: Sequence[Any]) -> list[Any]:
 
 
 def same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether sizes are equal whatever their symbols stand for."""
+    """Whether sizes are equal for all values of their symbols."""
     return len(one) == len(other) and all(expression(a) == expression(b) for a, b in zip(one, other, strict=True))
 
 
@@ -85,7 +85,7 @@ def expression(size: Any) -> Any:
 
 
 def is_positive(size: Any) -> bool:
-    """Whether a size is positive whatever its symbols stand for."""
+    """Whether a size is positive for all values of its symbols."""
     return size > 0 if type(size) is int else bool(expression(size).is_positive)
 
 
@@ -105,14 +105,14 @@ def elements(shape: Sequence[Any]) -> Any:
 
 
 def empty(mode: FakeTensorMode, shape: Sequence[Any], like: Any, dtype: torch.dtype | None = None) -> FakeTensor:
-    """A new contiguous tensor, of the dtype of `like` unless another is named, and on its device."""
+    """A new contiguous tensor on the device of `like`, and with its dtype unless `dtype` is given."""
     with in_kernel_invocation_manager(mode):
         made = torch.empty(tuple(shape), dtype=dtype or like.dtype, device="meta")
     return FakeTensor(mode, made, like.fake_device)
 
 
 def view(mode: FakeTensorMode, x: FakeTensor, sizes: Sequence[Any], strides: Sequence[Any], offset: Any = 0) -> FakeTensor:
-    """The memory of a tensor under other sizes; `offset` is counted from its first element."""
+    """A view of a tensor with these sizes and strides; `offset` counts from the first element of the tensor."""
     with in_kernel_invocation_manager(mode):
         made = torch.as_strided(x, tuple(sizes), tuple(strides), x.storage_offset() + offset)
     return FakeTensor(mode, made, x.fake_device)

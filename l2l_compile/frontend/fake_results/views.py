@@ -1,4 +1,4 @@
-"""Views of fake tensors, found by their sizes: the rules whose results share memory with the operand."""
+"""Rules for operations whose results share memory with the operand: views of fake tensors, computed from its sizes."""
 
 from __future__ import annotations
 

@@ -7,14 +7,14 @@ of these states (`states.py`):
     Rows(dim, k)         batched: rows outermost in `dim`, `k` entries a row
     Partial(how)         a sum over rows, of which each micro-batch has a part
     None                 invariant: the same for every micro-batch
-    Mixing(op, reason)   not proven; carries the first operation that decided, through everything that reads it
+    Mixing(op, reason)   not proven; names the first operation that was refused, and passes to everything that reads the value
     RowIds(dim)          internal: `arange(B)`, which may only index the batch dimension
     Order(key), ...      internal: entries that are sorted and put back, see `orders.py`
 
 The graph comes traced at two batch sizes, and `walk.py` reads both traces in lockstep. An argument that differs between
 them (a size, a constant) depends on the batch. A rule names the arguments that are *shapes*; a differing argument
-anywhere else is a number computed from the batch, and the call mixes rows. The state of a call's result is that of the
-first line that applies (`one_call.py`):
+anywhere else is a number computed from the batch, and the call mixes rows. The first line that applies gives the state of
+a call's result (`one_call.py`):
 
     a Mixing argument                         the same Mixing
     no argument depends on the batch          invariant, unless the call draws random numbers
@@ -24,8 +24,8 @@ first line that applies (`one_call.py`):
     torch.Tag.pointwise                       the rows of the batched arguments, which have to agree after broadcasting
     anything else                             Mixing(op, "has no rule")
 
-Three facts are added to a result of rows: whether its rows are equal, whether all its entries are, and the range of its
-entries. At last the state is compared with the sizes in both traces. A refusal on the way gives Mixing(op, reason).
+A result with rows carries three further facts: whether its rows are equal, whether all its entries are equal, and the range of
+its entries. Finally, the state is compared with the sizes in both traces. A refusal in any step gives Mixing(op, reason).
 
 Two traces cannot show a constant that depends on the batch and is equal in both (`min(B, 5)` at 7 and 11). Where that
 matters, trace at the micro-batch's own size as well and compare the graphs with `same_program`.

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, in every backend: rows attend to themselves."""
+"""Scaled dot-product attention, in every backend: each row attends only to itself."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .values import DIFFERENT_DIMENSIONS, Call, Refused, TracedValue, aligned
 def attention(call: Call) -> ResultState:
     """Queries, keys and values are [..., tokens, head]; results are the output, its logsumexp, and kernel state.
 
-    Every entry of the dimensions before tokens attends by itself, so rows may stand in any of them: in that of the batch, or in
-    that of the heads, as where PyTorch gives a kernel [1, N, tokens, head] for attention without heads.
+    Every entry of the dimensions before tokens attends separately, so rows may stand in any of them: in the batch dimension, or
+    in the dimension of heads. For attention without heads, PyTorch gives a kernel [1, N, tokens, head].
     """
     query, rows = call.batched("query")
     if rows.dim >= query.ndim - 2:
@@ -49,7 +49,7 @@ def _check_masks(call: Call, query: TracedValue, rows: Rows) -> None:
 
 
 def _of_logsumexp(call: Call, rows: Rows, output: torch.Tensor, logsumexp: object) -> ValueState:
-    """Some kernels give it no rows: it is empty, or padded."""
+    """The state of logsumexp. Some kernels return it without rows: it is empty, or padded."""
     if isinstance(logsumexp, torch.Tensor) and logsumexp.ndim > rows.dim:
         if logsumexp.shape[rows.dim] == output.shape[rows.dim]:
             return rows

@@ -1,4 +1,4 @@
-"""Convolution, pooling and resampling: images are rows, pixels are not."""
+"""Convolution, pooling and resampling: each image is a row by itself; its pixels are no rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def convolution(call: Call) -> Rows:
 
 
 def _spatial(*names: str, spatial: int) -> None:
-    """Registers ops that work on each plane of the last `spatial` dimensions alone, and keep those before."""
+    """Registers ops that work on each plane of the last `spatial` dimensions separately, and keep the dimensions before."""
 
     @rule(*names)
     def planes(call: Call) -> ResultState:

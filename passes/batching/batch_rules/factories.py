@@ -1,4 +1,4 @@
-"""Values made from nothing but a shape."""
+"""Operations that make a value from a shape alone."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from .values import COMPUTES_WITH_ROW_IDS, USES_BATCH_AS_NUMBER, Call, Refused
     keeps_equal_entries=True,
 )
 def filled(call: Call) -> ResultState:
-    """All entries are equal: rows are where the size says."""
+    """All entries are equal. The size shows where the rows are."""
     return call.batch_in_result(equal_entries=True)
 
 
 @rule("rand.default", "randn.default", "randint.default", "randint.low", sizes=("size",))
 def drawn(call: Call) -> ResultState:
-    """Every entry on its own: rows are where the size says."""
+    """Every entry is drawn independently. The size shows where the rows are."""
     return call.batch_in_result()
 
 
 @rule("arange.default", "arange.start", "arange.start_step", sizes=("end",))
 def arange(call: Call) -> RowIds | EntryIds:
-    """`arange(B)` numbers the rows, `arange(B * m)` the entries of a dimension with `m` a row."""
+    """`arange(B)` numbers the rows, `arange(B * m)` numbers the entries of a dimension with `m` entries per row."""
     multiple = call.batch.multiple_of(call["end"])
     if multiple is None or call["start"] not in (None, 0) or call["step"] not in (None, 1):
         raise Refused(COUNTS)

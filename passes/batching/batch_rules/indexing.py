@@ -61,7 +61,7 @@ def scatter(call: Call) -> Rows:
 
 @rule("index_add.default", "index_copy.default", "index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce.default")
 def write_positions(call: Call) -> Rows:
-    """Writes positions of another dimension, the same ones in every row."""
+    """Writes to positions of a dimension other than the batch dimension, the same positions in every row."""
     call.invariant("index", "value")
     value, rows = call.batched()
     if rows.dim == call["dim"] % value.ndim:
@@ -78,7 +78,7 @@ def index(call: Call) -> Rows:
 
 @rule("index_put.default", "_unsafe_index_put.default", "_index_put_impl.default", reads_row_ids=True)
 def index_put(call: Call) -> Rows:
-    """Writes `values`, broadcast, to where `index` would read."""
+    """Writes `values`, after broadcasting, to the entries that `index` would read."""
     value, rows = call.batched()
     if isinstance(value.state, RowIds) or isinstance(call["values"].state, RowIds):
         raise Refused(COMPUTES_WITH_ROW_IDS)
@@ -106,10 +106,10 @@ def _fill_masked(call: Call, value: TracedValue, rows: Rows) -> Rows:
 
 
 def advanced_index(value: TracedValue, indices: list[TracedValue | None]) -> Rows:
-    """Where the rows of `value[indices]` stand: numpy's rules, with tensors or None for each leading dimension.
+    """Where the rows of `value[indices]` stand, by numpy's rules. Each leading dimension has an index tensor or None.
 
-    Index tensors broadcast together; their dimensions take the place of the indexed ones where these are neighbours, and come
-    first where they are not.
+    Index tensors are broadcast together. If the indexed dimensions are neighbours, the dimensions of the index tensors take
+    their place; otherwise they come first.
     """
     by_dim = {dim: index for dim, index in enumerate(indices) if index is not None}
     if _has_masks(indices):
@@ -127,7 +127,7 @@ def advanced_index(value: TracedValue, indices: list[TracedValue | None]) -> Row
 
 
 def _check_row_ids(value: TracedValue, by_dim: dict[int, TracedValue]) -> None:
-    """Numbers of rows may pick rows, one each, and nothing else."""
+    """Refuses the numbers of rows, except as indices of the batch dimension of a value with one entry per row."""
     if isinstance(value.state, RowIds):
         raise Refused(COMPUTES_WITH_ROW_IDS)
     for dim, index in by_dim.items():
@@ -143,14 +143,14 @@ def _rows_of_indices(by_dim: dict[int, TracedValue]) -> Rows | None:
 
 
 def _dim_after(dim: int, by_dim: dict[int, TracedValue]) -> int:
-    """The dimension of the result that a dimension becomes which is not indexed itself."""
+    """The dimension of the result that corresponds to a dimension without an index."""
     kept_before = dim - sum(indexed < dim for indexed in by_dim)
     is_behind = kept_before >= _start_of_indexed(by_dim)
     return kept_before + _index_ndim(list(by_dim.values())) if is_behind else kept_before
 
 
 def _start_of_indexed(by_dim: dict[int, TracedValue]) -> int:
-    """The dimension of the result in which those of the index tensors begin."""
+    """The first dimension of the result that comes from the index tensors."""
     first, last = min(by_dim), max(by_dim)
     are_neighbours = last - first + 1 == len(by_dim)
     return first if are_neighbours else 0

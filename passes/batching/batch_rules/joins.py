@@ -20,7 +20,7 @@ def _rows_of_all(call: Call) -> list[Rows]:
 
 @rule("cat.default")
 def cat(call: Call) -> Rows:
-    """Along the batch, the rows of the second value come after those of the first: one more `outer` run of them."""
+    """Along the batch, the rows of the second value come after the rows of the first, so the `outer` counts add up."""
     dim, places = call["dim"] % len(call.out_sizes), _rows_of_all(call)
     along_the_batch = all(rows.dim == dim and rows.multiple == places[0].multiple for rows in places)
     return Rows(dim, places[0].multiple, sum(rows.outer for rows in places)) if along_the_batch else agree(places)
@@ -34,7 +34,7 @@ def stack(call: Call) -> Rows:
 
 @rule("repeat.default", sizes=("repeats",))
 def repeat(call: Call) -> ResultState:
-    """Tiles; a value that every row shares becomes one tile a row."""
+    """Repeats a value as tiles. A value that every row shares becomes one tile per row."""
     rows = aligned(call["self"], len(call.out_sizes))
     if rows is None:
         return call.batch_in_result()
@@ -62,7 +62,7 @@ def roll(call: Call) -> Rows:
 
 @rule("constant_pad_nd.default")
 def constant_pad(call: Call) -> Rows:
-    """`pad` counts dimensions from the last, two numbers each."""
+    """`pad` has two numbers per dimension, beginning with the last dimension."""
     value, rows = call.batched()
     first = 2 * (value.ndim - 1 - rows.dim)
     if any(amount != 0 for amount in call["pad"][first : first + 2]):
@@ -95,7 +95,7 @@ def triangle(call: Call) -> Rows:
 
 @rule("diag_embed.default")
 def diag_embed(call: Call) -> Rows:
-    """The last dimension becomes the diagonal of the two last."""
+    """The last dimension becomes the diagonal of the last two dimensions of the result."""
     value, rows = call.batched()
     if dims([call["dim1"], call["dim2"]], value.ndim + 1) != [value.ndim - 1, value.ndim]:
         raise Refused("has no rule for these dimensions")

@@ -22,7 +22,7 @@ from .values import Call, Refused, agree, aligned
     "cholesky_solve.default",
 )
 def matrices(call: Call) -> ResultState:
-    """The last two dimensions are a matrix; those before count matrices, and broadcast."""
+    """The last two dimensions are a matrix. The dimensions before count matrices, and broadcast."""
     values = list(call.values())
     ndim = max(value.ndim for value in values)
     if any(value.ndim < 2 for value in values):

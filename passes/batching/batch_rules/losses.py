@@ -1,4 +1,4 @@
-"""Losses: row by row as long as nothing is reduced."""
+"""Losses: row by row without a reduction; some reductions give partial sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_REDUCED, MEAN, SUM = 0, 1, 2  # at::Reduction
     "binary_cross_entropy_with_logits.default",
 )
 def entrywise_loss(call: Call) -> ResultState:
-    """All entries count alike, so a mean is that of the rows' means."""
+    """All entries have the same weight, so a mean over the batch is the mean of the rows' means."""
     if call["reduction"] == NOT_REDUCED:
         return broadcast(call)
     ndim = max(value.ndim for value in call.values())
@@ -31,7 +31,7 @@ def entrywise_loss(call: Call) -> ResultState:
 def nll_loss(call: Call) -> tuple[ValueState, ...]:
     """`self` is [N, C, ...], `target` is [N, ...]; the total weight is a sum over the batch.
 
-    A mean divides by the number of targets that count in all rows; the pass `gather_loss_terms` rewrites it.
+    A mean divides by the number of targets in all rows that are not ignored; the pass `gather_loss_terms` rewrites it.
     """
     if call["reduction"] != NOT_REDUCED:
         raise Refused(REDUCES)

@@ -1,4 +1,4 @@
-"""Matrix products: the batch may be in the rows of the result, never in what is summed over."""
+"""Matrix products: the batch may be a dimension of the result. Only `mm` and `bmm` may sum over it, to a partial sum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONTRACTS = "sums over the batch"
 
 def product(a: TracedValue, b: TracedValue) -> Rows | None:
     """Where the rows of `a @ b` stand, for matrices or equal stacks of them; None if both are invariant."""
-    lines, columns = a.ndim - 2, a.ndim - 1  # the dimensions of a matrix; those before count matrices
+    lines, columns = a.ndim - 2, a.ndim - 1  # the dimensions of a matrix; the dimensions before count matrices
     if _dim(a) == columns or _dim(b) == lines:
         raise Refused(CONTRACTS)
     if a.rows is None or b.rows is None:

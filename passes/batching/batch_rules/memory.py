@@ -1,4 +1,4 @@
-"""Which values share memory, and what a write into one of them does to the others."""
+"""The values that share memory, and the effect of a write into one of them on the states of the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .states import Mixing, ResultState, ValueState, change_rows, each, flat
 
 @dataclass(eq=False)
 class _Shared:
-    """The values that live in one memory, or may."""
+    """The values that share one memory, or may share it."""
 
     nodes: list[fx.Node] = field(default_factory=list)
     keys: list[Any] = field(default_factory=list)
@@ -26,11 +26,12 @@ class _Shared:
 
 
 class States:
-    """The state of every value met so far; values that share memory lose theirs together.
+    """The state of every value met so far. Values that share memory become Mixing together.
 
-    Memory is shared where storages are the same, and where the schema says so. A write keeps all states if it leaves the
-    written value in its own: rows written to rows are rows in every view of them, though no longer equal. Otherwise every
-    value in that memory becomes Mixing. Writes into an invariant input do so too: the next micro-batch would find it written.
+    Memory is shared if storages are the same, or if the schema says so. If a write leaves the state of the written value as it
+    was, all values in that memory keep their states: rows written to rows are rows in every view, though no longer equal.
+    Otherwise every value in that memory becomes Mixing. A write into an invariant input has the same effect, since the next
+    micro-batch would read the new contents.
     """
 
     def __init__(self) -> None:
@@ -59,13 +60,13 @@ class States:
             self._forget_entries(memory, node)
 
     def _forget_entries(self, memory: _Shared, result: fx.Node) -> None:
-        """Entries that were equal or bounded may be others now, but in the result, which was recorded after the write."""
+        """Drops the facts that entries are equal or bounded, except for the result, which was recorded after the write."""
         for node in memory.nodes:
             if node is not result:
                 self.of[node] = change_rows(self.of[node], lambda rows: rows.unequal().bounded(None))
 
     def _is_alone(self, written: fx.Node, result: fx.Node, memory: _Shared) -> bool:
-        """Whether `written` depends on the batch, and shares its memory with the result of the write alone."""
+        """Whether `written` depends on the batch, and shares its memory only with the result of the write."""
         return set(memory.nodes) == {written, result} and self.of[written] is not None
 
     def _stays_proven(self, memory: _Shared, result: ResultState) -> bool:
@@ -151,7 +152,7 @@ def _cause(node: fx.Node, result: ResultState) -> Mixing:
 
 
 def _aliased(node: fx.Node) -> list[fx.Node]:
-    """Arguments whose memory the results may share, by the schema; all of them where there is none."""
+    """Arguments whose memory the results may share, by the schema; all arguments if there is no schema."""
     if node.op != "call_function":
         return []
     if node.target is operator.getitem:

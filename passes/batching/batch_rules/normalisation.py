@@ -11,7 +11,7 @@ NORMALISES = "normalises over the batch; freeze the statistics with .eval() to s
 
 @rule("native_layer_norm.default", "_fused_rms_norm.default")
 def over_last_dims(call: Call) -> tuple[ValueState, ...]:
-    """The value, and statistics of one entry a line."""
+    """The results are the normalised value, and statistics with one entry for each group of normalised entries."""
     call.invariant("weight", "bias")
     value, rows = call.batched("input")
     if rows.dim >= value.ndim - len(call["normalized_shape"]):
@@ -44,7 +44,7 @@ def group_norm(call: Call) -> tuple[ValueState, ...]:
     writes_if="training",
 )
 def batch_norm(call: Call) -> tuple[ValueState, ...]:
-    """Frozen: a scale and a shift of each channel. In training: the same only where rows are channels (instance_norm)."""
+    """With frozen statistics, a scale and a shift of each channel. In training, rows must be channels (instance_norm)."""
     _, rows = call.batched("input")
     others = {name: call.rows(name) for name in ("weight", "bias", "running_mean", "running_var") if call[name] is not None}
     saved = Mixing(str(call.op), "keeps statistics that are no rows")

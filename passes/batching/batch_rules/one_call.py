@@ -21,7 +21,7 @@ NO_RULE = "has no rule"
 def state_of(call: Call, known: Rule, follow_orders: bool) -> ResultState:
     """The state of a call without a Mixing argument. Raises `Refused` where it mixes rows.
 
-    Without `follow_orders`, a call that sorts entries counts as one that mixes rows.
+    Without `follow_orders`, a call that sorts entries counts as a call that mixes rows.
     """
     if not call.reads_batch:
         result = _of_invariants(call)
@@ -57,7 +57,7 @@ def _refuse_orders(result: ResultState) -> None:
 
 
 def _of_rows(call: Call, known: Rule) -> ResultState:
-    """The result by the rule, with the equal rows, equal entries and the range that are known of it."""
+    """The result by the rule, with the known facts: equal rows, equal entries and the range of entries."""
     if known.rows is None:
         raise Refused(NO_RULE)
     if not call.varying <= set(known.sizes):
@@ -70,7 +70,7 @@ def _of_rows(call: Call, known: Rule) -> ResultState:
 
 
 def _by_rule(call: Call, known: Rule, apply: Apply) -> ResultState:
-    """The result by the rule; a rule that only moves entries takes row numbers as rows, and gives row numbers."""
+    """The result by the rule. A rule that only moves entries takes row numbers as rows, and its results are row numbers."""
     if not call.reads_row_ids or known.reads_row_ids:
         return apply(call)
     if not known.keeps_row_ids:
@@ -96,7 +96,7 @@ def _rows_as_ids(state: ValueState, value: torch.Tensor) -> RowIds:
 
 
 def _reads_equal_rows(call: Call) -> bool:
-    """Whether rows made by this call are equal: a rule makes each of them in the same way, so the rows that it reads have to be."""
+    """Whether rows made by this call are equal: a rule makes every row in the same way, so they are if it reads equal rows."""
     read = [state for state in call.states if state is not None and not isinstance(state, RowIds)]
     if not read and call.reads_row_ids:
         return False  # each row is picked by its own number
@@ -111,7 +111,7 @@ def _with_equal_rows(result: ResultState, equal_rows: bool) -> ResultState:
 
 
 def _fitted(call: Call, result: ResultState) -> ResultState:
-    """The result, each state of which is Mixing unless the sizes in both traces bear it out."""
+    """The result, where Mixing replaces each state that does not agree with the sizes in both traces."""
     op, small, large = str(call.op), call.small_out, call.large_out
     if not isinstance(small, (list, tuple)):
         (state,) = flat(result)
@@ -123,7 +123,7 @@ def _fitted(call: Call, result: ResultState) -> ResultState:
 
 
 def fit(op: str, state: ValueState, small: Any, large: Any, batch: BatchSizes) -> ValueState:
-    """The state of a value, if its sizes in both traces bear it out; Mixing if not."""
+    """The state of a value if it agrees with the sizes in both traces; otherwise Mixing."""
     if isinstance(state, Mixing):
         return state
     if not isinstance(small, torch.Tensor):
@@ -148,5 +148,5 @@ def _why_not_comparable(small: torch.Tensor, large: torch.Tensor) -> str | None:
 
 
 def _entries(rows: Rows | None) -> tuple | None:
-    """The dimension of the rows, and its entries for each row: sizes show no more."""
+    """The dimension of the rows, and its entries for each row. Sizes show nothing else."""
     return None if rows is None else (rows.dim, rows.factor)

@@ -8,9 +8,9 @@
     inverse[perm] = arange(S)                                             EntryIds(m), Order(key, inverse=True)
     x[inverse]                                                            Rows(0, m)
 
-Every micro-batch sorts its own entries. Which matrix an entry is multiplied with depends on its own number alone, as long as
-the ends are those of the numbers that it was sorted by. Order and counts differ from micro-batch to micro-batch, and
-from those of the whole batch: nothing else may read them.
+Every micro-batch sorts its own entries. The matrix that an entry is multiplied with depends on the entry's number alone, if
+the ends were counted from the numbers by which the entries are sorted. Order and counts differ between micro-batches, and
+differ from the order and counts of the whole batch. No other operation may read them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def of_orders(call: Call, known: Rule) -> ResultState:
 
 
 def _entry_by_entry(call: Call, known: Rule) -> ResultState:
-    """For an operation that does the same to an entry in any place, and arguments that are sorted alike."""
+    """The state if the operation treats an entry alike in every place, and its arguments are sorted in one order."""
     for state in call.states:
         if isinstance(state, EntryIds):
             raise Refused(state.why_internal)
@@ -66,7 +66,7 @@ def _are_sorted_alike(states: list[ValueState]) -> bool:
 
 
 def _numbers_as_rows(argument: Any) -> Any:
-    """Sorted numbers as any value in that order."""
+    """The argument, with sorted numbers described as rows in that order."""
     if isinstance(argument, list):
         return [_numbers_as_rows(item) for item in argument]
     if isinstance(argument, TracedValue) and isinstance(argument.state, Sorted):
@@ -87,7 +87,7 @@ def _expect(kind: type[S], value: Any) -> S:
 
 @rule("sort.default", "sort.stable", keeps_order=True, gives_positions=True)
 def sort(call: Call) -> ResultState:
-    """Along another dimension, or of entries whose range is known."""
+    """Sorts along a dimension other than the batch dimension, or sorts entries whose range is known."""
     value, rows = call.batched()
     if value.ndim != 1 or rows.upper_bound is None or rows.outer != 1 or call["descending"]:
         return along(call)
@@ -97,7 +97,7 @@ def sort(call: Call) -> ResultState:
 
 @rule("floor_divide.default", "div.Tensor_mode", of=Kind.ORDERS)
 def divided(call: Call) -> ResultState:
-    """From the entry to the row of another value, with fewer entries a row."""
+    """`perm // k`: from the place of an entry to a place in a value with fewer entries per row."""
     order, by = _expect(Order, call["self"]), call["other"]
     rounds_down = call.op.name() == "aten::floor_divide" or call["rounding_mode"] in ("floor", "trunc")
     if order.inverse or not rounds_down or not isinstance(by, int) or by < 1:
@@ -110,7 +110,7 @@ def divided(call: Call) -> ResultState:
 
 @rule("index.Tensor", of=Kind.ORDERS)
 def index(call: Call) -> ResultState:
-    """Puts rows into the order, sorted entries back, or looks sorted entries up in a table that every row shares."""
+    """Sorts rows by an order, puts sorted entries back, or looks sorted entries up in a table that every row shares."""
     value, indices = call["self"], _numbers_as_rows(call["indices"])
     in_table = value.state is None and all(i is None or isinstance(i.state, Rows | None) for i in indices)
     if in_table:
@@ -137,7 +137,7 @@ def _put_in_order(rows: Rows, order: Order) -> Rows:
 
 @rule("histc.default", of=Kind.ORDERS)
 def count(call: Call) -> ResultState:
-    """A bin for each number."""
+    """Counts the entries with each number: every number has a bin of its own."""
     numbers, bins = _expect(Sorted, call["self"]), call["bins"]
     if not 1 < bins >= numbers.key.upper_bound or (call["min"], call["max"]) != (0, bins - 1):
         raise Refused(MOVED)
@@ -156,7 +156,7 @@ def ends(call: Call) -> ResultState:
 
 @rule("_grouped_mm.default", "transformers::grouped_mm_fallback.default", of=Kind.ORDERS)
 def grouped(call: Call) -> ResultState:
-    """[S, in] in groups with [groups, in, out]: entries with the first matrix, with the second, ..., up to their ends."""
+    """Multiplies [S, in] by [groups, in, out]: entries up to the first end by the first matrix, and so on for each end."""
     names = ("self", "mat2") if call.op.namespace == "aten" else ("input", "weight")
     value, matrices, ends = (call[name] for name in (*names, "offs"))
     rows = _expect(Rows, value)
@@ -194,7 +194,7 @@ def inverted(call: Call) -> ResultState:
 
 
 def _multiple(numbers: ValueState) -> int | None:
-    """Entries a row of a value that numbers its entries; None for another value."""
+    """Entries per row of a value that numbers its entries; None for any other value."""
     if isinstance(numbers, RowIds):
         return 1
     return numbers.multiple if isinstance(numbers, EntryIds) else None
@@ -202,7 +202,7 @@ def _multiple(numbers: ValueState) -> int | None:
 
 @rule("sort.default", "sort.stable", of=Kind.ORDERS)
 def sorted_again(call: Call) -> ResultState:
-    """Of an order: its inverse."""
+    """Sorting an order gives its inverse."""
     if isinstance(call["self"].state, Rows):
         return positions(call, along(call))
     order = _expect(Order, call["self"])
@@ -213,7 +213,7 @@ def sorted_again(call: Call) -> ResultState:
 
 @rule("_to_copy.default", "clone.default", "alias.default", "detach.default", of=Kind.ORDERS)
 def copied(call: Call) -> ResultState:
-    """The same, unless a dtype cannot hold it."""
+    """The same state, unless the new dtype cannot hold the numbers."""
     state: ValueState = call["self"].state
     if isinstance(state, Sorted | Counts) and not holds_whole_numbers(call.small_out):
         raise Refused(MOVED)
@@ -224,7 +224,7 @@ def copied(call: Call) -> ResultState:
 
 @rule("view.default", "_unsafe_view.default", of=Kind.ORDERS)
 def viewed(call: Call) -> ResultState:
-    """Other dimensions than the sorted one in another shape."""
+    """Changes the shape of dimensions other than the sorted dimension."""
     value, result = call["self"], call.batch_in_result()
     if value.small.shape == call.small_out.shape:
         return value.state

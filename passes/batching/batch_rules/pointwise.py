@@ -1,4 +1,4 @@
-"""Entry by entry: what carries no pointwise tag but is. Ops with `torch.Tag.pointwise` need no rule (`rules.broadcast`)."""
+"""Operations that work entry by entry but lack `torch.Tag.pointwise`. With this tag, no rule is needed (`rules.broadcast`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .rules import broadcast, rule
 from .states import Rows
 from .values import Call, Refused
 
-# Copies: the entries as they are, in new memory or another dtype.
+# Copies: the same entries in new memory or another dtype.
 rule(
     "_to_copy.default", "clone.default", "lift_fresh_copy.default", keeps_row_ids=True, keeps_equal_entries=True, keeps_order=True
 )(broadcast)
@@ -38,7 +38,7 @@ rule(
     "_fused_dropout.default",
 )(broadcast)
 
-# Into a value: its own rows decide; a value that is broadcast into it has to agree.
+# Writes into a value: the result has the value's rows, and rows that are broadcast into it have to stand in the same place.
 rule("copy.default", "fill.Scalar", "fill.Tensor", "zero.default", keeps_order=True)(broadcast)
 
 # Untagged arithmetic.
@@ -53,7 +53,7 @@ rule(
     keeps_order=True,
 )(broadcast)
 
-# Sums over ranks of a parallel layer: each entry is the sum of those at its place on all ranks.
+# Sums over ranks of a parallel layer: each entry is the sum of the entries in the same place on all ranks.
 rule("l2l_compile::sum_over_ranks.default", keeps_order=True)(broadcast)
 
 

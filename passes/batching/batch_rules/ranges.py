@@ -12,7 +12,7 @@ from .values import Call, dims
 
 
 def with_range(call: Call, known: Rule, result: ResultState, moves: bool) -> ResultState:
-    """The result, with the range of positions, and of entries that the call only `moves`."""
+    """The result with its range, which is known for positions, and for entries that the call only `moves`."""
     if known.gives_positions and call["self"].ndim and call["dim"] is not None:
         return positions(call, result)
     return result if moves and holds_whole_numbers(call.small_out) else unbounded(result)
@@ -28,11 +28,11 @@ def positions(call: Call, result: ResultState) -> ResultState:
 
 
 def unbounded(result: ResultState) -> ResultState:
-    """The result, of whose range nothing is known."""
+    """The result, with an unknown range."""
     return change_rows(result, lambda rows: rows.bounded(None))
 
 
 def holds_whole_numbers(value: Any) -> bool:
-    """Whether a dtype holds the numbers of a few thousand experts."""
+    """Whether the dtype can hold the numbers of a few thousand experts exactly."""
     tensors = value if isinstance(value, (list, tuple)) else [value]
     return all(t.dtype in (torch.int64, torch.int32, torch.float32, torch.float64) for t in tensors)

@@ -1,4 +1,4 @@
-"""Reductions and scans along a dimension: fine along any other than the batch's."""
+"""Reductions and scans along a dimension: row by row along every dimension other than the batch dimension."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ADDS = {
 
 
 def _over_rows(call: Call) -> ResultState:
-    """A sum over all rows is the sum of the micro-batches' sums; other reductions need all of them."""
+    """A sum over all rows is the sum of the micro-batches' sums. Other reductions need all rows at once."""
     how = _ADDS.get(call.op._schema.name.removeprefix("aten::"))
     if how is None:
         raise Refused(REDUCES)
@@ -108,7 +108,7 @@ def reduce_all(call: Call) -> ResultState:
     keeps_order=True,
 )
 def along(call: Call) -> ResultState:
-    """Computes along its `dim`, each line of it alone; the dimension stays, at another size perhaps."""
+    """Computes along `dim`, separately for each position in the other dimensions. `dim` stays, possibly with another size."""
     value, rows = call.batched()
     if rows.dim in dims(call["dim"], value.ndim):
         raise Refused("computes along the batch dimension")

@@ -5,13 +5,13 @@
 
 An operation has one entry in `RULES`, with up to three functions. The arguments of a call decide which one gives its result:
 
-    rows      all arguments are rows, row numbers or invariant, and one of them is not, or differs between the two traces
-    sums      one of them is a partial sum                               @rule("neg.default", of=Kind.SUMS)
-    orders    one of them has to do with sorted entries                  @rule("histc.default", of=Kind.ORDERS)
+    rows      all arguments are rows, row numbers or invariant, and at least one depends on the batch
+    sums      an argument is a partial sum                               @rule("neg.default", of=Kind.SUMS)
+    orders    an argument holds sorted entries, their order or counts    @rule("histc.default", of=Kind.ORDERS)
 
 A function returns the state of the result (a tuple for several results), or raises `Refused` with one clause. It may assume
-that no argument is Mixing. An in-place operation without a function for rows follows that of its functional twin (`cumsum_`
-that of `cumsum`).
+that no argument is Mixing. An in-place operation without a function for rows uses the function of its functional twin
+(`cumsum_` uses the function of `cumsum`).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ Apply = Callable[[Call], ResultState]
 
 @dataclass(frozen=True)
 class Rule:
-    """The functions of an operation, and what the first of them understands beyond plain rows."""
+    """The functions of an operation, and the properties of its function for rows."""
 
     rows: Apply | None = None
     sums: Apply | None = None
     orders: Apply | None = None
     sizes: tuple[str, ...] = ()  # arguments that are shapes: they may be computed from the size of the batch
-    keeps_row_ids: bool = False  # moves entries and computes none: RowIds stay RowIds
+    keeps_row_ids: bool = False  # only moves entries, so RowIds stay RowIds
     keeps_equal_entries: bool = False  # entries that are equal along the batch stay equal
-    keeps_order: bool = False  # each entry along the batch gets what it would get in any other place
-    reads_row_ids: bool = False  # takes RowIds itself, as an index
+    keeps_order: bool = False  # the result for an entry does not depend on its place along the batch
+    reads_row_ids: bool = False  # accepts RowIds as an index
     gives_positions: bool = False  # its last result holds positions along `dim`
     writes: tuple[str, ...] = ()  # arguments that are written though the schema does not say so
-    leaves_sizes: bool = False  # an in-place op on the view itself that leaves it as it was but for meaningless strides
-    writes_if: str = ""  # the bool argument without which nothing is written, whatever the schema says
+    leaves_sizes: bool = False  # an in-place op on the view itself that changes only meaningless strides
+    writes_if: str = ""  # a bool argument: if it is False, nothing is written, whatever the schema says
 
 
 RULES: dict[str, Rule] = {}  # by name with its library: "aten::mm.default"
@@ -55,7 +55,7 @@ def key(name: str) -> str:
 
 
 def overload(name: str) -> torch._ops.OpOverload | None:
-    """The operation of this name; None where this version of torch has none."""
+    """The operation of this name; None if this version of torch does not have it."""
     space, _, rest = key(name).partition("::")
     packet, _, kind = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, space), packet, None), kind, None)
@@ -76,7 +76,7 @@ def rule(*names: str, of: Kind = Kind.ROWS, **understands: Any) -> Callable[[App
 
 
 def find_rule(op: object) -> Rule:
-    """The rule of an operation; its function for rows may be that of its functional twin, or the pointwise one by tag."""
+    """The rule of an operation. Its function for rows may come from its functional twin or, by tag, from the pointwise rule."""
     if not isinstance(op, torch._ops.OpOverload):
         return Rule()
     own = RULES.get(f"{op._schema.name}.{op._overloadname}", Rule())
@@ -106,6 +106,6 @@ POINTWISE = Rule(broadcast, keeps_equal_entries=True, keeps_order=True)
 
 
 def _takes_and_gives_tensors(op: torch._ops.OpOverload) -> bool:
-    """Keeps out `equal` (gives a bool) and anything over lists of tensors."""
+    """Whether an operation takes no list of tensors and returns only tensors. `equal`, for example, returns a bool."""
     lists = any("Tensor" in str(a.type) and "List" in str(a.type) for a in op._schema.arguments)
     return not lists and all(str(result.type) == "Tensor" for result in op._schema.returns)

@@ -41,7 +41,7 @@ class State:
 
     @property
     def why_internal(self) -> str | None:
-        """Why no operation without a rule of its own, and nothing outside of the graph, may read the value; None if it may."""
+        """Why the value may not leave the graph, and only operations with a rule for it may read it; None if it may."""
         return None
 
 
@@ -50,7 +50,7 @@ ResultState = ValueState | tuple[ValueState, ...]
 
 
 class Key:
-    """The numbers that entries have been sorted by, in one call of `sort`. They are below `upper_bound`, `factor` of them a row."""
+    """The numbers by which one call of `sort` sorts entries: numbers below `upper_bound`, `factor` of them for each row."""
 
     def __init__(self, upper_bound: int, factor: int):
         self.upper_bound, self.factor = upper_bound, factor
@@ -63,14 +63,14 @@ class Key:
 class Rows(State):
     """The value holds the rows of the batch: dimension `dim` has `outer * B * multiple` entries for a batch of `B` rows.
 
-    Entry `(o * B + row) * multiple + i` of that dimension belongs to `row`. Only values with `outer` 1 are slices, and cross the
-    border of a block (`Batch`). A larger `outer` comes from values of several layers that are joined along the batch, or from
-    time that is folded before it.
+    Entry `(o * B + row) * multiple + i` of that dimension belongs to `row`. With `outer` 1, the rows of a micro-batch are a
+    slice, and only such a value may be handed from block to block (`Batch`). A larger `outer` comes from values of several
+    layers that are joined along the batch, or from a time dimension that is folded before the batch.
 
     equal_entries  all entries along `dim` are equal, so any other `outer` and `multiple` with the same product describe it too
     equal_rows     all rows are equal
     upper_bound    entries are whole numbers from 0 on and below this bound; None if no bound is known
-    order          the key that the entries along `dim` are sorted by, in every micro-batch its own; None if they stand row by row
+    order          the key by which each micro-batch has sorted its entries along `dim`; None if they stand row by row
     """
 
     dim: int
@@ -100,7 +100,7 @@ class Rows(State):
 
     @classmethod
     def of(cls, batch: Batch | None) -> Rows | None:
-        """The state of a value with these rows, whose multiple is a number; None if it has none."""
+        """The state of a value with these rows, whose multiple is a number; None for a value without rows."""
         return None if batch is None else cls(batch.dim, cast("int", batch.multiple))
 
     def at(self, dim: int) -> Rows:
@@ -124,7 +124,7 @@ class Rows(State):
 class Partial(State):
     """A sum over rows, of which each micro-batch has a part; the value has no batch dimension.
 
-    how   "sum": the parts add up. "mean": they do when each is multiplied by its micro-batch's share of the rows
+    how   "sum": the parts add up to the value. "mean": they do after each is multiplied by its micro-batch's share of the rows
     """
 
     how: str
@@ -188,7 +188,7 @@ class Sorted(OrderState):
 
 @dataclass(frozen=True)
 class Order(OrderState):
-    """The place that each sorted entry comes from, divided by `per`; or, inverse, the place that each entry has gone to."""
+    """The place from which each sorted entry comes, divided by `per`. If `inverse`, the place to which each entry has gone."""
 
     key: Key
     inverse: bool = False
@@ -201,7 +201,7 @@ class Order(OrderState):
 
 @dataclass(frozen=True)
 class Counts(OrderState):
-    """How many entries have each number, or where those of each number end."""
+    """How many entries have each number. With `ends`, the place where the entries with each number end."""
 
     key: Key
     ends: bool = False
@@ -209,7 +209,7 @@ class Counts(OrderState):
 
 @dataclass(frozen=True)
 class EntryIds(OrderState):
-    """`arange(B * multiple)`."""
+    """`arange(B * multiple)`: the numbers of all entries."""
 
     multiple: int
 
@@ -247,7 +247,7 @@ def each(state: ValueState, value: object) -> ResultState:
 
 
 def change_rows(state: ResultState, change: Callable[[Rows], Rows]) -> ResultState:
-    """The states of a call's results, with those of rows changed."""
+    """The states of a call's results, where `change` is applied to each state that is `Rows`."""
     if isinstance(state, tuple):
         return tuple(change(s) if isinstance(s, Rows) else s for s in state)
     return change(state) if isinstance(state, Rows) else state

@@ -1,4 +1,4 @@
-"""Operations on a part of a sum: only linear ones. Any other operation needs the sum over the whole batch first."""
+"""Linear operations on a part of a sum. Any other operation needs the sum over the whole batch first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NEEDS_ALL = "needs the sum over the whole batch"
 
 
 def of_sums(call: Call, known: Rule) -> ResultState:
-    """The state of a call that reads a part of a sum, and maybe values that every micro-batch shares."""
+    """The state of a call that reads parts of sums, and perhaps values that every micro-batch shares."""
     if not all(isinstance(state, Partial | None) for state in call.states):
         raise Refused(NEEDS_ALL)
     if known.sums is None or not all(result.dtype in call.sum_dtypes for result in flattened(call.small_out)):
@@ -19,7 +19,7 @@ def of_sums(call: Call, known: Rule) -> ResultState:
 
 
 def _only(call: Call, name: str = "self") -> Partial:
-    """The state of an argument, where nothing else is a part of a sum or depends on the batch."""
+    """The state of an argument that is a part of a sum. Refuses the call if another argument depends on the batch."""
     value = call[name]
     others = [item for key, argument in call.arguments.items() if key != name for item in flattened(argument)]
     if not isinstance(value, TracedValue) or not isinstance(value.state, Partial) or any(map(_depends_on_batch, others)):
@@ -65,7 +65,7 @@ def _depends_on_batch(item: object) -> bool:
     of=Kind.SUMS,
 )
 def alone(call: Call) -> ResultState:
-    """Entries moved, added up, or multiplied by a number."""
+    """Moves entries, adds them up, or multiplies them by a number."""
     state = _only(call)
     if call["value"] not in (None, 0):
         raise Refused(NEEDS_ALL)
@@ -80,7 +80,7 @@ def summed_over_ranks(call: Call) -> ResultState:
 
 @rule("_to_copy.default", of=Kind.SUMS)
 def cast(call: Call) -> ResultState:
-    """To another dtype, unless that rounds to whole numbers."""
+    """Casts to another dtype, unless that rounds to whole numbers."""
     if call["self"].small.dtype.is_floating_point and not call.small_out.dtype.is_floating_point:
         raise Refused(NEEDS_ALL)
     return _only(call)
@@ -88,14 +88,14 @@ def cast(call: Call) -> ResultState:
 
 @rule("mul.Tensor", of=Kind.SUMS)
 def times(call: Call) -> ResultState:
-    """By a value that every micro-batch shares."""
+    """Multiplies by a value that every micro-batch shares."""
     name = "self" if isinstance(call["self"], TracedValue) and call["self"].state is not None else "other"
     return _only(call, name)
 
 
 @rule("div.Tensor", of=Kind.SUMS)
 def divided(call: Call) -> ResultState:
-    """By a value that every micro-batch shares; a sum by the size of the batch is a mean."""
+    """Divides by a value that every micro-batch shares. A sum divided by the size of the batch is a mean."""
     if call["self"].state == Partial("sum") and call.batch.multiple_of(call["other"]) is not None:
         return Partial("mean")
     return _only(call)
@@ -103,7 +103,7 @@ def divided(call: Call) -> ResultState:
 
 @rule("add.Tensor", "sub.Tensor", "rsub.Scalar", "add.Scalar", of=Kind.SUMS)
 def plus(call: Call) -> ResultState:
-    """Two sums of one kind; a mean and a value that every micro-batch shares."""
+    """Adds two sums of one kind, or a mean and a value that every micro-batch shares."""
     if call.varying:
         raise Refused(NEEDS_ALL)
     terms = [term for term in (call["self"], call["other"]) if not _is_zero(term)]
@@ -121,7 +121,7 @@ def _is_zero(term: object) -> bool:
 
 @rule("cat.default", "stack.default", of=Kind.SUMS)
 def joined(call: Call) -> ResultState:
-    """Sums of one kind."""
+    """Joins sums of one kind."""
     states = set(call.states)
     if len(states) != 1:
         raise Refused(NEEDS_ALL)

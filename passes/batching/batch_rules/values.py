@@ -17,12 +17,12 @@ COMPUTES_WITH_ROW_IDS = "computes with the number of a row"
 DIFFERENT_DIMENSIONS = "combines rows that stand in different dimensions"
 
 
-# Sums in narrower dtypes would be rounded once a micro-batch, and sums of integers wrap as those of the whole batch do.
+# Sums in narrower dtypes would be rounded once per micro-batch. Sums of integers wrap as the sum over the whole batch does.
 PARTIAL_SUM_DTYPES = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128, torch.int64, torch.int32})
 
 
 class Refused(Exception):
-    """Raised by a rule: this call mixes rows, or cannot be shown not to. The message is one clause."""
+    """Raised by a rule if a call mixes rows, or if independence of rows cannot be shown. The message is one clause."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TracedValue:
 
     @property
     def rows(self) -> Rows | None:
-        """Where its rows stand; None if it is invariant. For rules of rows: the walk gives them no argument of another state."""
+        """Where its rows stand; None if it is invariant. For rules for rows: the walk gives them no other states."""
         return cast("Rows | None", self.state)
 
     @property
@@ -69,16 +69,16 @@ class BatchSizes:
     large: int
 
     def multiple_of(self, number: object) -> int | None:
-        """How many times the size of the batch a varying number is, in both traces; None for any other number."""
+        """The `m` for a varying number that is `m` times the batch size in both traces; None for any other number."""
         if not isinstance(number, Varying):
             return None
         multiple, rest = divmod(number.small, self.small)
         return multiple if not rest and multiple > 0 and number.large == multiple * self.large else None
 
     def rows_in(self, sizes: Sequence[tuple[int, int]]) -> Rows | None:
-        """Reads the batch dimension off the sizes in the two traces; None if no size depends on the batch.
+        """Finds the batch dimension from the sizes in the two traces; None if no size depends on the batch.
 
-        Raises Refused when two dimensions depend on the batch, or one that is no multiple of it.
+        Raises Refused if two dimensions depend on the batch, or if the size of the one dimension is no multiple of the batch.
         """
         varying = [dim for dim, (small, large) in enumerate(sizes) if small != large]
         if not varying:
@@ -151,7 +151,7 @@ class Call:
     # ---- for rules ---------------------------------------------------------------------------------------------------
 
     def values(self) -> Iterator[TracedValue]:
-        """Every tensor argument, those in lists too."""
+        """Every tensor argument, including the tensors in lists."""
         return (item for argument in self.arguments.values() for item in flattened(argument) if isinstance(item, TracedValue))
 
     def rows(self, name: str) -> Rows | None:
@@ -160,7 +160,7 @@ class Call:
         return value.rows if isinstance(value, TracedValue) else None
 
     def batched(self, name: str = "self") -> tuple[TracedValue, Rows]:
-        """A tensor argument that has to be batched, and where its rows stand."""
+        """A tensor argument that has to be batched, and where its rows stand. Raises Refused if it is not batched."""
         value = self[name]
         if not isinstance(value, TracedValue) or value.rows is None:
             raise Refused("reads rows where it needs a value that every row shares")
@@ -194,7 +194,7 @@ class Call:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two constants are the same, type and all."""
+    """Whether two constants have the same type and value."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -206,7 +206,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def flattened(argument: Any) -> Sequence[Any]:
-    """The items of an argument that is a list; the argument alone if it is none."""
+    """The items of an argument that is a list; otherwise the argument alone, in a tuple."""
     return argument if isinstance(argument, (list, tuple)) else (argument,)
 
 
@@ -225,12 +225,12 @@ def aligned(value: TracedValue, ndim: int) -> Rows | None:
 
 
 def agree(places: Sequence[Rows | None]) -> Rows:
-    """The one place where the rows of all batched values stand, at least one of them; raises Refused if there are two."""
+    """The place where the rows of all batched values stand; raises Refused if places differ. At least one value is batched."""
     return cast("Rows", agree_if_any(places))
 
 
 def agree_if_any(places: Sequence[Rows | None]) -> Rows | None:
-    """The same; None if no value is batched."""
+    """The same as `agree`, but None if no value is batched."""
     batched = [place for place in places if place is not None]
     certain = {place for place in batched if not place.equal_entries} or set(batched)
     if len(certain) > 1 or any((p.dim, p.factor) != (c.dim, c.factor) for p in batched for c in certain):

@@ -18,13 +18,13 @@ CUTS = "takes some rows of the batch"
 @rule("_conj.default", "_neg_view.default", "view_as_real.default", "view_as_complex.default", keeps_order=True)
 @rule("alias.default", "detach.default", keeps_row_ids=True, keeps_order=True)
 def same_dims(call: Call) -> Rows:
-    """Leading dimensions stay where they are."""
+    """Leading dimensions keep their places."""
     return call.batched()[1]
 
 
 @rule("view.default", "_unsafe_view.default", "_reshape_alias.default", sizes=("size", "stride"), keeps_row_ids=True)
 def reshape(call: Call) -> Rows:
-    """As many entries stand before the rows as did, in dimensions before theirs or outermost in it."""
+    """As many entries as before stand before the rows: in the dimensions before the batch dimension, or outermost in it."""
     value, rows = call.batched()
     result = call.batch_in_result()
     if result is None:
@@ -39,7 +39,7 @@ def reshape(call: Call) -> Rows:
 
 @rule("view.dtype")
 def reinterpret(call: Call) -> Rows:
-    """Bytes of the last dimension read as another dtype."""
+    """Reads the bytes of the last dimension as another dtype."""
     value, rows = call.batched()
     if rows.dim == value.ndim - 1:
         raise Refused("reads several rows as one entry")
@@ -48,7 +48,7 @@ def reinterpret(call: Call) -> Rows:
 
 @rule("expand.default", sizes=("size",), keeps_row_ids=True, keeps_order=True, keeps_equal_entries=True)
 def expand(call: Call) -> ResultState:
-    """Repeats entries; a value that every row shares gets the rows of the dimension it is expanded to."""
+    """Repeats entries. A value that every row shares gets rows in the dimension that is expanded to the batch."""
     rows = aligned(call["self"], len(call.out_sizes))
     return call.batch_in_result(equal_entries=True) if rows is None else rows
 
@@ -93,7 +93,7 @@ def transpose(call: Call) -> Rows:
 
 @rule("select.int", "unbind.int", keeps_row_ids=True, keeps_order=True)
 def take_out(call: Call) -> ResultState:
-    """Drops one dimension, at one position or at each."""
+    """Drops one dimension: takes one position of it, or each position as a result of its own."""
     value, rows = call.batched()
     dim = call["dim"] % value.ndim
     if dim == rows.dim:
@@ -134,7 +134,7 @@ def split(call: Call) -> tuple[ValueState, ...]:
 
 @rule("unfold.default")
 def unfold(call: Call) -> Rows:
-    """Windows over another dimension; the window becomes the last."""
+    """Windows over a dimension other than the batch dimension; the window becomes the last dimension."""
     value, rows = call.batched()
     if call["dimension"] % value.ndim == rows.dim:
         raise Refused("slides a window over the batch")
@@ -152,9 +152,9 @@ def diagonal(call: Call) -> Rows:
 
 @rule("as_strided.default", sizes=("size", "stride"))
 def strided(call: Call) -> Rows:
-    """Windows over contiguous memory, [outer, rows, inner], that do not reach from a row into the next.
+    """Windows over contiguous memory [outer, rows, inner], of which none reaches from one row into the next.
 
-    A stride is a number of steps along `outer` and a rest along `inner`.
+    A stride is a number of steps along `outer` plus a remainder along `inner`.
     """
     value, rows = call.batched()
     result = call.batch_in_result()
@@ -178,7 +178,10 @@ class _Window:
 
 
 def _windows(source: torch.Tensor, made: torch.Tensor, rows: Rows, inner: int, batch: int) -> list[_Window]:
-    """The dimensions of a strided view other than that of the rows; refuses one that reads other rows. A row has `inner` entries."""
+    """The dimensions of a strided view, except the batch dimension. Refuses a view that reads other rows.
+
+    A row has `inner` entries in memory.
+    """
     steps = list(zip(made.shape, made.stride(), strict=True))
     _, apart = steps.pop(rows.dim)
     windows = [_Window(size, *divmod(stride, batch * inner)) for size, stride in steps if size != 1]
@@ -191,7 +194,7 @@ def _windows(source: torch.Tensor, made: torch.Tensor, rows: Rows, inner: int, b
 
 @rule("as_strided_.default", sizes=("size", "stride"), leaves_sizes=True)
 def restride(call: Call) -> Rows:
-    """Changes the strides of dimensions of one entry, and nothing else (average pooling to one, channels last)."""
+    """Changes only the strides of dimensions of size 1 (average pooling to one entry, channels last)."""
     value, rows = call.batched()
     for before, after in ((value.small, call.small_out), (value.large, call.large_out)):
         strides = zip(before.shape, before.stride(), after.stride(), strict=False)

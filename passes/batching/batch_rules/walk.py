@@ -27,12 +27,12 @@ def analyse(
     inputs: Sequence[Rows | Mixing | None],
     sum_dtypes: frozenset[torch.dtype] = PARTIAL_SUM_DTYPES,
 ) -> list[ValueState]:
-    """States of the outputs of an ATen graph, given those of its placeholders.
+    """States of the outputs of an ATen graph, given the states of its placeholders.
 
-    `small` and `large` are the same function traced with static shapes at two batch sizes, best two primes that divide
-    no other size. A write into a placeholder is seen for the sake of what reads it afterwards in this graph; what the
-    written input itself means to the next micro-batch is the caller's to decide. `sum_dtypes` are the dtypes in which sums over
-    the batch may be taken in parts.
+    `small` and `large` are the same function traced with static shapes at two batch sizes, preferably primes that divide no
+    other size. A write into a placeholder changes the states of the values that read it afterwards in this graph. The caller
+    decides how the written input affects the next micro-batch. `sum_dtypes` are the dtypes in which sums over the batch may be
+    taken in parts.
 
     Raises ValueError if an input's state does not fit its sizes.
     """
@@ -63,11 +63,11 @@ def regions(
     inputs: Sequence[Rows | Mixing | None],
     sum_dtypes: frozenset[torch.dtype] = PARTIAL_SUM_DTYPES,
 ) -> list[ValueState] | None:
-    """As `analyse`, for a graph that returns the results of all its steps: each state as if its operands were given.
+    """As `analyse`, for a graph that returns the results of all its steps. Each state is found as if operands were inputs.
 
-    A step that mixes rows is run on the whole batch; what reads its result finds the rows where its sizes show them. Sorting
-    does so as well, unless all that reads the order can be followed. A step that numbers the rows (RowIds) has to run where its
-    result is read. None if the graph is not the same at both sizes.
+    A step that mixes rows runs on the whole batch, and its readers find the rows from the sizes of its result. Sorting also
+    counts as such a step, unless every reader of the order can be followed. A step that numbers the rows (RowIds) has to run
+    where its result is read. None if the graph is not the same at both sizes.
     """
     if not same_program(small, large):
         return None
@@ -96,7 +96,7 @@ def states_of_nodes(
 
 
 def same_program(one: fx.Graph, other: fx.Graph) -> bool:
-    """Whether two graphs are the same ops on the same values; constants and sizes may differ."""
+    """Whether two graphs apply the same operations to the same values; constants and sizes may differ."""
     if len(one.nodes) != len(other.nodes):
         return False
     position = {node: i for graph in (one, other) for i, node in enumerate(graph.nodes)}
@@ -113,7 +113,10 @@ def _target(node: fx.Node) -> Any:
 
 
 def _unproven_outputs(graph: fx.Graph, inputs: Sequence[Rows | Mixing | None]) -> list[ValueState]:
-    """Outputs of a graph that differs between the two batch sizes: an input keeps its state, unless the graph writes."""
+    """States of the outputs of a graph that differs between the two batch sizes: all are Mixing.
+
+    An input that is returned keeps its state, unless the graph writes.
+    """
     placeholders = (node for node in graph.nodes if node.op == "placeholder")
     known: dict[Any, ValueState] = {None: None}
     if not any(may_write(node) for node in graph.nodes):
@@ -126,9 +129,9 @@ def _unproven_outputs(graph: fx.Graph, inputs: Sequence[Rows | Mixing | None]) -
 class _Walk:
     """States of the values met so far, and which of them share memory.
 
-    operands        results that their readers take as operands: Mixing is replaced by the rows that their sizes show
+    operands        results that readers take as if they were inputs: Mixing is replaced by the rows that their sizes show
     follow_orders   whether sorted entries are followed; otherwise sorting mixes rows
-    refused_orders  whether a call was refused that reads sorted entries
+    refused_orders  whether a call that reads sorted entries was refused
     """
 
     def __init__(
@@ -206,7 +209,7 @@ class _Walk:
         return state[index] if index == other_index else Mixing("getitem", USES_BATCH_AS_NUMBER)
 
     def _result(self, here: fx.Node, there: fx.Node, known: Rule) -> ResultState:
-        """The state of a call's result; Mixing as the first Mixing argument, and where the call is refused."""
+        """The state of a call's result: the state of its first Mixing argument, if any, and Mixing if the call is refused."""
         results = here.meta.get("val"), there.meta.get("val")
         call = Call(here.target, self._arguments(here, there), *results, self.batch, self.sum_dtypes)
         if call.mixing is not None:
@@ -218,7 +221,7 @@ class _Walk:
             return call.each(Mixing(str(here.target), str(why)))
 
     def _by_sizes(self, here: fx.Node, there: fx.Node) -> ValueState:
-        """Where the rows of a value stand that has been made from the whole batch."""
+        """The rows of a value that was made from the whole batch, found from its sizes; Mixing if sizes do not show them."""
         small, large = here.meta["val"], there.meta["val"]
         try:
             return self.batch.rows_in(list(zip(small.shape, large.shape, strict=True)))
