@@ -131,7 +131,7 @@ def documentation() -> tuple[Examples, Examples]:
 
 
 def kind_of(paragraph: str) -> str | None:
-    """"code" for sessions, grammar and text that Python can parse, "prose" for other sentences, None for the rest."""
+    """ "code" for sessions, grammar and text that Python can parse, "prose" for other sentences, None for the rest."""
     text = paragraph.strip()
     if len(text.split()) < 3:
         return None
