@@ -15,7 +15,7 @@ from .device import LANES, DeviceKind, HostWeights, Lane, Piece
 from .host import HOST, half_of_the_cores
 from .ledger import Ledger
 
-_LARGE = 4 << 20  # bytes: large enough that new pages cost little next to what is computed
+_LARGE = 4 << 20  # bytes: large enough that new pages cost little next to the computation
 
 
 class _Inline(Lane):
@@ -82,7 +82,7 @@ class CpuDevice(Counted):
         return tensor
 
     def push(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns a copy in the pool: gradients wait for their update, and would leave holes in the heap if freed one by one."""
+        """Returns a copy in the pool: gradients wait for their update, and freed one by one would leave holes in the heap."""
         return self._pool.empty(gradient.shape, gradient.dtype, "a gradient").copy_(gradient)
 
     def running(self) -> AbstractContextManager:

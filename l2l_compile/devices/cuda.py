@@ -1,4 +1,4 @@
-"""An NVIDIA GPU: each lane is a stream; memory is that of PyTorch's caching allocator."""
+"""An NVIDIA GPU: each lane is a stream; memory comes from PyTorch's caching allocator."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from .staging import Staging
 
 @dataclass
 class _Queue:
-    """The state that a lane and its thread share. `failures` is the device's list; `failed` is the lane's error until it is raised."""
+    """The state that a lane and its thread share. `failures` is the device's list; `failed` is an error not yet raised."""
 
     delay: float
     random: random.Random

@@ -51,7 +51,7 @@ class GradientMemory:
     def collected(
         self, total: torch.Tensor | None, gradient: torch.Tensor, parameter: torch.Tensor, part: Part | None
     ) -> torch.Tensor:
-        """`added`, for a gradient of a parameter or of a part of it. A part is added at its place in a sum of the parameter's shape."""
+        """`added`, for a gradient of a parameter or of a part of it. A part is added at its place in the whole sum."""
         if part is None:
             return self.added(total, gradient, parameter.dtype)
         if total is None:

@@ -36,7 +36,7 @@ _UPDATES = {"at_step": UpdatesAtStep, "in_backward": UpdatesInBackward, "in_forw
 class ParameterServer:
     """Master weights on the host, the wire that leaves it, and the gradients that come back. One per compiled model.
 
-    With `update="at_step"`, gradients go to `p.grad`. Otherwise they stay here, and parameters are updated while the device computes.
+    With `update="at_step"`, gradients go to `p.grad`. Otherwise they stay here, and updates run while the device computes.
     """
 
     def __init__(self, options: Options, device: Device, worker: Callable[[int, Unwatched, str], Worker] = Worker):
@@ -66,7 +66,7 @@ class ParameterServer:
         self.updates.watch(modules)
 
     def describe(self, stats: Stats) -> None:
-        """Add the figures of the host side to those of the programs."""
+        """Add the figures of the host side to the figures of the programs."""
         self.updates.describe(stats)
 
     def synchronize(self) -> None:
@@ -78,7 +78,7 @@ class ParameterServer:
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, step: Step, parameters: Sequence[Parameter], to_train: bool) -> None:
-        """A forward begins: updates of the step before are done or will be waited for, and wires are checked anew."""
+        """A forward begins: updates of the step before are done or will be waited for, and wires are checked again."""
         step.gradient_wire = self.options.gradients_on_link
         self.wires.begin_forward()
         if to_train:
@@ -181,7 +181,7 @@ class ParameterServer:
         self._return(step, segment, arrived)
 
     def _return(self, step: Step, segment: Segment, arrived: dict[Input, torch.Tensor]) -> None:
-        """Add gradients to those that go to `p.grad` (host lane)."""
+        """Add gradients to the sums that go to `p.grad` (host lane)."""
         weights = [w for w in segment.weights if w.kind == "parameter" or w in arrived]
         gradients = [arrived.pop(w, None) for w in weights]
         self._memory.widen_together(gradients, [step.arguments[w.index] for w in weights])

@@ -115,7 +115,7 @@ class DelayedWires(Wires):
         self._previous = {}
 
     def previous(self) -> dict[torch.Tensor, list[torch.Tensor]]:
-        """Copies of the weights that the next step will read, for every parameter that is newer. Called while no update is under way."""
+        """Copies of the weights that the next step will read, for every parameter that is newer. No update is under way."""
         found = {p: list(kept) for p, kept in self._previous.items()}
         for owner, places in self._by_owner.items():
             whole: dict[torch.dtype, torch.Tensor] = {}
@@ -176,7 +176,7 @@ class DelayedWires(Wires):
         return versions
 
     def _before(self, parameter: torch.Tensor, owner: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """The version of a weight that the next step must read, None for the newest. Raises `L2LError` if no wire has kept it."""
+        """The version of a weight that the next step must read, None for the newest. Raises `L2LError` if it is not kept."""
         others = [(v, i) for v, i in self._by_owner.get(owner, ()) if i in v.ahead and v.parameters[i] is parameter]
         if not others:
             return self._restored(parameter, owner, dtype)

@@ -14,7 +14,7 @@ from ..memory.pages import PinnedMemory
 from ..ranks.sharded import local
 from .gradients import GradientMemory
 
-_PART = 32 << 20  # bytes of a wire that are sent while the next ones are copied: so many take longer than the start of a transfer
+_PART = 32 << 20  # bytes of a wire that are sent while the next ones are copied: they take longer than a transfer's start
 _STRIDE = 251  # prime: entries that far apart fall into every column of a matrix, and into every run of 251 entries
 
 
@@ -66,7 +66,7 @@ class Wire:
         ]
 
     def refresh(self, generation: int, ready: Ready = nobody) -> None:
-        """Copy the parameters again, except parameters that an update wrote together with their copy and that nothing wrote since.
+        """Copy the parameters again, except parameters that only an update wrote since, together with their copy.
 
         Calls `ready` for one part after another, as soon as it is up to date: for all bytes in the end.
         """
@@ -139,7 +139,7 @@ class Wires:
         self._copies: defaultdict[torch.Tensor, list[Copy]] = defaultdict(list)
 
     def begin_forward(self) -> None:
-        """Check all wires anew: since the last forward, any code may have written into the parameters."""
+        """Check all wires again: since the last forward, any code may have written into the parameters."""
         self._stale = set(self._wires.values())
         self._turn += 1
 
@@ -155,8 +155,8 @@ class Wires:
     ) -> Wire:
         """The wire of these parameters, or of parts of their `owners`, with their values at the beginning of this forward.
 
-        With `newest`, the wire has the newest values even if training reads older ones (`delay=1`). With `keep=False`, an unpinned
-        wire is not cached: the caller owns its memory. `ready` is called as by `Wire.refresh`.
+        With `newest`, the wire has the newest values even if training reads older ones (`delay=1`). With `keep=False`, an
+        unpinned wire is not cached: the caller owns its memory. `ready` is called as by `Wire.refresh`.
         """
         key = tuple(zip(map(id, parameters), dtypes, strict=True))
         wire = self._wires.get(key)

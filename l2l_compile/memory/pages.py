@@ -100,7 +100,7 @@ class Pool:
 
     def __init__(self, memory: PinnedMemory, is_done: Callable[[Any], bool] = lambda event: True):
         self._memory, self._is_done = memory, is_done
-        self._free: dict[int, list[_Buffer]] = {}  # by size, the one that has been free for longest first
+        self._free: dict[int, list[_Buffer]] = {}  # by size, in the order in which they became free
         self._guard = threading.RLock()  # a buffer may be given back at any moment, by the garbage collector
         self._leased: dict[int, _Buffer] = {}  # by address
         self._needed = self._most_needed = 0  # bytes that were asked for and are in use: now, and at most

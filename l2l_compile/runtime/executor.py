@@ -110,7 +110,7 @@ class Executor:
 @handles(nodes.fetch_weights)
 def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeValue | None = None) -> RuntimeValue:
     fetched = run.segments[segment]
-    slab, kept = run.slabs.take(segment, may_stay=not fetched.divided)  # ranks have to agree on what they gather
+    slab, kept = run.slabs.take(segment, may_stay=not fetched.divided)  # ranks must gather the same weights
     result = RuntimeValue()
     result.slab, result.place = slab, run.slabs.places[slab]
     result.unfetched = unread(run.step, node, run.segments) if kept is None else frozenset()

@@ -165,7 +165,7 @@ class Runner:
         captured = self.captured
         pieces = map(local, arguments)
         inputs_seen = [*pieces, *(self._part_of(arguments, i.index, i.part) for i in captured.parts if i.part is not None)]
-        for index in self._written:  # backward recomputes from the values that forward read, not from those it wrote
+        for index in self._written:  # backward recomputes from the values that forward read, before its writes
             inputs_seen[index] = arguments[index].detach().clone()
         step = Step(
             inputs_seen,

@@ -235,7 +235,7 @@ class _Backward(_Run):
         self.bundle.absent = not any(of_weights)
 
     def _lower_whole(self) -> Lowered | None:
-        """Code for all micro-batches at once, where the order of a sum over the batch must be that of eager."""
+        """Code for all micro-batches at once, where a sum over the batch must have the same order as in eager."""
         if not self.block.summed_whole or len(self.lowered) == 1 or self.lowered[0].random:
             return None
         return self.lower(0, self.step.bindings)

@@ -23,7 +23,7 @@ class Stashes:
 
     def __init__(self, device: Device, values: Sequence[RuntimeValue]):
         self.device, self.values = device, list(values)
-        self._offloaded: list[RuntimeValue] = []  # those that have gone to the host until backward
+        self._offloaded: list[RuntimeValue] = []  # values that wait on the host until backward
 
     def take(self, keep: bool) -> list[RuntimeValue]:
         """The values for one backward, which releases them. With `keep`, copies of them, since another backward may follow."""

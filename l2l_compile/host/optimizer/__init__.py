@@ -1,1 +1,1 @@
-"""The optimizer behind the device: when a parameter is updated, and how."""
+"""The optimizer on the host: when a parameter is updated, and how."""

@@ -1,6 +1,6 @@
-"""An optimizer's step as one pass over memory: elementwise ones are recorded, compiled, and write the wire as well.
+"""An optimizer's step as one pass over memory: an elementwise step is recorded and compiled, and writes the wire as well.
 
-What has no formula (norms of a tensor, factored state, the step that makes the state) takes the optimizer's own step.
+A step without a formula (norms of a tensor, factored state, the step that makes the state) falls back to the optimizer's own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CompiledStep:
         self._kernels: dict[tuple, tuple] = {}
 
     def on(self, groups: Hyperparameters, gradients: Mapping[Parameter, torch.Tensor], factor: float) -> Hyperparameters:
-        """As `step_on` with gradients times `factor`; may overwrite them. Raises `L2LError` if a wire was not the copy of its parameter."""
+        """As `step_on` with gradients times `factor`; may overwrite them. Raises `L2LError` if a wire was not up to date."""
         if groups is not self._groups:
             self._groups, self._recipes, self._kernels = groups, {}, {}
         compiled: dict[Parameter, Launch] = {}
@@ -46,7 +46,7 @@ class CompiledStep:
         rest = {p: g for p, g in gradients.items() if p not in compiled}
         if rest:
             after = step_on(self.optimizer, groups, scaled(rest, factor, self._memory))
-        torch.autograd.graph.increment_version(gradients)  # fused steps do not
+        torch.autograd.graph.increment_version(gradients)  # fused steps do not do it
         for parameter, launch in compiled.items():
             self._written(parameter, launch)
         return after
@@ -85,7 +85,7 @@ class CompiledStep:
         return Launch(function, scalars, [*tensors, copy.view], checked=copy.unchanged())
 
     def _kernel(self, recipe: Recipe, real: torch.dtype, gradient: torch.dtype, wire: torch.dtype | None, factor: float) -> tuple:
-        """The machine code of a recipe, and its numbers."""
+        """The address of a recipe's machine code, and its scalars."""
         key = id(recipe), gradient, wire, factor
         if key not in self._kernels:
             function = address_of(Kernel(recipe.formula, real, gradient, wire, factor != 1.0))

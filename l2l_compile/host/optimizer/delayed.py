@@ -1,4 +1,4 @@
-"""`delay=1`: the updates of a step run while the next step computes, which reads the weights from before them.
+"""`delay=1`: the updates of a step run while the next step computes. That step reads the weights from before these updates.
 
     W(t + 1) = W(t) - v * g(W(t - 1))
 
@@ -27,10 +27,10 @@ from .torch_step import Hyperparameters
 
 
 class DelayedUpdates(UpdatesInForward):
-    """As `UpdatesInForward`, but nobody waits for an update before the next `optimizer.step()`: wires keep the weights before it.
+    """As `UpdatesInForward`, but the next forward and backward wait for no update: wires keep the weights from before it.
 
-    Updates have a lane of their own, so that gradients of the next step are collected meanwhile. A checkpoint of the optimizer
-    holds the weights that the next step reads.
+    The next `optimizer.step()` waits. Updates have a lane of their own, so the host lane collects gradients of the next step at
+    the same time. A checkpoint of the optimizer holds the weights that the next step reads.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class DelayedUpdates(UpdatesInForward):
         return super().begin_forward(parameters, to_train)
 
     def wait(self, parameters: Iterable[Parameter]) -> None:
-        """Updates are not waited for: their failures are raised."""
+        """Does not wait for updates. Raises their failures."""
         for worker in (self.worker, self._updating):
             worker.raise_failure()
 
     def begin_backward(self, pending: PendingBackward | None, pushes: Counter[Parameter]) -> None:
-        """The loss scale is that of all steps before."""
+        """Waits until the gradients of the step before were looked at: the loss scale then accounts for all earlier steps."""
         if self._looked is not None:
             self._looked.wait()
         self.worker.accesses.read(self._place_of_norm)

@@ -14,7 +14,7 @@ from ...ranks.sharded import divided_as, is_divided, is_split_by_a_parallel_laye
 
 
 def own_state(state: Mapping[str, Any], parameter: torch.Tensor) -> Any:
-    """The state of a parameter as its piece has it; of one that is not divided, the state itself."""
+    """The state of this rank's piece of a parameter; for a parameter that is not divided, the state itself."""
     if not is_divided(parameter):
         return state
     return {name: local(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
@@ -23,10 +23,10 @@ def own_state(state: Mapping[str, Any], parameter: torch.Tensor) -> Any:
 def kept_state(
     made: dict[str, Any], parameter: torch.Tensor, before: Mapping[str, Any], of_entries: Callable[[], Collection[str]]
 ) -> dict[str, Any]:
-    """State that a step on a piece has left, divided as the parameter is: a checkpoint would take plain tensors for whole ones.
+    """State that a step on a piece has left, divided like the parameter: a checkpoint takes plain tensors for whole ones.
 
     before      the state before the step
-    of_entries  names of state that has an entry for each of the parameter; asked for where sizes do not tell
+    of_entries  returns names of state with one entry for each entry of the parameter; called if sizes do not tell
     """
     if not is_divided(parameter):
         return made
@@ -43,12 +43,12 @@ def kept_state(
 
 
 def _like(earlier: torch.Tensor, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """State that a step has made anew, in the kind that it had."""
+    """State that a step has made anew, divided if it was divided before."""
     return divided_as(value, parameter) if is_divided(earlier) else value
 
 
 def ranks_among(parameters: Iterable[torch.Tensor]) -> Ranks | None:
-    """The ranks among which parameters are divided; None if there is one rank, or none of them is."""
+    """The ranks among which parameters are divided; None if there is one rank, or if no parameter is divided."""
     ranks = next((ranks_behind(p) for p in parameters if is_divided(p)), None)
     return ranks if ranks is not None and ranks.count > 1 else None
 
@@ -56,8 +56,8 @@ def ranks_among(parameters: Iterable[torch.Tensor]) -> Ranks | None:
 def counts_here(parameter: torch.Tensor, ranks: Ranks | None) -> bool:
     """Whether this rank's piece counts in a sum over all ranks.
 
-    Every rank has a parameter without dimensions as a whole, and every replica has each piece. Those who share parallel layers
-    have the same pieces of all that is not split among them.
+    Every rank has the whole of a parameter without dimensions, and every replica has each piece. Ranks that share parallel
+    layers have the same pieces of each parameter that is not split among them.
     """
     if ranks is None or not is_divided(parameter):
         return True
@@ -67,7 +67,7 @@ def counts_here(parameter: torch.Tensor, ranks: Ranks | None) -> bool:
 
 
 def summed_over(ranks: Ranks | None, kind: Kind, values: tuple[float, ...]) -> list[float]:
-    """Begin something together with the other ranks; the sums of these numbers over all ranks, the same bits on each (caller)."""
+    """Announce `kind` together with the other ranks; the sums of `values` over all ranks, the same bits on each (caller)."""
     if ranks is None:
         return list(values)
     told = ranks.announce(kind, told=numbers_of(values))
@@ -75,9 +75,9 @@ def summed_over(ranks: Ranks | None, kind: Kind, values: tuple[float, ...]) -> l
 
 
 def check_pieces_are_independent(optimizer: torch.optim.Optimizer, trial: Any, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise `L2LError` if a step on a matrix is not that on its pieces: a norm of the whole, factored state.
+    """Raise `L2LError` if a step on a matrix differs from steps on its pieces, as with a norm of the whole or factored state.
 
-    `trial(sizes, dim)` gives a matrix of 6 rows and columns after some steps on pieces of so many rows, or columns.
+    `trial(sizes, dim)` returns a 6 x 6 matrix after some steps on pieces of `sizes` rows (`dim` 0) or columns.
     """
     divided = [p for p in parameters if is_divided(p)]
     if ranks_among(divided) is None:

@@ -1,4 +1,4 @@
-"""Weights of a step before in checkpoints of an optimizer, for `delay=1`: entries of a parameter's state that no optimizer knows."""
+"""Weights of a step before, in checkpoints of an optimizer (`delay=1`): entries of `state` that no optimizer knows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from ...ranks.sharded import local
 
 Earlier = dict[torch.Tensor, list[torch.Tensor]]  # by parameter
-_NAME = "l2l_weight_of_a_step_before_"  # the dtype stands behind it
+_NAME = "l2l_weight_of_a_step_before_"  # followed by the dtype
 
 
 def add(earlier: Earlier, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Add weights to what `optimizer.state_dict()` has made."""
+    """Add weights to the result of `optimizer.state_dict()`."""
     states = state_dict["state"]
     for number, parameter in enumerate(_parameters(optimizer)):
         for tensor in earlier.get(parameter, ()):
@@ -37,7 +37,7 @@ def take(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> tuple[
 
 
 def take_loaded(optimizer: torch.optim.Optimizer) -> Earlier:
-    """The weights of a checkpoint that an optimizer has loaded already; its state is without them behind that."""
+    """The weights of a checkpoint that an optimizer has loaded already. Removes them from its state."""
     found: Earlier = {}
     for parameter, state in list(optimizer.state.items()):
         own, rest = _apart(state)
@@ -51,7 +51,7 @@ def take_loaded(optimizer: torch.optim.Optimizer) -> Earlier:
 
 
 def _apart(state: Mapping[Any, Any]) -> tuple[list[torch.Tensor], dict[Any, Any]]:
-    """The weights in a parameter's state, as wide as they were, and the rest."""
+    """The weights in a parameter's state, in their original dtypes, and its other entries."""
     own = {name: value for name, value in state.items() if isinstance(name, str) and name.startswith(_NAME)}
     weights = [local(value).to(getattr(torch, name.removeprefix(_NAME)), copy=True) for name, value in own.items()]
     return weights, {name: value for name, value in state.items() if name not in own}

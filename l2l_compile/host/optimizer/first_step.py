@@ -12,10 +12,10 @@ from ..hooks import WeakHook
 
 
 class FirstStepMemory:
-    """Has an optimizer make its state apart from the heap in its own first step, and trims the heap before every step.
+    """Has an optimizer allocate its state apart from the heap in its own first step, and trims the heap before every step.
 
-    With the option update='at_step' all gradients and the optimizer's temporaries stand beside the state then: no moment
-    needs more memory of the host.
+    With the option update='at_step', the state, all gradients and the optimizer's temporaries exist at the same time then:
+    host memory is at its peak.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""What elementwise ATen operations compute, as C expressions of `real`, in the order of operations of PyTorch's own kernels.
+"""Elementwise ATen operations as C expressions of `real`, in the order of operations of PyTorch's own kernels.
 
 Operands are names of C variables. `FMA` is a multiply-add that rounds once where the processor has one, as ATen's
 vectorized kernels do. Comparisons give an `int`.
@@ -95,9 +95,9 @@ IGNORED = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format",
 
 
 def formula_of(name: str, arguments: Sequence[Any]) -> tuple[Callable[..., str], Sequence[Any]] | None:
-    """The formula of an operation with these arguments, and those which are its operands; None if it has none.
+    """The formula of an operation with these arguments, and the arguments that are its operands; None if it has no formula.
 
-    `name` is that of the overload packet; what ends in "_" is also found without.
+    `name` is the name of the overload packet. A name that ends in "_" is also found without it.
     """
     plain = name if name in _FORMULAS else name.removesuffix("_")
     number = arguments[-1] if arguments and isinstance(arguments[-1], (int, float)) else None

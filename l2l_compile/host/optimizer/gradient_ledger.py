@@ -1,9 +1,9 @@
-"""The gradients of one training step on the host: what has arrived, and which backward calls are still to come.
+"""The gradients of one training step on the host: which have arrived, and which backward calls are still to come.
 
-A forward that a backward may follow opens a `PendingBackward`. A *round* is over when none is open: after one backward call,
-or after several that were joined. A step has `accumulate` rounds, or ends with the one that `accumulate()` calls the last.
-`optimizer.step()` ends it, and with it the round: a forward
-whose output is held, but never differentiated, is given up then.
+A forward that a backward may follow opens a `PendingBackward`. A *round* is over when no pending backward is open: after one
+backward call, or after one for each of several forwards. A step has `accumulate` rounds; if `accumulate` is a function, the
+step ends with the round for which it returns True. `optimizer.step()` ends the step and its last round. A forward whose output
+is held, but was never differentiated, is given up then.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _HELD = (
 class PendingBackward:
     """A forward that a backward may follow.
 
-    parameters  those that the optimizer trains and this forward reads
+    parameters  the parameters that the optimizer trains and this forward reads
     step        the number of the step in which the forward ran
     open        whether the backward has not begun, and may still begin
     pushes      how often the backward will still hand over a gradient of each parameter
     settled     parameters that no other pending backward reads
     last        whether the backward belongs to the last round of the step
     ends_round  whether no other backward of this round is to come
-    sums        gradients of parameters that are not complete in this backward
+    sums        gradients that are not complete yet in this backward, by parameter
     groups      the hyperparameters when the backward began, for updates in backward
     """
 
@@ -78,7 +78,7 @@ class PendingBackward:
         self.ledger.check(self)
 
     def give_up(self) -> None:
-        """No backward for the optimizer is going to run."""
+        """No backward for the optimizer will run."""
         self.ledger.close(self)
 
     def __del__(self) -> None:
@@ -170,13 +170,13 @@ class GradientLedger:
         self._round_is_open, self.complete = False, self.in_last_round
 
     def _end_round_without_the_rest(self) -> None:
-        """A round of which all other forwards were forgotten after a backward is over."""
+        """End a round that has had a backward, if its other forwards were all forgotten since."""
         if self._round_is_open and not self._readers:
             self._end_round()
 
     @property
     def never_stepped(self) -> str:
-        """What a message says more where the optimizer of the option has made no step yet."""
+        """A sentence for error messages, if the optimizer of the option has made no step yet."""
         return "" if self.steps else _NEVER_STEPPED
 
     def _is_last_round(self) -> bool:
@@ -188,7 +188,7 @@ class GradientLedger:
         return f"the option accumulate is {self.accumulate}: set it to the number of backward calls in a step"
 
     def end_step(self) -> None:
-        """`optimizer.step()` is called: the last round is over as well. Raises `L2LError`, and drops the gradients, if one is missing."""
+        """`optimizer.step()` is called. Ends the last round. If a round is missing, drops gradients and raises `L2LError`."""
         self._end_round_without_the_rest()
         with self._lock:
             held, self._readers = bool(self._readers), Counter()
@@ -216,7 +216,7 @@ class GradientLedger:
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
     def collect(self, pending: PendingBackward, segment: Sequence[Pushed]) -> None:
-        """The gradients of a segment are on the host; those of a shared parameter add up."""
+        """The gradients of a segment are on the host. Gradients of a shared parameter are summed."""
         for pushed in segment:
             parameter = pushed.parameter
             pending.pushes[parameter] -= 1
@@ -228,13 +228,13 @@ class GradientLedger:
                 self.gradients[parameter] = self._memory.added(self.gradients.get(parameter), whole, parameter.dtype)
 
     def settled(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> list[Parameter]:
-        """Those of these parameters whose gradient is there and complete: nothing more of this step will add to it."""
+        """The parameters, among these, whose gradient is complete: nothing else in this step will add to it."""
         if not pending.last:
             return []
         return [p for p in dict.fromkeys(parameters) if p in self.gradients and p in pending.settled and pending.pushes[p] == 0]
 
     def take_settled(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> dict[Parameter, torch.Tensor]:
-        """Remove and return the gradients of those of these parameters that are complete."""
+        """Remove and return the gradients of these parameters that are complete."""
         return {p: self.gradients.pop(p) for p in self.settled(pending, parameters)}
 
     def take_all(self) -> dict[Parameter, torch.Tensor]:

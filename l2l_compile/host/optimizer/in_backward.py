@@ -23,7 +23,7 @@ from .updates import UpdatesBehindTheDevice, sum_of_squares
 
 
 class UpdatesInBackward(UpdatesBehindTheDevice):
-    """Updates in the backward that closes the last pending use of a parameter, in the last round of a step."""
+    """Updates a parameter in the backward that closes its last pending use, in the last round of a step."""
 
     wants_norms = True
 
@@ -32,7 +32,7 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
         self._memory = memory
         self._norm = 0.0
         self._squares = 0.0  # of the gradients of this step that were applied
-        self._squares_of: dict[Parameter, float | None] = {}  # of gradients that came in one piece; None for those of several
+        self._squares_of: dict[Parameter, float | None] = {}  # of a gradient that came in one piece; None if it came in several
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
 
@@ -53,12 +53,12 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
         return self.worker.submit(lambda: self._update(pending, parameters))
 
     def end_backward(self, pending: PendingBackward) -> None:
-        """What only earlier rounds gave a gradient is updated as well."""
+        """Also update parameters that got a gradient in earlier rounds only."""
         if pending.ends_round:
             self.worker.submit(lambda: self._update(pending, list(self._ledger.gradients)))
 
     def clip(self, max_norm: float) -> None:
-        """Raises `L2LError`, unless nothing is to be clipped."""
+        """Raises `L2LError`, unless `max_norm` is infinite, so that nothing is clipped."""
         if math.isfinite(max_norm):
             raise L2LError(
                 f"clipping to {max_norm} needs the norm of all gradients before the first update, and update='in_backward' has "
@@ -71,7 +71,7 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
         self._squares_of.clear()
 
     def _load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A step that has begun is over: what it has updated is about to be replaced."""
+        """End a step whose updates have begun: the checkpoint is about to replace them."""
         loaded = super()._load(optimizer, state_dict)
         if self._updates_have_begun():
             self.forget()
@@ -81,7 +81,7 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
         return self._ledger.in_last_round
 
     def _end_step(self, groups: Hyperparameters) -> None:
-        """Update what a held forward kept from its update, and note the norm. Raises `L2LError` if a gradient came from elsewhere."""
+        """Update parameters that a held forward kept waiting, and set the norm. Raises `L2LError` for gradients in `p.grad`."""
         if left := self._ledger.take_all():
             self.worker.submit(lambda: self._apply(left, groups))
             self._drain()
@@ -106,7 +106,7 @@ class UpdatesInBackward(UpdatesBehindTheDevice):
                 self._squares_of[pushed.parameter] = norm**2 if norm is not None else None
 
     def _update(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> None:
-        """Update those of these parameters whose gradients are complete."""
+        """Update the parameters, among these, whose gradients are complete."""
         self._apply(self._ledger.take_settled(pending, parameters), pending.groups)
 
     def _apply(self, gradients: Mapping[Parameter, torch.Tensor], groups: Hyperparameters) -> None:

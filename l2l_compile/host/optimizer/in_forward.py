@@ -29,12 +29,12 @@ _Norms = dict[Parameter, tuple[torch.Tensor, torch.Tensor]]  # complete gradient
 
 @dataclass(eq=False)
 class _Step:
-    """A step whose updates are put off. Gradients are not here: those of a segment are free after its update.
+    """A step whose updates are put off. It holds no gradients, so the gradients of a segment are freed after its update.
 
-    groups    the hyperparameters of `optimizer.step()`
+    groups    the hyperparameters at `optimizer.step()`
     put_off   the parameters as they were then
-    max_norm  that gradients are clipped to, None for none
-    factor    on all gradients, once they have been looked at: clipping, 1 / loss scale; 0 if the step is skipped
+    max_norm  the norm to which gradients are clipped, None for no clipping
+    factor    multiplies all gradients; set by `_look_at`: clipping, 1 / loss scale; 0 if the step is skipped
     """
 
     groups: Hyperparameters
@@ -44,21 +44,21 @@ class _Step:
 
 
 class UpdatesInForward(UpdatesBehindTheDevice):
-    """Puts the updates of a step off to the next forward, which waits for those of a segment before it fetches it."""
+    """Puts the updates of a step off to the next forward, which waits for a segment's updates before it fetches the segment."""
 
     def __init__(self, options: Options, worker: Worker, wires: Wires, threads: int, memory: GradientMemory):
         super().__init__(options, worker, wires, threads, memory)
-        self._updating = worker  # the thread for what is put off
+        self._updating = worker  # the thread for updates that are put off
         self._memory, self._max_norm_of_all = memory, options.max_grad_norm
         self._max_norm = self._max_norm_of_all  # of this step
         self.scale = LossScale().keep_with(self.optimizer) if options.precision == "fp16" else None
         self._norm = 0.0
         self._norms: _Norms = {}
         self._skipped = 0
-        self._order: dict[Parameter, int] = {}  # of the model's parameters: norms are summed in it
+        self._order: dict[Parameter, int] = {}  # of the model's parameters, in which norms are summed
         self._segments: dict[tuple[Parameter, ...], None] = {}  # of this step, in the order of backward
         self._tickets: dict[Parameter, Ticket] = {}
-        self._looked: Ticket | None = None  # the last step's gradients were looked at
+        self._looked: Ticket | None = None  # done when the last step's gradients have been looked at
         self._place_of_norm = Place("the norm of a step")
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
             self._order.setdefault(parameter, len(self._order))
 
     def describe(self, stats: Stats) -> None:
-        """Figures of the last step, whose gradients have been looked at then."""
+        """Waits until the gradients of the last step have been looked at, and adds their figures."""
         if self._looked is not None:
             self._looked.wait()
         self.worker.accesses.read(self._place_of_norm)
@@ -91,7 +91,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         return self._max_norm is not None
 
     def _before_step_of_others(self) -> None:
-        """Clip what is in `p.grad`, as with gradients of the compiled model beside it."""
+        """Clip gradients in `p.grad`, as in a step that has gradients of the compiled model as well."""
         outside = [p for p in self.managed if p.grad is not None]
         if outside and self._max_norm is not None:
             torch.nn.utils.clip_grad_norm_(outside, self._max_norm)
@@ -110,7 +110,8 @@ class UpdatesInForward(UpdatesBehindTheDevice):
     def _end_step(self, groups: Hyperparameters) -> None:
         """Queue a look at all gradients, and then an update for each segment, in the order of the next forward.
 
-        Parameters with a gradient from outside of the compiled model are updated at once: who reads them there waits for nothing.
+        Parameters with a gradient from outside of the compiled model are updated at once: code that reads them there
+        does not wait.
         """
         gradients = self._ledger.take_all()
         outside = self._take_gradients_from_outside(gradients)
@@ -128,7 +129,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         self._segments.clear()
 
     def _take_gradients_from_outside(self, gradients: dict[Parameter, torch.Tensor]) -> list[Parameter]:
-        """Move gradients that are in `p.grad`, from outside of the compiled model, to ours, in their scale. Their parameters."""
+        """Move gradients in `p.grad`, from outside of the model, to `gradients`, in their scale. Returns their parameters."""
         managed = (p for group in self.optimizer.param_groups for p in group["params"])
         outside = [p for p in managed if p.grad is not None]
         for parameter in outside:
@@ -141,7 +142,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
     def _in_order_of_forward(
         self, gradients: Mapping[Parameter, torch.Tensor], but: Iterable[Parameter]
     ) -> Iterator[list[Parameter]]:
-        """The parameters of each segment, but for some; a shared one goes with its first reader."""
+        """The parameters of each segment, without those in `but`. A shared parameter goes with its first reader."""
         taken = set(but)
         for segment in [*reversed(self._segments), tuple(gradients)]:
             mine = [p for p in dict.fromkeys(segment) if p in gradients and p not in taken]
@@ -151,7 +152,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
     def collect(self, pending: PendingBackward, segment: Sequence[Pushed]) -> None:
-        """Norms are taken as gradients arrive: none is left to be read between the last one and the first update."""
+        """Take norms as gradients arrive, so that none is left to take between the last gradient and the first update."""
         parameters = tuple(pushed.parameter for pushed in segment)
         self._segments.setdefault(parameters)
         super().collect(pending, segment)
@@ -160,7 +161,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
             self._norms[parameter] = gradient, self._norm_of_one(parameter, gradient)
 
     def _look_at(self, step: _Step, gradients: Mapping[Parameter, torch.Tensor], norms: _Norms) -> None:
-        """Decide on the factor for all gradients of a step, of which some norms are known."""
+        """Set the factor for all gradients of a step. `norms` has the norms that are known already."""
         self.worker.accesses.write(self._place_of_norm)
         scale = self.scale.value if self.scale is not None else 1.0
         norm = self._norm_over_ranks(gradients, norms) / scale
@@ -175,7 +176,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         step.factor = float(clip / scale)
 
     def _norm_over_ranks(self, gradients: Mapping[Parameter, torch.Tensor], known: _Norms) -> torch.Tensor:
-        """The global norm of gradients of which each rank has pieces: the same bits on all."""
+        """The global norm of gradients of which each rank has pieces, with the same bits on every rank."""
         ranks = self.ranks
         norm = self._norm_of({p: g for p, g in gradients.items() if counts_here(p, ranks)}, known)
         if ranks is None:
@@ -189,20 +190,20 @@ class UpdatesInForward(UpdatesBehindTheDevice):
         norms = []
         for parameter in ordered:
             gradient, taken = gradients[parameter], known.get(parameter)
-            if taken is not None and taken[0] is gradient:  # it is not if one from outside was added
+            if taken is not None and taken[0] is gradient:  # not so if a gradient from outside was added
                 norms.append(taken[1])
             else:
                 norms.append(self._norm_of_one(parameter, gradient))
         return torch.nn.utils.get_total_norm(norms)
 
     def _norm_of_one(self, parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        """The norm of a gradient as wide as its parameter; one wide copy at a time."""
+        """The norm of a gradient, taken in the dtype of its parameter. Only one gradient is widened at a time."""
         entries = gradient.coalesce().values() if gradient.is_sparse else gradient  # an embedding outside of the compiled model
         return torch.linalg.vector_norm(self._memory.widened(entries, parameter.dtype))
 
     def _skip_step(self) -> None:
         self._skipped += 1
-        if self.scale is None:  # a loss scale that was too large is no news
+        if self.scale is None:  # fp16: a loss scale that was too large is normal
             warnings.warn(
                 f"the gradients' norm is {self._norm}, so this step updates nothing (stats().skipped_steps counts such steps)",
                 RuntimeWarning,
@@ -210,7 +211,7 @@ class UpdatesInForward(UpdatesBehindTheDevice):
             )
 
     def _update(self, step: _Step, gradients: Mapping[Parameter, torch.Tensor]) -> None:
-        """Update the parameters of a segment. Raises `L2LError` if somebody has written into one since."""
+        """Update the parameters of a segment. Raises `L2LError` if any code has written into one of them since."""
         if step.factor == 0.0:
             return
         step.put_off.check(gradients)

@@ -2,8 +2,8 @@
 
     for every element:   g = gradient * factor;  statements of the recipe;  p, x0, … = new values;  wire = p
 
-The kernel is plain C, compiled by the compiler that Inductor uses on the host. Ranges are shared out among as many
-threads as the host lane may take.
+The kernel is plain C, compiled by the compiler that Inductor uses on the host. Ranges are divided among as many threads
+as the host lane may take.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ static inline bf16 to_bf16(float f) {{
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the C text of an update depends on: the formula, the dtypes in memory, whether gradients are scaled."""
+    """All that the C text of an update depends on: the formula, the dtypes in memory, whether gradients are scaled."""
 
     formula: Formula
     real: torch.dtype
@@ -64,15 +64,15 @@ class Kernel:
 
 @functools.cache
 def address_of(kernel: Kernel) -> int:
-    """The compiled `update(n, s, {g, p, x0, …, w})`. Raises `LoweringError` where there is no C compiler, or it fails."""
+    """The address of the C function `update(n, s, {g, p, x0, …, w})`. Raises `LoweringError` without a working C compiler."""
     return ctypes.c_size_t.from_buffer(build(source(kernel)).update).value
 
 
 def source(kernel: Kernel) -> str:
     """The C text of an update.
 
-    It returns whether an element of the wire was not the copy of its parameter before. `s` ends with the factor of the
-    gradient.
+    The function returns whether an element of the wire was not the copy of its parameter before the update. `s` ends with the
+    factor of the gradient.
     """
     formula, real, gradient, wire = kernel.formula, kernel.real, kernel.gradient, kernel.wire
     pointers = ["p", *(f"x{i}" for i in range(formula.states))]
@@ -110,7 +110,7 @@ long update(long n, const real* s, void** a) {{ return range(n, s, {", ".join(f"
 """
 
 
-# Runs kernels on several threads without coming back to Python, whose lock the executor holds meanwhile.
+# Runs kernels on several threads without a return to Python: the executor holds Python's lock (GIL) at the same time.
 # A row is {thread, result, address of update, n, address of s, addresses of tensors…}.
 _RUNS = """
 #include <pthread.h>
@@ -149,10 +149,10 @@ def _run() -> Callable[[int, int, int, int], None]:
 
 @dataclass
 class Launch:
-    """A kernel on contiguous tensors of as many elements each; `scalars` is what `s` points to.
+    """A kernel on contiguous tensors with the same number of elements; `s` points to `scalars`.
 
     checked   whether the wire must be the copy of the parameter before the step
-    stale     after the step: whether it was not
+    stale     after the step: whether the wire was not that copy
     """
 
     address: int
@@ -165,13 +165,13 @@ class Launch:
         self.count = self.tensors[0].numel()
 
     def row(self, thread: int, start: int, end: int, width: int) -> list[int]:
-        """The elements from `start` to `end`, for a thread."""
+        """The row for a thread that runs the elements from `start` to `end`."""
         places = [t.data_ptr() + start * t.element_size() for t in self.tensors]
         return [thread, 0, self.address, end - start, self.scalars.data_ptr(), *places] + [0] * (width - _HEAD - len(places))
 
 
 def run_all(launches: Sequence[Launch], threads: int) -> None:
-    """Run launches, with their elements shared out evenly among threads."""
+    """Run launches, with their elements divided evenly among threads."""
     total = sum(launch.count for launch in launches)
     threads = max(1, min(threads, total // _ALONE))
     share = -(-total // threads)

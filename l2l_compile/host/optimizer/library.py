@@ -1,7 +1,7 @@
-"""Build C texts to libraries, and keep them beside Inductor's cache: the next process, and the other ranks, load them.
+"""Build C texts into libraries, and keep them beside Inductor's cache: the next process, and the other ranks, load them.
 
-A library lies under the digest of all that it depends on: its text, the options, the compiler and the instructions of the
-machine. Its name is the checksum of its content, so one that was not written to its end is found out before it is loaded.
+A library is stored under the digest of all that it depends on: its text, the options, the compiler and the instructions of
+the machine. Its name is the checksum of its content, so a file that is incomplete is detected before it is loaded.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def _compiler() -> str:
 
 @functools.cache
 def _identity(compiler: str) -> tuple[str, ...]:
-    """What decides how the compiler reads a text: its version, and the options that `-march=native` stands for here.
+    """All that the result depends on besides the text: the compiler's version and options, with `-march=native` spelled out.
 
-    Compilers print both when they are asked for each step (`-v`), in a run that writes nothing.
+    Compilers print this with `-v`, in a run that writes nothing.
     """
     asked = [compiler, *_LANGUAGE, *_FLAGS, "-E", "-v", os.devnull]
     done = subprocess.run(asked, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
@@ -67,7 +67,7 @@ def _compile(compiler: str, text: str, library: Path) -> None:
 
 
 def _kept(folder: Path) -> ctypes.CDLL | None:
-    """The library that a folder keeps, if it is whole and can be loaded."""
+    """The library that a folder keeps, if it is complete and can be loaded."""
     for path in folder.glob("*.so"):
         with suppress(OSError):
             if path.stem == _checksum(path):

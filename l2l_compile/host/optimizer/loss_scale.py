@@ -35,7 +35,7 @@ class LossScale:
             self.good_steps = 0
 
     def keep_with(self, optimizer: torch.optim.Optimizer) -> LossScale:
-        """Saved in the `state_dict` of an optimizer from now on, and loaded with it; begins with one that was loaded before."""
+        """Save the scale in the `state_dict` of an optimizer, and load it from there; begin with a scale loaded before."""
         self._load(optimizer)
         handles = [
             optimizer.register_state_dict_pre_hook(WeakHook(self._save)),

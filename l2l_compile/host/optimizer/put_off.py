@@ -1,4 +1,4 @@
-"""Parameters whose update was put off: nobody may write into them before it."""
+"""Parameters whose update was put off: no code may write into them before it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ENTRIES = 1024  # of each parameter, that are compared
 class PutOff:
     """Parameters of an optimizer as they are now.
 
-    PyTorch records writes into a parameter, but not those through `.data` (`p.data.mul_()`, `vector_to_parameters`). They are found by
-    comparing some entries, so that one which changes few entries is not.
+    PyTorch records writes into a parameter, but not writes through `.data` (`p.data.mul_()`, `vector_to_parameters`). These are
+    found by comparing some entries, so a write that changes few entries may be missed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Parameter]):
@@ -26,7 +26,7 @@ class PutOff:
         self._before = {p: (identity(p), _some_entries(p), optimizer.state.get(p)) for p in parameters}
 
     def check(self, parameters: Iterable[Parameter]) -> None:
-        """Raise `L2LError` if somebody has written into one of these since, replaced its state, or taken it out of the optimizer."""
+        """Raise `L2LError` if one of these was written since, has new state, or was taken out of the optimizer."""
         there = {p for group in self._optimizer.param_groups for p in group["params"]}
         for parameter in parameters:
             if parameter not in there:

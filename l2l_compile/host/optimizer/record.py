@@ -1,8 +1,8 @@
-"""Record what an optimizer's own step computes for a parameter, as straight-line C on one element.
+"""Record an optimizer's own step on a parameter, as straight-line C for one element.
 
 The step runs on stand-ins without data (meta tensors) of the parameter, its gradient and the state of its shape, while
 numbers (hyperparameters, counters, bias corrections) are computed by the optimizer's own Python. They become operands
-`s[0], s[1], …`, so the text is the same in every step that takes the same way through the code.
+`s[0], s[1], …`, so the text is the same in every step that takes the same path through the code.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .torch_step import Hyperparameters, shadow_of
 
 
 class NotElementwise(Exception):
-    """The step of an optimizer cannot be written as one formula for every element; says why."""
+    """The step of an optimizer cannot be written as one formula for every element; its message says why."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """What a step computes for every element of a parameter `p` with a gradient `g`.
+    """The computation of a step for every element of a parameter `p` with a gradient `g`.
 
     lines     C statements that compute the new values
     states    number of state tensors `x0`, `x1`, … of the parameter's shape
@@ -49,7 +49,7 @@ class Recipe:
     reads     the names of the state tensors
     state     the other entries of the parameter's state after the step
     groups    the hyperparameters after the step
-    any_shape whether the step looked at no size: the recipe is that of every parameter in the same state
+    any_shape whether the step looked at no size, so that the recipe fits every parameter in the same state
     """
 
     formula: Formula
@@ -68,7 +68,7 @@ def vectors(parameter: torch.Tensor, state: dict[str, Any]) -> list[str]:
 def record(optimizer: torch.optim.Optimizer, groups: Hyperparameters, group: int, parameter: torch.Tensor) -> Recipe:
     """The step of `optimizer` on `parameter`, which is in the param_group of this number. Changes nothing.
 
-    Raises `NotElementwise`, and `L2LError` if PyTorch refuses to run the step so, as it does where the step compiles a function.
+    Raises `NotElementwise`, and `L2LError` if the step fails on stand-ins, as it does if it compiles a function.
     """
     state = own_state(optimizer.state.get(parameter, {}), parameter)
     special, parameter = attributes(parameter), local(parameter)
@@ -131,7 +131,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 class _Questions(TorchFunctionMode):
-    """Notices when code asks a tensor for something that is neither a tensor nor a matter of its dtype."""
+    """Sets `of_shape` when code asks a tensor for anything other than tensors and properties such as its dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,14 +149,14 @@ _NOT_OF_SHAPE = frozenset({
     torch.is_complex, torch.Tensor.is_complex, torch.is_floating_point, torch.Tensor.is_floating_point, torch.Tensor.__hash__,
     *(getattr(torch.Tensor, name).__get__ for name in ("is_sparse", "requires_grad", "is_cuda", "is_cpu")),
     torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__bool__, torch.Tensor.__int__,
-})  # fmt: skip  # the last four: of numbers, for a stand-in has none
+})  # fmt: skip  # the last four read numbers of real tensors: a stand-in has none
 
 
 _FACTORS = ("alpha", "value")
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes a C statement for every operation on tensors without data. `values`: the C variable in each one's memory."""
+    """Writes a C statement for every operation on tensors without data. `values`: the C variable in each tensor's memory."""
 
     def __init__(self, like: torch.Tensor, known: dict[str, torch.Tensor]):
         super().__init__()
@@ -164,7 +164,7 @@ class _Recorder(TorchDispatchMode):
         self.lines: list[str] = []
         self.scalars: list[float] = []
         self.values = {_memory(t): name for name, t in known.items()}
-        self._alive: list[torch.Tensor] = list(known.values())  # so that no memory gets the identity of another
+        self._alive: list[torch.Tensor] = list(known.values())  # kept alive, so that no new memory gets the identity of another
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -192,7 +192,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _result(self, func, name: str, args: tuple, kwargs: dict) -> torch.Tensor:
-        """The tensor that the operation gives: all operands have one shape and dtype, so nothing is to be computed."""
+        """The result of an operation. All operands have one shape and dtype, so nothing has to be computed."""
         dtype = kwargs.get("dtype") or (torch.bool if name in COMPARISONS else self.like.dtype)
         written = args[0] if func._schema.is_mutable else None
         written = kwargs.get("out", written)

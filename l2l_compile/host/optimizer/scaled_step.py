@@ -13,7 +13,7 @@ from .loss_scale import LossScale
 
 
 class ScaledStep:
-    """Watches an optimizer's steps: without finite gradients, `optimizer.step()` finds none and changes nothing."""
+    """Watches an optimizer's steps. If a gradient is not finite, `optimizer.step()` finds no gradients and changes nothing."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.scale = LossScale().keep_with(optimizer)

@@ -23,7 +23,7 @@ _stateless: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # their 
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
-    """What each param_group holds besides its parameters, as it is now (tensors are copied)."""
+    """The entries of each param_group except its parameters, as they are now (tensors are copied)."""
     return [
         {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
@@ -35,7 +35,7 @@ def shadow_of(
 ) -> tuple[torch.optim.Optimizer, Callable[[], Any]]:
     """An optimizer of the same class over other parameters, a list for each param_group, without state; and its step.
 
-    Hooks stay with the optimizer: they are for whole steps.
+    Its step runs none of the optimizer's hooks: they are for whole steps.
     """
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)
@@ -71,14 +71,14 @@ def step_on(
             before = optimizer.state.get(parameter, {})
             optimizer.state[parameter] = kept_state(shadow.state[stand_in], parameter, before, lambda: names_of_trial(optimizer))
         if is_divided(parameter):
-            torch.autograd.graph.increment_version(parameter)  # the step was on its piece
+            torch.autograd.graph.increment_version(parameter)  # the step wrote its piece
     return [{k: v for k, v in group.items() if k != "params"} for group in shadow.param_groups]
 
 
 def scaled(
     gradients: Mapping[torch.nn.Parameter, torch.Tensor], factor: float, memory: GradientMemory
 ) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """Gradients in the dtype of their parameters, times a factor. May overwrite those that are given."""
+    """Gradients in the dtype of their parameters, times a factor. May overwrite the given gradients."""
     wide = {p: memory.widened(g, p.dtype) for p, g in gradients.items()}
     return wide if factor == 1.0 else {p: g.mul_(factor) for p, g in wide.items()}
 
@@ -102,10 +102,10 @@ def _stand_in(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Te
 
 
 def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `L2LError` if an optimizer's step on all parameters is not that on some, then on the others.
+    """Raise `L2LError` if an optimizer's step on all parameters differs from steps on one parameter after another.
 
-    Tried on small tensors with the optimizer's class and hyperparameters: three steps, with gradients of other sizes. One that calls the
-    step of another would step that one's parameters, and is refused.
+    Tries three steps on small tensors, with the optimizer's class and hyperparameters and gradients of different magnitudes. An
+    optimizer that calls the step of another one is refused: that step would be on the other optimizer's parameters.
     """
     if (inner := _wrapped(optimizer)) is not None:
         name, within = type(optimizer).__name__, type(inner).__name__
@@ -140,7 +140,7 @@ def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def _tried(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within it, an optimizer steps on small tensors. Raises `L2LError` if it fails."""
+    """Context in which an optimizer steps on small tensors. Raises `L2LError` if a step fails."""
     try:
         yield
     except Exception as error:
@@ -151,7 +151,7 @@ def _tried(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """An optimizer that another one holds."""
+    """The optimizer that another one holds; None if it holds none."""
     held = itertools.chain.from_iterable(v if isinstance(v, (list, tuple)) else [v] for v in vars(optimizer).values())
     return next((each for each in held if isinstance(each, torch.optim.Optimizer)), None)
 
@@ -168,7 +168,7 @@ def check_steps_on_the_host(optimizer: torch.optim.Optimizer) -> None:
 
 
 def with_state_of_trial(optimizer: torch.optim.Optimizer, entries: int = 128) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
-    """An optimizer with the class and hyperparameters of another, over a square matrix, after a step; and the matrix."""
+    """A new optimizer with the class and hyperparameters of `optimizer`, after a step on a square matrix; and the matrix."""
     parameter = torch.nn.Parameter(torch.zeros(entries, entries))
     trial = _small_copy(optimizer, [parameter])
     step_on(trial, hyperparameters(optimizer)[:1], {parameter: torch.ones(entries, entries)})
@@ -176,7 +176,7 @@ def with_state_of_trial(optimizer: torch.optim.Optimizer, entries: int = 128) ->
 
 
 def names_of_trial(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names of the state that has an entry for each of a parameter, from a step on a small matrix."""
+    """Names of the state with one entry for each entry of a parameter, from a step on a small matrix."""
     trial, parameter = with_state_of_trial(optimizer, entries=2)
     return [k for k, v in trial.state[parameter].items() if isinstance(v, torch.Tensor) and v.shape == parameter.shape]
 
@@ -201,7 +201,7 @@ def _small_copy(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Para
 
 
 def _trial(optimizer: torch.optim.Optimizer, together: bool) -> tuple[list[torch.Tensor], list[dict]]:
-    """Two small parameters after three steps, and every set of plain hyperparameters that a step left."""
+    """Two small parameters after three steps, and the hyperparameters after every step, without tensors."""
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(3, 4, generator=generator)) for _ in range(2)]
     trial, groups = _small_copy(optimizer, parameters), hyperparameters(optimizer)[:1]
@@ -218,7 +218,7 @@ def _trial(optimizer: torch.optim.Optimizer, together: bool) -> tuple[list[torch
 
 
 def _trial_of_whole_steps(optimizer: torch.optim.Optimizer) -> tuple[list[str], bool]:
-    """What the class's own step leaves besides hyperparameters: attributes that it changes, and whether it changes what has no gradient."""
+    """The attributes that the class's own step changes, and whether it changes parameters or state without a gradient."""
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(3, 4, generator=generator)) for _ in range(2)]
     trial = _small_copy(optimizer, parameters)
@@ -237,7 +237,7 @@ def _trial_of_whole_steps(optimizer: torch.optim.Optimizer) -> tuple[list[str], 
 
 
 def _remembered(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """The attributes of an optimizer that can count, in words. Flags say what was warned of, and do not count."""
+    """The attributes of an optimizer that can hold a count, as text, without flags: these note which warnings were given."""
     kept = {
         k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "defaults") and not isinstance(v, bool)
     }
@@ -245,14 +245,14 @@ def _remembered(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 
 def _written(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> str:
-    """Parameters and their state, in words."""
+    """Parameters and their state, as text."""
     return repr(
         [(p.tolist(), {k: getattr(v, "tolist", lambda v=v: v)() for k, v in optimizer.state[p].items()}) for p in parameters]
     )
 
 
 def _trial_in_pieces(optimizer: torch.optim.Optimizer, sizes: Sequence[int], dim: int) -> torch.Tensor:
-    """A small matrix after three steps, in pieces of so many rows (`dim` 0) or columns."""
+    """A small matrix after three steps, in pieces of `sizes` rows (`dim` 0) or columns."""
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(p.contiguous()) for p in torch.randn(6, 6, generator=generator).split(list(sizes), dim)]
     trial, groups = _small_copy(optimizer, parameters), hyperparameters(optimizer)[:1]
@@ -263,15 +263,15 @@ def _trial_in_pieces(optimizer: torch.optim.Optimizer, sizes: Sequence[int], dim
 
 
 def _state_like(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
-    """State for a small parameter, with values of a real one's: Adagrad and others make theirs when they are built."""
+    """State for a small parameter, with values from a real one: Adagrad and other optimizers make state when built."""
     for owner, state in optimizer.state.items():
         if not owner.dim():
-            continue  # its state does not tell which of it has an entry for each of the parameter
+            continue  # its state does not show which tensors have one entry for each entry
         made = {}
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 if value.shape != owner.shape:
-                    return {}  # made in the step, or the step will say what it lacks
+                    return {}  # the step makes it, or fails and names the missing state
                 entries = local(value).flatten()
                 dtype = parameter.dtype if value.dtype is owner.dtype else value.dtype
                 value = torch.full_like(parameter, entries[0].item() if len(entries) else 0.0, dtype=dtype)

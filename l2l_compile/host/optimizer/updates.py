@@ -36,11 +36,11 @@ from .torch_step import Hyperparameters, TorchStep, check_layers_are_independent
 
 
 class Updates:
-    """What the param-server tells and asks. By itself, it updates nothing: all gradients go to `p.grad`.
+    """The interface for the param-server. This base class updates nothing: all gradients go to `p.grad`.
 
-    keeps_wires   whether a wire is of use after backward has read it: an update writes it together with the parameters
+    keeps_wires   whether a wire is needed after backward has read it: an update writes it together with the parameters
     scale         the factor on the loss (fp16), None for none
-    wants_norms   whether the norm of each gradient is of use when it arrives
+    wants_norms   whether the norm of each gradient is needed when it arrives
     """
 
     keeps_wires: ClassVar[bool] = False
@@ -49,7 +49,7 @@ class Updates:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step has begun that is still to be ended here."""
+        """Whether no step is under way: begun, and not yet ended here."""
         return True
 
     def watch(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -61,13 +61,13 @@ class Updates:
             stats.loss_scale = self.scale.value
 
     def synchronize(self) -> None:
-        """Block until every update made so far can be seen. Raises what an update has raised."""
+        """Block until every update made so far can be seen. Raises the error of an update that failed."""
 
     def forget(self, pending: PendingBackward | None = None) -> None:
-        """After a failure: drop the gradients of the step that failed, in which no backward of this forward is to come."""
+        """After a failure: drop the gradients of the failed step. No backward of the forward `pending` will run."""
 
     def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
-        """A forward through these parameters begins; what to call the others with, None if all gradients go to `p.grad`."""
+        """A forward through these parameters begins. Returns its pending backward; None if all gradients go to `p.grad`."""
         return None
 
     def wait(self, parameters: Iterable[Parameter]) -> None:
@@ -80,9 +80,9 @@ class Updates:
         """The gradients of a segment are on the host (host lane)."""
 
     def update(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> Ticket | None:
-        """These parameters have had a gradient collected: update those that are complete, on the host lane.
+        """These parameters have had a gradient collected: update the parameters whose gradients are complete, on the host lane.
 
-        The ticket of this work; None if there is none.
+        Returns the ticket of this work; None if there is no work.
         """
         return None
 
@@ -90,7 +90,7 @@ class Updates:
         """All gradients of a backward are on their way."""
 
     def clip(self, max_norm: float) -> None:
-        """Clip the gradients of this step as `clip_grad_norm_` does: in the place of the option `max_grad_norm`, behind backward."""
+        """Clip the gradients of this step as `clip_grad_norm_` does, after backward. Replaces `max_grad_norm` for this step."""
 
     def squares_of_returned(self, gradients: Iterable[torch.Tensor]) -> float:
         """The sum of the squares of gradients that go to `p.grad`, where they count for the norm of the step."""
@@ -100,13 +100,13 @@ class Updates:
 class UpdatesBehindTheDevice(Updates, ABC):
     """Gradients in, updates out, for the parameters of one optimizer: the part that both modes share.
 
-    The host lane runs one piece of work after another. What is called on it says so.
+    The host lane runs one piece of work after another. Methods that run on it are marked.
     """
 
     keeps_wires = True
 
     def __init__(self, options: Options, worker: Worker, wires: Wires, threads: int, memory: GradientMemory):
-        assert options.optimizer is not None  # `Options.build` asks for it
+        assert options.optimizer is not None  # `Options.build` requires it
         self.optimizer, self.worker = options.optimizer, worker
         self._step: TorchStep | CompiledStep = (
             CompiledStep(self.optimizer, wires, threads, memory) if options.compile_update else TorchStep(self.optimizer, memory)
@@ -140,7 +140,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
         return self._ledger.is_idle
 
     def watch(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Make `state_dict` of these modules, and of those in them, wait for updates that are under way."""
+        """Make `state_dict` of these modules, and of their submodules, wait for updates that are under way."""
         for module in (inner for root in modules for inner in root.modules()):
             if module not in self._watched:
                 self._watched.add(module)
@@ -154,11 +154,11 @@ class UpdatesBehindTheDevice(Updates, ABC):
 
     @property
     def ranks(self) -> Ranks | None:
-        """Those among which the optimizer's parameters are divided; None for one rank. A loop may freeze parameters at any time (any thread)."""
+        """The ranks among which the optimizer's parameters, frozen or not, are divided; None for one rank (any thread)."""
         return ranks_among(p for group in self.optimizer.param_groups for p in group["params"])
 
     def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
-        """None as well if no backward may follow, or the optimizer has none of the parameters. Raises `L2LError`."""
+        """None also if no backward may follow, or if the optimizer has none of the parameters. Raises `L2LError`."""
         if not to_train:
             return None
         put_around_those_of_the_user(self.optimizer, *self._step_hooks)
@@ -204,7 +204,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
     def forget(self, pending: PendingBackward | None = None) -> None:
         self.worker.accesses.write(self._place)
         self._ledger.forget()
-        if pending is not None:  # the traceback of the failure may hold it
+        if pending is not None:  # the traceback of the failure may keep it alive
             self._ledger.close(pending)
 
     def _before_reading(self, *_: Any) -> None:
@@ -213,13 +213,13 @@ class UpdatesBehindTheDevice(Updates, ABC):
             self.worker.accesses.read_parameters(self.managed)
 
     def _load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer loads a checkpoint: without what a run with delay=1 has added, which is none of its state."""
+        """The optimizer loads a checkpoint. Returns it without the weights that a run with delay=1 has added."""
         self._before_reading()
         self._loaded, plain = earlier_weights.take(optimizer, state_dict)
         return plain
 
     def _before_zero_grad(self) -> None:
-        """`optimizer.zero_grad()` is called: a step that has begun starts again. Raises `L2LError` if it has updated something."""
+        """`optimizer.zero_grad()` is called: a step that has begun starts again. Raises `L2LError` if it has made updates."""
         if self._ledger.has_begun:
             if self._updates_have_begun():
                 raise L2LError(
@@ -231,7 +231,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
             self.forget()
 
     def before_zero_grad_of(self, module: torch.nn.Module) -> None:
-        """`zero_grad()` of a module is called, as of the optimizer. Raises `L2LError` within a step if it has a part of the parameters."""
+        """As `_before_zero_grad`, for a module. Raises `L2LError` within a step if it has only some of the parameters."""
         if self._ledger.has_begun:
             theirs = self.managed.intersection(module.parameters())
             if theirs and theirs != self.managed:
@@ -243,7 +243,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
                 self._before_zero_grad()
 
     def after_step_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises `L2LError` if another optimizer takes itself for that of a step which has been computed."""
+        """Raises `L2LError` if another optimizer with the same parameters was stepped at the end of a step."""
         if optimizer is self.optimizer or not self._ledger.complete:
             return
         shared = self.managed.intersection(p for group in optimizer.param_groups for p in group["params"])
@@ -255,7 +255,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
             )
 
     def before_scaled_step_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises `L2LError` within a step of ours: the scale of a `GradScaler` would stay on our gradients."""
+        """Raises `L2LError` within a step: gradients that are collected here would keep the scale of a `GradScaler`."""
         if optimizer is self.optimizer and self._ledger.has_begun:
             raise L2LError(
                 f"torch.amp.GradScaler around update={self._ledger.update!r}, whose gradients never come to p.grad, where they are unscaled: "
@@ -267,7 +267,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
         return False
 
     def _before_own_step(self, optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
-        """`optimizer.step()` is called: the end of a step. What it does itself then finds no gradients of ours."""
+        """`optimizer.step()` is called, which ends a step. Its own code then finds no gradients of the compiled model."""
         if any(a is not None for a in (*arguments[1:], *named.values())):
             raise L2LError(
                 f"optimizer.step(closure) runs the model again within the step, which update={self._ledger.update!r} cannot "
@@ -287,7 +287,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
             self._end_step(groups)
 
     def _check_that_no_other_model_takes_part(self) -> None:
-        """Raise `L2LError` if another compiled model has trained the same parameters in this step, or others whose norm is clipped with ours."""
+        """Raise `L2LError` if two compiled models take part in this step, and share parameters or clip by one norm."""
         for other in _updates_of[self.optimizer]:
             if other is not self and other._ledger.has_begun:
                 shared = len(self._ledger.trained & other._ledger.trained)
@@ -323,7 +323,7 @@ class UpdatesBehindTheDevice(Updates, ABC):
         """The optimizer's step on these parameters alone, with these gradients times a factor."""
         if gradients:
             self.worker.accesses.write_parameters(gradients)
-            with apart_from_compilation():  # optimizers compute otherwise while something is compiled
+            with apart_from_compilation():  # optimizers compute differently while something is compiled
                 self._groups.counted(groups, self._step.on(groups, gradients, factor))
 
 
