@@ -21,7 +21,7 @@ from .ir.segments import Segment
 from .ir.values import TensorSpec
 from .lowering.codes import Lowered
 from .lowering.lower import Lowering, one_at_a_time
-from .lowering.trace import probe
+from .lowering.probes import probe
 from .passes.batching.batch_rules import Partial, ResultState, Rows, same_program, states_of_nodes
 from .passes.batching.proof import probes, states_of_operands
 from .runtime.segment_run import gradient_of, joined, micro_batch_of

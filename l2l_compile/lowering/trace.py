@@ -8,8 +8,8 @@ Sizes that stay symbolic (`Sizes.symbols`) are integer operands in front of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -17,8 +17,7 @@ from torch._C import _functorch as functorch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ..devices.host import HOST, is_host
 from ..errors import LoweringError
@@ -41,10 +40,10 @@ def settings_of_a_trace() -> tuple:
     )  # fmt: skip
 
 
-class _BlockInterpreter(fx.Interpreter):
+class BlockInterpreter(fx.Interpreter):
     """Runs a block's torch-level graph with numbers in place of symbolic sizes, and the device in place of the host.
 
-    Operations that name no device make their results on the device too (see `_interpret`).
+    Operations that name no device make their results on the device too (see `interpret`).
     """
 
     def __init__(self, block: Block, bindings: Bindings, device: torch.device):
@@ -83,119 +82,17 @@ class _BlockInterpreter(fx.Interpreter):
         return moved
 
 
-class _Writes(TorchDispatchMode):
-    """Collects the storages that operators write into, according to their schemas."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                argument_value = kwargs.get(argument.name, args[index] if index < len(args) else None)
-                for tensor in argument_value if isinstance(argument_value, (tuple, list)) else [argument_value]:
-                    self.storages |= _memory_of(tensor)
-        return func(*args, **kwargs)
-
-
-def _memory_of(value: object) -> set[int]:
-    """The identity of a tensor's memory, also if `torch.func` has wrapped the tensor; empty for a value without memory."""
-    while isinstance(value, torch.Tensor) and functorch.is_functorch_wrapped_tensor(value):
-        value = functorch.get_unwrapped(value)
-    return {value.untyped_storage()._cdata} if isinstance(value, torch.Tensor) and value.layout is torch.strided else set()
-
-
-class _Recorder(_BlockInterpreter):
-    """Notes the nodes that write into memory that existed before them."""
-
-    def __init__(self, block: Block, bindings: Bindings, device: torch.device):
-        super().__init__(block, bindings, device)
-        self.writers: set[fx.Node] = set()
-
-    def run_node(self, n: fx.Node):
-        there = set().union(*map(_memory_of, tree_leaves(list(self.env.values()))))
-        with _Writes() as writes:
-            result = super().run_node(n)
-        if writes.storages & there:
-            self.writers.add(n)
-        return result
-
-
-def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """The forward graph at these sizes, for analysis only, and the indices of the operands that it writes into.
-
-    The graph's outputs are the outputs of the block, then the new contents of the operands that it writes into. The graph
-    writes into copies of these operands; a block with such operands is traced a second time, with copies.
-    """
-    module, mutated = _probe(block, bindings, ())
-    return _probe(block, bindings, mutated) if mutated else (module, mutated)
-
-
-def _probe(block: Block, bindings: Bindings, copied: Sequence[int]) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    mutated: list[int] = []
-
-    def forward(bindings, operands):
-        with torch.no_grad():
-            own = [o.clone() if i in copied else o for i, o in enumerate(_in_compute_dtypes(block, operands))]
-            with _Writes() as writes:
-                outputs = _interpret(block, own, _BlockInterpreter(block, bindings, HOST))
-            mutated[:] = [i for i, o in enumerate(own) if o.untyped_storage()._cdata in writes.storages]
-            return tuple(outputs + [own[i] for i in mutated])
-
-    module = _trace(block, forward, block.operands, Sizes(bindings), HOST, "forward")
-    return module, tuple(mutated)
-
-
-@dataclass
-class ProbedValues:
-    """The values that the operations of a block make.
-
-    graph     an ATen graph that returns every tensor
-    made_by   for each of these tensors, the node of `Block.graph` that makes it
-    writers   the nodes that write into the result of an earlier node, or into an operand
-    """
-
-    graph: fx.Graph
-    made_by: list[fx.Node]
-    writers: set[fx.Node]
-
-
-def probe_values(block: Block, bindings: Bindings) -> ProbedValues:
-    """The forward graph at these sizes, for analysis only, with every intermediate tensor as an output."""
-    made_by: list[fx.Node] = []
-    interpreter = _Recorder(block, bindings, HOST)
-
-    def forward(_, operands):
-        with torch.no_grad():
-            _interpret(block, [o.clone() for o in _in_compute_dtypes(block, operands)], interpreter)
-            tensors = [
-                (node, leaf)
-                for node, value in interpreter.env.items()
-                if node.op.startswith("call_")
-                for leaf in tree_leaves(value)
-                if isinstance(leaf, torch.Tensor)
-            ]
-            made_by[:] = [node for node, _ in tensors]
-            return tuple(tensor for _, tensor in tensors)
-
-    module = _trace(block, forward, block.operands, Sizes(bindings), HOST, "forward")
-    return ProbedValues(module.graph, made_by, interpreter.writers)
-
-
 def trace_forward(block: Block, sizes: Sizes, device: torch.device) -> fx.GraphModule:
     """ATen graph: (symbolic sizes, operands) -> (outputs..., new contents of mutated operands...)."""
 
     grad = any(spec.differentiable for spec in block.outputs)
 
     def forward(bindings, operands):
-        # gradients enabled as in backward: attention chooses its kernel by that, and recompute must use the same kernel
-        with torch.set_grad_enabled(grad):
+        with recording(block):
             leaves = _leaves(block, operands) if grad else operands
             return tuple(_own([r.detach() for r in _run(block, bindings, device, leaves)], operands))
 
-    module = _trace(block, forward, block.operands, sizes, device, "forward")
+    module = traced(block, forward, block.operands, sizes, device, "forward")
     cancel_round_trips(module)
     return module
 
@@ -238,14 +135,23 @@ def trace_backward(
         return tuple(_own([found[i] for i in sorted(found)], arguments))
 
     gradients = [replace(s, dtype=s.gradient_dtype) for s, wanted in zip(block.outputs, gradient_mask, strict=True) if wanted]
-    module = _trace(block, backward, (*block.operands, *gradients), sizes, device, "backward")
+    module = traced(block, backward, (*block.operands, *gradients), sizes, device, "backward")
     cancel_round_trips(module)
     shorter = [spec.dtype.itemsize == 2 for spec, there in zip(block.operands, present, strict=True) if there]
     keep_results_narrow(module, [i for i in range(sum(present[: len(block.weights)])) if shorter[i]])
     return module, tuple(present)
 
 
-def _interpret(block: Block, operands: Sequence[torch.Tensor], interpreter: _BlockInterpreter) -> list:
+def recording(block: Block) -> AbstractContextManager:
+    """Gradients are enabled as in backward: attention chooses its kernel by that, and recompute must use the same kernel.
+
+    They are also enabled for `torch.func.grad` of a frozen block: Dynamo leaves out that it enables them, if they are already.
+    """
+    takes_gradients = any(n.target is functorch._grad_increment_nesting for n in block.graph.graph.nodes)
+    return torch.set_grad_enabled(takes_gradients or any(spec.differentiable for spec in block.outputs))
+
+
+def interpret(block: Block, operands: Sequence[torch.Tensor], interpreter: BlockInterpreter) -> list:
     device, enabled = interpreter.device, block.autocast is not None
     made_there = nullcontext() if is_host(device) else device  # without a device, torch.arange(n) would be on the host
     with torch.autocast(device.type, dtype=block.autocast, enabled=enabled, cache_enabled=False), made_there:
@@ -256,11 +162,11 @@ def _leaves(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor
     """The operands as leaves that record gradients, in the dtypes in which the block computes with them."""
     return [
         o.detach().requires_grad_(spec.differentiable)
-        for o, spec in zip(_in_compute_dtypes(block, operands), block.operands, strict=True)
+        for o, spec in zip(in_compute_dtypes(block, operands), block.operands, strict=True)
     ]
 
 
-def _in_compute_dtypes(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def in_compute_dtypes(block: Block, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The operands in the dtypes in which the block computes with them."""
     dtypes = [spec.compute_dtype or spec.dtype for spec in block.operands]
     return [o if o.dtype is dtype else o.to(dtype) for o, dtype in zip(operands, dtypes, strict=True)]
@@ -274,8 +180,8 @@ def _run(
     With `to_border`, they have the dtypes that go from block to block; without it, the dtypes of their gradients. `operands`
     are not changed.
     """
-    own = [o.clone() if i in block.mutated else o for i, o in enumerate(_in_compute_dtypes(block, operands))]
-    outputs = _interpret(block, own, _BlockInterpreter(block, bindings, device))
+    own = [o.clone() if i in block.mutated else o for i, o in enumerate(in_compute_dtypes(block, operands))]
+    outputs = interpret(block, own, BlockInterpreter(block, bindings, device))
     results = outputs + [own[i] for i in block.mutated]
     for index, (result, spec) in enumerate(zip(results, block.outputs, strict=True)):
         results[index] = result.to(spec.dtype if to_border else spec.gradient_dtype)
@@ -300,7 +206,7 @@ def _own(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> l
     return owned
 
 
-def _trace(
+def traced(
     block: Block, function: Callable, specs: Sequence[TensorSpec], sizes: Sizes, device: torch.device, which: str
 ) -> fx.GraphModule:
     """The ATen graph of `function(bindings, tensors)` for tensors of these specs."""

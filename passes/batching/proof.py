@@ -21,9 +21,11 @@ from ...ir.segments import Block
 from ...ir.values import Bindings, Dim, TensorSpec, evaluate, rows_at
 from ...lowering import disk
 from ...lowering.forms import present_form
-from ...lowering.trace import probe, settings_of_a_trace
+from ...lowering.probes import probe
+from ...lowering.trace import settings_of_a_trace
 from ..compilation import Compilation
 from .batch_rules import PARTIAL_SUM_DTYPES, Mixing, Partial, Rows, ValueState, analyse
+from .custom_backward import mixing_functions
 
 NO_ROWS = "that it reads has no dimension that holds the rows of the batch in order"
 _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109)
@@ -107,7 +109,7 @@ def _prove(compilation: Compilation, block: Block) -> Proof:
         return Proof(probe(block, captured.hints)[1], f"cannot be traced at another batch size: {str(error).splitlines()[0]}")
     outputs = block.outputs + tuple(block.operands[i] for i in mutated)
     states = analyse(small, large, *primes, states_of_operands(block, captured.hints), partial_sum_dtypes(captured))
-    reason = _refusal(block, outputs, states, captured.hints)
+    reason = _refusal(block, outputs, states, captured.hints) or next(iter(unproven_functions(compilation, block).values()), None)
     if reason is not None:
         return Proof(mutated, reason)
     kinds = tuple((s.how if isinstance(s, Partial) else None, s is not None and s.equal_rows) for s in states)
@@ -115,6 +117,14 @@ def _prove(compilation: Compilation, block: Block) -> Proof:
     if compilation.is_global and summed_whole:
         return Proof(mutated, "sums gradients of a model in float64 in a narrower dtype, in the order of the rows of all ranks")
     return Proof(mutated, None, kinds, summed_whole)
+
+
+def unproven_functions(compilation: Compilation, block: Block) -> dict[fx.Node, str]:
+    """The calls of `torch.autograd.Function` whose backward may not run micro-batch by micro-batch, and the reason."""
+    captured = compilation.captured
+    primes = suitable_primes(block, captured.hints, captured.batch)
+    inputs = states_of_operands(block, captured.hints)
+    return mixing_functions(block, captured.hints, captured.batch, primes, inputs, partial_sum_dtypes(captured))
 
 
 def probes(block: Block, hints: Bindings, batch: sympy.Symbol) -> tuple[fx.Graph, fx.Graph, tuple[int, int], tuple[int, ...]]:

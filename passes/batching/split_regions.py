@@ -21,13 +21,13 @@ from ...frontend.simplify import may_be_size
 from ...frontend.writes import AT_READER
 from ...ir.captured import LOSS_TERM
 from ...ir.segments import Block, Segment
-from ...lowering.trace import probe_values
+from ...lowering.probes import probe_values
 from ..compilation import Compilation, Fact
 from ..operation_sequence import OperationSequence, size_expression
 from ..segmentation.canonical import OPERATION, operations
 from ..segmentation.cut_segments import instantiate
 from .batch_rules import Mixing, RowIds, regions
-from .proof import partial_sum_dtypes, prove_block, states_of_operands, suitable_primes
+from .proof import partial_sum_dtypes, prove_block, states_of_operands, suitable_primes, unproven_functions
 
 _KINDS = {Mixing: "mixes", RowIds: "numbers", type(None): "free"}  # else "rows"
 
@@ -75,6 +75,8 @@ def _kinds(compilation: Compilation, block: Block) -> _Kinds | None:
         small, large = (probe_values(block, {**hints, batch: prime}) for prime in primes)
     except LoweringError:
         return None
+    if small.hidden:
+        return None  # a transform of torch.func cannot be cut
     states = regions(
         small.graph, large.graph, *primes, states_of_operands(block, hints), partial_sum_dtypes(compilation.captured)
     )
@@ -85,6 +87,7 @@ def _kinds(compilation: Compilation, block: Block) -> _Kinds | None:
         kind = _KINDS.get(type(state), "rows")
         before = kinds.get(node.meta[OPERATION])
         kinds[node.meta[OPERATION]] = kind if before in (None, "free") or kind == "mixes" else before
+    kinds |= {n.meta[OPERATION]: "mixes" for n in unproven_functions(compilation, block) if OPERATION in n.meta}
     return _Kinds(kinds, {n.meta[OPERATION] for n in small.writers if OPERATION in n.meta})
 
 

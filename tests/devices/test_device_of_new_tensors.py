@@ -67,6 +67,6 @@ def traced_for_gpu(block, program) -> torch.fx.GraphModule:
 
     def forward(bindings, operands):
         with torch.no_grad():
-            return tuple(trace._interpret(block, list(operands), trace._BlockInterpreter(block, bindings, GPU)))
+            return tuple(trace.interpret(block, list(operands), trace.BlockInterpreter(block, bindings, GPU)))
 
-    return trace._trace(block, forward, block.operands, Sizes(bindings), GPU, "forward")
+    return trace.traced(block, forward, block.operands, Sizes(bindings), GPU, "forward")

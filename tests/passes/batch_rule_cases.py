@@ -530,6 +530,7 @@ ok("_scaled_dot_product_fused_attention_overrideable.default",
 BY_NUMBER = "rows by number"
 ok("embedding.default", lambda w, i: torch.nn.functional.embedding(i, w), X(3, 4), I("B", 5))
 no("embedding.default", lambda w, i: torch.nn.functional.embedding(i, w), X("B", 4), I(5), why="as its 'weight'")
+no("embedding.default", lambda w, i: torch.nn.functional.embedding(i, w, scale_grad_by_freq=True), X(3, 4), I("B", 5), why="scale_grad_by_freq")
 ok("index_select.default", lambda x, i: x.index_select(1, i), X("B", 4), I(5))
 ok("index_select.default", lambda w, i: w.index_select(1, i), X(5, 4), I("B"))
 no("index_select.default", lambda x, i: x.index_select(0, i), X("B", 4), I(5), why=BY_NUMBER)

@@ -17,6 +17,8 @@ PICKS_BY_DATA = "picks as many entries as the data says"
 @rule("embedding.default")
 def embedding(call: Call) -> Rows:
     """Table [entries, features] and indices [...]."""
+    if call["scale_grad_by_freq"]:
+        raise Refused("divides gradients by how often an entry is read in the whole batch (scale_grad_by_freq)")
     call.invariant("weight")
     return call.batched("indices")[1]
 

@@ -72,6 +72,14 @@ def alone(call: Call) -> ResultState:
     return call.each(state)
 
 
+@rule("zeros_like.default", "ones_like.default", "full_like.default", of=Kind.SUMS)
+def filled_like(call: Call) -> ResultState:
+    """Reads the shape alone."""
+    if call.varying:
+        raise Refused(NEEDS_ALL)
+    return call.each(None)
+
+
 @rule("l2l_compile::sum_over_ranks.default", of=Kind.SUMS)
 def summed_over_ranks(call: Call) -> ResultState:
     """A sum over the ranks of a parallel layer."""

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .states import Kind, Mixing, Partial, ResultState, RowIds, Rows, ValueState, each
 
@@ -198,7 +199,7 @@ def equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        real = not any(isinstance(t, torch._subclasses.FakeTensor) for t in (a, b))
+        real = not any(isinstance(t, torch._subclasses.FakeTensor) or is_functorch_wrapped_tensor(t) for t in (a, b))
         return real and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
     if isinstance(a, float) and math.isnan(a):
         return math.isnan(b)
