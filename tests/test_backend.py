@@ -180,8 +180,10 @@ def test_write_between_forward_and_backward_is_refused(which):
     loss = compiled(model)(x).sum()
     with torch.no_grad():
         (model.layers[1].up.weight if which == "parameter" else x).add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as found:
         loss.backward()
+    name = "parameter 'layers.1.up.weight'" if which == "parameter" else "input 'x'"
+    assert f"{name} was written after the forward" in found.value.__notes__[0]
 
 
 def test_training_goes_on_like_eager():

@@ -27,11 +27,13 @@ from .indices import IndexCheck
 from .inline import inline_subgraphs
 from .readiness import without_values
 from .shards import make_whole
-from .simplify import simplify
+from .simplify import memory_of, simplify
 from .stacked import take_slices_apart
 from .tensor_parallel import make_local
 from .views import take_views
-from .writes import settle_writes, with_states
+from .writes import settle_writes, with_states, written_operands
+
+_CLONES = ("clone", torch.clone, torch.ops.aten.clone.default)
 
 
 def capture(gm: fx.GraphModule) -> Captured:
@@ -51,8 +53,10 @@ def capture(gm: fx.GraphModule) -> Captured:
     if world is not None and world.divides and break_reason is not None:
         _refuse_break(break_reason)
     _refuse_data_dependence(gm.graph)
+    cloned = {n for n in gm.graph.nodes if n.op == "placeholder" and any(u.target in _CLONES for u in n.users)}
     simplify(gm.graph)
     settle_writes(gm.graph)
+    _refuse_written_constants(gm)
     _check_on_host(gm)
     inputs = tuple(replace(_describe(i, n), pieces=divided.get(n)) for i, n in enumerate(gm.graph.find_nodes(op="placeholder")))
     batch, why_static = _batch_symbol(inputs)
@@ -82,6 +86,7 @@ def capture(gm: fx.GraphModule) -> Captured:
         ranks=world.size if world is not None else 1,
         world=world,
         parallel_layer=parallel_layer,
+        snapshots=frozenset(i.index for i in inputs if i.node in cloned and i.kind in ("buffer", "value")),
     )
     _lift_constants(captured)
     captured.indices = IndexCheck(captured)
@@ -114,6 +119,20 @@ def _refuse_data_dependence(graph: fx.Graph) -> None:
                 "keep it a tensor, or compile without fullgraph=True and capture_scalar_outputs, which breaks the graph there"
                 + "".join(f"\n  {line.strip()}" for line in where[-2:])
             )
+
+
+def _refuse_written_constants(gm: fx.GraphModule) -> None:
+    """Raise `L2LError` for a write into a tensor that the graph holds: Dynamo hands it no parameters of an optimizer, but keeps them."""
+    held = {memory_of(node): node for node in gm.graph.find_nodes(op="get_attr")}
+    held.pop(None, None)
+    for node in gm.graph.nodes:
+        for operand in written_operands(node):
+            if memory_of(operand) in held:
+                raise L2LError(
+                    f"the graph writes into '{held[memory_of(operand)].target}', a tensor that it holds itself, as a compiled "
+                    "optimizer.step() does, and the write would be lost. Compile the model alone, and call optimizer.step() outside of "
+                    "compiled functions: the option 'optimizer' compiles the update. Or compile the step with another backend"
+                )
 
 
 def _symbolic_sizes(value: object) -> list[sympy.Basic]:

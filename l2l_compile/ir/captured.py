@@ -109,6 +109,7 @@ class Captured:
     indices      the check of the indices in the arguments of a call; None if there is none
     ranks        the number of ranks that the parameters are divided among
     world        these ranks, or the ranks that share parallel layers; None for one rank, and in a program that was parsed
+    snapshots    indices of the buffers and values that the graph clones: somebody may write into them between forward and backward
     parallel_layer  text that names a parameter of a tensor parallel layer; "" if there is none
     """
 
@@ -132,6 +133,7 @@ class Captured:
     ranks: int = 1
     world: Ranks | None = None
     parallel_layer: str = ""
+    snapshots: frozenset[int] = frozenset()
 
     @property
     def weights(self) -> tuple[Input, ...]:

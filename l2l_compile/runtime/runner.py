@@ -165,7 +165,8 @@ class Runner:
         captured = self.captured
         pieces = map(local, arguments)
         inputs_seen = [*pieces, *(self._part_of(arguments, i.index, i.part) for i in captured.parts if i.part is not None)]
-        for index in self._written:  # backward recomputes from the values that forward read, before its writes
+        kept = {*self._written, *(self.snapshots(arguments) if to_train else ())}
+        for index in kept:  # backward recomputes from the values that forward read, before later writes
             inputs_seen[index] = arguments[index].detach().clone()
         step = Step(
             inputs_seen,
@@ -235,6 +236,15 @@ class Runner:
         self.stats.backward_seconds += self.device.now() - start
         self.stats.peak_device_bytes = max(self.stats.peak_device_bytes, self.device.peak_bytes())
         return found
+
+    def snapshots(self, arguments: Sequence[torch.Tensor]) -> set[int]:
+        """The arguments that are copied for backward, so that somebody may write into them after forward.
+
+        These are the inputs that the model clones, and values in memory that PyTorch did not allocate, such as NumPy's: a write
+        into that memory would not be noticed.
+        """
+        values = [i.index for i in self.captured.inputs if i.kind == "value"]
+        return {*self.captured.snapshots, *(index for index in values if _is_of_others(arguments[index]))}
 
     def _backward_for(self, mask: tuple[bool, ...]) -> fx.GraphModule:
         if mask not in self._backwards:
@@ -328,6 +338,11 @@ def _collective(node: fx.Node, segments: Sequence[Segment]) -> str:
     return f"{nodes.called(node).name} {node.meta['value'] if index is None else segments[index].name}"
 
 
+def _is_of_others(value: object) -> bool:
+    """Whether a tensor is in memory that PyTorch did not allocate."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not local(value).untyped_storage().resizable()
+
+
 class _Streamed(torch.autograd.Function):
     """Joins a program to autograd: forward streams, backward streams in reverse."""
 
@@ -336,12 +351,13 @@ class _Streamed(torch.autograd.Function):
         outputs, step, stashes = runner.forward(arguments, to_train=True)
         ctx.runner, ctx.step, ctx.stashes = runner, step, stashes
         ctx.set_materialize_grads(False)
-        written = {*step.writes, *runner.program.carried}
+        written = {*step.writes, *runner.program.carried, *runner.snapshots(arguments)}
         late = step.pending.parameters if step.pending is not None and runner.options.delay else ()  # versions of them are kept
-        tensors = [
-            a for i, a in enumerate(arguments) if isinstance(a, torch.Tensor) and i not in written and not (late and a in late)
-        ]
-        ctx.save_for_backward(*tensors)  # so that a write into one before backward is an error, as in eager
+        tensors = {
+            i: a for i, a in enumerate(arguments) if isinstance(a, torch.Tensor) and i not in written and not (late and a in late)
+        }
+        ctx.versions = {i: a._version for i, a in tensors.items() if not a.is_inference()}
+        ctx.save_for_backward(*tensors.values())  # so that a write into one before backward is an error, as in eager
         ctx.mark_non_differentiable(*[o for o, d in zip(outputs, runner.differentiable, strict=True) if not d])
         return tuple(outputs)
 
@@ -355,9 +371,17 @@ class _Streamed(torch.autograd.Function):
             )
         try:
             ctx.saved_tensors  # noqa: B018 - raises when a saved tensor was written into, or when backward has run before
-        except RuntimeError:
+        except RuntimeError as error:
             if ctx.step.pending is not None:
                 ctx.step.pending.check()  # the writer may be an update
+            inputs = ctx.runner.captured.inputs
+            changed = [inputs[i] for i, v in ctx.versions.items() if ctx.step.given[i]._version != v]
+            if changed:
+                kind = "input" if changed[0].kind == "value" else changed[0].kind
+                error.add_note(
+                    f"{kind} '{changed[0].name}' was written after the forward, and backend 'l2l' recomputes the forward from it. Write into it "
+                    "after backward, or have the model read a copy of it (x.clone())"
+                )
             raise
         count = len(ctx.runner.captured.inputs)
         if all(g is None for g in gradients):
