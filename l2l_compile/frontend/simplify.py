@@ -19,7 +19,9 @@ _SILENT = {torch._C._log_api_usage_once}  # calls that only count uses of an API
 
 def simplify(graph: fx.Graph) -> None:
     """Bring a graph, in place, into the form that the passes read."""
-    _specialize_floats(graph)
+    for module in [m for m in graph.owning_module.modules() if isinstance(m, fx.GraphModule)]:
+        _specialize_floats(module.graph)
+        module.recompile()
     split_stacks(graph)
     _spell_sizes(graph)
     _spell_squeezed(graph)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import l2l_compile
-from models import pair_of, rows
+from models import assert_parity, pair_of, rows
 
 # Dynamo makes an instance of the class
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -107,3 +107,29 @@ def test_what_stands_before_and_behind_a_mixing_one_is_split():
     model = OnValues(function(lambda g, x: g / g.norm())).double()
     (found,) = l2l_compile.explain(model, {"micro_batches": 3})(rows(6, 8)).programs
     assert [segment.block.inner_looped for segment in found.segments] == [True, False, True]
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, strength):
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -ctx.strength * g, None
+
+
+class Adversarial(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features, self.domain = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x, strength):
+        return self.domain(Reversed.apply(self.features(x), strength))
+
+
+def test_a_number_that_changes_from_step_to_step():
+    """Dynamo makes a tensor of it from the second value on, and reads it within the graphs of the function."""
+    batches = [(rows(6, 8), strength) for strength in (0.1, 0.2, 0.3)]
+    assert_parity(Adversarial().double(), *batches)
