@@ -53,6 +53,7 @@ def capture(gm: fx.GraphModule) -> Captured:
     if world is not None and world.divides and break_reason is not None:
         _refuse_break(break_reason)
     _refuse_data_dependence(gm.graph)
+    _refuse_hooks(gm.graph)
     cloned = {n for n in gm.graph.nodes if n.op == "placeholder" and any(u.target in _CLONES for u in n.users)}
     simplify(gm.graph)
     settle_writes(gm.graph)
@@ -118,6 +119,16 @@ def _refuse_data_dependence(graph: fx.Graph) -> None:
                 f"'{node.name}' makes a number or a size from the values of a tensor, which backend 'l2l' cannot stream: "
                 "keep it a tensor, or compile without fullgraph=True and capture_scalar_outputs, which breaks the graph there"
                 + "".join(f"\n  {line.strip()}" for line in where[-2:])
+            )
+
+
+def _refuse_hooks(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if getattr(node.target, "_name", None) == "register_hook":
+            hooked, *_ = node.args
+            raise L2LError(
+                f"the model registers a gradient hook on its value '{hooked}' (register_hook), which backend 'l2l' does not call: write "
+                "it as the backward of a torch.autograd.Function. Hooks on parameters are called"
             )
 
 

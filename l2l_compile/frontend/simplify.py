@@ -19,9 +19,8 @@ _SILENT = {torch._C._log_api_usage_once}  # calls that only count uses of an API
 
 def simplify(graph: fx.Graph) -> None:
     """Bring a graph, in place, into the form that the passes read."""
-    for module in [m for m in graph.owning_module.modules() if isinstance(m, fx.GraphModule)]:
-        _specialize_floats(module.graph)
-        module.recompile()
+    for each in (graph, *_inner_graphs(graph)):
+        _specialize_floats(each)
     split_stacks(graph)
     _spell_sizes(graph)
     _spell_squeezed(graph)
@@ -30,6 +29,12 @@ def simplify(graph: fx.Graph) -> None:
     _write_by_mask(graph)
     _lay_out_for_strides(graph)
     drop_dead(graph)
+
+
+def _inner_graphs(graph: fx.Graph) -> list[fx.Graph]:
+    """The graphs that operators of this graph are given, such as those of an `autograd.Function`."""
+    modules = graph.owning_module.modules() if graph.owning_module is not None else ()
+    return [module.graph for module in modules if isinstance(module, fx.GraphModule) and module.graph is not graph]
 
 
 def _specialize_floats(graph: fx.Graph) -> None:
