@@ -20,7 +20,7 @@ UNIT_TESTS := tests/ir tests/passes/golden $(addprefix tests/passes/test_,pipeli
 help:
 	@echo "make quickstart   train a small language model, layer by layer (about two minutes)"
 	@echo "make check        in about a minute: format, lint, types, layers of imports, unit tests"
-	@echo "make test         the tests, without cases that are marked slow (about eight minutes on two cores)"
+	@echo "make test         the tests, without cases that are marked slow (about nine minutes on two cores)"
 	@echo "make slow         those cases: further models, optimizers, update modes, ranks (about as long)"
 	@echo "make bench        the benchmarks; figures go to runs/"
 	@echo "make gpu          nine minutes on a GPU: numbers, memory, races, speed (small sizes without one)"
