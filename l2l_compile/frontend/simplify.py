@@ -265,14 +265,15 @@ def writes(node: fx.Node) -> bool:
     inplace = node.kwargs.get("inplace")
     if isinstance(node.target, types.FunctionType):
         inplace = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get("inplace")
-    return (
-        name.endswith("_")
-        and not name.endswith("__")
-        or name == "setitem"
-        or node.target in _ANEW
-        or "out" in node.kwargs
-        or bool(inplace)
-    )
+    return _writes_by_name(name) or name == "setitem" or node.target in _ANEW or "out" in node.kwargs or bool(inplace)
+
+
+def _writes_by_name(name: str) -> bool:
+    """Whether a method of this name writes into its tensor, such as `add_` and `__iadd__`; `__eq__` does not."""
+    if not name.startswith("__"):
+        return name.endswith("_")
+    operation = name.strip("_")
+    return operation == "setitem" or operation.startswith("i") and hasattr(operator, f"__{operation[1:]}__")
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -282,7 +283,7 @@ def is_pure(node: fx.Node) -> bool:
     if any(a is True for a in node.args) or "inplace" in node.kwargs or "out" in node.kwargs:
         return False  # functional.relu(x, True) writes into x
     if node.op == "call_method":
-        return not name_of(node).endswith("_")
+        return not _writes_by_name(name_of(node))
     name = getattr(node.target, "__name__", "")
     if getattr(operator, name, None) is node.target:
         return name != "setitem" and not (name.startswith("i") and hasattr(operator, name[1:]))

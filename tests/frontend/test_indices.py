@@ -149,6 +149,7 @@ def read_before_and_after(m, tokens):
 KNOWN = {
     "offset": (lambda m, tokens: F.embedding(tokens + 1, m.table), tokens_of() - 1, tokens_of()),
     "mask": (lambda m, tokens: m.table[torch.where(tokens == 99, 0, tokens)], with_one(99), with_one(98)),
+    "mask by a method": (lambda m, tokens: m.table[tokens.masked_fill(tokens.__eq__(99), 0)], with_one(99), with_one(98)),
     "labels shifted": (shifted_right, with_one(-100), with_one(-101)),
     "before a write": (read_before_a_write, tokens_of(), with_one(SIZE)),
     "after a write": (read_before_and_after, tokens_of() // 2, with_one(SIZE - 1)),
