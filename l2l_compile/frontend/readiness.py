@@ -23,7 +23,7 @@ def check_ready(values: Iterable[Any]) -> None:
     values = list(values)
     given = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
     for module in values:
-        if isinstance(module, nn.Module):
+        if isinstance(module, nn.Module) and "_modules" in module.__dict__:  # else the frame is its __init__
             _check_module(module, any(tensor.device.type != "meta" for tensor in given))
 
 
