@@ -53,10 +53,12 @@ class Worker:
         self._failure: BaseException | None = None
         self._dropping = False
         self.finished = 0  # pieces of work that were done or dropped
-        thread = threading.Thread(target=self._loop, args=(threads, self._queue), name=f"l2l-{name}", daemon=True)
+        ready = threading.Event()
+        thread = threading.Thread(target=self._loop, args=(threads, self._queue, ready), name=f"l2l-{name}", daemon=True)
         _threads[thread] = self
         self._thread = weakref.ref(thread)
         thread.start()
+        ready.wait()  # in a forked process, PyTorch makes its threads anew, and fails if two threads ask for them at once
 
     def submit(self, work: Callable[[], None]) -> Ticket:
         """Queue work; it runs without recording gradients."""
@@ -93,8 +95,11 @@ class Worker:
                 while True:
                     self._do(*self._queue.get_nowait())
 
-    def _loop(self, threads: int, work_queue: queue.SimpleQueue) -> None:
-        torch.set_num_threads(threads)
+    def _loop(self, threads: int, work_queue: queue.SimpleQueue, ready: threading.Event) -> None:
+        try:
+            torch.set_num_threads(threads)
+        finally:
+            ready.set()
         while (item := work_queue.get()) is not None:
             self._do(*item)
             del item
