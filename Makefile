@@ -9,13 +9,17 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 CHECKERS := $(VENV)/.checkers
-TREE := build/tree
 # Tests that compile no model, or tiny ones in a second.
 UNIT_TESTS := tests/ir tests/passes/golden $(addprefix tests/passes/test_,pipeline.py batch_rules.py canonical.py find_blocks.py \
 	orders.py verify.py) $(addprefix tests/frontend/test_,guard_failures.py propagation.py) tests/devices/test_registry.py \
 	tests/devices/test_cuda_device.py tests/lowering/test_widening.py
 
-.PHONY: help quickstart check test slow bench gpu clean
+# An environment of its own: PyTorch's CUDA build, some gigabytes, without a GPU.
+CUDA_VENV := .venv-cuda
+CUDA_TORCH ?= torch
+CUDA_READY := $(CUDA_VENV)/.ready
+
+.PHONY: help quickstart check test slow bench gpu cuda-dry clean
 
 help:
 	@echo "make quickstart   train a small language model, layer by layer (about two minutes)"
@@ -24,18 +28,17 @@ help:
 	@echo "make slow         those cases: further models, optimizers, update modes, ranks (about as long)"
 	@echo "make bench        the benchmarks; figures go to runs/"
 	@echo "make gpu          nine minutes on a GPU: numbers, memory, races, speed (small sizes without one)"
+	@echo "make cuda-dry     without a GPU: PyTorch's CUDA build on a CUDA runtime that computes nothing (downloads gigabytes)"
 	@echo "make clean        remove the virtual environment, caches and runs"
 
 quickstart: $(READY)
 	$(RUN) examples/quickstart.py
 
-# Types and imports are checked in a copy where passes/ lies in l2l_compile/, as in the installed package.
 check: $(CHECKERS)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
-	rm -rf $(TREE) && mkdir -p $(TREE) && cp -r l2l_compile $(TREE) && cp -r passes $(TREE)/l2l_compile
-	cd $(TREE) && $(CURDIR)/$(RUN) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir ../types -p l2l_compile
-	cd $(TREE) && PYTHONPATH=. $(CURDIR)/$(VENV)/bin/lint-imports --no-cache --config $(CURDIR)/pyproject.toml
+	$(RUN) -m mypy --cache-dir build/types -p l2l_compile
+	PYTHONPATH=. $(VENV)/bin/lint-imports --no-cache
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) $(UNIT_TESTS)
 
 # One thread a worker: two workers that fight for two cores are slower than one.
@@ -53,8 +56,12 @@ bench: $(READY)
 gpu: $(READY)
 	$(RUN) examples/benchmarks/gpu.py --minutes 9
 
+cuda-dry: $(CUDA_READY)
+	env OMP_NUM_THREADS=1 L2L_CACHE=0 $$($(CUDA_VENV)/bin/python tests/fake_cuda/build.py build/fake_cuda) \
+		$(CUDA_VENV)/bin/python -m pytest tests/fake_cuda
+
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CUDA_VENV) runs build dist *.egg-info .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml
@@ -62,6 +69,12 @@ $(READY): pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -c "import torch" 2>/dev/null || $(RUN) -m pip install --quiet $(TORCH)
 	$(RUN) -m pip install --quiet -e ".[test]"
+	@touch $@
+
+$(CUDA_READY): pyproject.toml
+	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install --quiet $(CUDA_TORCH)
+	$(CUDA_VENV)/bin/python -m pip install --quiet -e ".[test]"
 	@touch $@
 
 $(CHECKERS): $(READY)

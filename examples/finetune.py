@@ -358,7 +358,7 @@ def train(args, model, optimizer, scheduler, train_data, validation_data, state:
                 tqdm.write(f"step {step}, epoch {step / per_epoch:.2f}: accuracy {now:.1%}, best {best:.1%}")
         if args.save_every and step % args.save_every == 0:
             position = {"step": step, "epoch": step // per_epoch, "batch": step % per_epoch, "accuracy": now, "best": best}
-            save = save_divided if dist.is_initialized() else save_checkpoint
+            save = save_sharded if dist.is_initialized() else save_checkpoint
             save(args.output, args.keep, snapshot(model, optimizer, scheduler, position, must_match))
     bar.close()
     return now
@@ -384,7 +384,7 @@ def snapshot(model, optimizer, scheduler, position: dict, must_match: dict) -> d
 def restore(args, state: dict, model, optimizer, scheduler) -> tuple[int, float, float]:
     """Restore the state of a run. Returns the number of steps done, the best accuracy so far, and the last accuracy."""
     if dist.is_initialized():
-        load_divided(args.output / name_of(state["position"]["step"]), model, optimizer)
+        load_sharded(args.output / name_of(state["position"]["step"]), model, optimizer)
     else:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -411,7 +411,7 @@ def save_checkpoint(folder: Path, keep: int, state: dict) -> None:
         remove(old)
 
 
-def save_divided(folder: Path, keep: int, state: dict) -> None:
+def save_sharded(folder: Path, keep: int, state: dict) -> None:
     """As `save_checkpoint`, by all processes: each writes its part of the model and of the optimizer into one folder."""
     path = folder / name_of(state["position"]["step"])
     partial = path.with_name(path.name + ".partial")
@@ -424,7 +424,7 @@ def save_divided(folder: Path, keep: int, state: dict) -> None:
     dist.barrier()
 
 
-def load_divided(folder: Path, model, optimizer) -> None:
+def load_sharded(folder: Path, model, optimizer) -> None:
     """Read this process's part of a checkpoint. Another number of processes may have written the folder."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     state = {"model": of_model, "optimizer": of_optimizer}

@@ -3,7 +3,7 @@
 The text is the same as in examples/quickstart.py. The model has random weights, so that nothing is downloaded. For a pretrained
 model, give --model a folder or a name of the Hugging Face hub; its tokenizer is then used.
 
-    pip install 'l2l-compile[transformers]'
+    pip install '.[transformers]'
     python examples/lora.py                         # half a minute on a CPU
     python examples/lora.py --model path/to/model --precision bf16 --micro-batches 8 --block-compiler inductor
 """

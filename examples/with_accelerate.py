@@ -3,7 +3,7 @@
 A small Llama learns Python's help topics, byte by byte, with accumulation, clipping and a schedule of learning rates. Nothing is
 downloaded. The streamed loop has one more line.
 
-    pip install 'l2l-compile[transformers]'
+    pip install '.[transformers]'
     python examples/with_accelerate.py               # a quarter of a minute on a CPU
 """
 

@@ -3,7 +3,7 @@
 A small Llama learns Python's help topics, byte by byte, with accumulation and clipping. Nothing is downloaded. The streamed trainer
 differs only in its strategy.
 
-    pip install 'l2l-compile[lightning]' transformers
+    pip install '.[lightning,transformers]'
     python examples/with_lightning.py                # a quarter of a minute on a CPU
 """
 

@@ -2,8 +2,8 @@
 
 Before training: `explain` reports the programs that would be compiled. `simulate` gives the time of a step on a machine.
 `measure_machine` measures the figures of this machine. After a step: `programs` gives the compiled programs, `stats` the bytes
-that the last step moved and held, `trace` a timeline of its work. `view` shows a compiled model as a page. Several ranks:
-`shard` divides a model among them, `load_pretrained` fills it from a folder of weights.
+that the last step moved and held, `profile` a timeline of its work. `view` shows a compiled model as a page. Several ranks:
+`shard` spreads a model over them, `load_pretrained` fills it from a folder of weights.
 """
 
 from __future__ import annotations
@@ -12,86 +12,92 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .devices.machine import Machine
-    from .errors import (
+    from l2l_compile.errors import (
         CheckError,
         DeviceError,
         IndexRangeError,
+        InputError,
         L2LError,
         LoweringError,
         OptionError,
         ParseError,
         RaceError,
+        RankError,
         RecompileLimitError,
+        ReentryError,
         VerifyError,
     )
-    from .inspection import programs, stats, synchronize
-    from .integrations.pretrained import load_pretrained
-    from .ir.program import Program
-    from .ir.segments import Block, Segment
-    from .options import Options
-    from .ranks.sharded import shard
-    from .report import Report, explain
-    from .runtime.step import Stats
-    from .simulation.measure import measure_machine
-    from .simulation.result import Simulation
-    from .simulation.simulate import simulate
-    from .timeline import Timeline
-    from .tracing import Trace, trace
-    from .viewing import view
+    from l2l_compile.inspection.profile import Profile, profile
+    from l2l_compile.inspection.programs import programs, stats, synchronize
+    from l2l_compile.integrations.pretrained import load_pretrained
+    from l2l_compile.ir.program import Program
+    from l2l_compile.ir.segments import Block, Segment
+    from l2l_compile.options import Options
+    from l2l_compile.ranks.sharded import shard
+    from l2l_compile.report.explain import Report, explain
+    from l2l_compile.report.view import view
+    from l2l_compile.runtime.step import Stats
+    from l2l_compile.simulation.machine import Machine
+    from l2l_compile.simulation.measure import measure_machine
+    from l2l_compile.simulation.result import Simulation
+    from l2l_compile.simulation.simulate import simulate
+    from l2l_compile.timeline import Timeline
 
 __all__ = [
     "Block",
     "CheckError",
     "DeviceError",
     "IndexRangeError",
+    "InputError",
     "L2LError",
     "LoweringError",
     "Machine",
     "OptionError",
     "Options",
     "ParseError",
+    "Profile",
     "Program",
     "RaceError",
+    "RankError",
     "RecompileLimitError",
+    "ReentryError",
     "Report",
     "Segment",
     "Simulation",
     "Stats",
     "Timeline",
-    "Trace",
     "VerifyError",
     "explain",
     "load_pretrained",
     "measure_machine",
+    "profile",
     "programs",
     "shard",
     "simulate",
     "stats",
     "synchronize",
-    "trace",
     "view",
 ]
 __version__ = "0.1.0"
 
 # A module is imported when it, or one of its names, is first accessed: modules need TorchDynamo, whose import takes seconds.
 _MODULES = {
-    "devices.machine": ["Machine"],
+    "simulation.machine": ["Machine"],
     "errors": [name for name in __all__ if name.endswith("Error")],
-    "inspection": ["programs", "stats", "synchronize"],
+    "inspection.programs": ["programs", "stats", "synchronize"],
     "integrations.pretrained": ["load_pretrained"],
     "ir.program": ["Program"],
     "ir.segments": ["Block", "Segment"],
     "options": ["Options"],
     "ranks.sharded": ["shard"],
-    "report": ["Report", "explain"],
+    "report.explain": ["Report", "explain"],
     "runtime.step": ["Stats"],
     "simulation.measure": ["measure_machine"],
     "simulation.result": ["Simulation"],
     "simulation.simulate": ["simulate"],
     "timeline": ["Timeline"],
-    "tracing": ["Trace", "trace"],
-    "viewing": ["view"],
+    "inspection.profile": ["Profile", "profile"],
+    "report.view": ["view"],
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

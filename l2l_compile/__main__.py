@@ -2,6 +2,6 @@
 
 import sys
 
-from .command.main import main
+from l2l_compile.command.main import main
 
 sys.exit(main())

@@ -9,24 +9,28 @@ from typing import Any
 
 from torch import fx
 
-from .dumps import trace
-from .errors import L2LError, OptionError
-from .frontend import dynamo, kept_programs
-from .frontend.batch_dimension import try_other_batch_dimension
-from .frontend.capture import capture
-from .frontend.propagation import remember_propagation
-from .ir.captured import Captured
-from .ir.graph_modules import graph_module
-from .ir.program import Program
-from .lowering.lower import Lowering
-from .options import Options
-from .passes.compilation import Compilation
-from .passes.pipeline import PIPELINE, PREPARATION, SEGMENTATION, STREAMING, After, run
-from .passes.streaming.place_ranks import check_ranks
-from .passes.streaming.place_rows import check_rows
-from .runtime.runner import Runner
-from .runtime.step import block_bindings
-from .session import Session, frame_begins, frame_skipped, function_recompiled, session_for, streams_layers
+from l2l_compile.devices.host import outside_inference_mode
+from l2l_compile.dumps import log_artifact
+from l2l_compile.errors import L2LError, OptionError
+from l2l_compile.frontend.batch_dimension import try_other_batch_dimension
+from l2l_compile.frontend.capture import capture
+from l2l_compile.frontend.dynamo import adapter, batch_marks, kept_programs, watched_frames
+from l2l_compile.frontend.dynamo.class_names import trace_methods_of_names
+from l2l_compile.frontend.faster.propagation import remember_propagation
+from l2l_compile.ir.captured import Captured
+from l2l_compile.ir.graph_modules import graph_module
+from l2l_compile.ir.program import Program
+from l2l_compile.lowering.lower import Lowering
+from l2l_compile.options import Options
+from l2l_compile.passes.compilation import Compilation
+from l2l_compile.passes.pipeline import PIPELINE, PREPARATION, SEGMENTATION, STREAMING, After, run
+from l2l_compile.passes.streaming.place_ranks import check_ranks
+from l2l_compile.passes.streaming.place_rows import check_rows
+from l2l_compile.runtime.runner import Runner
+from l2l_compile.runtime.step import block_bindings
+from l2l_compile.session import Session, frame_begins, frame_skipped, function_recompiled, model_inlined, session_for
+from l2l_compile.torch_internals import autograd, calls, threads
+from l2l_compile.torch_internals.calls import streams_layers
 
 
 def l2l(
@@ -38,8 +42,8 @@ def l2l(
     `mode`, `DeviceError` for a model that is not on the host, and `LoweringError` for a block that cannot be traced.
     """
     try:
-        with dynamo.unseen_by_saved_tensors_hooks():
-            session = session_for(dynamo.current_owner(), _options(options, mode))
+        with autograd.unseen_by_saved_tensors_hooks(), outside_inference_mode():
+            session = session_for(adapter.current_owner(), _options(options, mode))
             return session.entry(make_runner(gm, session))
     except L2LError as error:
         error.first_useful_frame = inspect.currentframe()  # Dynamo leaves its own frames out of the traceback
@@ -61,9 +65,9 @@ def _check_call(backend: Any) -> None:
 def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
     """Compile a captured graph for a session and register its program there."""
     runner = new_runner(gm, session)
-    local, others = dynamo.modules_in_frame()
+    local, others = adapter.modules_in_frame()
     session.server.watch([*local, *others])
-    session.ends_with(dynamo.current_owner(), local or others)
+    session.ends_with(adapter.current_owner(), local or others)
     return runner
 
 
@@ -88,7 +92,7 @@ def new_runner(gm: fx.GraphModule, session: Session) -> Runner:
 
 
 def compile_program(
-    captured: Captured, options: Options, lowering: Lowering, after: After = trace
+    captured: Captured, options: Options, lowering: Lowering, after: After = log_artifact
 ) -> tuple[Program, Compilation]:
     """Run the passes over a captured graph, then the passes of the option `passes`. `after` is called after each pass."""
     compilation = Compilation(captured, options)
@@ -99,7 +103,7 @@ def compile_program(
     check_ranks(compilation)
     program = compilation.program()
     for block in compilation.blocks:
-        block.lowering, block.static = lowering, dynamo.sizes_are_fixed()
+        block.lowering, block.static = lowering, batch_marks.sizes_are_fixed()
         block.sizes_now = lambda b: block_bindings(b, program.bindings, captured.batch, options.micro_batches)[0]
     return program, compilation
 
@@ -107,18 +111,31 @@ def compile_program(
 def _rebuild_backward(compilation: Compilation, gradient_mask: tuple[bool, ...]) -> fx.GraphModule:
     """The backward graph for a gradient mask that differs from the expected one."""
     fresh = replace(compilation, gradient_mask=gradient_mask, backward=None)
-    facts = frozenset().union(*(step.provides for step in PREPARATION + SEGMENTATION))
-    run(fresh, STREAMING + compilation.options.passes, facts)
+    run(fresh, STREAMING + compilation.options.passes, _BEFORE_STREAMING)
     assert fresh.backward is not None, "some output has a gradient"
     return graph_module(fresh.backward)
 
 
-l2l.streams_layers = True  # type: ignore[attr-defined]  # `session.streams_layers` looks for this attribute
-dynamo.look_at_calls(streams_layers, _check_call)
+def stream_again(compilation: Compilation, options: Options) -> Program:
+    """The program of a compilation with other values of `prefetch`, `stash` or `update`: its segments stay as they are."""
+    fresh = replace(compilation, options=options, backward=None)
+    run(fresh, STREAMING + options.passes, _BEFORE_STREAMING)
+    return fresh.program()
+
+
+_BEFORE_STREAMING = frozenset().union(*(step.provides for step in PREPARATION + SEGMENTATION))
+
+l2l.streams_layers = True  # type: ignore[attr-defined]  # `calls.streams_layers` looks for this attribute
+threads.register_once()
+threads.trace_beside_other_threads()
+calls.look_at_calls(streams_layers, _check_call)
+calls.refuse_calls_within_dynamo(streams_layers)
 kept_programs.note_contexts(streams_layers)
-dynamo.mark_batches(streams_layers)
-dynamo.watch_frames(streams_layers, frame_skipped, function_recompiled, frame_begins)
-dynamo.keep_graphs_whole(streams_layers)
-dynamo.log_while_tracing(streams_layers)
-dynamo.watch_packed(streams_layers, frame_skipped)
+batch_marks.mark_batches(streams_layers)
+watched_frames.watch_frames(streams_layers, frame_skipped, function_recompiled, frame_begins)
+watched_frames.keep_graphs_whole(streams_layers)
+watched_frames.log_while_tracing(streams_layers)
+watched_frames.watch_inlined(streams_layers, model_inlined)
+trace_methods_of_names(streams_layers)
+watched_frames.watch_packed(streams_layers, frame_skipped)
 remember_propagation(streams_layers)

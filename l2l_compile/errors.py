@@ -29,8 +29,12 @@ class DeviceError(L2LError):
     """A parameter or an input is not where the backend needs it."""
 
 
+class InputError(L2LError):
+    """An operation of the model cannot compute with the inputs of a call: a wrong dtype or shape."""
+
+
 class LoweringError(L2LError):
-    """A segment could not be traced or compiled for the device."""
+    """An operation or a segment could not be traced, or not compiled for the device."""
 
 
 class CheckError(L2LError):
@@ -47,6 +51,10 @@ class RecompileLimitError(L2LError):
 
 class IndexRangeError(L2LError, IndexError):
     """An input leads to an index out of range in a look-up: a token that the vocabulary lacks, a label that is no class."""
+
+
+class ReentryError(L2LError):
+    """A signal handler, or another function that Python calls at any moment, has begun a call in the middle of a step."""
 
 
 class ParseError(L2LError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,9 +11,10 @@ from typing import Any
 
 import torch
 
-from .devices.host import HOST
-from .devices.registry import KINDS, default_device
-from .errors import OptionError
+from l2l_compile.devices.host import HOST
+from l2l_compile.devices.registry import KINDS, default_device
+from l2l_compile.errors import OptionError
+from l2l_compile.update_modes import MODES, Place, UpdateMode
 
 _LEAST_PINNED = 1 << 20  # bytes: the staging ring needs some
 _PRECISIONS = ("fp32", "bf16", "fp16")
@@ -37,7 +39,7 @@ class Options:
                     send, compute and stash in 16 bits (CMP).
     gradient_wire   the precision in which gradients of weights cross the link; None takes the precision of the weights. On
                     the device they are summed over the micro-batches in fp32.
-    optimizer       the `torch.optim.Optimizer` of the training loop, for updates behind the device and for fp16.
+    optimizer       the `torch.optim.Optimizer` of the training loop, for overlapped updates and for fp16.
     update          "at_step" leaves updates to `optimizer.step()`; "in_backward" updates each layer as soon as its
                     gradient is on the host; "in_forward" after the last gradient is there, while the next forward runs.
     max_grad_norm   clips the global norm of the gradients (in_forward only), as `clip_grad_norm_` does.
@@ -48,9 +50,9 @@ class Options:
     pinned_memory   the limit for page-locked host memory (cuda): bytes, or "8GB", "512MiB"; None sets no limit. Beyond
                     it, weights go through a ring of staging buffers, and returned tensors are not pinned.
     passes          passes of the user (`l2l_compile.passes.compilation.Pass`), run and verified after the backend's passes.
-    ranks           the meaning of a rank's batch, if the model is divided among ranks (`l2l_compile.shard`). "mean": a batch of
+    ranks           the meaning of a rank's batch, if the model is sharded over ranks (`l2l_compile.shard`). "mean": a batch of
                     its own, and gradients are the mean over the ranks. "global": its rows of one batch of all ranks.
-    compile_update  whether updates behind the device are compiled into one pass over memory where the optimizer is
+    compile_update  whether overlapped updates are compiled into one pass over memory where the optimizer is
                     elementwise; False runs the optimizer's own step on each layer.
     """
 
@@ -74,6 +76,11 @@ class Options:
     passes: tuple[Any, ...] = ()
 
     @property
+    def mode(self) -> UpdateMode:
+        """What the value of `update` means."""
+        return MODES[self.update]
+
+    @property
     def gradients_on_link(self) -> str | None:
         """The precision in which gradients of matrices cross the link; None for the dtype of the weights."""
         return self.gradient_wire or (self.precision if self.precision != "fp32" else None)
@@ -85,6 +92,10 @@ class Options:
         Raises `OptionError` (a `ValueError`) for an unknown name, with the known names and the nearest one, and for
         a value of the wrong type or out of range.
         """
+        if options is not None and not isinstance(options, Mapping):
+            raise OptionError(
+                f"options of backend 'l2l' must be a dictionary, such as {{'micro_batches': 8}}, got {type(options).__name__}"
+            )
         settings = dict(options or {})
         known = [f.name for f in fields(cls)]
         for name in settings:
@@ -100,9 +111,8 @@ class Options:
         _check_choice(settings, "block_compiler", ("inductor", "eager"))
         _check_choice(settings, "precision", _PRECISIONS)
         _check_choice(settings, "gradient_wire", (None, *_PRECISIONS))
-        _check_choice(settings, "update", ("at_step", "in_backward", "in_forward"))
-        if not callable(settings.get("accumulate")):
-            _check_int(settings, "accumulate", 1)
+        _check_choice(settings, "update", tuple(MODES))
+        _check_accumulate(settings)
         _check_choice(settings, "delay", (0, 1))
         _check_choice(settings, "ranks", ("mean", "global"))
         _check_choice(settings, "compile_update", (True, False))
@@ -119,14 +129,56 @@ def _check_int(settings: dict, name: str, least: int) -> None:
         raise OptionError(f"option {name!r} must be an int of at least {least}, got {value!r}")
 
 
+def _check_accumulate(settings: dict) -> None:
+    function = settings.get("accumulate")
+    if not callable(function):
+        _check_int(settings, "accumulate", 1)
+        return
+    if isinstance(function, type) or not _takes_no_arguments(function):
+        raise OptionError(
+            f"option 'accumulate' must be an int of at least 1 or a function without arguments that returns a bool, got {function!r}"
+        )
+
+
+def _takes_no_arguments(function: Callable) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a function in C whose signature is not known
+        return True
+    return True
+
+
 def _check_choice(settings: dict, name: str, choices: Sequence[str | bool | int | None]) -> None:
     value = settings.get(name, choices[0])
-    if value not in choices:
+    if not any(type(value) is type(choice) and value == choice for choice in choices):  # True and 1.0 equal 1
         hint = _nearest(value, [choice for choice in choices if isinstance(choice, str)])
         raise OptionError(f"option {name!r} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
 
 
+_ELSEWHERE = {  # names of other libraries
+    "gradient_accumulation_steps": "accumulate",
+    "accumulate_grad_batches": "accumulate",
+    "accumulation_steps": "accumulate",
+    "gradient_clip_val": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm",
+    "max_norm": "max_grad_norm",
+    "dtype": "precision",
+    "mixed_precision": "precision",
+    "bf16": "precision",
+    "fp16": "precision",
+    "chunks": "micro_batches",
+    "num_microbatches": "micro_batches",
+    "pin_memory": "pinned_memory",
+}
+
+
 def _nearest(value: Any, known: Sequence[str]) -> str:
+    elsewhere = _ELSEWHERE.get(value) if isinstance(value, str) else None
+    if elsewhere in known:
+        return f" Did you mean {elsewhere!r}?"
     near = difflib.get_close_matches(str(value).removeprefix("torch."), known, n=1, cutoff=0.4)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -137,17 +189,18 @@ def _check_optimizer(settings: dict) -> None:
         raise OptionError(
             f"option 'optimizer' must be a torch.optim.Optimizer that is already built, got {type(optimizer).__name__}"
         )
-    if update != "at_step" and optimizer is None:
+    mode = MODES[update]
+    if mode.is_overlapped and optimizer is None:
         raise OptionError(f"option update={update!r} needs the option 'optimizer', the one of the training loop")
-    if update == "at_step" and settings.get("accumulate", 1) != 1:
+    if not mode.is_overlapped and settings.get("accumulate", 1) != 1:
         raise OptionError("option 'accumulate' is for update='in_backward' and 'in_forward'; at_step accumulates as PyTorch does")
-    if settings.get("delay") and update != "in_forward":
+    if settings.get("delay") and mode.place is not Place.BEFORE_FETCH:
         raise OptionError(
             f"option delay=1 puts updates off to the next step, which update={update!r} does not. Use update='in_forward'"
         )
-    if update == "in_backward" and settings.get("precision") == "fp16":
+    if not mode.sees_all and settings.get("precision") == "fp16":
         raise OptionError(
-            "option precision='fp16' skips a step when a gradient overflows, which update='in_backward' cannot: its layers "
+            f"option precision='fp16' skips a step when a gradient overflows, which {update=} cannot: its layers "
             "are updated before the last gradient is there. Use update='in_forward'"
         )
     norm = settings.get("max_grad_norm")
@@ -155,12 +208,12 @@ def _check_optimizer(settings: dict) -> None:
         return
     if isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm > 0:
         raise OptionError(f"option 'max_grad_norm' must be a number above 0, got {norm!r}")
-    if update == "in_backward":
+    if not mode.sees_all:
         raise OptionError(
-            "option 'max_grad_norm' needs the norm of all gradients before the first update, which update='in_backward' does "
+            f"option 'max_grad_norm' needs the norm of all gradients before the first update, which {update=} does "
             "not wait for. Use update='in_forward'"
         )
-    if update == "at_step":
+    if not mode.is_overlapped:
         raise OptionError(
             "option 'max_grad_norm' is for update='in_forward'; at_step, call torch.nn.utils.clip_grad_norm_ as usual"
         )
@@ -183,7 +236,7 @@ def _bytes(value: Any) -> int | None:
     """A number of bytes from an int or a string like "8GB" (10^9) or "8GiB" (2^30)."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= _LEAST_PINNED):
         return value
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?B)\s*", value) if isinstance(value, str) else None
+    found = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]*)?)\s*([KMGT]i?B)\s*", value) if isinstance(value, str) else None
     size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
     if size < _LEAST_PINNED:
         raise OptionError(f"option 'pinned_memory' must be bytes or a size such as '8GB', of at least 1 MiB, got {value!r}")

@@ -9,24 +9,28 @@ from typing import Any
 
 import torch
 
-from .check import Check
-from .devices.device import Device
-from .devices.host import is_host
-from .devices.registry import kind_of
-from .devices.watched import watch
-from .errors import L2LError, OptionError
-from .frontend import dynamo, kept_programs, limits
-from .host.server import ParameterServer
-from .host.worker import Worker
-from .lowering import vector_instructions
-from .lowering.lower import Lowering
-from .memory.accesses import Unwatched
-from .options import Options
-from .ranks.ranks import anything_is_divided
-from .runtime.runner import Runner
-from .runtime.stashes import StashQueue
-from .runtime.step import Stats
-from .timeline import Timeline
+from l2l_compile import user_line
+from l2l_compile.devices.device import Device
+from l2l_compile.devices.host import is_host
+from l2l_compile.devices.registry import kind_of
+from l2l_compile.devices.watched import watch
+from l2l_compile.errors import L2LError, OptionError
+from l2l_compile.frontend.dynamo import adapter, first_calls, kept_programs, limits, watched_frames
+from l2l_compile.host.server import ParameterServer
+from l2l_compile.host.watched_parameters import watch_compiled_code
+from l2l_compile.host.worker import Worker
+from l2l_compile.lowering.faster import vector_instructions
+from l2l_compile.lowering.lower import Lowering
+from l2l_compile.memory.finalizers import members
+from l2l_compile.options import Options
+from l2l_compile.races import Unwatched
+from l2l_compile.ranks.ranks import anything_is_sharded
+from l2l_compile.row_check import Check
+from l2l_compile.runtime.runner import Runner
+from l2l_compile.runtime.stashes import StashQueue
+from l2l_compile.runtime.step import Stats
+from l2l_compile.timeline import Timeline
+from l2l_compile.torch_internals import calls
 
 
 def open_device(options: Options) -> Device:
@@ -54,9 +58,11 @@ class Session:
         self.waiting = StashQueue() if options.stash == "host" else StashQueue(near=None)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: a program that it forgets is gone here too
         self._step: list[weakref.ref[Runner]] = []
+        self._call = 0  # the call of the model in which the last forward ran
+        watch_compiled_code()
         self._entries: weakref.WeakSet[kept_programs.Entry] = weakref.WeakSet()
-        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._has_roots = self._has_run = False
+        self._roots: list[weakref.ref[torch.nn.Module]] = []
+        self._has_run = False
         self._warned: set[str] = set()
         self.timeline: Timeline | None = None  # of the last steps that were traced
 
@@ -80,7 +86,7 @@ class Session:
 
     def release(self) -> None:
         """Release all programs: nothing can call them any more."""
-        for entry in list(self._entries):
+        for entry in members(self._entries):
             entry.clear()
 
     @property
@@ -91,24 +97,24 @@ class Session:
     def ends_with(self, owner: Any, modules: Sequence[torch.nn.Module]) -> None:
         """Release the `torch.compile` call of `owner` when all its modules are gone. Called after the capture of a program."""
         for module in modules:
-            if module not in self._roots:
-                self._roots.add(module)
-                self._has_roots = True
+            if not any(root() is module for root in self._roots):
+                self._roots.append(weakref.ref(module))
                 weakref.finalize(module, _module_is_gone, weakref.ref(owner), weakref.ref(self)).atexit = False
 
     @property
     def has_no_modules(self) -> bool:
         """Whether all modules for which programs were captured are gone."""
-        return self._has_roots and not any(True for _ in self._roots)
+        return bool(self._roots) and not _alive(self._roots)
 
     def started(self, runner: Runner) -> None:
         """Record that a forward begins. It begins a new step unless it is another program of the same call of the model."""
         if not self._has_run:
             self._has_run = True
             _release_others(self)
-        step = _alive(self._step)
-        if runner in step or any(r.stats.backward_seconds for r in step):
+        step, call = _alive(self._step), calls.number_of_call()
+        if call != self._call or runner in step or any(r.stats.backward_seconds for r in step):
             step = []
+        self._call = call
         self._step = [weakref.ref(r) for r in (*step, runner)]
 
     @property
@@ -121,13 +127,9 @@ class Session:
         return total
 
 
-def streams_layers(backend: Any) -> bool:
-    """Whether a backend, or the wrapper that `torch.compile` made for it, belongs to this package (`explain`'s included)."""
-    return getattr(getattr(backend, "compiler_fn", backend), "streams_layers", False)
-
-
 def frame_begins(backend: Any) -> None:
     """Called when Dynamo begins to trace a frame of ours. Starts preparations for the compilation of blocks meanwhile."""
+    first_calls.prepare_while_tracing()
     if hasattr(getattr(backend, "compiler_fn", backend), "skipped"):  # `explain` compiles no block
         return
     try:
@@ -138,20 +140,20 @@ def frame_begins(backend: Any) -> None:
         vector_instructions.ask()
 
 
-def frame_skipped(backend: Any, frame: dynamo.SkippedFrame) -> None:
+def frame_skipped(backend: Any, frame: watched_frames.SkippedFrame) -> None:
     """Called when Dynamo leaves a frame of ours uncompiled. The report of `explain` names it; a compiled model warns.
 
-    Raises `L2LError` if a model is divided among ranks.
+    Raises `L2LError` if a model is sharded over ranks.
     """
     explainer = getattr(backend, "compiler_fn", backend)
     if hasattr(explainer, "skipped"):
         if frame not in explainer.skipped:
             explainer.skipped.append(frame)
         return
-    if anything_is_divided():
+    if anything_is_sharded():
         raise L2LError(
             f"{frame.function} is not compiled, since Dynamo cannot ({frame.reason}; {frame.file}:{frame.line}), and a model that is "
-            "divided among ranks would gather its weights there in no order that all ranks share: remove the cause"
+            "sharded over ranks would gather its weights there in no order that all ranks share: remove the cause"
         )
     said_before = getattr(backend, _SAID, False)
     setattr(backend, _SAID, True)
@@ -177,8 +179,19 @@ def function_recompiled(backend: Any, found: limits.Recompilations) -> None:
     )
 
 
+def model_inlined(model: Any) -> None:
+    """Warn that code of another backend takes the place of a compiled model or function."""
+    plain = model if adapter.compiled_in_place(model) is not None else adapter.uncompiled(model)
+    name = getattr(plain, "__name__", type(plain).__name__)
+    user_line.warn(
+        f"backend 'l2l': {name} is called within a function that another backend compiles. Dynamo traces into it there, so nothing of "
+        "it is streamed, and all its weights are on the device of that function. Compile the model alone: leave the call out of the "
+        "outer function, or put it into a function under torch.compiler.disable"
+    )
+
+
 def _alive(references: list[weakref.ref]) -> list:
-    return [thing for reference in references if (thing := reference()) is not None]
+    return [thing for reference in tuple(references) if (thing := reference()) is not None]
 
 
 def _module_is_gone(owner: weakref.ref, session: weakref.ref[Session]) -> None:
@@ -242,8 +255,8 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
 
 def session_of(compiled: Any) -> Session | None:
     """The session of a compiled module or function; None if it has not run yet. Raises `TypeError` for any other argument."""
-    owner = dynamo.owner_of(compiled)
-    if owner is None or not streams_layers(owner):
+    owner = adapter.owner_of(compiled)
+    if owner is None or not calls.streams_layers(owner):
         raise TypeError(f"expected a module or function from torch.compile(..., backend='l2l'), got {type(compiled).__name__}")
     session = getattr(owner, _SESSION, None)
     if session is None:  # Dynamo reuses code of an equal torch.compile call: same backend, same options

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LANES = ("compute", "h2d", "d2h", "comm")
-CALLER, HOST, UPDATE = "caller", "host", "update"
-ORDER = (CALLER, *LANES, HOST, UPDATE)
+from l2l_compile.lanes import AT_WORK
+
 _US = 1e6  # microseconds a second: the unit of a Chrome trace
 
 
@@ -95,11 +94,11 @@ class Timeline:
     def events(self, name: str, process: int = 0) -> Iterator[dict]:
         """The events of a Chrome trace, as one process with a thread for each lane."""
         yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
-        for number, lane in enumerate(ORDER):
+        for number, lane in enumerate(AT_WORK):
             yield {"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": {"name": lane}}
             yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": number, "args": {"sort_index": number}}
         for piece in self.pieces:
-            event = {"ph": "X", "name": piece.label, "cat": piece.lane, "pid": process, "tid": ORDER.index(piece.lane)}
+            event = {"ph": "X", "name": piece.label, "cat": piece.lane, "pid": process, "tid": AT_WORK.index(piece.lane)}
             event |= {"ts": (piece.start - self.start) * _US, "dur": piece.seconds * _US}
             yield event | ({"args": {"waited for": piece.waited_for}} if piece.waited_for else {})
 

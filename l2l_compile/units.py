@@ -1,4 +1,4 @@
-"""Bytes as text: 1.5 KiB."""
+"""Bytes and numbers as text: 1.5 KiB, 70.6 billion."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ def format_bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} {_UNITS[-1]}"
+
+
+def format_count(number: int) -> str:
+    """70_600_000_000 -> "70.6 billion", 144 -> "144"."""
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:,}"
 
 
 def parse_bytes(text: str) -> int:

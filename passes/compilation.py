@@ -8,12 +8,12 @@ from typing import ClassVar, Protocol
 
 from torch import fx
 
-from ..ir.captured import Captured
-from ..ir.graph_modules import graph_module
-from ..ir.program import Program
-from ..ir.segments import Block, Segment, Uncut, Value
-from ..options import Options
-from .operation_sequence import OperationSequence
+from l2l_compile.ir.captured import Captured
+from l2l_compile.ir.graph_modules import graph_module
+from l2l_compile.ir.program import Program
+from l2l_compile.ir.segments import Block, Segment, Uncut, Value
+from l2l_compile.options import Options
+from l2l_compile.passes.operation_sequence import OperationSequence
 
 
 class Fact(enum.StrEnum):

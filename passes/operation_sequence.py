@@ -12,16 +12,17 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
-from ..frontend.simplify import may_be_size, memory_of
-from ..frontend.writes import touches, written_operands
-from ..ir.captured import Captured, Input
-from ..ir.fx_types import name_of
-from ..ir.modules import module_stack
-from ..ir.values import dim_of
+from l2l_compile.ir.captured import Captured, Input
+from l2l_compile.ir.fx_types import name_of
+from l2l_compile.ir.graph import may_be_size, memory_of, touches, written_operands
+from l2l_compile.ir.modules import module_stack
+from l2l_compile.ir.values import dim_of, reads_floats
 
 # Regions that may not be cut: the operations inside depend on interpreter state that is not restored after a cut.
 _OPEN = re.compile(r"^_?((vmap|grad|jvp)_increment_nesting|enter_\w+|saved_tensors_hooks_disable|functorch_\w*enter\w*)$")
@@ -66,9 +67,9 @@ class OperationSequence:
         self.nodes = [n for n in captured.graph.nodes if n.op.startswith("call_") and n not in self.weights]
         self.position = {n: i for i, n in enumerate(self.nodes)}
         self.of_model = {*self.weights, *(i.node for i in captured.inputs if i.kind == "state")}
-        self.reads = [tuple(n for n in node.all_input_nodes if size_expression(n) is None) for node in self.nodes]
-        # number of operations before each position, without operations that only compute sizes: layers differ in these
-        self.operations_before = [0, *itertools.accumulate(size_expression(n) is None for n in self.nodes)]
+        self.reads = [tuple(n for n in node.all_input_nodes if not makes_number(n)) for node in self.nodes]
+        # number of operations before each position, without operations that only compute numbers: layers differ in these
+        self.operations_before = [0, *itertools.accumulate(not makes_number(n) for n in self.nodes)]
         stacks = [module_stack(n) for n in self.nodes]
         self.paths = [stack[-1][0] if stack else () for stack in stacks]  # module paths, outermost first; () if unknown
         self.classes = {path: kind for stack in stacks for path, kind in stack}  # class of each module, by path
@@ -181,14 +182,34 @@ def _is_parameter(state: Input) -> bool:
     return isinstance(state.node.meta["example_value"], torch.nn.Parameter)
 
 
-def size_expression(node: fx.Node):
-    """The int or sympy expression that a node holds, if it holds a size; None for other nodes."""
+def size_expression(node: fx.Node) -> Any:
+    """The number or sympy expression that a node holds, if it holds a size or a float of the user's; None for other nodes.
+
+    None as well for a number that is computed from floats: `makes_number`.
+    """
     value = node.meta.get("example_value")
     if isinstance(value, torch.SymInt):
-        return dim_of(value)
+        dim = dim_of(value)
+        return None if not isinstance(dim, int) and reads_floats(dim) else dim
+    if isinstance(value, torch.SymFloat):
+        expression = value.node.expr
+        if expression.is_number:  # a guard of Dynamo fixes it
+            return float(expression)
+        return expression if isinstance(expression, sympy.Symbol) else None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def makes_number(node: fx.Node) -> bool:
+    """Whether a node makes a number from numbers alone. Each segment that reads the number computes it itself.
+
+    Floats are computed operation by operation, as Python does: the rounding would differ in a simplified expression.
+    """
+    if size_expression(node) is not None:
+        return True
+    value = node.meta.get("example_value")
+    return isinstance(value, (torch.SymInt, torch.SymFloat)) and all(map(makes_number, node.all_input_nodes))
 
 
 def _is_number(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
-    return value is None or isinstance(value, (int, float, bool, torch.SymInt))
+    return value is None or isinstance(value, (int, float, bool, torch.SymInt)) or makes_number(node)

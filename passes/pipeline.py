@@ -5,26 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from ..errors import L2LError, VerifyError
-from .batching.prove_row_independence import ProveRowIndependence
-from .batching.split_regions import SplitRegions
-from .compilation import Compilation, Fact, Pass
-from .preparation.drop_outputs import DropOutputs
-from .preparation.loss_terms import GatherLossTerms
-from .preparation.narrow import Narrow
-from .segmentation.cut_segments import CutSegments
-from .segmentation.find_blocks import FindBlocks
-from .segmentation.granularity import MeasureGranularity
-from .segmentation.sequence_operations import SequenceOperations
-from .streaming.differentiate import Differentiate
-from .streaming.place_ranks import PlaceRanks
-from .streaming.place_rows import PlaceRows
-from .streaming.place_stash import PlaceStash
-from .streaming.place_updates import PlaceUpdates
-from .streaming.prefetch import Prefetch
-from .streaming.release import Release
-from .streaming.stream import Stream
-from .verify import verify
+from l2l_compile.errors import L2LError, VerifyError
+from l2l_compile.passes.batching.prove_row_independence import ProveRowIndependence
+from l2l_compile.passes.batching.split_regions import SplitRegions
+from l2l_compile.passes.compilation import Compilation, Fact, Pass
+from l2l_compile.passes.preparation.drop_outputs import DropOutputs
+from l2l_compile.passes.preparation.loss_terms import GatherLossTerms
+from l2l_compile.passes.preparation.narrow import Narrow
+from l2l_compile.passes.segmentation.cut_segments import CutSegments
+from l2l_compile.passes.segmentation.find_blocks import FindBlocks
+from l2l_compile.passes.segmentation.granularity import MeasureGranularity
+from l2l_compile.passes.segmentation.sequence_operations import SequenceOperations
+from l2l_compile.passes.streaming.differentiate import Differentiate
+from l2l_compile.passes.streaming.place_ranks import PlaceRanks
+from l2l_compile.passes.streaming.place_rows import PlaceRows
+from l2l_compile.passes.streaming.place_stash import PlaceStash
+from l2l_compile.passes.streaming.place_updates import PlaceUpdates
+from l2l_compile.passes.streaming.prefetch import Prefetch
+from l2l_compile.passes.streaming.release import Release
+from l2l_compile.passes.streaming.stream import Stream
+from l2l_compile.passes.verify import verify
 
 PREPARATION: tuple[Pass, ...] = (DropOutputs(), GatherLossTerms(), Narrow(), SequenceOperations())
 SEGMENTATION: tuple[Pass, ...] = (FindBlocks(), CutSegments(), SplitRegions(), ProveRowIndependence(), MeasureGranularity())

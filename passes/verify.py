@@ -4,9 +4,9 @@ known_node        every node is in the vocabulary, has the operands that the voc
 defined           a node reads only nodes that stand before it
 lane              every operand is where its kind requires it, on the host or on the device
 weights           a segment runs on the weights that were fetched for it
-gathered          a segment whose weights are divided among ranks runs on a gathered slab, and only the gather reads the
+gathered          a segment whose weights are sharded over ranks runs on a gathered slab, and only the gather reads the
                   fetched pieces; other segments have no gather
-reduced_once      a divided segment pushes reduced gradients, and reduces each bundle exactly once; with ranks='global', if it
+reduced_once      a sharded segment pushes reduced gradients, and reduces each bundle exactly once; with ranks='global', if it
                   ran on the rows of all ranks, it pushes this rank's pieces of gradients that are the same on all ranks
 rows_of_ranks     with ranks='global', a segment that mixes rows reads the rows of all ranks, and no other segment does; a
                   sum over rows is summed over the ranks
@@ -26,16 +26,17 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from ..errors import VerifyError
-from ..ir import nodes
-from ..ir.segments import Segment
-from ..ir.values import TensorSpec
-from .compilation import Compilation, Fact
-from .streaming.place_stash import stash_inputs
+from l2l_compile.errors import VerifyError
+from l2l_compile.ir import nodes
+from l2l_compile.ir.segments import Segment
+from l2l_compile.ir.values import TensorSpec
+from l2l_compile.passes.compilation import Compilation, Fact
+from l2l_compile.passes.streaming.place_stash import stash_inputs
+from l2l_compile.update_modes import Place
 
 
 def verify(compilation: Compilation, facts: frozenset[Fact]) -> None:
@@ -109,7 +110,7 @@ def _weights(node: fx.Node, segment: Segment) -> None:
     if not segment.block.weights:
         return
     read = [weights]
-    if isinstance(weights, fx.Node) and weights.target is nodes.gather_weights:
+    if isinstance(weights, fx.Node) and weights.target is nodes.all_gather_weights:
         read.append(nodes.operands(weights).slab)
     fetched = isinstance(read[-1], fx.Node) and read[-1].target is nodes.fetch_weights
     if not fetched or any(nodes.operands(slab).segment != segment.index for slab in read):
@@ -118,6 +119,9 @@ def _weights(node: fx.Node, segment: Segment) -> None:
 
 def _form(node: fx.Node, segment: Segment) -> None:
     block, operands = segment.block, nodes.operands(node)
+    _same_number(node, operands.values, block.values, "values", segment)
+    if node.target is nodes.backward:
+        _same_number(node, operands.gradients, block.outputs, "gradients", segment)
     read = list(zip(operands.values, block.values, strict=True))
     if node.target is nodes.backward:
         read += [(g, spec) for g, spec in zip(operands.gradients, block.outputs, strict=True) if g is not None]
@@ -129,9 +133,16 @@ def _form(node: fx.Node, segment: Segment) -> None:
             raise VerifyError("form", node.name, f"reads '{operand.name}', which is not {form}, for '{segment.name}'")
 
 
+def _same_number(node: fx.Node, read: Sequence, specs: Sequence[TensorSpec], what: str, segment: Segment) -> None:
+    if len(read) != len(specs):
+        raise VerifyError("form", node.name, f"reads {len(read)} {what} for '{segment.name}', which has {len(specs)}")
+
+
 def _streamed_form(node: fx.Node, segment: Segment) -> None:
     """Streamed gradients are whole on the host, and belong to outputs that the segment makes split."""
     streamed = nodes.operands(node).streamed_gradients
+    if streamed:
+        _same_number(node, streamed, segment.block.outputs, "streamed gradients", segment)
     for gradient, spec in zip(streamed, segment.block.outputs, strict=bool(streamed)):
         if gradient is not None and (gradient.meta["split"] or not _is_split(segment, spec)):
             raise VerifyError("form", node.name, f"streams '{gradient.name}' for '{segment.name}', which cannot be taken apart")
@@ -157,14 +168,14 @@ def _slabs(graph: fx.Graph, slabs: int, position: dict[fx.Node, int]) -> None:
 
 def _readers_of_slab(node: fx.Node) -> Iterable[fx.Node]:
     """The readers of a slab after `node`, if `node` is the gather that completes it."""
-    return node.users if node.target is nodes.gather_weights else ()
+    return node.users if node.target is nodes.all_gather_weights else ()
 
 
 def _gathered(graph: fx.Graph, compilation: Compilation) -> None:
     for node in graph.find_nodes(op="call_function", target=nodes.fetch_weights):
         segment = compilation.segments[nodes.operands(node).segment]
-        gathers = [user for user in node.users if user.target is nodes.gather_weights]
-        if len(gathers) != int(segment.divided):
+        gathers = [user for user in node.users if user.target is nodes.all_gather_weights]
+        if len(gathers) != int(segment.sharded):
             raise VerifyError("gathered", node.name, f"of '{segment.name}' is gathered {len(gathers)} times")
         if gathers and len(node.users) > 1:
             raise VerifyError("gathered", node.name, f"of '{segment.name}' is read before it is gathered")
@@ -172,7 +183,7 @@ def _gathered(graph: fx.Graph, compilation: Compilation) -> None:
             raise VerifyError("gathered", gathers[0].name, f"gathers the slab of '{segment.name}' as that of another segment")
 
 
-_TO_PIECES = (nodes.reduce_gradients, nodes.own_pieces)
+_TO_PIECES = (nodes.reduce_scatter_gradients, nodes.local_shard)
 
 
 def _reduced_once(graph: fx.Graph, compilation: Compilation) -> None:
@@ -181,10 +192,10 @@ def _reduced_once(graph: fx.Graph, compilation: Compilation) -> None:
     for node in graph.find_nodes(op="call_function", target=nodes.push_gradients):
         index, pushed = nodes.operands(node)
         segment, is_reduced = compilation.segments[index], pushed.target in _TO_PIECES
-        if is_reduced != segment.divided:
-            how = "without a reduction over the ranks" if segment.divided else "reduced over ranks, among which it is not divided"
+        if is_reduced != segment.sharded:
+            how = "without a reduction over the ranks" if segment.sharded else "reduced over ranks, among which it is not sharded"
             raise VerifyError("reduced_once", node.name, f"pushes the gradients of '{segment.name}' {how}")
-        if is_reduced and compilation.is_global and (pushed.target is nodes.own_pieces) != (not segment.block.inner_looped):
+        if is_reduced and compilation.is_global and (pushed.target is nodes.local_shard) != (not segment.block.inner_looped):
             raise VerifyError(
                 "reduced_once", pushed.name, f"of '{segment.name}' counts gradients more than once, or not all of them"
             )
@@ -200,7 +211,7 @@ def _rows_of_ranks(graph: fx.Graph, compilation: Compilation) -> None:
             segment = compilation.segments[nodes.operands(node).segment]
             _reads_rows_of_ranks(node, segment)
         elif node.target is nodes.merge and node.meta["spec"].batch is None:
-            if any(user.target not in (nodes.sum_ranks, nodes.release) for user in node.users):
+            if any(user.target not in (nodes.all_reduce, nodes.release) for user in node.users):
                 raise VerifyError(
                     "rows_of_ranks", node.name, "is a part of a sum, and is read before it is summed over the ranks"
                 )
@@ -210,12 +221,12 @@ def _reads_rows_of_ranks(node: fx.Node, segment: Segment) -> None:
     mixes, operands = not segment.block.inner_looped, nodes.operands(node)
     read = [*operands.values, *(operands.gradients if node.target is nodes.backward else ())]
     for value in read:
-        if value is not None and value.meta["spec"].batch is not None and mixes != (value.target is nodes.gather_rows):
+        if value is not None and value.meta["spec"].batch is not None and mixes != (value.target is nodes.all_gather_rows):
             whose = "this rank's rows alone" if mixes else "the rows of all ranks"
             raise VerifyError("rows_of_ranks", node.name, f"of '{segment.name}' reads {whose} in '{value.name}'")
     for made in node.users if mixes else ():
         if made.target is operator.getitem and "spec" in made.meta and made.meta["spec"].batch is not None:
-            if any(user.target not in (nodes.own_rows, nodes.release) for user in made.users):
+            if any(user.target not in (nodes.local_rows, nodes.release) for user in made.users):
                 raise VerifyError(
                     "rows_of_ranks", made.name, f"has the rows of all ranks of '{segment.name}', and is read as this rank's"
                 )
@@ -270,14 +281,14 @@ def _is_for_a_reader(node: fx.Node) -> bool:
 
 
 def _updated(graph: fx.Graph, compilation: Compilation) -> None:
-    mode, is_forward = compilation.options.update, graph is compilation.forward
+    mode, is_forward = compilation.options.mode, graph is compilation.forward
     updates = graph.find_nodes(op="call_function", target=nodes.update)
-    if mode == "in_forward" and is_forward:
+    if mode.place is Place.BEFORE_FETCH and is_forward:
         _updated_before_fetches(graph, updates, compilation)
-    elif mode == "in_backward" and not is_forward:
+    elif mode.place is Place.AFTER_PUSH and not is_forward:
         _updated_after_pushes(graph, updates, compilation)
     elif updates:
-        raise VerifyError("updated", updates[0].name, f"has no place in this graph with update={mode!r}")
+        raise VerifyError("updated", updates[0].name, f"has no place in this graph with update={mode.name!r}")
 
 
 def _updated_before_fetches(graph: fx.Graph, updates: list[fx.Node], compilation: Compilation) -> None:

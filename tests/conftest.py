@@ -107,7 +107,7 @@ def threaded(monkeypatch):
     """Compiled models run on a device of three threads; `threaded.devices` lists the devices opened so far."""
     from l2l_compile.devices.cpu import CPU
     from l2l_compile.devices.registry import KINDS
-    from l2l_compile.devices.threaded import ThreadedDevice
+    from l2l_compile.testing.strict_device import ThreadedDevice
 
     class Opener:
         def __init__(self):

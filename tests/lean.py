@@ -30,7 +30,7 @@ def warm() -> None:
     import tqdm
 
     import l2l_compile
-    from l2l_compile.lowering.codes import store
+    from l2l_compile.lowering.code_cache import store
 
     tqdm.tqdm.monitor_interval = 0  # no thread beside a bar
     model = torch.nn.Sequential(torch.nn.LayerNorm(7), torch.nn.Linear(7, 6), torch.nn.GELU(), torch.nn.Linear(6, 7))

@@ -27,7 +27,7 @@ from torch.utils import backend_registration
 
 from l2l_compile.devices.device import DeviceKind
 from l2l_compile.devices.host import HOST
-from l2l_compile.devices.threaded import ThreadedDevice
+from l2l_compile.testing.strict_device import ThreadedDevice
 
 NAME = "standin"
 MISSING = (

@@ -51,14 +51,14 @@ class DividedByTheBatch(Stack):
         return super().forward(x) * (1.0 / x.shape[0])
 
 
-def test_a_number_made_of_the_batch_size_keeps_one_program_and_only_its_segment_whole():
+def test_a_number_of_the_batch_size_keeps_one_segment_whole():
     step = assert_parity(DividedByTheBatch().double(), rows(6), rows(9))
     (program,) = programs_of(step)
     assert {s.block.reason for s in program.whole_batch} == {"aten.mul.Tensor uses the size of the batch as a number"}
     assert all(s.block.inner_looped for s in program.segments if s.name.startswith("layers."))
 
 
-def test_differentiating_inside_of_a_compiled_function_does_not_trace_into_backward():
+def test_differentiating_within_a_function_traces_no_backward():
     model = Stack().double()
 
     def penalty(x):
@@ -121,7 +121,7 @@ def test_functional_stack_gives_gradients_to_its_weights():
 # ---- several programs, several calls ---------------------------------------------------------------------------------
 
 
-def test_programs_on_both_sides_of_a_graph_break_are_joined_by_autograd():
+def test_autograd_joins_programs_on_both_sides_of_a_graph_break():
     model = assert_parity(Broken().double(), rows(6), rows(5))
     first, second = programs_of(model)
     assert "graph_break" in first.break_reason and second.break_reason is None
@@ -146,7 +146,7 @@ def test_two_forwards_before_their_backwards():
 
 
 @pytest.mark.parametrize("stash", ["host", "device"])
-def test_retained_graph_can_be_differentiated_again_and_a_freed_one_not(stash):
+def test_a_retained_graph_has_a_second_backward_and_a_freed_not(stash):
     def twice(call, x):
         losses.append(call(x).pow(2).sum())
         losses[-1].backward(retain_graph=True)
@@ -229,7 +229,7 @@ def test_training_and_evaluation_are_programs_of_their_own():
     assert training.backward is not None and evaluation.backward is None
 
 
-def test_frozen_segments_are_fetched_never_pushed_and_run_no_backward_below_the_first_trainable():
+def test_frozen_segments_are_not_pushed_and_the_lowest_only_run():
     model = Stack(5).double()
     for part in (model.embed, model.layers[0], model.layers[3]):
         part.requires_grad_(False)
@@ -244,7 +244,7 @@ def test_frozen_segments_are_fetched_never_pushed_and_run_no_backward_below_the_
     assert stats.pushed_bytes == sum(p.numel() * 8 for p in model.parameters() if p.requires_grad)
 
 
-def test_loss_beside_unused_logits_costs_no_gradient_of_the_logits():
+def test_loss_beside_unused_logits_costs_no_gradient_of_them():
     pair = pair_of(TwoHeads().double())
     pair.run(lambda call, x: call(x)["loss"].backward(), rows(6)).check()
     gradients = [n for n in pair.programs[0].backward.graph.find_nodes(op="placeholder") if n.meta["kind"] == "gradient"]
@@ -272,7 +272,7 @@ def test_only_outputs_that_got_a_gradient_are_differentiated():
 # ---- state that forward changes --------------------------------------------------------------------------------------
 
 
-def test_batch_norm_in_training_is_exact_whole_batch_and_the_op_is_named():
+def test_batch_norm_in_training_is_whole_batch_and_named():
     model = Stack([Layer(norm=nn.BatchNorm1d) for _ in range(3)]).double()
     step = assert_parity(model, rows(6), rows(8))  # running statistics too: once a step, not once more in recompute
     whole = programs_of(step)[0].whole_batch
@@ -342,7 +342,7 @@ class Moving(Layer):
 
 @pytest.mark.parametrize("first", ["write", "compute"])
 @pytest.mark.parametrize("stash", ["host", "device"])
-def test_gradient_through_a_buffer_that_forward_changes_sees_the_value_that_forward_saw(first, stash):
+def test_gradient_through_a_changed_buffer_sees_forwards_value(first, stash):
     assert_parity(Stack([Moving(first) for _ in range(3)]).double(), rows(6), rows(6), stash=stash)
 
 
@@ -375,7 +375,7 @@ def test_in_place_operations_across_boundaries():
 @pytest.mark.parametrize("turned", ["the detached name", "the name that is detached"])
 @pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
 @pytest.mark.slow(only="inductor-the detached name")
-def test_a_value_that_is_turned_in_place_keeps_its_shape_under_another_name(turned, block_compiler):
+def test_a_value_turned_in_place_keeps_its_shape_elsewhere(turned, block_compiler):
     class Turning(Layer):
         def forward(self, x):
             x = super().forward(x) * 1.0

@@ -128,12 +128,12 @@ def test_a_check_changes_no_result(threaded):
 
 
 def test_every_block_is_compared_once(monkeypatch):
-    import l2l_compile.check
+    import l2l_compile.row_check
 
     seen = []
-    compare = l2l_compile.check._Pair.compare
+    compare = l2l_compile.row_check._Pair.compare
     monkeypatch.setattr(
-        l2l_compile.check._Pair, "compare", lambda self, *a: (seen.append((self.segment.name, self.what)), compare(self, *a))
+        l2l_compile.row_check._Pair, "compare", lambda self, *a: (seen.append((self.segment.name, self.what)), compare(self, *a))
     )
     step = compiled(Stack(4).double(), check=True)
     for _ in range(2):

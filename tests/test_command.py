@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
 from torch import nn
 
+import l2l_compile
 from l2l_compile import Machine
+from l2l_compile.command.asked import Settings
 from l2l_compile.command.main import main
+from l2l_compile.options import Options
+from l2l_compile.simulation.machine import names
+from l2l_compile.units import parse_bytes
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -61,36 +68,191 @@ def test_explain_prints_the_report_of_a_folder_and_of_its_file(config, capsys):
         assert printed.count("fits ") == 2
 
 
-def test_parameters_of_16_bits_in_a_config_are_explained_as_fp32_on_the_host(config, capsys):
+def test_parameters_of_16_bits_are_explained_as_fp32_on_the_host(config, capsys):
     assert main(["explain", config(), "--batch", "4", "--length", "16"]) == 0
     assert "(4.0), wire" in capsys.readouterr().out
 
 
-def test_a_config_that_does_not_fit_says_by_how_much_and_what_to_change(config, small_machine, capsys):
-    """Room on the device for two micro-batches, and on the host for an optimizer without state."""
-    given = ["explain", config(), "--batch", "8", "--length", "64", "--micro-batches", "1", "--machine"]
-    assert main([*given, small_machine(2e5, 5e5)]) == 1
+def stack(batch):
+    """Six layers, the last of which is the largest."""
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(5)]
+    return nn.Sequential(*layers, nn.Linear(64, 1024)), torch.empty(batch, 64)
+
+
+STACK = ["explain", f"{__name__}:stack", "--batch", "8", "--outputs", "all", "--machine"]
+
+
+def printed_by(arguments, capsys, status=0):
+    assert main(arguments) == status
+    return capsys.readouterr().out
+
+
+def peaks(printed):
+    """Bytes of the device and of the host in the verdict."""
+    return [parse_bytes(re.search(rf"{memory} memory: (.*?) of", printed)[1]) for memory in ("device", "host")]
+
+
+def test_a_step_that_does_not_fit_has_a_remedy_and_bytes(small_machine, capsys):
+    """Every change that is printed is one with which the command says that the step fits, in the bytes that were printed."""
+    asked = [*STACK, "h200", "--micro-batches", "1", "--prefetch", "2"]
+    device, _ = peaks(printed_by(asked, capsys))
+    asked[asked.index("h200")] = small_machine(0.6 * device, 1e9)
+    printed = printed_by(asked, capsys, 1)
+    assert "too large device memory: " in printed and " too much" in printed
+    changes = re.findall(r"^    (--.*?): device (.*?), host (.*?)(?: \(.*)?$", printed, re.MULTILINE)
+    assert changes
+    for change, on_device, on_host in changes:
+        again = printed_by([*asked, *change.split()], capsys)
+        assert f"fits      device memory: {on_device} of" in again and f"fits      host memory: {on_host} of" in again
+
+
+def test_prefetch_is_tried_before_another_model_is_advised(small_machine, capsys):
+    """Room for one weight slab in place of two, and for nothing more."""
+    (two, _), (one, _) = (peaks(printed_by([*STACK, "h200", "--prefetch", str(ahead)], capsys)) for ahead in (1, 0))
+    assert one < two
+    assert "it fits with:\n    --prefetch 0: device" in printed_by([*STACK, small_machine((one + two) / 2, 1e9)], capsys, 1)
+
+
+def test_host_that_is_too_small_gets_updates_in_backward(small_machine, capsys):
+    (_, asked), (_, least) = (
+        peaks(printed_by([*STACK, "h200", "--update", update], capsys)) for update in ("in_forward", "in_backward")
+    )
+    assert least < asked
+    assert "it fits with:\n    --update in_backward: device" in printed_by(
+        [*STACK, small_machine(1e9, (asked + least) / 2)], capsys, 1
+    )
+
+
+def test_one_backward_is_tried_where_several_do_not_fit(small_machine, capsys):
+    """With several, `in_backward` keeps the sums of gradients."""
+    several = [*STACK, "h200", "--accumulate", "4", "--update", "in_backward"]
+    (_, kept), (_, least) = (peaks(printed_by([*several, "--accumulate", count], capsys)) for count in ("4", "1"))
+    assert least < kept
+    several[several.index("h200")] = small_machine(1e9, (kept + least) / 2)
+    printed = printed_by(several, capsys, 1)
+    assert re.search(r"    --accumulate 1: device .*, host .* \(a step for each backward call\)\n", printed)
+
+
+def test_one_backward_is_tried_with_updates_in_backward(small_machine, capsys):
+    (_, least), (_, kept) = (peaks(printed_by([*STACK, "h200", "--update", u], capsys)) for u in ("in_backward", "in_forward"))
+    printed = printed_by([*STACK, small_machine(1e9, (kept + least) / 2), "--accumulate", "2"], capsys, 1)
+    assert "    --update in_backward --accumulate 1: device" in printed
+
+
+def test_simulate_shows_the_step_that_fits(small_machine, capsys):
+    host = [peaks(printed_by([*STACK, "h200", "--update", update], capsys))[1] for update in ("in_forward", "in_backward")]
+    printed = printed_by(["simulate", *STACK[1:], small_machine(1e9, sum(host) / 2)], capsys, 1)
+    assert (
+        "speed with --update in_backward: " in printed
+        and "updates each layer while the device computes the layers before it" in printed
+    )
+    assert "samples/s" in printed
+
+
+@pytest.mark.slow
+def test_changes_of_training_are_tried_when_options_do_not_help(config, small_machine, capsys):
+    """The host has no room for the state of the optimizer: adapters of a frozen model, or an optimizer without state."""
+    given = ["explain", config(num_hidden_layers=2), "--batch", "2", "--length", "16", "--machine"]
+    _, host = peaks(printed_by([*given, "h200", "--update", "in_backward"], capsys))
+    printed = printed_by([*given, small_machine(1e9, 0.6 * host)], capsys, 1)
+    assert "--optimizer sgd" in printed and "sgd has no state" in printed
+    assert "it fits with" in printed
+
+
+@pytest.mark.slow
+def test_adapters_are_advised_where_the_model_is_large(config, small_machine, capsys):
+    given = ["explain", config(num_hidden_layers=1, hidden_size=128), "--batch", "2", "--length", "16", "--machine"]
+    _, full = peaks(printed_by([*given, "h200", "--update", "in_backward"], capsys))
+    _, adapters = peaks(printed_by([*given, "h200", "--lora", "16", "--update", "in_backward"], capsys))
+    printed = printed_by([*given, small_machine(1e9, (full + 2 * adapters) / 3)], capsys, 1)
+    assert "--lora 16" in printed and "adapters of a frozen model are trained" in printed
+
+
+def test_nearest_change_is_told_where_nothing_fits(small_machine, capsys):
+    printed = printed_by([*STACK, small_machine(1e5, 1e5)], capsys, 1)
+    assert "no change of options that was tried makes it fit; the nearest:\n    --" in printed
+
+
+@pytest.mark.slow(but="*lora*")
+@pytest.mark.parametrize("given", [[], ["--update", "at_step"], ["--lora", "4"]], ids=["full", "at_step", "lora"])
+def test_verdict_report_and_page_have_the_same_bytes(given, config, tmp_path, capsys):
+    """Device and host, in `explain`, in `simulate` and on the page."""
+    page, shown = tmp_path / "page.html", ["--batch", "4", "--length", "16", "--machine", "rtx4090", *given]
+    assert main(["explain", config(num_hidden_layers=1), *shown]) == 0
+    explained = figures(capsys.readouterr().out)
+    assert main(["simulate", config(num_hidden_layers=1), *shown, "--html", str(page)]) == 0
+    simulated = figures(capsys.readouterr().out)
+    (data,) = re.findall(r"^const data = (.*);$", page.read_text(), re.MULTILINE)
+    of_the_page = dict(json.loads(data)["figures"])
+    assert explained == simulated
+    for memory in ("device memory", "host memory"):
+        assert explained[memory] == explained[f"{memory}, in the report"] == of_the_page[f"{memory} at its peak"]
+
+
+def figures(printed):
+    """The memory of the verdict and of the report, as printed."""
+    text = " ".join(printed.split())
+    found = {name: re.search(rf"fits {name}: (\S+ \S+) of", text)[1] for name in ("device memory", "host memory")}
+    found["device memory, in the report"] = re.search(r"device memory at its peak: (\S+ \S+) \(", text)[1]
+    found["host memory, in the report"] = re.search(r"host memory \(bytes a parameter\): .*?in all (\S+ [KMGT]?i?B)", text)[1]
+    return found
+
+
+def test_memory_of_the_command_line_replaces_the_machines(capsys):
+    assert main([*STACK, "rtx4090", "--host-memory", "128GiB", "--device-memory", "12GiB"]) == 0
     printed = capsys.readouterr().out
-    assert "too large device memory: " in printed and "--micro-batches 2: " in printed and "still too much" in printed
-    assert "too large host memory: " in printed and "--update in_backward" in printed and "--optimizer sgd" in printed
-    assert main([*given, small_machine(1e9, 1e9)]) == 0
-    assert "too much" not in capsys.readouterr().out
+    assert "of 11.0 GiB (12.0 GiB less 1.0 GiB for driver, context and libraries)" in printed
+    assert "of 124.0 GiB (128.0 GiB less 4.0 GiB for the operating system, Python and PyTorch)" in printed
 
 
-def test_a_remedy_that_is_said_is_one(config, small_machine, capsys):
-    folder, machine = config(), small_machine(7e5, 1e9)
-    given = ["explain", folder, "--batch", "8", "--length", "64", "--machine", machine, "--micro-batches"]
-    assert main([*given, "1"]) == 1
-    *_, enough = [line for line in capsys.readouterr().out.splitlines() if "--micro-batches" in line]
-    assert "still too much" not in enough
-    count = enough.split(":")[0].split()[-1]
-    assert main([*given, count]) == 0
+def test_adapters_are_trained_and_the_model_is_frozen(config, capsys):
+    assert main(["explain", config(num_hidden_layers=1), "--batch", "4", "--length", "16", "--lora", "2"]) == 0
+    printed = capsys.readouterr()
+    assert "of them trained, a batch of 4 x 16 tokens" in printed.out and "Warning" not in printed.err
+
+
+def test_machines_are_listed(capsys):
+    assert main(["machines"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == names() and "NVIDIA GeForce RTX 4090" in "".join(lines)
+
+
+def test_version_is_printed(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"l2l-compile {l2l_compile.__version__}\n"
+
+
+def test_help_says_which_defaults_are_not_the_librarys(capsys):
+    for command in ("explain", "simulate"):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        printed = " ".join(capsys.readouterr().out.split())
+        library, own = Options(), Settings()
+        for name in {f.name for f in fields(Options)} & {f.name for f in fields(Settings)} - {"optimizer"}:
+            assert f"--{name.replace('_', '-')}" in printed or f"--no-{name.replace('_', '-')}" in printed
+            if getattr(library, name) != getattr(own, name):
+                assert f"(default: {getattr(own, name)}; the library's: {getattr(library, name)})" in printed
+
+
+def test_options_that_change_time_or_memory_are_all_there():
+    neither = {"device", "check", "block_compiler", "ranks", "passes"}  # of the machine, of a look for errors, of several devices
+    assert {f.name for f in fields(Options)} - neither <= {f.name for f in fields(Settings)}
+
+
+def test_work_that_takes_long_is_told_on_stderr(monkeypatch, capsys):
+    monkeypatch.setattr("l2l_compile.command.progress._PATIENCE", 0.0)
+    assert main([*STACK, "h200"]) == 0
+    assert "l2l: tracing " in capsys.readouterr().err
 
 
 def test_simulate_prints_seconds_and_tokens(config, capsys):
     assert main(["simulate", config(), "--batch", "4", "--length", "16", "--machine", "h200"]) == 0
     printed = capsys.readouterr().out
-    assert "s a step, " in printed and "tokens/s" in printed and "optimizer state" in printed and "compute" in printed
+    assert "s a step, " in printed and "tokens/s; bound by " in printed and "optimizer state" in printed
+    assert "without l2l, all on the device: fits" in printed and "plain PyTorch, on such a device" in printed
+    assert re.search(r"compute .* s .*%  layers, on the device", printed)
+    assert re.search(r"host .* s .*%  a thread of the host: takes gradients from the link, and updates the layers after", printed)
 
 
 def workload(batch):

@@ -175,7 +175,7 @@ def test_a_dtype_that_a_model_computes_in_is_found(coverage):
 
 
 @pytest.mark.parametrize("inside, status", [("double", "differs"), ("float", "parity")])
-def test_a_difference_like_rounding_in_float32_is_none_where_the_model_computes_in_float32(coverage, monkeypatch, inside, status):
+def test_rounding_is_no_difference_if_the_model_is_in_float32(coverage, monkeypatch, inside, status):
     import torch
 
     import coverage_step

@@ -64,7 +64,7 @@ def gradients_are_averaged(rank: int) -> None:
             assert len(program.segments) == 5, (form.__name__, settings, len(program.segments))
 
 
-def updates_behind_the_device_are_refused(rank: int) -> None:
+def overlapped_updates_are_refused(rank: int) -> None:
     for form in FORMS:
         for update in ("in_backward", "in_forward"):
             torch._dynamo.reset()
@@ -84,7 +84,7 @@ def in_a_process(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
     try:
         gradients_are_averaged(rank)
-        updates_behind_the_device_are_refused(rank)
+        overlapped_updates_are_refused(rank)
     finally:
         torch.distributed.destroy_process_group()
 

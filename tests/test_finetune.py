@@ -342,7 +342,7 @@ def test_the_default_task_is_learnt_in_16_bits(finetune, tmp_path, monkeypatch, 
     assert final > largest + 5
 
 
-def test_the_vocabulary_and_the_order_of_the_rows_depend_on_nothing_else(finetune):
+def test_the_vocabulary_and_the_order_of_rows_are_reproducible(finetune):
     texts = [text for text, _ in finetune.documentation()[0][:200]]
     one, other = (finetune.build_tokenizer(t) for t in (texts, texts[::-1]))
     assert one.get_vocab() == other.get_vocab()

@@ -131,7 +131,7 @@ def test_the_cases_behind_a_crash_run_in_a_new_process(tmp_path):
     assert verdicts(found) == {"a": "measured", "b": "crash", "c": "measured"} and found["starts"] == 2
 
 
-def test_a_case_beyond_its_own_time_is_a_hang_and_the_next_one_runs(tmp_path):
+def test_a_case_beyond_its_time_is_a_hang_and_the_next_one_runs(tmp_path):
     code = """
     write('plan', ['a', 'b'])
     for case in 'ab':
@@ -144,7 +144,7 @@ def test_a_case_beyond_its_own_time_is_a_hang_and_the_next_one_runs(tmp_path):
     assert verdicts(found) == {"a": "hang", "b": "measured"}
 
 
-def test_a_process_that_asks_for_a_new_one_without_progress_gets_none(tmp_path):
+def test_a_process_without_progress_gets_no_new_one(tmp_path):
     found = run(tmp_path, stage("s", "write('plan', ['a']); sys.exit(75)"), seconds=30.0)["s"]
     assert found["starts"] == 1 and found["status"] == "crash" and "not reached" in verdicts(found).values()
 
@@ -162,7 +162,7 @@ def test_workers_share_a_stage(tmp_path):
     assert {row["case"] for row in found["rows"] if row["verdict"] == "measured"} == {"0/3", "1/3", "2/3"}
 
 
-def test_the_json_is_written_while_a_stage_runs_and_when_the_script_is_stopped(tmp_path):
+def test_json_is_written_in_a_stage_and_when_the_script_stops(tmp_path):
     record, path = module("record"), tmp_path / "gpu.json"
     seen = []
 
@@ -247,6 +247,24 @@ def test_a_journal_that_was_cut_off_keeps_its_whole_lines(tmp_path):
     assert kind == "row" and row.value == "inf"
 
 
+def test_rows_from_a_journal_sort_as_before_it(tmp_path):
+    """Also those that are infinitely bad: JSON has no such number."""
+    rows = module("rows")
+    journal = rows.Journal(tmp_path / "j")
+    made = [rows.Row.limited("s", "c", "f", value, least=1.0) for value in (0.5, 0.0)]
+    for row in made:
+        journal.row(row)
+    read = [row for _, row in rows.read_journal(tmp_path / "j")]
+    assert [row.order() for row in read] == [row.order() for row in made]
+    assert sorted(read, key=rows.Row.order)[0].value == 0.0
+
+
+def test_a_gpu_without_an_index_is_the_first():
+    device_named = module("__main__").device_named
+    assert str(device_named("cuda")) == "cuda:0"
+    assert str(device_named("cuda:1")) == "cuda:1"
+
+
 # ---- cases in a process ----------------------------------------------------------------------------------------------
 
 
@@ -322,7 +340,7 @@ def test_gradients_that_are_not_a_number_are_the_worst():
     assert worst([good, 2 * good], [good, good]) == 1.0
 
 
-def test_a_process_that_is_killed_before_its_limit_says_nothing_of_it(tmp_path, monkeypatch):
+def test_a_process_killed_before_its_limit_says_nothing_of_it(tmp_path, monkeypatch):
     faults = module("faults")
 
     def late(command, timeout, **_):

@@ -50,25 +50,11 @@ def gemma2():
     return language(T.Gemma2ForCausalLM(T.Gemma2Config(**DECODER, head_dim=8, num_hidden_layers=4, sliding_window=4)))
 
 
-def t5():
-    return language(
-        T.T5ForConditionalGeneration(
-            T.T5Config(
-                vocab_size=VOCAB,
-                d_model=16,
-                d_kv=8,
-                d_ff=24,
-                num_layers=3,
-                num_decoder_layers=3,
-                num_heads=2,
-                dropout_rate=0.0,
-                use_cache=False,
-                decoder_start_token_id=0,
-                pad_token_id=0,
-                eos_token_id=1,
-            )
-        )
-    )
+def t5(**sizes):
+    chosen = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 3, "num_heads": 2, **sizes}
+    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    config = T.T5Config(vocab_size=VOCAB, dropout_rate=0.0, use_cache=False, **chosen, **tokens)
+    return language(T.T5ForConditionalGeneration(config))
 
 
 def bert():

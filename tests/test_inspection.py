@@ -10,7 +10,6 @@ import types
 
 import pytest
 import torch
-import transformers as T
 from torch import fx, nn
 
 import l2l_compile
@@ -72,24 +71,42 @@ def test_explain_points_at_large_outputs():
     assert [o.shape for o in report.large_outputs] == [(6, 2**16)]
 
 
-def test_explain_of_a_model_that_installs_hooks_when_it_is_first_called():
-    """What one program hands to the next is no weight of it."""
-    model = T.MixtralForCausalLM(
-        T.MixtralConfig(
-            vocab_size=50,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            use_cache=False,
-            output_router_logits=True,
-        )
-    )
-    ids = torch.randint(50, (6, 5))
-    report = l2l_compile.explain(model, {"micro_batches": 3, "device": "cpu"})(input_ids=ids, labels=ids)
+class BreaksBelowTheEmbedding(Stack):
+    def forward(self, x):
+        x = self.embed(x)
+        torch._dynamo.graph_break()
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_explain_takes_no_value_between_programs_for_a_weight():
+    model = BreaksBelowTheEmbedding(2)
+    report = explain(model, rows(6, dtype=torch.float32))
     assert len(report.programs) > 1 and report.host_memory.parameters == sum(p.numel() for p in model.parameters())
+
+
+def doubled(x):
+    """A helper whose graph breaks, so that Dynamo compiles it alone, with a symbol for the width from the second call on."""
+    x = x * 2
+    torch._dynamo.graph_break()
+    return x + 1
+
+
+class CallsAHelperWithSeveralWidths(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.ModuleList(nn.Linear(5, width) for width in (7, 3, 11, 4))
+        self.back = nn.ModuleList(nn.Linear(width, 2) for width in (7, 3, 11, 4))
+
+    def forward(self, x):
+        return sum(back(doubled(wide(x))).sum() for wide, back in zip(self.wide, self.back, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*backend 'l2l'")
+def test_explain_gives_each_call_of_a_program_its_own_sizes():
+    report = explain(CallsAHelperWithSeveralWidths(), rows(6, dtype=torch.float32))
+    assert len(report.programs) > 2
 
 
 def test_explain_takes_compiled_models_and_functions():
@@ -115,7 +132,7 @@ class BreaksInEachLayer(Layer):
 
 
 @pytest.mark.filterwarnings("ignore:.*backend 'l2l'")
-def test_explain_leaves_compiled_what_dynamo_gave_up_on_for_another_model():
+def test_explain_compiles_functions_given_up_for_other_models():
     """Both models have one class, whose forward Dynamo leaves alone once it has met the second."""
     model, other = compiled(Stack(3)), compiled(Stack([BreaksInEachLayer() for _ in range(3)]))
     x = rows(6, dtype=torch.float32)
@@ -219,7 +236,7 @@ class BreaksInItsLoop(Stack):
         return self.head(x)
 
 
-def test_a_function_that_dynamo_gives_up_on_warns_and_stands_in_the_report():
+def test_a_function_given_up_by_dynamo_warns_and_is_reported():
     model, x = BreaksInItsLoop(), rows(4, dtype=torch.float32)
     with pytest.warns(UserWarning, match=r"BreaksInItsLoop.forward.*uncompiled on the host.*test_inspection.py.*fullgraph"):
         compiled(model)(x)
@@ -242,7 +259,7 @@ class PreparesInItsFirstCall(Stack):
             self.prepared = True
 
 
-def test_the_remedy_for_functions_that_run_uncompiled_is_said_once(recwarn):
+def test_the_remedy_for_uncompiled_functions_is_said_once(recwarn):
     compiled(PreparesInItsFirstCall())(rows(4, dtype=torch.float32))
     said = [str(w.message) for w in recwarn if "does not run" in str(w.message)]
     assert len(said) == 2 and ["call the plain model once" in line for line in said] == [True, False]
@@ -258,7 +275,7 @@ class Logs(Stack):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know")
-def test_what_a_model_logs_is_logged_and_breaks_no_graph_but_for_values_of_tensors(monkeypatch):
+def test_logging_breaks_a_graph_only_for_values_of_tensors(monkeypatch):
     said = []
     monkeypatch.setattr(
         logger, "handlers", [types.SimpleNamespace(level=0, handle=lambda record: said.append(record.getMessage()))]
@@ -298,7 +315,7 @@ class ReadsANumber(Stack):
         return y * (1 + y.sum().item())
 
 
-def test_a_number_read_from_a_tensor_in_a_full_graph_is_refused_with_its_line():
+def test_a_number_read_from_a_tensor_in_a_full_graph_is_refused():
     with pytest.raises(l2l_compile.L2LError, match=r"(?s)keep it a tensor.*y.sum\(\).item\(\)"):
         torch.compile(ReadsANumber(), backend="l2l", fullgraph=True)(rows(4, dtype=torch.float32))
 
@@ -341,5 +358,29 @@ def test_stats_print_by_the_names_that_users_read():
     stats = l2l_compile.stats(step)
     printed = dict(line.split() for line in str(stats).splitlines())
     assert printed["fetched_bytes"] == f"{stats.fetched_bytes:,}" and printed["loss_scale"] == "1"
-    assert {"seconds", "gradient_norm", "peak_device_bytes", "skipped_steps"} < printed.keys()
-    assert not {"gradient_squares", "forward_seconds"} & printed.keys()
+    assert {"seconds", "peak_device_bytes", "skipped_steps"} < printed.keys()
+    assert not {"gradient_squares", "forward_seconds", "gradient_norm"} & printed.keys()
+
+
+@pytest.mark.parametrize("update", ["at_step", "in_forward", "in_backward"])
+def test_a_norm_that_was_not_taken_is_none(update):
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compiled(model, optimizer=optimizer, update=update)
+    loss = step(rows(6, dtype=torch.float32)).sum()
+    assert l2l_compile.stats(step).gradient_norm is None
+    loss.backward()
+    optimizer.step()
+    assert l2l_compile.stats(step).gradient_norm > 0 and "gradient_norm" in str(l2l_compile.stats(step))
+
+
+def test_the_stats_of_a_generation_are_those_of_its_last_call():
+    """The prompt and the tokens behind it run as two programs."""
+    model = Stack(2)
+    step = compiled(model, dynamic=False)
+    with torch.no_grad():
+        step(rows(6, dtype=torch.float32)), step(rows(1, dtype=torch.float32))
+        last = l2l_compile.stats(step)
+        step(rows(1, dtype=torch.float32))
+    assert len(l2l_compile.programs(step)) == 2
+    assert last.fetched_bytes == l2l_compile.stats(step).fetched_bytes > 0

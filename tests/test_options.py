@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import subprocess
 import sys
 from importlib.metadata import entry_points
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -69,7 +72,7 @@ def test_bad_option_is_an_error_of_torch_compile(fullgraph):
             compile(Stack(), backend="l2l", options={"prefech": 1}, fullgraph=fullgraph)
 
 
-def test_bad_option_is_an_error_of_the_first_torch_compile_of_a_process():
+def test_a_bad_option_is_an_error_of_the_first_torch_compile():
     code = """
 import torch
 try:
@@ -81,7 +84,7 @@ except ValueError as error:
     assert "Did you mean 'prefetch'?" in found
 
 
-def test_option_that_went_bad_is_an_error_of_the_first_call_as_itself():
+def test_an_option_that_went_bad_is_an_error_of_the_first_call():
     options = {"prefetch": 1}
     model = torch.compile(Stack(), backend="l2l", options=options)
     options["prefetch"] = -1
@@ -95,13 +98,13 @@ def test_mode_is_refused_with_a_sentence():
         torch.compile(Stack(), backend="l2l", mode="max-autotune")
 
 
-def test_parameter_that_is_not_on_the_host_is_an_error_that_names_it_and_says_what_to_do():
+def test_a_parameter_off_the_host_is_named_with_a_remedy():
     model = Stack().to("meta")
     with pytest.raises(DeviceError, match="parameter '.*' is on meta, without values.*model.to_empty"):
         compiled(lambda: model.head(model.embed.weight[:, 0]))()
 
 
-def test_an_input_on_an_accelerator_is_an_error_that_says_what_to_do():
+def test_an_input_on_an_accelerator_is_an_error_with_a_remedy():
     graph = torch.fx.Graph()
     with FakeTensorMode():
         graph.placeholder("x").meta["example_value"] = torch.empty(4, device="cuda")
@@ -131,3 +134,52 @@ def test_backend_works_in_a_program_that_imports_only_torch():
         "assert 'l2l_compile' in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+ODD = [
+    None, True, False, 0, 1, -1, 2, 10**13, 1.0, 0.5, -0.5, math.nan, math.inf, -math.inf, "", "1", "0.5", "auto", "cpu", "8GB", "1..5GB",
+    "9" * 400 + "GB", b"x", [], [1], (), (1,), {}, {"a": 1}, set(), np.int64(2), np.float32(0.5), np.bool_(True), np.array([1, 2]),
+    np.array(3), torch.tensor(2), torch.tensor([1, 2]), torch.tensor(True), torch.device("cpu"), torch.float16, object(), object, int,
+    lambda: True, lambda x: x, print, ..., 1j, "cpu:0", "meta", "\n", range(3), iter([1]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Options)])
+def test_odd_values_are_option_errors_or_have_a_meaning(name):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    for value in ODD:
+        for others in ({}, {"optimizer": optimizer, "update": "in_forward"}):
+            try:
+                built = getattr(Options.build({**others, name: value}), name)
+            except OptionError as error:
+                assert len(str(error)) < 500 + len(repr(value))
+                continue
+            if name in ("check", "compile_update"):
+                assert type(built) is bool
+            elif name in ("micro_batches", "prefetch", "delay"):
+                assert type(built) is int
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [[], [1], [("micro_batches", 2)], "micro_batches", "", 1, 1.5, True, Options(), object()],
+    ids=lambda odd: type(odd).__name__,
+)
+def test_options_that_are_no_dictionary_are_option_errors(odd):
+    with pytest.raises(OptionError, match="must be a dictionary"):
+        Options.build(odd)
+
+
+@pytest.mark.parametrize(
+    "name, nearest",
+    [("gradient_accumulation_steps", "accumulate"), ("gradient_clip_val", "max_grad_norm"), ("mixed_precision", "precision")],
+)
+def test_names_of_other_libraries_lead_to_the_option(name, nearest):
+    with pytest.raises(OptionError, match=f"Did you mean '{nearest}'"):
+        Options.build({name: 1})
+
+
+@pytest.mark.parametrize("name", ["prefetch", "micro_batches"])
+def test_huge_counts_train(name):
+    step = compiled(Stack(2).double(), **{name: 10**13})
+    step(rows(3)).sum().backward()

@@ -46,7 +46,7 @@ def with_parameters(segments) -> set:
 @MODEST
 @given(plans())
 @pytest.mark.slow
-def test_no_segment_holds_two_layers_or_more_bytes_than_the_largest(plan):
+def test_no_segment_exceeds_one_layer_or_the_largest_in_bytes(plan):
     model = built(plan)
     owner = owners(model)
     for segment in compilation(model, *inputs(), passes=CUT).segments:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import l2l_compile
-from l2l_compile.report_text import WIDTH
+from l2l_compile.report.text import WIDTH
 from models import Stack, rows
 
 
@@ -38,7 +38,7 @@ def text_of(model, x, **options) -> str:
     return str(l2l_compile.explain(model, {"micro_batches": 2, "device": "cpu", **options})(x))
 
 
-def test_no_line_is_wider_than_a_terminal_and_each_reason_is_said_once():
+def test_lines_fit_a_terminal_and_each_reason_is_said_once():
     text = text_of(LongNames(), torch.randn(6, 8))
     assert max(map(len, text.splitlines())) <= WIDTH
     assert text.count("softmax") == 1 and "and 2 more" in text

@@ -12,11 +12,11 @@ from torch import fx
 
 import l2l_compile
 from l2l_compile import Options, backend
+from l2l_compile.estimate.device_memory import device_memory
 from l2l_compile.frontend.capture import capture
 from l2l_compile.ir.captured import Captured
 from l2l_compile.passes.compilation import Compilation
 from l2l_compile.passes.pipeline import PREPARATION, SEGMENTATION, run
-from l2l_compile.runtime.dry_run import device_memory
 from l2l_compile.testing import Comparison
 from models import PREPARED, backward_of_loss, compilation, pair_of
 from structures import MODELS, WIDTH, units
@@ -96,14 +96,14 @@ def name(request):
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["names", "no names"])
-def test_no_segment_holds_two_layers_and_blocks_do_not_grow_with_depth(name, named, monkeypatch):
+def test_segments_hold_one_layer_and_blocks_do_not_grow(name, named, monkeypatch):
     shallow, deep = (trained(name, d).cut if named else cut_without_names(name, d, monkeypatch) for d in DEPTHS)
     assert layers_in_segments(MODELS[name](DEPTHS[1]), deep.segments) <= 1
     assert len(deep.blocks) <= len(shallow.blocks)
     assert max(s.parameter_bytes for s in deep.segments) <= max(s.parameter_bytes for s in shallow.segments)
 
 
-def test_gradients_are_exact_and_the_peak_does_not_grow_with_depth(name):
+def test_gradients_are_exact_and_the_peak_does_not_grow(name):
     found = [trained(name, depth) for depth in DEPTHS]
     for step in found:
         step.comparison.check()
@@ -111,6 +111,6 @@ def test_gradients_are_exact_and_the_peak_does_not_grow_with_depth(name):
     assert found[1].peak <= 1.01 * found[0].peak
 
 
-def test_layers_that_hold_one_module_are_cut_at_their_borders_alone():
+def test_layers_of_one_shared_module_are_cut_at_borders_alone():
     found = compilation(MODELS["Lent"](4).double(), *inputs(), passes=CUT)
     assert [s.name for s in found.segments] == ["layers.0", "layers.1", "layers.2", "layers.3", "mse_loss"]

@@ -10,11 +10,11 @@ import types
 from dataclasses import dataclass, field
 
 MODULES = (
-    "runtime.executor", "runtime.streaming", "runtime.stashes", "runtime.runner", "runtime.segment_run",
-    "host.server", "host.optimizer.updates", "host.optimizer.in_forward", "host.optimizer.in_backward",
-    "host.optimizer.delayed", "host.versions",
+    "runtime.executor", "runtime.overlapped_copies", "runtime.stashes", "runtime.runner", "runtime.segment_run",
+    "host.server", "host.updates.overlapped", "host.updates.in_forward", "host.updates.in_backward",
+    "host.updates.delayed", "host.double_buffer",
 )  # fmt: skip
-WAITS = ("wait", "wait_on_host", "synchronize", "drain", "_drain")
+WAITS = ("wait", "wait_on_host", "synchronize", "drain", "_drain", "settle")
 
 
 @dataclass(frozen=True)

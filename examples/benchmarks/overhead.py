@@ -9,6 +9,7 @@ one CPU thread: waking a second thread for a tensor of 32 numbers takes longer t
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -32,6 +33,17 @@ class Layer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def deep_stack(options: argparse.Namespace, quick_layers: int) -> tuple[dict, torch.nn.Module, torch.Tensor]:
+    """A stack of tiny layers and its batch, and the options of the backend. `--quick` has fewer layers, and five repeats."""
+    if options.quick:
+        options.layers, options.repeats = quick_layers, 5
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Layer(options.width) for _ in range(options.layers)))
+    chosen = {"micro_batches": options.micro_batches, "block_compiler": "eager", "device": device_of(options.device)}
+    return chosen, model, torch.randn(options.rows, options.width)
 
 
 class InBlocks:
@@ -59,15 +71,8 @@ def step(model: torch.nn.Module, x: torch.Tensor) -> None:
 def main() -> int:
     parser = arguments(__doc__, layers=200, width=8, rows=4, micro_batches=1, repeats=30)
     options = parser.parse_args()
-    if options.quick:
-        options.layers, options.repeats = 20, 5
-    device = device_of(options.device)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(Layer(options.width) for _ in range(options.layers)))
-    chosen = {"micro_batches": options.micro_batches, "block_compiler": "eager", "device": device}
+    chosen, model, x = deep_stack(options, quick_layers=20)
     compiled = torch.compile(model, backend="l2l", options=chosen)
-    x = torch.randn(options.rows, options.width)
     step(compiled, x)
     (program,) = l2l_compile.programs(compiled)
     nodes = len(program.forward.graph.nodes) + len(program.backward.graph.nodes)
@@ -86,7 +91,7 @@ def main() -> int:
     rows = [{"part": part, "us_per_node": figure, "ms_per_step": figure * nodes / 1000} for part, figure in microseconds.items()]
     print(f"{nodes} nodes, {len(program.segments)} segments, {len(program.blocks)} blocks")
     limit = Limit("Python time per node", microseconds["without blocks"], MOST, "us")
-    return report(options, device, rows, [limit], nodes=nodes)
+    return report(options, chosen["device"], rows, [limit], nodes=nodes)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A training step of a model that is divided among 1, 2 and 4 ranks, compared with FSDP2 on as many ranks, in the same run.
+"""A training step of a model that is sharded over 1, 2 and 4 ranks, compared with FSDP2 on as many ranks, in the same run.
 
 Each rank is a process of one thread on this machine, with gloo between the ranks; the rows of the batch are divided. If there
 are more ranks than cores, seconds do not predict the gain from more machines. Host bytes are the bytes of parameters, gradients

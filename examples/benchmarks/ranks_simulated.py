@@ -1,6 +1,6 @@
 """A training step on 1 to 64 devices in virtual time: tokens per second relative to N times one device, and the longest waits.
 
-The model has the shape of Llama-3-8B, in bf16, with AdamW and updates behind the device. Each device has rows of its own, as
+The model has the shape of Llama-3-8B, in bf16, with AdamW and overlapped updates. Each device has rows of its own, as
 many as one device alone. One rank is simulated. The links between devices, and the number of devices on a host, are figures of
 the machine. Nothing is computed; a case takes up to two minutes. A simulated figure is no measurement.
 

@@ -1,4 +1,4 @@
-"""The bytes that each of N ranks holds and moves, computed from the program of an undivided model, which may be on meta."""
+"""The bytes that each of N ranks holds and moves, computed from the program of an unsharded model, which may be on meta."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def share_of(program: Program, ranks: int, prefetch: int = 1) -> Share:
 
 
 def _weights(segment: Segment, ranks: int):
-    """Each weight of a segment, how it is divided, the bytes of an entry, and whether it is trained."""
+    """Each weight of a segment, how it is sharded, the bytes of an entry, and whether it is trained."""
     for weight, spec in zip(segment.weights, segment.block.weights, strict=True):
         shape = spec.sizes({})
-        divided = weight.kind == "parameter" and len(shape) > 0
-        yield weight, Pieces(shape, ranks, replicated=not divided), spec.dtype.itemsize, spec.differentiable
+        sharded = weight.kind == "parameter" and len(shape) > 0
+        yield weight, Pieces(shape, ranks, replicated=not sharded), spec.dtype.itemsize, spec.differentiable

@@ -14,9 +14,9 @@ import sys
 
 import torch
 
+from l2l_compile.host.compiled_step.compiled_step import CompiledStep
 from l2l_compile.host.gradients import GradientMemory
-from l2l_compile.host.optimizer.compiled_step import CompiledStep
-from l2l_compile.host.optimizer.torch_step import hyperparameters
+from l2l_compile.host.step.torch_step import hyperparameters
 from l2l_compile.host.wire import Wires
 from l2l_compile.memory.pages import unlocked
 from measuring import Limit, Work, arguments, interleaved, report

@@ -1,160 +1,189 @@
-"""`l2l explain`, `l2l simulate`, `l2l coverage`."""
+"""`l2l explain`, `l2l simulate`, `l2l coverage`, `l2l machines`, `l2l cache`."""
 
 from __future__ import annotations
 
 import argparse
-import functools
+import os
+import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
 
-import torch
+from l2l_compile.command import arguments
+from l2l_compile.command.asked import Asked, Settings
+from l2l_compile.command.cache import cache
+from l2l_compile.command.failures import failing_as, said
+from l2l_compile.command.fit import Fit
+from l2l_compile.command.models import Workload
+from l2l_compile.command.progress import Progress, progress
+from l2l_compile.command.remedies import Remedies
+from l2l_compile.command.speed import Plain, lanes_of, speed_of
+from l2l_compile.command.tiny import tiny
+from l2l_compile.errors import L2LError, OptionError
+from l2l_compile.report.explain import Report
+from l2l_compile.report.text import paragraphs
+from l2l_compile.simulation.machine import Machine, names
+from l2l_compile.simulation.result import Simulation
+from l2l_compile.testing import compare
+from l2l_compile.units import format_bytes, format_count
 
-from ..devices.machine import Machine, names
-from ..errors import L2LError
-from ..report import Report, explain
-from ..simulation.simulate import simulate
-from ..testing import compare
-from ..units import format_bytes
-from .fit import needs, stashes_on_host
-from .models import BATCH, LENGTH, Workload, load
-from .tiny import tiny
 
-_OPTIMIZERS = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
-}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """Run a command. Exit status: 0, 1 if a model does not fit, fails or differs from eager, 2 for an invalid request."""
-    given = parser().parse_args(arguments)
     try:
-        return given.run(given)
+        chosen = parser().parse_args(given)
+        status = chosen.run(chosen)
+        sys.stdout.flush()
+        return status
     except L2LError as error:
-        print(f"l2l: {error}", file=sys.stderr)
+        print(f"l2l: {_in_a_line(str(error))}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `l2l explain ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("l2l: interrupted", file=sys.stderr)
+        return 130
+
+
+def _in_a_line(text: str) -> str:
+    """A text without line breaks; the middle of a word that no reader wants whole is left out."""
+    return re.sub(r"\S{200,}", lambda word: f"{word[0][:80]}…{word[0][-20:]}", " ".join(text.split()))
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the commands and their arguments."""
-    made = argparse.ArgumentParser(prog="l2l", description="Look at a streamed training step without running it.")
-    commands = made.add_subparsers(required=True)
-    machines = f"{', '.join(names())}, or the path of a file that measure_machine wrote"
-
-    explained = commands.add_parser("explain", help="what would run, and the memory that it needs")
-    _add_step(explained)
-    explained.add_argument("--machine", help=f"says whether it fits: {machines}")
-    explained.set_defaults(run=_explain)
-
-    simulated = commands.add_parser("simulate", help="how long a step would take on a machine")
-    _add_step(simulated)
-    simulated.add_argument("--machine", required=True, help=machines)
-    simulated.set_defaults(run=_simulate)
-
-    covered = commands.add_parser("coverage", help="one training step of tiny models, streamed and in eager")
-    covered.add_argument("name", nargs="+", help="a class of transformers, such as BertForMaskedLM, or package.module:function")
-    covered.set_defaults(run=_coverage)
-    return made
-
-
-def _add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", help="a Hugging Face folder or config.json, or package.module:function that returns a model and its batch"
+    return arguments.parser(
+        {"explain": _explain, "simulate": _simulate, "coverage": _coverage, "machines": _machines, "cache": cache}
     )
-    parser.add_argument("--batch", type=int, help=f"rows of the batch (default: {BATCH})")
-    parser.add_argument("--length", type=int, help=f"tokens of a row (default: {LENGTH})")
-    parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16", "fp16"))
-    parser.add_argument("--update", default="in_forward", choices=("at_step", "in_backward", "in_forward"))
-    parser.add_argument("--optimizer", default="adamw", choices=sorted(_OPTIMIZERS))
-    parser.add_argument("--stash", default="host", choices=("host", "device"))
-    parser.add_argument("--prefetch", type=int, default=1)
-    parser.add_argument("--outputs", default="loss", choices=("all", "loss"))
-    parser.add_argument("--html", metavar="FILE", help="write the page with pictures")
-
-
-def _options(given: argparse.Namespace, workload: Workload) -> dict[str, Any]:
-    names = ("precision", "update", "stash", "prefetch", "outputs")
-    chosen = {name: getattr(given, name) for name in names}
-    optimizer = _OPTIMIZERS[given.optimizer](workload.model.parameters())
-    return {**chosen, "micro_batches": min(given.micro_batches, workload.rows), "optimizer": optimizer}
-
-
-def _headline(workload: Workload) -> str:
-    rows, parameters = workload.rows, workload.parameters
-    size = f"{rows} x {workload.tokens // rows} tokens" if workload.tokens is not None else f"{rows} rows"
-    return f"{workload.name}: {_count(parameters)} parameters, a batch of {size}"
-
-
-def _count(number: int) -> str:
-    """70.6 billion, 1.5 million, 144."""
-    for size, word in ((10**9, "billion"), (10**6, "million")):
-        if number >= size:
-            return f"{number / size:.3g} {word}"
-    return f"{number:,}"
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A workload with the options of the command line, and its report."""
-
-    workload: Workload
-    options: dict[str, Any]
-
-    @classmethod
-    def of(cls, given: argparse.Namespace) -> _Asked:
-        workload = load(given.config, given.batch, given.length)
-        return cls(workload, _options(given, workload))
-
-    @functools.cached_property
-    def report(self) -> Report:
-        return self._explain(self.options)
-
-    def with_micro_batches(self, count: int) -> Report:
-        return self._explain({**self.options, "micro_batches": count})
-
-    def _explain(self, options: dict[str, Any]) -> Report:
-        return self.workload.call(explain(self.workload.model, {**options, "device": "cpu"}))
 
 
 def _explain(given: argparse.Namespace) -> int:
-    machine = Machine.load(given.machine) if given.machine else None
-    asked = _Asked.of(given)
-    report = asked.report
-    print(_headline(asked.workload))
-    fits = _print_needs(asked, machine) if machine is not None else True
-    _save_page(given, report)
-    print(f"\n{report}\nhost memory for stashes: {format_bytes(stashes_on_host(report))}")
+    asked = _asked(given)
+    with progress() as under_way:
+        under_way(f"tracing {given.config}")
+        report = asked.report
+        print(_headline(asked.workload))
+        fits = _fitting(asked, under_way) == asked.settings if asked.machine is not None else True
+        under_way("simulating a step for the page")
+        _save_page(given, asked, report)
+    print(f"\n{report}")
     return 0 if fits else 1
-
-
-def _save_page(given: argparse.Namespace, report: Report) -> None:
-    if given.html:
-        report.save(given.html, given.machine or "h200")
-
-
-def _print_needs(asked: _Asked, machine: Machine) -> bool:
-    print(f"on {machine.name}:")
-    found = needs(asked.report, machine, asked.with_micro_batches)
-    for need in found:
-        print("  " + str(need).replace("\n", "\n  "))
-    return all(need.fits for need in found)
 
 
 def _simulate(given: argparse.Namespace) -> int:
-    machine = Machine.load(given.machine)
-    asked = _Asked.of(given)
-    workload, report = asked.workload, asked.report
-    print(_headline(workload))
-    fits = _print_needs(asked, machine)
-    step = workload.call(simulate(workload.model, machine, asked.options))
-    rate = f", {workload.tokens / step.seconds:,.0f} tokens/s" if workload.tokens is not None else ""
-    print(f"  {step.seconds:.3g} s a step{rate}")
-    _save_page(given, report)
-    print(f"\n{report.host_memory}\nhost memory for stashes: {format_bytes(stashes_on_host(report))}\n\n{step}")
-    return 0 if fits else 1
+    """The step that is asked for, or the first one that fits."""
+    asked = _asked(given)
+    assert asked.machine is not None
+    with progress() as under_way:
+        under_way(f"tracing {given.config}")
+        print(_headline(asked.workload))
+        fitting = _fitting(asked, under_way)
+        under_way("simulating a step")
+        shown = fitting or asked.settings
+        workload, report = asked.workload_of(shown), asked.report_of(shown)
+        step = asked.simulated(asked.machine, shown)
+        under_way("writing the page")
+        _save_page(given, asked, replace(report, simulated=lambda _: step.timeline))
+    _print_speed(step, report, workload, _condition(fitting, asked))
+    print("\n" + "\n".join(paragraphs(f"{report.device_memory}\n{report.host_memory}")))
+    print("\nlanes at work in a step:\n" + "\n".join(lanes_of(step, report.options)))
+    return 0 if fitting == asked.settings else 1
+
+
+def _condition(fitting: Settings | None, asked: Asked) -> str:
+    """The step that the figures of speed are of, if it is not the one that is asked for on this machine."""
+    if fitting is None:
+        return " with the memory for it"
+    return "" if fitting == asked.settings else f" with {fitting.flags(asked.settings)}"
+
+
+def _asked(given: argparse.Namespace) -> Asked:
+    """The request, with all that can be checked before a model is built."""
+    settings, machine = arguments.settings_of(given), arguments.machine_of(given)
+    if given.html is not None:
+        _check_writable(given.html)
+    return Asked(given.config, settings, machine)
+
+
+def _check_writable(file: str) -> None:
+    """Raise `OptionError` if a file cannot be written: before the work, not after it."""
+    try:
+        existed = Path(file).exists()
+        with open(file, "a"):
+            pass
+        if not existed:
+            Path(file).unlink()
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--html {file!r:.200} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _save_page(given: argparse.Namespace, asked: Asked, report: Report) -> None:
+    if given.html is None:
+        return
+    machine = asked.machine if asked.machine is not None else Machine.load("h200")
+    try:
+        with failing_as("the page cannot be made"):
+            page = report.page(machine)
+        Path(given.html).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"--html {given.html!r} cannot be written: {error.strerror}") from error
+
+
+def _headline(workload: Workload) -> str:
+    rows, parameters, trained = workload.rows, workload.parameters, sum(p.numel() for p in workload.trained)
+    size = f"{rows} x {workload.tokens // rows} tokens" if workload.tokens is not None else f"{rows} rows"
+    of_them = "" if trained == parameters else f", {format_count(trained)} of them trained"
+    return f"{workload.name}: {format_count(parameters)} parameters{of_them}, a batch of {size}"
+
+
+def _fitting(asked: Asked, under_way: Progress) -> Settings | None:
+    """Print whether the step fits on the machine, else the changes with which it fits, or which come nearest.
+
+    Returns the settings that fit: those asked for, or those of the first change. None if nothing fits.
+    """
+    machine = asked.machine
+    assert machine is not None
+    fit = Fit.of(asked.report, machine)
+    print(f"on {machine.name}:")
+    for need in fit.needs:
+        print(f"  {need}")
+    if fit.fits:
+        return asked.settings
+    found, nearest = Remedies(asked, under_way).found()
+    if found:
+        print("  it fits with one of these, each computed like the lines above:" if len(found) > 1 else "  it fits with:")
+    elif nearest.settings == asked.settings:
+        print("  no change of options makes it fit: a machine with more memory, or a smaller model")
+    else:
+        print("  no change of options that was tried makes it fit; the nearest:")
+    for trial in found or [nearest] * (nearest.settings != asked.settings):
+        print(f"    {trial.told(asked)}")
+    return found[0].settings if found else None
+
+
+def _print_speed(step: Simulation, report: Report, workload: Workload, condition: str) -> None:
+    print(f"  speed{condition}: {speed_of(step, workload)}")
+    if not step.steady:
+        print("  no two simulated steps in a row took as long: this is the last one")
+    if step.machine.overlaps:
+        plain = Plain.of(report, workload)
+        print(f"  {plain.told(step.machine.device_room)}")
+        print(f"  {plain.compared(step)}")
+
+
+def _machines(given: argparse.Namespace) -> int:
+    rows = [("machine", "device memory", "host memory", "bf16 or fp16", "to the device", "name")]
+    for name in names():
+        machine = Machine.load(name)
+        flops = machine.flops.get("bfloat16", machine.flops.get("float16", 0.0))
+        memory = (format_bytes(int(machine.device_memory)), format_bytes(int(machine.host_memory)))
+        rows.append((name, *memory, f"{flops / 1e12:.4g} TFLOP/s", f"{machine.h2d / 1e9:.3g} GB/s", machine.name))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    for row in rows:
+        print("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]))
+    return 0
 
 
 def _coverage(given: argparse.Namespace) -> int:
@@ -165,7 +194,7 @@ def _coverage(given: argparse.Namespace) -> int:
             found = workload.call(compare(workload.model, {"micro_batches": 2, "block_compiler": "eager", "device": "cpu"}))
         except Exception as error:  # noqa: BLE001 - one class fails; the next classes still run
             differ += 1
-            print(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            print(f"{name}: {said(error)}")
             continue
         differ += not found.passes
         print(f"{name}: {str(found).splitlines()[0]}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..errors import OptionError
+from l2l_compile.command.configs import read_config
+from l2l_compile.command.functions import called
+from l2l_compile.command.transformers_models import build, with_adapters
+from l2l_compile.errors import OptionError
 
 BATCH, LENGTH = 8, 512  # defaults
+_MOST = {"batch": 10**7, "length": 10**8, "lora": 10**6}
+_HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")  # owner/name
 _TASKS = ("ForSequenceClassification", "ForImageClassification")  # one label for each row
 
 
@@ -22,13 +26,15 @@ _TASKS = ("ForSequenceClassification", "ForImageClassification")  # one label fo
 class Workload:
     """A model on the meta device, and the batch of a training step.
 
-    tokens  tokens in the batch; None for a model that takes no tokens
+    tokens      tokens in the batch; None for a model that takes no tokens
+    can_adapt   whether the command can freeze the model and train adapters: it has made the model itself
     """
 
     name: str
     model: Any
     batch: dict[str, Any] | tuple
     tokens: int | None = None
+    can_adapt: bool = False
 
     def call(self, function: Any) -> Any:
         """`function(*batch)` or `function(**batch)`."""
@@ -39,84 +45,97 @@ class Workload:
         return sum(p.numel() for p in self.model.parameters())
 
     @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that take a gradient."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
     def rows(self) -> int:
         """Rows of the batch: the first size of its first tensor."""
         return next((t.shape[0] for t in tree_leaves(self.batch) if isinstance(t, torch.Tensor) and t.dim()), 1)
 
 
-def load(given: str, batch: int | None, length: int | None) -> Workload:
+def load(
+    given: str, batch: int | None, length: int | None, *, lora: int | None = None, base: torch.dtype = torch.bfloat16
+) -> Workload:
     """The workload of a folder or `config.json` of transformers, or of `package.module:function`.
 
     The function returns a model and its batch (a mapping, a tuple or a tensor). It is called on the meta device, with `batch`
-    and `length` if it takes them. Raises `OptionError` if `given` is none of these, and for a size that the function does not
-    take.
+    and `length` if it takes them. With `lora`, the rank of adapters, a model of transformers is frozen in the dtype `base`. Raises
+    `OptionError` if `given` is none of these, for a config or a function that gives no model, and for a size that is not taken.
     """
-    path = Path(given)
-    for name, size in (("batch", batch), ("length", length)):
-        if size is not None and size < 1:
-            raise OptionError(f"--{name} must be at least 1, got {size}")
-    if path.exists():
-        return _of_config(path, batch or BATCH, length or LENGTH)
-    if ":" in given:
-        return _of_function(given, batch, length)
-    raise OptionError(f"{given!r} is no folder, no config.json, and no package.module:function")
+    check_sizes(batch, length, lora)
+    if _exists(given):
+        content = read_config(Path(given))
+        model = build(content, given)
+        if lora is not None:
+            model = with_adapters(model, lora, base, given)
+        return workload(model, batch or BATCH, length or LENGTH, given)
+    if ":" not in given:
+        raise OptionError(f"{given!r} is no folder, no config.json, and no package.module:function{_of_the_hub(given)}")
+    if lora is not None:
+        raise OptionError(
+            f"--lora is for configs: give the adapters to the model that {given!r} returns, and freeze the rest of it"
+        )
+    sizes, defaults = {"batch": batch, "length": length}, {"batch": BATCH, "length": LENGTH}
+    made, inputs = called(given, sizes, defaults)
+    return Workload(given, made, inputs)
 
 
-def _of_function(given: str, batch: int | None, length: int | None) -> Workload:
-    module_name, name = given.split(":", 1)
-    sys.path.insert(0, "")
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise OptionError(f"{given!r}: {error}") from error
-    finally:
-        sys.path.remove("")
-    taken = inspect.signature(function).parameters
-    for key, size in (("batch", batch), ("length", length)):
-        if size is not None and key not in taken:
-            raise OptionError(f"--{key} {size}: {given!r} takes no argument {key!r}, and makes the batch that it makes")
-    sizes = {key: value for key, value in (("batch", batch or BATCH), ("length", length or LENGTH)) if key in taken}
-    with torch.device("meta"):
-        made = function(**sizes)
-    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], torch.nn.Module):
-        raise OptionError(f"{given!r} is to return a module and its batch, got {type(made).__name__}")
-    model, inputs = made
-    return Workload(given, model, inputs if isinstance(inputs, (dict, tuple)) else (inputs,))
-
-
-def _of_config(path: Path, batch: int, length: int) -> Workload:
-    try:
-        import transformers
-    except ImportError as error:
-        raise OptionError("a config needs transformers: pip install 'l2l-compile[transformers]'") from error
-    config = transformers.AutoConfig.from_pretrained(path)
-    config.use_cache = False
-    classes = [getattr(transformers, name, None) for name in config.architectures or ()]
-    with torch.device("meta"), _dtype(torch.float32):
-        if classes and classes[0] is not None:
-            model = classes[0](config)
-        else:
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return workload(model, batch, length)
-
-
-def workload(model: Any, batch: int, length: int) -> Workload:
-    """A model of transformers with the batch of a training step. Raises `OptionError` unless it takes tokens or images."""
-    kind, config = type(model).__name__, model.config
-    a_label_a_row = kind.endswith(_TASKS)
-    if model.main_input_name == "input_ids":
-        tokens = torch.arange(batch * length).view(batch, length) % config.vocab_size
-        labels = torch.zeros(batch, dtype=torch.long) if a_label_a_row else tokens
-        _check_length(config, length)
-        return Workload(kind, model, {"input_ids": tokens, **_labels(model, labels)}, batch * length)
-    if model.main_input_name == "pixel_values" and a_label_a_row:
-        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
-        pixels = torch.zeros(batch, config.num_channels, *size, device=model.device)
-        return Workload(kind, model, {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long)})
-    raise OptionError(
-        f"{kind} takes {model.main_input_name!r}, whose sizes its config does not say: give a package.module:function that returns the "
-        "model and its batch"
+def _of_the_hub(given: str) -> str:
+    """A remedy for a name such as "meta-llama/Meta-Llama-3-8B"."""
+    if not _HUB_NAME.fullmatch(given):
+        return ""
+    folder = given.partition("/")[2]
+    return (
+        ". If it is a name on the Hugging Face hub: this command downloads nothing. Download the config (`hf download "
+        f"{given} config.json --local-dir {folder}`), and give its folder, {folder}"
     )
+
+
+def check_sizes(batch: int | None, length: int | None, lora: int | None) -> None:
+    """Raise `OptionError` for a size that is out of range."""
+    for name, size in (("batch", batch), ("length", length), ("lora", lora)):
+        if size is not None and not 1 <= size <= _MOST[name]:
+            raise OptionError(f"--{name} must be {f'at most {_MOST[name]:,}' if size > 0 else 'at least 1'}, got {size}")
+
+
+def _exists(given: str) -> bool:
+    try:
+        return bool(given) and Path(given).exists()
+    except (OSError, ValueError):  # a name that is too long for the file system, or with a null character
+        return False
+
+
+def workload(model: Any, batch: int, length: int, where: str = "the config") -> Workload:
+    """A model of transformers with the batch of a training step. Raises `OptionError` unless it takes tokens or images."""
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kind, config, adapted = type(plain).__name__, plain.config, plain is not model
+    a_label_a_row = kind.endswith(_TASKS)
+    if plain.main_input_name == "input_ids":
+        vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+        _check_length(config, length)
+        tokens = _tokens(batch, length, vocabulary or 2, plain.device)
+        labels = torch.zeros(batch, dtype=torch.long, device=plain.device) if a_label_a_row else tokens
+        return Workload(kind, model, {"input_ids": tokens, **_labels(plain, labels)}, batch * length, not adapted)
+    if plain.main_input_name == "pixel_values" and a_label_a_row:
+        size = getattr(config, "image_size", None)
+        if size is None:
+            raise OptionError(f"{where}: the config of {kind} has no image_size. {_FUNCTION}")
+        sizes = size if isinstance(size, (tuple, list)) else (size, size)
+        pixels = torch.zeros(batch, getattr(config, "num_channels", 3), *sizes, device=plain.device)
+        labels = torch.zeros(batch, dtype=torch.long, device=plain.device)
+        return Workload(kind, model, {"pixel_values": pixels, "labels": labels}, None, not adapted)
+    raise OptionError(f"{kind} takes {plain.main_input_name!r}, whose sizes its config does not say. {_FUNCTION}")
+
+
+_FUNCTION = "Give a package.module:function that returns the model and its batch"
+
+
+def _tokens(batch: int, length: int, vocabulary: int, device: torch.device) -> torch.Tensor:
+    if device.type == "meta":
+        return torch.empty(batch, length, dtype=torch.long, device=device)
+    return torch.arange(batch * length).view(batch, length) % vocabulary
 
 
 def _labels(model: Any, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -127,17 +146,3 @@ def _check_length(config: Any, length: int) -> None:
     most = getattr(config, "max_position_embeddings", None)
     if most is not None and length > most:
         raise OptionError(f"--length {length}: the model has {most} positions (max_position_embeddings)")
-
-
-class _dtype:
-    """Sets the default dtype within a `with` block: parameters are kept in fp32 on the host."""
-
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype
-
-    def __enter__(self) -> None:
-        self.before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_default_dtype(self.before)

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from ..errors import OptionError
-from .models import Workload, load, workload
+from l2l_compile.command.models import Workload, load, workload
+from l2l_compile.command.transformers_models import transformers_library
+from l2l_compile.errors import OptionError
 
 _ROWS, _LENGTH = 4, 8
 # Sizes of a config, by their usual names. Names that a config lacks are left out.
@@ -28,12 +29,10 @@ def tiny(name: str) -> Workload:
     """
     if ":" in name:
         return load(name, _ROWS, _LENGTH)
-    try:
-        import transformers
-    except ImportError as error:
-        raise OptionError("classes of transformers need it: pip install 'l2l-compile[transformers]'") from error
+    transformers = transformers_library()
     kind: Any = getattr(transformers, name, None)
-    if getattr(kind, "config_class", None) is None:
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not is_model or kind.config_class is None:
         raise OptionError(f"transformers has no model class {name!r}")
     torch.manual_seed(0)
     model = kind(_small(kind.config_class()))

@@ -8,13 +8,15 @@ before the value is freed. So an allocator that knows one stream never reuses me
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..memory.pages import PinnedMemory, Pool
-from .device import Device, Lane
-from .staging import Staging
+from l2l_compile.devices.device import Device, LaneQueue
+from l2l_compile.devices.staging import Staging
+from l2l_compile.lanes import Lane
+from l2l_compile.memory.in_place import locked_bytes
+from l2l_compile.memory.pages import PinnedMemory, Pool
 
 
 class Accelerator(Device):
@@ -22,14 +24,14 @@ class Accelerator(Device):
 
     launches_first = takes_norms = True
 
-    def __init__(self, lanes: Mapping[str, Lane], pinned: PinnedMemory, pool: Pool):
+    def __init__(self, lanes: Mapping[str, LaneQueue], pinned: PinnedMemory, pool: Pool):
         self.lanes, self.pinned, self._pool = lanes, pinned, pool
         self._staging = self._new_staging()
         self._slabs: list[torch.Tensor] = []
         self.kept = {}
 
     def _new_staging(self) -> Staging:
-        return Staging(self.pinned, self.lanes["h2d"].record, self.wait_on_host)
+        return Staging(self.pinned, self.lanes[Lane.H2D].record, self.wait_on_host)
 
     @abstractmethod
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -39,14 +41,25 @@ class Accelerator(Device):
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether a host tensor is in page-locked memory."""
 
+    def lock(self, weights: Sequence[torch.Tensor]) -> None:
+        """Memory that the user has page-locked (`pin_memory`) stays as it is."""
+        super().lock([weight for weight in weights if not self.is_pinned(weight)])
+
+    def _send_weight(self, weight: torch.Tensor, target: torch.Tensor) -> None:
+        if locked_bytes(weight) == (0, 0) and weight.is_contiguous() and self.is_pinned(weight):
+            target.copy_(weight.detach().view(-1).view(torch.uint8), non_blocking=True)
+        else:
+            super()._send_weight(weight, target)
+
     def reserve_slabs(self, count: int, size: int) -> None:
         if len(self._slabs) == count and (not count or self._slabs[0].numel() >= size):
             return
         self.empty_slabs()
         self._slabs = []
         self._slabs = [self.empty(torch.Size([size]), torch.uint8) for _ in range(count)]
-        # the memory may have belonged to a value that compute still reads, and deterministic mode fills it on compute
-        self._h2d_after_compute()
+        if count:  # not in a recovery: a device that has failed may refuse to record an event
+            # the memory may have belonged to a value that compute still reads, and deterministic mode fills it on compute
+            self._h2d_after_compute()
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory that is not page-locked goes through the ring: it may be a temporary that is freed before its copy is done."""
@@ -54,7 +67,7 @@ class Accelerator(Device):
         self._h2d_after_compute()  # the memory may have belonged to a value that compute still reads
         if self.is_pinned(tensor) and tensor.is_contiguous():
             result.copy_(tensor.detach(), non_blocking=True)
-            self._pool.reads(tensor, self.lanes["h2d"].record())
+            self._pool.reads(tensor, self.lanes[Lane.H2D].record())
         else:
             self._staging.send(tensor, result.view(-1).view(torch.uint8))
         return result
@@ -62,8 +75,8 @@ class Accelerator(Device):
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         host = self._pool.empty(tensor.shape, tensor.dtype, "a tensor from the device")
         host.copy_(tensor, non_blocking=True)
-        self._pool.reads(host, self.lanes["d2h"].record())
+        self._pool.reads(host, self.lanes[Lane.D2H].record())
         return host
 
     def _h2d_after_compute(self) -> None:
-        self.lanes["h2d"].wait(self.lanes["compute"].record())
+        self.lanes[Lane.H2D].wait(self.lanes[Lane.COMPUTE].record())

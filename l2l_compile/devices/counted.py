@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .device import Device
-from .ledger import Ledger
+from l2l_compile.devices.device import Device
+from l2l_compile.devices.ledger import Ledger
 
 
 class Counted(Device):
@@ -20,6 +20,9 @@ class Counted(Device):
 
     def free(self, tensors: Sequence[torch.Tensor]) -> None:
         self.ledger.drop(tensors)
+
+    def forget(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.ledger.forget(tensors)
 
     def use_workspace(self, size: int) -> None:
         self.ledger.touch(size)

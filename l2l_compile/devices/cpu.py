@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 
-from ..memory.heap import apart_from_the_heap
-from ..memory.pages import Pool, unlocked
-from .counted import Counted
-from .device import LANES, DeviceKind, HostWeights, Lane, Piece
-from .host import HOST, half_of_the_cores
-from .ledger import Ledger
+from l2l_compile.devices.counted import Counted
+from l2l_compile.devices.device import DeviceKind, HostWeights, LaneQueue, Piece
+from l2l_compile.devices.host import HOST, half_of_the_cores
+from l2l_compile.devices.ledger import Ledger
+from l2l_compile.lanes import OF_DEVICE
+from l2l_compile.memory.heap import apart_from_the_heap
+from l2l_compile.memory.pages import Pool, unlocked
 
 _LARGE = 4 << 20  # bytes: large enough that new pages cost little next to the computation
 
 
-class _Inline(Lane):
+class _Inline(LaneQueue):
     def run(self, work: Callable[[], None]) -> None:
         work()
 
@@ -43,7 +44,7 @@ class CpuDevice(Counted):
 
     def __init__(self) -> None:
         self.torch_device = HOST
-        self.lanes = dict.fromkeys(LANES, _Inline())
+        self.lanes = dict.fromkeys(OF_DEVICE, _Inline())
         self.ledger = Ledger()
         self._slabs: list[torch.Tensor] = []
         self.kept = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -10,24 +11,36 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ..memory.pages import PinnedMemory, Pool
-from .accelerator import Accelerator
-from .device import LANES, DeviceKind, Lane
+from l2l_compile.devices.accelerator import Accelerator
+from l2l_compile.devices.device import DRAWING, DeviceKind, LaneQueue
+from l2l_compile.lanes import OF_DEVICE, Lane
+from l2l_compile.memory.pages import PinnedMemory, Pool
 
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 
-class _Stream(Lane):
-    def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device)
+@functools.cache
+def _streams(device: torch.device) -> Mapping[str, torch.cuda.Stream]:
+    """The streams of a GPU's lanes, which all sessions of the process share.
+
+    cuBLAS keeps a workspace for each stream that has run a product, and the caching allocator keeps free memory for each stream.
+    """
+    return {name: torch.cuda.Stream(device) for name in OF_DEVICE}
+
+
+class _Stream(LaneQueue):
+    def __init__(self, stream: torch.cuda.Stream):
+        self.stream = stream
 
     def run(self, work: Callable[[], None]) -> None:
         with torch.cuda.stream(self.stream):
             work()
 
     def record(self) -> torch.cuda.Event:
-        return self.stream.record_event()
+        """An event for which a thread waits asleep: by default, it would keep a core busy until the event has happened."""
+        return self.stream.record_event(torch.cuda.Event(blocking=True))
 
     def wait(self, event: torch.cuda.Event) -> None:
         self.stream.wait_event(event)
@@ -44,13 +57,13 @@ class CudaDevice(Accelerator):
 
     def __init__(self, device: torch.device, pinned_memory: int | None = None):
         self.torch_device = device
-        lock, unlock = functools.partial(_page_lock, device), functools.partial(_page_unlock, device)
+        lock, unlock = functools.partial(_page_lock, device), functools.partial(_page_unlock, device, os.getpid())
         pinned = PinnedMemory(pinned_memory, lock, unlock)
-        lanes = {name: _Stream(device) for name in LANES}
+        lanes = {name: _Stream(stream) for name, stream in _streams(device).items()}
         super().__init__(lanes, pinned, Pool(pinned, lambda event: event.query()))
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        with torch.cuda.stream(self.lanes["compute"].stream):
+        with torch.cuda.stream(self.lanes[Lane.COMPUTE].stream):
             return torch.empty(shape, dtype=dtype, device=self.torch_device)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -62,7 +75,7 @@ class CudaDevice(Accelerator):
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        with torch.random.fork_rng([self.torch_device]), torch.cuda.device(self.torch_device):
+        with DRAWING, torch.random.fork_rng([self.torch_device]), torch.cuda.device(self.torch_device):
             torch.cuda.manual_seed(seed)
             yield
 
@@ -86,8 +99,13 @@ def _page_lock(device: torch.device, address: int, size: int) -> None:
         _checked(torch.cuda.cudart().cudaHostRegister(address, size, _FOR_ALL_DEVICES))
 
 
-def _page_unlock(device: torch.device, address: int) -> None:
-    """Undo `_page_lock`. An error becomes a warning: the garbage collector may call this, and would lose an exception."""
+def _page_unlock(device: torch.device, process: int, address: int) -> None:
+    """Undo `_page_lock`, which this process called. An error becomes a warning: the garbage collector would lose an exception.
+
+    In a process that was forked since, nothing is page-locked, and CUDA cannot be used.
+    """
+    if os.getpid() != process:
+        return
     try:
         with torch.cuda.device(device):
             _checked(torch.cuda.cudart().cudaHostUnregister(address))
@@ -123,12 +141,24 @@ def _complaint() -> str | None:
 
 
 def _resolve(device: torch.device) -> torch.device:
-    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+    """The GPU of a device without an index: the current one, which `torch.cuda.set_device` chooses.
+
+    A rank that has chosen none takes the GPU of its number on this host, which torchrun gives it: each rank needs a GPU of its own.
+    """
+    if device.index is not None:
+        return device
+    index = torch.cuda.current_device()
+    if index == 0 and dist.is_available() and dist.is_initialized():
+        index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+    return torch.device("cuda", index)
 
 
 def _identity(device: torch.device) -> tuple:
-    """PyTorch chooses attention kernels by the GPU."""
-    return torch.cuda.get_device_name(device), torch.version.cuda
+    """All on which PyTorch's choice of attention kernels depends: the GPU, the libraries, the order of preference."""
+    return (
+        torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), torch.version.cuda,
+        torch.backends.cudnn.version(), *torch._C._get_sdp_priority_order(),
+    )  # fmt: skip
 
 
 CUDA = DeviceKind(name="cuda", open=CudaDevice, complaint=_complaint, resolve=_resolve, pins_memory=True, identity=_identity)

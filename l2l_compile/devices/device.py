@@ -8,6 +8,7 @@ allocator that knows one stream is enough.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -19,14 +20,13 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from ..ir.segments import Segment
-from ..memory.accesses import UNWATCHED, Unwatched
-from ..memory.layout import aligned
-from ..memory.pages import PinnedMemory, Pool, unlocked
-from .host import cores
-from .staging import Staging
-
-LANES = ("compute", "h2d", "d2h", "comm")
+from l2l_compile.devices.host import cores
+from l2l_compile.devices.staging import Staging
+from l2l_compile.ir.segments import Segment
+from l2l_compile.memory.in_place import lock_in_place, locked_bytes
+from l2l_compile.memory.layout import aligned
+from l2l_compile.memory.pages import PinnedMemory, Pool, unlocked
+from l2l_compile.races import UNWATCHED, Unwatched
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class DeviceKind:
     identity: Callable[[torch.device], tuple]
 
 
-class Lane(ABC):
+class LaneQueue(ABC):
     """A queue of work of one device."""
 
     @abstractmethod
@@ -109,13 +109,13 @@ class Kept:
 
 
 class Device(ABC):
-    """Lanes, copies and slabs. Copies are called within `Lane.run`, on the lane that their docstring names.
+    """Lanes, copies and slabs. Copies are called within `LaneQueue.run`, on the lane that their docstring names.
 
     assertions_are_final  whether a kernel that meets an index out of range ends the process, instead of raising an error
     launches_first        whether a fetch may block the caller; compute then receives its next work before the fetch
     takes_norms           whether the device computes norms of gradients before they cross the link, to save time on the host
     overlaps              whether the device works at the same time as the caller
-    traced                whether its lanes are measured now
+    profiled              whether its lanes are measured now
     keeps_slabs           whether weights may stay in a slab between a forward and its backward
     kept                  the weights that stay, by slab
     """
@@ -124,11 +124,11 @@ class Device(ABC):
     launches_first = False
     takes_norms = False
     overlaps = True
-    traced = False
+    profiled = False
     keeps_slabs = True
     kept: dict[int, Kept]
     torch_device: torch.device
-    lanes: Mapping[str, Lane]
+    lanes: Mapping[str, LaneQueue]
     pinned: PinnedMemory
     accesses: Unwatched = UNWATCHED
     _pool: Pool
@@ -167,7 +167,7 @@ class Device(ABC):
         for position, weight in enumerate(weights, len(loaded)):
             part = target[offset : offset + weight.numel() * weight.element_size()]
             if position not in unread:
-                self._staging.send(weight, part)
+                self._send_weight(weight, part)
             loaded.append(part.view(weight.dtype).view(weight.shape))
             offset += aligned(part.numel())
         return loaded
@@ -180,8 +180,17 @@ class Device(ABC):
             if piece.pinned:
                 part.copy_(piece.tensor.view(-1).view(torch.uint8), non_blocking=True)
             elif part.numel():
-                self._staging.send(piece.tensor, part)
+                self._send_weight(piece.tensor, part)
         return target[:size]
+
+    def lock(self, weights: Sequence[torch.Tensor]) -> None:
+        """Page-lock host tensors where they are, within the budget, for copies that follow (h2d lane)."""
+        for weight in weights:
+            lock_in_place(weight, self.pinned)
+
+    def _send_weight(self, weight: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a host tensor of any strides into contiguous device memory, uint8 (h2d lane)."""
+        self._staging.send_in_place(weight, target, *locked_bytes(weight))
 
     @abstractmethod
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -191,12 +200,19 @@ class Device(ABC):
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host copy of a device tensor (d2h lane). The result may alias the argument."""
 
+    def handed_over(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A downloaded tensor as the user gets it, who may keep it for long. Called when all lanes are done."""
+        return self._pool.small_in_the_heap(tensor)
+
     def push(self, gradient: torch.Tensor) -> torch.Tensor:
         """A host copy of a gradient, which nothing else reads (d2h lane)."""
         return self.download(gradient)
 
     def free(self, tensors: Sequence[torch.Tensor]) -> None:
         """Called when the last reader of these tensors is done (compute lane)."""
+
+    def forget(self, tensors: Sequence[torch.Tensor]) -> None:
+        """As `free`, called by a finalizer: at any moment, on any thread. Only notes; the tensors are gone right behind it."""
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         """Called when a value of the program has been filled with these tensors."""
@@ -236,8 +252,11 @@ class Device(ABC):
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """Context in which the default generator of this device alone starts at `seed`. Its state is restored at the end."""
-        with torch.random.fork_rng([]):
+        """Context in which the default generator of this device alone starts at `seed`. Its state is restored at the end.
+
+        The threads of a process have one default generator, so one thread at a time is in this context.
+        """
+        with DRAWING, torch.random.fork_rng([]):
             torch.default_generator.manual_seed(seed)
             yield
 
@@ -250,15 +269,34 @@ class Device(ABC):
         return max(1, cores() - 1)
 
     def recover(self) -> None:
-        """After a failure: wait until no lane works, discard the errors of lanes, free all slabs."""
-        for lane in self.lanes.values():
-            try:
-                lane.synchronize()
-            except Exception:  # noqa: BLE001 - the first error is on its way to the user already
-                pass
+        """After a failure: wait until no lane works, discard the errors of lanes, free all slabs.
+
+        An interrupt of a wait is raised when all is done.
+        """
+        interrupts = [error for lane in self.lanes.values() if (error := _settle(lane)) is not None]
         self.reserve_slabs(0, 0)
+        if interrupts:
+            raise interrupts[0]
 
     def synchronize(self) -> None:
         """Wait for all lanes. Raises the error of work that failed."""
         for lane in self.lanes.values():
             lane.synchronize()
+
+
+def _settle(lane: LaneQueue) -> BaseException | None:
+    """Wait until a lane is idle, and discard the error of its work. Returns what has interrupted the wait."""
+    interrupt = None
+    for _ in range(_WAITS):
+        try:
+            lane.synchronize()
+            break
+        except Exception:  # noqa: BLE001 - of the lane, which is idle then, or of a signal handler: then the next wait finds out
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised by the caller
+            interrupt = error
+    return interrupt
+
+
+DRAWING = threading.RLock()  # held by the thread whose operations draw from a default generator
+_WAITS = 8  # a device that is broken raises its error in every wait

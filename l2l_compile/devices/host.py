@@ -23,6 +23,20 @@ def without_autocast(device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Context without the user's `torch.inference_mode()`; gradients are not recorded there either.
+
+    A tensor that is made under inference mode can never be written outside of it again. So whatever is kept from call to call
+    (wires, buffers, versions of weights, code with constants) is made in this context.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():  # the first alone would switch the recording of gradients on
+        yield
+
+
 def cores() -> int:
     """How many cores this process may use: a batch system or a container may leave it a part of the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

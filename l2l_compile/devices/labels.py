@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ..ir import nodes
-from ..ir.segments import Segment
+from l2l_compile.ir import nodes
+from l2l_compile.ir.segments import Segment
 
 
 def label_of(node: fx.Node, segments: Sequence[Segment]) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import fx
 
-from ..ir.segments import Segment
-from .device import Device, Lane
-from .labels import label_of
+from l2l_compile.devices.device import Device, LaneQueue
+from l2l_compile.devices.labels import label_of
+from l2l_compile.ir.segments import Segment
 
 Work = Callable[[], None]
 
@@ -42,10 +42,10 @@ class Observer:
         return nullcontext()
 
 
-class _ObservedLane(Lane):
+class _ObservedLane(LaneQueue):
     """Forwards every call to another lane, and tells the observer."""
 
-    def __init__(self, name: str, lane: Lane, observer: Observer, labels: _Labels):
+    def __init__(self, name: str, lane: LaneQueue, observer: Observer, labels: _Labels):
         self.name, self.lane, self._observer, self._labels = name, lane, observer, labels
 
     def __getattr__(self, name: str) -> Any:

@@ -8,14 +8,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch.autograd import profiler
 
-from .device import Device
-from .labels import label_of_micro_batch
-from .observed import Observer, Work, observe
+from l2l_compile.devices.device import Device
+from l2l_compile.devices.labels import label_of_micro_batch
+from l2l_compile.devices.observed import Observer, Work, observe
+from l2l_compile.lanes import Lane
 
 
 def ranges(device: Device) -> AbstractContextManager:
-    """Context with ranges for the device's work, if a profiler is active or the step is traced. Else empty, at no cost."""
-    if not (profiler._is_profiler_enabled or device.traced):
+    """Context with ranges for the device's work, if a profiler is active or the step is profiled. Else empty, at no cost."""
+    if not (profiler._is_profiler_enabled or device.profiled):
         return nullcontext()
     return observe(device, _Ranges(device.torch_device.type == "cuda"))
 
@@ -30,7 +31,7 @@ class _Ranges(Observer):
     def gives(self, lane: str, label: str, work: Work) -> Work:
         def ranged() -> None:
             with self._range(f"l2l {lane}: {label}"):
-                if lane != "compute":
+                if lane != Lane.COMPUTE:
                     return work()
                 self._computing = label
                 with ExitStack() as self._micro_batch:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from .cpu import CPU
-from .cuda import CUDA
-from .device import DeviceKind
-from .host import HOST
+from l2l_compile.devices.cpu import CPU
+from l2l_compile.devices.cuda import CUDA
+from l2l_compile.devices.device import DeviceKind
+from l2l_compile.devices.host import HOST
 
 KINDS: dict[str, DeviceKind] = {kind.name: kind for kind in (CPU, CUDA)}
+ACCELERATOR = torch.device(CUDA.name)  # the device of a machine that is not here
 
 
 def kind_of(device: torch.device) -> DeviceKind:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..memory.pages import PinnedMemory
+from l2l_compile.memory.in_place import PAGE
+from l2l_compile.memory.pages import PinnedMemory
 
 _SLOTS = 4
+_EDGES = 64  # slots of a page: a fetch of several layers does not wait for one
 _SLOT_BYTES = 8 << 20  # enough that a copy takes longer than its call
+
+
+def edge_bytes() -> int:
+    """Page-locked bytes of the ring for the ends of tensors that are page-locked in place."""
+    return _EDGES * PAGE
 
 
 def ring_bytes(budget: int | None) -> int:
@@ -26,11 +34,28 @@ class Staging:
     """
 
     def __init__(self, memory: PinnedMemory, record: Callable[[], Any], wait: Callable[[Any], object]):
-        self._record, self._wait = record, wait
-        size = ring_bytes(memory.budget) // _SLOTS
-        self._slots = [memory.take(size, "the staging ring")[0] for _ in range(_SLOTS)]
-        self._events: list[Any] = [None] * _SLOTS
+        self._memory, self._record, self._wait = memory, record, wait
+        self._edges: Staging | None = None
+        self._begin(_SLOTS, ring_bytes(memory.budget) // _SLOTS)
+
+    def _begin(self, slots: int, size: int) -> None:
+        self._slots = [self._memory.take(size, "the staging ring")[0] for _ in range(slots)]
+        self._events: list[Any] = [None] * slots
         self._next = 0
+
+    def send_in_place(self, source: torch.Tensor, target: torch.Tensor, first: int, last: int) -> None:
+        """As `send`, for a contiguous source that is page-locked from byte `first` to byte `last`: a device copies from there."""
+        if first == last:
+            self.send(source, target)
+            return
+        if self._edges is None:
+            self._edges = copy.copy(self)
+            self._edges._begin(_EDGES, PAGE)
+        entries = source.detach().view(-1).view(torch.uint8)
+        target[first:last].copy_(entries[first:last], non_blocking=True)
+        for start, end in ((0, first), (last, entries.numel())):
+            if start < end:
+                self._edges.send(entries[start:end], target[start:end])
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a host tensor, of any strides, into contiguous device memory, uint8, of the same size in bytes."""

@@ -1,12 +1,12 @@
-"""A device whose lanes are watched: every event carries the order before it, and races are errors (`memory/accesses.py`)."""
+"""A device whose lanes are watched: every event carries the order before it, and races are errors (`races.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from ..memory.accesses import Accesses, Order
-from .device import Device, Lane
+from l2l_compile.devices.device import Device, LaneQueue
+from l2l_compile.races import Accesses, Order
 
 
 class _Event:
@@ -19,10 +19,10 @@ class _Event:
         return getattr(self.event, name)
 
 
-class _WatchedLane(Lane):
+class _WatchedLane(LaneQueue):
     """Forwards every call to another lane, and records the order of its work."""
 
-    def __init__(self, name: str, lane: Lane, accesses: Accesses):
+    def __init__(self, name: str, lane: LaneQueue, accesses: Accesses):
         self.name, self.lane, self.accesses = name, lane, accesses
 
     def __getattr__(self, name: str) -> Any:

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..ir.captured import Captured, Input
-from ..ir.segments import Segment
-from . import dynamo
-from .recurrent import layer
-from .simplify import hint_of
+from l2l_compile.frontend.dynamo import adapter, batch_marks
+from l2l_compile.ir.captured import Captured, Input
+from l2l_compile.ir.graph import hint_of
+from l2l_compile.ir.recurrent_operator import layer
+from l2l_compile.ir.segments import Segment
 
 _ENOUGH = 0.95  # part of the parameters' bytes; a BatchNorm has few parameters
 
@@ -43,12 +43,12 @@ class Choice:
 
     def lacks(self, captured: Captured) -> bool:
         """Whether the choice was made for a call that did not have some of the current inputs."""
-        return self.dimensions is not None and any(dynamo.source_name(i.node) not in self.dimensions for i in _values(captured))
+        return self.dimensions is not None and any(adapter.source_name(i.node) not in self.dimensions for i in _values(captured))
 
 
 def try_other_batch_dimension(captured: Captured, segments: Sequence[Segment]) -> None:
     """Make Dynamo trace the frame again with another batch dimension, if more of it may then run in the inner loop."""
-    before = dynamo.batch_choice()
+    before = batch_marks.batch_choice()
     if before is not None and before.settled:
         return
     part = _part_in_inner_loop(segments) if captured.batch is not None else 0.0
@@ -56,9 +56,9 @@ def try_other_batch_dimension(captured: Captured, segments: Sequence[Segment]) -
         dimensions = _other_dimensions(captured) if part < _ENOUGH else None
         known = before.dimensions if before is not None else {}
         if dimensions:
-            dynamo.trace_again(Choice({**known, **dimensions}, part), "the rows along dimension 0 are mixed")
+            batch_marks.trace_again(Choice({**known, **dimensions}, part), "the rows along dimension 0 are mixed")
     elif part <= before.part:
-        dynamo.trace_again(Choice(None, before.part), "the rows along dimension 1 are mixed as well")
+        batch_marks.trace_again(Choice(None, before.part), "the rows along dimension 1 are mixed as well")
 
 
 def _part_in_inner_loop(segments: Sequence[Segment]) -> float:
@@ -89,7 +89,7 @@ def _other_dimensions(captured: Captured) -> dict[str, int | None]:
     found = {}
     for node, shape in shapes.items():
         places = [dim for dim in ((1, 0) if node in states else order) if len(shape) > dim and shape[dim] == batch]
-        found[dynamo.source_name(node)] = places[0] if places else None
+        found[adapter.source_name(node)] = places[0] if places else None
     return found if batch > 1 and any(found.values()) else {}
 
 
@@ -110,5 +110,5 @@ def _values(captured: Captured) -> list[Input]:
     return [
         i
         for i in tensors
-        if not isinstance(i.node.meta["example_value"], torch.nn.Parameter) and not dynamo.is_module_attribute(i.node)
+        if not isinstance(i.node.meta["example_value"], torch.nn.Parameter) and not adapter.is_module_attribute(i.node)
     ]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..ir.captured import Part
-from ..memory.layout import aligned
-from ..memory.pages import Lease, Pool, unlocked
+from l2l_compile.ir.captured import Part
+from l2l_compile.memory.layout import aligned
+from l2l_compile.memory.pages import Lease, Pool, unlocked
 
 
 class GradientMemory:

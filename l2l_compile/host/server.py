@@ -9,28 +9,29 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import fx
 
-from ..devices.device import Device
-from ..errors import L2LError
-from ..ir import nodes
-from ..ir.captured import Input
-from ..ir.segments import Segment
-from ..memory.accesses import Unwatched
-from ..options import Options
-from ..ranks.sharded import divided_as
-from ..runtime.step import RuntimeValue, Stats, Step
-from ..timeline import HOST, UPDATE
-from .gradients import GradientMemory
-from .optimizer.at_step import UpdatesAtStep
-from .optimizer.delayed import DelayedUpdates
-from .optimizer.gradient_ledger import Parameter, PendingBackward, Pushed
-from .optimizer.in_backward import UpdatesInBackward
-from .optimizer.in_forward import UpdatesInForward
-from .optimizer.updates import Updates, wait_for_other_models
-from .versions import DelayedWires
-from .wire import Ready, Wire, Wires, nobody
-from .worker import Ticket, Worker
-
-_UPDATES = {"at_step": UpdatesAtStep, "in_backward": UpdatesInBackward, "in_forward": UpdatesInForward}
+from l2l_compile.devices.device import Device
+from l2l_compile.errors import L2LError
+from l2l_compile.host import watched_parameters
+from l2l_compile.host.double_buffer import DelayedWires
+from l2l_compile.host.gradients import GradientMemory
+from l2l_compile.host.hooks import optimizers_of, remove_left
+from l2l_compile.host.updates.classes import CLASSES
+from l2l_compile.host.updates.delayed import DelayedUpdates
+from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward, Pushed
+from l2l_compile.host.updates.interface import Updates
+from l2l_compile.host.updates.overlapped import wait_for_other_models
+from l2l_compile.host.wire import Ready, Wire, Wires, is_locked, nobody, on_wire
+from l2l_compile.host.worker import Ticket, Worker
+from l2l_compile.ir import nodes
+from l2l_compile.ir.captured import Input
+from l2l_compile.ir.segments import Segment
+from l2l_compile.lanes import Lane
+from l2l_compile.memory.finalizers import members
+from l2l_compile.options import Options
+from l2l_compile.races import Unwatched
+from l2l_compile.ranks.sharded import sharded_as
+from l2l_compile.runtime.step import RuntimeValue, Stats, Step
+from l2l_compile.user_line import warn
 
 
 class ParameterServer:
@@ -42,7 +43,7 @@ class ParameterServer:
     def __init__(self, options: Options, device: Device, worker: Callable[[int, Unwatched, str], Worker] = Worker):
         self.options, self.device = options, device
         threads = device.host_threads()
-        names = (HOST, UPDATE) if options.delay else (HOST,)
+        names = (Lane.HOST, Lane.UPDATE) if options.delay else (Lane.HOST,)
         self.workers = [worker(threads, device.accesses, name) for name in names]
         self.worker = self.workers[0]
         for each in self.workers:
@@ -55,9 +56,10 @@ class ParameterServer:
             self.wires = wires = DelayedWires(device.pinned, device.accesses)
             self.updates = DelayedUpdates(options, self.worker, wires, threads, self._memory, self.workers[1])
         else:
-            kind = _UPDATES[options.update]
+            kind = CLASSES[options.update]
             self.wires = Wires(device.pinned, None if kind.keeps_wires else self._memory)
             self.updates = kind(options, self.worker, self.wires, threads, self._memory)
+        self._looked_at: set[int] = set()  # parameters that were looked for in optimizers
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def watch(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -73,12 +75,14 @@ class ParameterServer:
         """Block until every update made so far can be seen in the parameters. Raises the error of an update that failed."""
         self.updates.synchronize()
         if self.device.accesses.watches:
-            self.device.accesses.read_parameters(p for module in self._modules for p in module.parameters())
+            self.device.accesses.read_parameters(p for module in members(self._modules) for p in module.parameters())
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, step: Step, parameters: Sequence[Parameter], to_train: bool) -> None:
         """A forward begins: updates of the step before are done or will be waited for, and wires are checked again."""
+        remove_left()
+        watched_parameters.suspend()
         step.gradient_wire = self.options.gradients_on_link
         self.wires.begin_forward()
         if to_train:
@@ -97,8 +101,8 @@ class ParameterServer:
                 )
             return
         trained = [p for p in parameters if p.requires_grad]
-        owned = {p for group in optimizer.param_groups for p in group["params"]}
-        if trained and owned.isdisjoint(trained) and owned.isdisjoint(p for m in self._modules for p in m.parameters()):
+        owned = _parameters_of(optimizer)
+        if trained and owned.isdisjoint(trained) and owned.isdisjoint(p for m in members(self._modules) for p in m.parameters()):
             raise L2LError(
                 f"the option 'optimizer' holds none of the {len(trained)} parameters that this model trains: build it from "
                 "the parameters of the model that is compiled"
@@ -107,7 +111,7 @@ class ParameterServer:
     def load(
         self, step: Step, segment: Segment, weights: Sequence[torch.Tensor], ready: Ready = nobody
     ) -> tuple[Wire | None, list[torch.Tensor]]:
-        """The wire of a segment's parameters, up to date, and its other weights as they are (h2d lane).
+        """The wire of a segment's parameters (see `on_wire`), up to date, and its other weights as they are (h2d lane).
 
         `ready` is called for one part of the wire after another, as soon as it is up to date.
         With update='at_step', every forward copies the wire again, so backward frees a wire whose memory gradients will take.
@@ -116,30 +120,47 @@ class ParameterServer:
         self.updates.wait(owners)
         if not self.options.delay:
             self.device.accesses.read_parameters(owners)
-        parameters = [
-            (w if i.pieces is None else step.given[i.index], spec.dtype)
-            for w, spec, i in zip(weights, segment.block.weights, segment.weights, strict=True)
-            if i.kind == "parameter"
-        ]
-        if (self.options.precision == "fp32" and not self.options.delay) or not parameters:
-            return None, list(weights)
         key = _indices(segment)
         if key in step.last_fetches:
             step.last_fetches[key] -= 1
-        wire = self.wires.load(
-            [p for p, _ in parameters],
-            [dtype for _, dtype in parameters],
-            owners,
+        copied = self.on_wire(step, segment)
+        wire = self._wire(step, segment, weights, copied, key, ready) if copied else None
+        on_wire = set(copied)
+        self.device.lock([weights[i] for i in range(len(weights)) if i not in on_wire and self._is_locked(segment, i)])
+        return wire, [weight for i, weight in enumerate(weights) if i not in on_wire]
+
+    def on_wire(self, step: Step, segment: Segment) -> list[int]:
+        """Positions of the weights of a segment that cross the link on its wire."""
+        return on_wire(segment, step.bindings, self.options)
+
+    def _is_locked(self, segment: Segment, position: int) -> bool:
+        """Whether a weight that crosses the link from its own memory is to be page-locked there."""
+        return segment.weights[position].kind == "parameter" and is_locked(segment.block.weights[position], self.options)
+
+    def _wire(
+        self,
+        step: Step,
+        segment: Segment,
+        weights: Sequence[torch.Tensor],
+        copied: Sequence[int],
+        key: tuple[int, ...],
+        ready: Ready,
+    ) -> Wire:
+        on_wire = [(segment.weights[i], weights[i], segment.block.weights[i]) for i in copied]
+        return self.wires.load(
+            [w if i.pieces is None else step.given[i.index] for i, w, _ in on_wire],
+            [spec.dtype for _, _, spec in on_wire],
+            [step.given[i.owner] for i, _, _ in on_wire],
             keep=step.last_fetches.get(key) != 0,
             newest=step.pending is None,
             ready=ready,
         )
-        return wire, [w for w, i in zip(weights, segment.weights, strict=True) if i.kind != "parameter"]
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, step: Step, graph: fx.Graph, segments: Sequence[Segment]) -> None:
         """A backward begins; sets `step.scale`, the factor by which the gradients of its outputs are to be multiplied."""
+        watched_parameters.suspend()
         step.returned = {}
         if not self.updates.keeps_wires:
             fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
@@ -182,7 +203,8 @@ class ParameterServer:
 
     def _return(self, step: Step, segment: Segment, arrived: dict[Input, torch.Tensor]) -> None:
         """Add gradients to the sums that go to `p.grad` (host lane)."""
-        weights = [w for w in segment.weights if w.kind == "parameter" or w in arrived]
+        copied = {segment.weights[i] for i in self.on_wire(step, segment)}
+        weights = [w for w in segment.weights if w in copied or w in arrived]  # the buffer is that of the wire
         gradients = [arrived.pop(w, None) for w in weights]
         self._memory.widen_together(gradients, [step.arguments[w.index] for w in weights])
         for weight, gradient in zip(weights, gradients, strict=True):
@@ -211,24 +233,47 @@ class ParameterServer:
                 raise
             self.device.accesses.write(step.places[1])
         found, step.returned = step.returned, {}
-        returned = (divided_as(g, step.given[i]) for i, g in found.items())
-        step.stats.gradient_squares += self.updates.squares_of_returned(returned)
+        returned = (sharded_as(g, step.given[i]) for i, g in found.items())
+        step.stats.add_squares(self.updates.squares_of_returned(returned))
+        self._warn_of_parameters_in_no_optimizer(step, found)
         return found
+
+    def _warn_of_parameters_in_no_optimizer(self, step: Step, found: Iterable[int]) -> None:
+        """Warn once of parameters with gradients for `p.grad` that no optimizer will use."""
+        if self.options.optimizer is None:
+            return
+        new = {p for i in found if isinstance(p := step.given[i], Parameter) and id(p) not in self._looked_at}
+        if not new:
+            return
+        self._looked_at.update(map(id, new))
+        missing = new.difference(_parameters_of(self.options.optimizer))
+        if missing:
+            missing.difference_update(*map(_parameters_of, optimizers_of(missing)))
+        if missing:
+            names = list(dict.fromkeys(n for m in members(self._modules) for n, p in m.named_parameters() if p in missing))
+            listed = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+            warn(
+                f"backend 'l2l': {len(missing)} parameters take gradients, and no optimizer holds them ({listed}): their gradients "
+                "cross the link in every step, and stay in p.grad. Give them to an optimizer, or freeze them with requires_grad_(False)"
+            )
 
     def recover(self, step: Step) -> None:
         """After a failure in a step: its gradients are dropped, and no backward of its forward is waited for."""
-        for worker in self.workers:
-            try:
-                worker.drain()
-            except Exception:  # noqa: BLE001 - the first error is on its way to the user already
-                pass
-        self._in_flight.clear()
-        self.updates.forget(step.pending)
+        try:
+            for worker in self.workers:
+                worker.settle()  # the first error is on its way to the user already
+        finally:
+            self._in_flight.clear()
+            self.updates.forget(step.pending)
 
 
 def _by_weight(arrived: Iterable[Input], norms: Sequence[torch.Tensor | None]) -> dict[Input, float]:
     """The norm of each gradient that has arrived. `norms` is empty, or has one tensor with all norms that the device took."""
     return {w: norm for taken in norms if taken is not None for w, norm in zip(arrived, taken.tolist(), strict=True)}
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
 
 
 def segments_in_flight(options: Options) -> int:

@@ -1,24 +1,60 @@
-"""The wire: the parameters of a segment as they cross the link, in one contiguous buffer on the host."""
+"""The wire: the parameters of a segment as they cross the link, in one contiguous buffer on the host.
+
+A parameter that has the dtype of the link already is not copied to a wire. It crosses from its own memory, unless it is small.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from ..memory.address import address
-from ..memory.layout import aligned
-from ..memory.pages import PinnedMemory
-from ..ranks.sharded import local
-from .gradients import GradientMemory
+from l2l_compile.host.gradients import GradientMemory
+from l2l_compile.ir.captured import Input
+from l2l_compile.ir.segments import Segment
+from l2l_compile.ir.values import Bindings, TensorSpec
+from l2l_compile.memory.address import address
+from l2l_compile.memory.layout import aligned
+from l2l_compile.memory.pages import PinnedMemory
+from l2l_compile.options import Options
+from l2l_compile.ranks.sharded import local
 
 _PART = 32 << 20  # bytes of a wire that are sent while the next ones are copied: they take longer than a transfer's start
+_SMALL = 1 << 16  # bytes; to copy fewer on the host takes hardly longer than to start another copy over the link
 _STRIDE = 251  # prime: entries that far apart fall into every column of a matrix, and into every run of 251 entries
 
 
 Ready: TypeAlias = "Callable[[Wire, int, int], None]"  # a wire, and the bytes of it that are up to date now: from, to
+
+
+def on_wire(segment: Segment, bindings: Bindings, options: Options) -> list[int]:
+    """Positions of the weights of a segment that cross the link as copies on a wire. The others cross from their own memory."""
+    weights = enumerate(zip(segment.weights, segment.block.weights, strict=True))
+    return [i for i, (weight, spec) in weights if weight.kind == "parameter" and _is_copied(weight, spec, bindings, options)]
+
+
+def _is_copied(weight: Input, spec: TensorSpec, bindings: Bindings, options: Options) -> bool:
+    if options.precision == "fp32" and not options.delay:
+        return False
+    is_cast = spec.compute_dtype is not None
+    has_versions = bool(options.delay) and spec.differentiable
+    return is_cast or has_versions or math.prod(shape_on_host(weight, spec, bindings)) * spec.dtype.itemsize < _SMALL
+
+
+def is_locked(spec: TensorSpec, options: Options) -> bool:
+    """Whether a parameter that crosses the link from its own memory is page-locked there, within the option `pinned_memory`.
+
+    In full precision, trained parameters go through the ring: they are all of the model, and would take the whole budget.
+    """
+    return options.precision != "fp32" or not spec.differentiable
+
+
+def shape_on_host(weight: Input, spec: TensorSpec, bindings: Bindings) -> tuple[int, ...]:
+    """The shape of a parameter on this host; for a sharded parameter, the shape of the largest piece."""
+    return spec.sizes(bindings) if weight.pieces is None else weight.pieces.shape_of(0)
 
 
 def nobody(wire: Wire, start: int, end: int) -> None:
@@ -30,7 +66,7 @@ class Wire:
 
     buffer   uint8
     pinned   whether the device can copy from it directly
-    views    the copies, one per parameter, in the order given; for a divided parameter, the copy of this rank's piece
+    views    the copies, one per parameter, in the order given; for a sharded parameter, the copy of this rank's piece
 
     spare   the source of memory if none can be page-locked; the wire gives this memory back when it is freed
     """
@@ -206,4 +242,6 @@ def _some_entries(tensor: torch.Tensor, generation: int) -> torch.Tensor:
 def identity(parameter: torch.Tensor) -> tuple[int, ...]:
     """A key that changes when a parameter moves, or when PyTorch records a write into it."""
     piece = local(parameter)
+    if piece.is_inference():  # made under inference mode, for which PyTorch records no writes; no update writes it either
+        return address(piece)
     return parameter._version, piece._version, *address(piece)

@@ -14,30 +14,39 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..frontend.dynamo import compiles_here
-from ..memory.accesses import UNWATCHED, Order, Unwatched
-from ..timeline import HOST
+from l2l_compile import reentry
+from l2l_compile.lanes import Lane
+from l2l_compile.memory.finalizers import items
+from l2l_compile.races import UNWATCHED, Order, Unwatched
+from l2l_compile.torch_internals.threads import compiles_here
 
 
 class Ticket:
     """A piece of work of the host lane. `wait` returns when it is done; `order` is the order of accesses then."""
 
     def __init__(self, worker: Worker, order: Order) -> None:
-        self._done = threading.Event()
+        self._is_done = False
+        # Held until the work is done. An Event would not do: a signal handler that runs within its `wait` finds its lock taken.
+        self._undone = threading.Lock()
+        self._undone.acquire()
         self._worker, self._accesses, self._order = worker, worker.accesses, order
 
     def wait(self) -> None:
-        while not self._done.wait(_LOOK):
-            self._worker.finish_what_is_left()
+        while not self._is_done:
+            if self._undone.acquire(timeout=_LOOK):
+                self._undone.release()
+            else:
+                self._worker.finish_what_is_left()
         self._accesses.follow(self._order)
 
     def finish(self) -> None:
-        self._done.set()
+        self._is_done = True
+        self._undone.release()
 
     def look(self) -> bool:
         """Whether the work is done. If the thread has ended, does all queued work first."""
         self._worker.finish_what_is_left()
-        return self._done.is_set()
+        return self._is_done
 
 
 class Worker:
@@ -47,7 +56,7 @@ class Worker:
     name     of the lane
     """
 
-    def __init__(self, threads: int, accesses: Unwatched = UNWATCHED, name: str = HOST):
+    def __init__(self, threads: int, accesses: Unwatched = UNWATCHED, name: str = Lane.HOST):
         self.accesses, self.name = accesses, name
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._failure: BaseException | None = None
@@ -60,6 +69,11 @@ class Worker:
         thread.start()
         ready.wait()  # in a forked process, PyTorch makes its threads anew, and fails if two threads ask for them at once
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller runs on this thread."""
+        return threading.current_thread() is self._thread()
+
     def submit(self, work: Callable[[], None]) -> Ticket:
         """Queue work; it runs without recording gradients."""
         given, order = self.accesses.give(self.name, work)
@@ -67,15 +81,35 @@ class Worker:
         self._queue.put((given, ticket))
         return ticket
 
-    def drain(self) -> None:
-        """Wait until all work is done. Raises the error of work that failed, once."""
+    def drain(self, failed: Callable[[], None] | None = None) -> None:
+        """Wait until all work is done. Raises the error of work that failed, once; before that, calls `failed`.
+
+        What interrupts the wait leaves the work under way, and is no failure.
+        """
         self.submit(lambda: None).wait()
+        if self._failure is not None and failed is not None:
+            failed()
         self.raise_failure()
+
+    def settle(self) -> None:
+        """Wait until all work is done, and drop its error. What interrupts the wait is raised when the wait is over."""
+        interrupt: BaseException | None = None
+        ticket = self.submit(lambda: None)
+        while not ticket.look():
+            try:
+                ticket.wait()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                interrupt = error
+        ticket.wait()
+        self._failure = None
+        if interrupt is not None:
+            raise interrupt
 
     def raise_failure(self) -> None:
         """Raise the error of work that failed since the last call."""
-        failure, self._failure = self._failure, None
+        failure = self._failure
         if failure is not None:
+            self._failure = None
             raise failure
 
     def close(self) -> None:
@@ -119,8 +153,10 @@ _LOOK = 0.2  # seconds
 _threads: weakref.WeakKeyDictionary[threading.Thread, Worker] = weakref.WeakKeyDictionary()
 _PATIENCE = 60.0  # seconds without any work being finished
 _PATIENCE_AFTER_FAILURE = 3.0
+_PATIENCE_WITHIN_A_STEP = 1.0  # a signal handler has forked
 
 
+@reentry.whole("a fork")
 def _before_fork() -> None:
     """Wait for all updates before a fork.
 
@@ -129,9 +165,10 @@ def _before_fork() -> None:
     """
     if threading.current_thread() in _threads or compiles_here():
         return
-    workers = [worker for thread, worker in dict(_threads).items() if thread.is_alive()]
+    workers = [worker for thread, worker in items(_threads) if thread.is_alive()]
     tickets = [worker.submit(lambda: None) for worker in workers]
-    _wait(lambda: all(ticket.look() for ticket in tickets), workers, _PATIENCE, "a process is forked")
+    patience = _PATIENCE if reentry.running() is None else _PATIENCE_WITHIN_A_STEP  # of a thread that may wait for this one
+    _wait(lambda: all(ticket.look() for ticket in tickets), workers, patience, "a process is forked")
 
 
 if hasattr(os, "register_at_fork"):
@@ -152,6 +189,7 @@ def _wait(done: Callable[[], bool], workers: Iterable[Worker], patience: float, 
 
 
 @atexit.register
+@reentry.whole("the end of the process")
 def _finish() -> None:
     """Wait for the last updates when Python ends: else they would be lost. The wait is bounded, since Python must end.
 
@@ -159,7 +197,7 @@ def _finish() -> None:
     """
     failed = getattr(sys, "last_value", None) is not None
     patience = _PATIENCE_AFTER_FAILURE if failed else _PATIENCE
-    workers = dict(_threads)
+    workers = dict(items(_threads))
     for worker in workers.values():
         worker.end(drop=failed)
     _wait(lambda: not any(thread.is_alive() for thread in workers), workers.values(), patience, "the program ends")

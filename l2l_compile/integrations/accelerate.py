@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..errors import OptionError
-from .loops import StreamedSteps, compile_in_place, options_for
+from l2l_compile.errors import OptionError
+from l2l_compile.integrations.loops import StreamedSteps, check_is, compile_in_place, options_for
 
 
 def stream(accelerator: Accelerator, **options: Any) -> None:
@@ -26,6 +26,7 @@ def stream(accelerator: Accelerator, **options: Any) -> None:
 
     Raises `OptionError` for a bad option, and for an accelerator of several processes.
     """
+    check_is(accelerator, Accelerator, "accelerator = Accelerator(); stream(accelerator); accelerator.prepare(model, optimizer)")
     if accelerator.num_processes > 1:
         raise OptionError(
             f"an Accelerator of {accelerator.num_processes} processes does not go with streaming: start one process. (A loop of "

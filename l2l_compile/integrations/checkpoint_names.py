@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from ..ranks.sharded import local, whole_of_rank_0
-from .stored_weights import Conversion, Names, Stored
+from l2l_compile.integrations.stored_weights import Conversion, Names, Stored
+from l2l_compile.ranks.sharded import local, whole_of_rank_0
 
 _IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # buffers that checkpoints had once, as in from_pretrained
 

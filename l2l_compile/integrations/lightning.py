@@ -16,9 +16,10 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ..errors import OptionError
-from ..inspection import stats, synchronize
-from .loops import StreamedSteps, compile_in_place, options_for, refuse_clipping
+from l2l_compile.errors import OptionError
+from l2l_compile.inspection.programs import stats, synchronize
+from l2l_compile.integrations.loops import StreamedSteps, compile_in_place, options_for, refuse_clipping
+from l2l_compile.update_modes import MODES
 
 _PRECISIONS = {"32-true": "no", "64-true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 
@@ -55,7 +56,7 @@ class StreamingCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._compiled is not None
         refuse_clipping(self._update, trainer.gradient_clip_val, "gradient_clip_val")
-        behind = self._update != "at_step"
+        behind = MODES[self._update].is_overlapped
         if len(trainer.optimizers) != 1:
             raise OptionError(
                 f"{len(trainer.optimizers)} optimizers do not go with streaming: return one from configure_optimizers"
@@ -87,7 +88,7 @@ class StreamingCallback(Callback):
             self._precision.stepped = False
             found = stats(self._compiled)
             figures = {"peak_device_bytes": found.peak_device_bytes, "gradient_norm": found.gradient_norm}
-            pl_module.log_dict({name: float(value) for name, value in figures.items()})
+            pl_module.log_dict({name: float(value) for name, value in figures.items() if value is not None})
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._steps is not None:

@@ -8,14 +8,26 @@ from typing import Any
 
 import torch
 
-from ..errors import OptionError
-from ..host.optimizer.torch_step import check_steps_on_the_host
-from ..inspection import stats, synchronize
-from ..options import Options
-from ..session import session_of
+from l2l_compile.errors import OptionError
+from l2l_compile.host.step.closures import check_needs_no_closure
+from l2l_compile.host.step.trial import check_steps_on_the_host
+from l2l_compile.host.updates.asked_by_the_loop import loop_clips
+from l2l_compile.inspection.programs import stats, synchronize
+from l2l_compile.options import Options
+from l2l_compile.session import session_of
+from l2l_compile.update_modes import MODES
 
-BEHIND_THE_DEVICE = ("in_backward", "in_forward")
 _OF_THE_LOOP = ("optimizer", "accumulate", "max_grad_norm")
+
+
+def check_is(given: Any, kind: type, usage: str) -> None:
+    """Raise `OptionError` unless `stream` got an object of this kind; `usage` shows the right calls."""
+    if not isinstance(given, kind):
+        what = f"a {type(given).__name__}" if not isinstance(given, type) else f"the class {given.__name__}"
+        raise OptionError(
+            f"stream takes the {kind.__name__} of your loop, got {what}: {usage}. A loop of your own compiles the model: "
+            "torch.compile(model, backend='l2l')"
+        )
 
 
 def options_for(options: Mapping[str, Any], mixed_precision: str) -> tuple[dict[str, Any], str]:
@@ -31,10 +43,10 @@ def options_for(options: Mapping[str, Any], mixed_precision: str) -> tuple[dict[
         chosen["precision"] = {"no": "fp32"}.get(mixed_precision, mixed_precision)
     update = chosen.pop("update", "at_step")
     Options.build(chosen)
-    if update not in ("at_step", *BEHIND_THE_DEVICE):
+    if update not in tuple(MODES):  # it may be of a type without a hash
         Options.build({"update": update})
-    if update == "in_backward" and chosen["precision"] == "fp16":
-        raise OptionError("precision='fp16' and update='in_backward' do not go together: use update='in_forward'")
+    if not MODES[update].sees_all and chosen["precision"] == "fp16":
+        raise OptionError(f"precision='fp16' and {update=} do not go together: use update='in_forward'")
     return chosen, update
 
 
@@ -44,17 +56,17 @@ def compile_in_place(model: torch.nn.Module, options: Mapping[str, Any]) -> None
 
 
 def refuse_clipping(update: str, max_norm: float | None, setting: str) -> None:
-    """Raise `OptionError` if a loop clips and `update` is "in_backward". `setting` is the loop's name for `max_norm`."""
-    if update == "in_backward" and max_norm:
+    """Raise `OptionError` if a loop clips and `update` begins before all gradients are there. `setting` is the loop's name for `max_norm`."""
+    if not MODES[update].sees_all and max_norm:
         raise OptionError(
-            f"{setting}={max_norm} needs the norm of all gradients before the first update, which update='in_backward' does not wait "
+            f"{setting}={max_norm} needs the norm of all gradients before the first update, which {update=} does not wait "
             f"for. Use update='in_forward', or {setting}={0.0}"
         )
 
 
 def refuse_readers_of_gradients(model: torch.nn.Module, update: str, readers: Iterable[str] = ()) -> None:
     """Raise `OptionError` if hooks or `readers` of the loop read `p.grad`, where gradients never arrive with this `update`."""
-    if update == "at_step":
+    if not MODES[update].is_overlapped:
         return
     hooked = [name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     found = [*readers, *(["gradient hooks of " + ", ".join(hooked[:3]) + " …" * (len(hooked) > 3)] if hooked else [])]
@@ -70,8 +82,8 @@ class StreamedSteps:
     `is_last` is called when a backward begins, and says whether it is the last backward of its step. `skipped` is called after
     each `optimizer.step()`, with True if the step changed nothing because a gradient was not finite (fp16). With `waits`, the
     weights are up to date when `optimizer.step()` returns. This is for loops that read weights there, since a user cannot call
-    `synchronize` inside such a loop. Raises `L2LError` for an optimizer that cannot update host tensors, and `OptionError` for
-    readers of gradients.
+    `synchronize` inside such a loop. With `looks_at_gradients`, the library's own code reads `p.grad` to choose how it clips.
+    Raises `L2LError` for an optimizer that cannot update host tensors, and `OptionError` for readers of gradients.
     """
 
     def __init__(
@@ -84,21 +96,25 @@ class StreamedSteps:
         skipped: Callable[[bool], None] = lambda _: None,
         readers: Iterable[str] = (),
         waits: bool = False,
+        looks_at_gradients: bool = False,
     ):
         self.model, self.update = model, update
         self._skipped, self._skipped_before, self._waits = skipped, 0, waits
         self._norm = torch.zeros((), dtype=torch.float64)
         plain = _plain(optimizer)
         refuse_readers_of_gradients(model, update, readers)
+        if looks_at_gradients:
+            loop_clips(plain)
+        check_needs_no_closure(plain, "this training loop")
         check_steps_on_the_host(plain)
-        behind = {"update": update, "accumulate": is_last} if update in BEHIND_THE_DEVICE else {}
+        behind = {"update": update, "accumulate": is_last} if MODES[update].is_overlapped else {}
         compile_in_place(model, {**options, **behind, "optimizer": plain})
         self._handle = plain.register_step_post_hook(self._stepped)
 
     @property
     def clips(self) -> bool:
         """Whether `clip` must replace the loop's own clipping, which would find no gradients in `p.grad`."""
-        return self.update in BEHIND_THE_DEVICE
+        return MODES[self.update].is_overlapped
 
     def clip(self, parameters: Any, max_norm: float, norm_type: float = 2, **_: Any) -> torch.Tensor:
         """Replaces `clip_grad_norm_`. Returns a tensor that holds the norm before clipping after `optimizer.step()`.
@@ -121,7 +137,7 @@ class StreamedSteps:
         if self._waits:
             synchronize(self.model)
         figures = stats(self.model)
-        self._norm.fill_(figures.gradient_norm)
+        self._norm.fill_(figures.gradient_norm or 0.0)
         self._skipped(figures.skipped_steps > self._skipped_before)
         self._skipped_before = figures.skipped_steps
 

@@ -12,9 +12,11 @@ fit.
 
 from __future__ import annotations
 
-import json
+import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,14 +25,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..errors import L2LError
-from ..ranks.sharded import divided_as, is_divided, local, pieces_of
-from .stored_weights import Conversion, Names, Stored
+from l2l_compile.errors import L2LError
+from l2l_compile.integrations.stored_files import SHOWN, stored_in
+from l2l_compile.integrations.stored_weights import Conversion, Names, Stored
+from l2l_compile.ranks.sharded import is_sharded, local, pieces_of, sharded_as
 
-INDEX = "model.safetensors.index.json"
-SHOWN = 8  # names in an error
+_COMPARED = 1 << 22  # entries of two tensors that are compared at once
 
 
 class LoadResult(NamedTuple):
@@ -43,7 +44,7 @@ class LoadResult(NamedTuple):
 def load_pretrained(model: nn.Module, folder: str | Path, strict: bool = True) -> LoadResult:
     """Fill a model with the weights of a folder of safetensors files, as `from_pretrained` does; each rank reads its own rows.
 
-    All ranks must call this, after `l2l_compile.shard`. A model that is not divided can be filled as well. Tensors on the meta
+    All ranks must call this, after `l2l_compile.shard`. A model that is not sharded can be filled as well. Tensors on the meta
     device get memory on the host: parameters keep their identity, and tied parameters stay tied. In a model of transformers,
     buffers that are not saved (such as rotary embeddings) are computed anew. Numbers are converted to the dtype of the model,
     bit-equal to `from_pretrained(folder, dtype=...)`. Names in the folder may be the model's names, or names that transformers
@@ -53,16 +54,45 @@ def load_pretrained(model: nn.Module, folder: str | Path, strict: bool = True) -
     With `strict=False`, parameters that the folder lacks are initialised as transformers does, with the values of rank 0, and
     tensors that the model lacks are left out. The result names both.
 
-    Raises `L2LError` for a folder without safetensors files or without a file that its index names, for tensors that are
-    missing, not expected, of another shape or kind of number, and for a buffer on the meta device that nothing can compute.
+    Raises `L2LError` for a folder without safetensors files or without a file that its index names, for damaged files, for
+    tensors that are missing, not expected, of another shape or kind of number, or tied and unequal, and for a buffer on the meta
+    device that nothing can compute. The model is as it was then. If a file cannot be read to its end, the error says that the
+    model has changed.
     """
     folder = Path(folder)
-    stored = _stored(folder)
+    with _together():
+        plan = _plan(model, folder, strict)
+    _materialise(model)
+    try:
+        _read(folder, plan.names.same, plan.tensors)
+        _make(plan)
+    except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
+        raise L2LError(
+            f"{folder} was not read to its end: {_first_line(error)}. The tensors of the model are partly those of the folder now: load "
+            "it again before you use the model"
+        ) from error
+    if plan.names.initialise is not None:
+        plan.names.initialise(plan.missing)
+    return LoadResult(plan.missing, plan.unexpected)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a load will do: all that can be known before the first tensor of the model changes."""
+
+    stored: dict[str, Stored]
+    tensors: dict[str, torch.Tensor]
+    names: Names
+    missing: list[str]
+    unexpected: list[str]
+
+
+def _plan(model: nn.Module, folder: Path, strict: bool) -> _Plan:
+    """Check that a folder fits to a model. Raises `L2LError`; changes nothing."""
+    stored = stored_in(folder)
     tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)}
     names = _names(model, stored, tensors)
-    made = {
-        name for conversion in names.made for name in conversion.make(lambda key: torch.empty(stored[key].shape, device="meta"))
-    }
+    made = {name for conversion in names.made for name in _check_made(folder, conversion, stored, tensors)}
     there = {id(tensors[name]) for name in made.union(names.same.values())}
     missing = sorted(name for name, tensor in tensors.items() if id(tensor) not in there)
     used = {*names.same, *(source for conversion in names.made for source in conversion.sources)}
@@ -75,12 +105,33 @@ def load_pretrained(model: nn.Module, folder: str | Path, strict: bool = True) -
     unsaved = [name for name, buffer in model.named_buffers() if id(buffer) not in set(map(id, tensors.values()))]
     if names.initialise is None:
         _refuse_meta(model, [*missing, *unsaved])
-    _materialise(model)
-    _read(folder, stored, names.same, tensors)
-    _make(folder, names.made, stored, tensors)
-    if names.initialise is not None:
-        names.initialise(missing)
-    return LoadResult(missing, unexpected)
+    _check_tied(folder, stored, names.same, tensors)
+    return _Plan(stored, tensors, names, missing, unexpected)
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """If one rank cannot load, all raise its error: the others would wait for it in a collective."""
+    error: L2LError | None = None
+    try:
+        yield
+    except L2LError as raised:
+        error = raised
+    errors = [str(error) if error is not None else None]
+    if dist.is_initialized():
+        errors *= dist.get_world_size()
+        dist.all_gather_object(errors, str(error) if error is not None else None)
+    if error is not None:
+        raise error
+    if first := next(((rank, text) for rank, text in enumerate(errors) if text is not None), None):
+        raise L2LError(f"rank {first[0]} cannot load the folder, so no rank does: {first[1]}")
+
+
+def _first_line(error: BaseException) -> str:
+    """The cause of an error as one line: errors of `torch.distributed.checkpoint` have a traceback for each rank."""
+    failures = getattr(error, "failures", None)  # of a CheckpointException: by rank, each with its traceback
+    cause = next(iter(failures.values()))[0] if failures else error
+    return (str(cause) or type(cause).__name__).strip().splitlines()[0]
 
 
 def _refuse(folder: Path, what: str, names: list[str], remedy: str) -> None:
@@ -98,38 +149,11 @@ def _refuse_meta(model: nn.Module, names: list[str]) -> None:
         )
 
 
-def _stored(folder: Path) -> dict[str, Stored]:
-    """Every tensor in the files of a folder. If the folder has an index, only the tensors that the index names."""
-    files = {file.name for file in folder.glob("*.safetensors")}
-    index = folder / INDEX
-    named: dict[str, str] | None = json.loads(index.read_text())["weight_map"] if index.exists() else None
-    if lost := sorted(set((named or {}).values()) - files):
-        raise L2LError(f"{folder} lacks {', '.join(lost[:SHOWN])}, which {INDEX} names: download or copy it again")
-    if not files:
-        raise L2LError(
-            f"{folder} has no *.safetensors: load_pretrained reads folders that save_pretrained of transformers has written. Another "
-            "format becomes one with from_pretrained and save_pretrained"
-        )
-    metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
-    found: dict[str, Stored] = {}
-    for where, part in metadata.storage_data.items():
-        tensor = metadata.state_dict_metadata[where.fqn]
-        if named is not None and where.fqn not in named:
-            continue  # from a file that the index does not name, such as Mistral's consolidated.safetensors
-        assert isinstance(tensor, TensorStorageMetadata)
-        if len(tensor.chunks) > 1:
-            raise L2LError(f"{folder} has '{where.fqn}' in several files: leave one of them there")
-        found[where.fqn] = Stored(Path(part.relative_path), tuple(tensor.size), tensor.properties.dtype)
-    if lost := sorted(set(named or {}) - set(found)):
-        raise L2LError(f"{folder} lacks the tensors {', '.join(lost[:SHOWN])}, which {INDEX} names: download or copy it again")
-    return found
-
-
 def _names(model: nn.Module, stored: Mapping[str, Stored], tensors: Mapping[str, torch.Tensor]) -> Names:
     if hasattr(model, "base_model_prefix"):  # transformers is imported only for its own models
         from transformers import PreTrainedModel
 
-        from .checkpoint_names import names_of
+        from l2l_compile.integrations.checkpoint_names import names_of
 
         if isinstance(model, PreTrainedModel):
             return names_of(model, stored, tensors)
@@ -156,7 +180,7 @@ def _materialise(model: nn.Module) -> None:
     """Give every tensor on the meta device memory on the host. It stays the same object, so ties and optimizers stay valid."""
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         if local(tensor).is_meta:
-            empty = divided_as(torch.empty_like(local(tensor).detach(), device="cpu"), tensor)
+            empty = sharded_as(torch.empty_like(local(tensor).detach(), device="cpu"), tensor)
             if isinstance(tensor, nn.Parameter):
                 empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
             empty.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in empty.__dict__})
@@ -166,44 +190,77 @@ def _materialise(model: nn.Module) -> None:
 # ---- numbers ---------------------------------------------------------------------------------------------------------------
 
 
-def _read(folder: Path, stored: Mapping[str, Stored], names: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors that a file holds without conversion. If the files hold a tied tensor twice, both must be equal."""
-    owners: dict[int, str] = {}
-    wanted: dict[str, torch.Tensor] = {}
+def _check_made(
+    folder: Path, conversion: Conversion, stored: Mapping[str, Stored], tensors: Mapping[str, torch.Tensor]
+) -> set[str]:
+    """Check the tensors that are made from several stored ones, by their shapes. Returns their names in the model."""
+    for source in conversion.sources:
+        if not _is_plain(stored[source].dtype):
+            raise L2LError(f"'{source}' of {folder} is {stored[source].dtype}: quantized weights are not read")
+    joined = " + ".join(conversion.sources[:SHOWN])
+    try:
+        made = conversion.make(lambda key: torch.empty(stored[key].shape, dtype=stored[key].dtype, device="meta"))
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise L2LError(f"'{joined}' of {folder} have shapes that do not fit together: {_first_line(error)}") from error
+    for name, value in made.items():
+        _check(folder, joined, Stored(folder, tuple(value.shape), value.dtype), name, tensors[name])
+    return set(made)
+
+
+def _check_tied(
+    folder: Path, stored: Mapping[str, Stored], names: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """If the files hold a tied tensor twice, both must be equal in the dtype of the model. Not-a-number equals itself."""
+    first_of: dict[int, str] = {}
     for key, name in names.items():
-        tensor = tensors[name].detach()
-        first = owners.setdefault(id(tensors[name]), key)
-        wanted[key] = tensor if first == key else divided_as(torch.empty_like(local(tensor)), tensor)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
-        dcp.load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not dist.is_initialized())
-    for key, name in names.items():
-        first = owners[id(tensors[name])]
-        if not torch.equal(local(wanted[key]), local(wanted[first])):
+        first = first_of.setdefault(id(tensors[name]), key)
+        if first != key and not _equal(stored[first], first, stored[key], key, tensors[name].dtype):
             raise L2LError(f"'{name}' of the model is tied, but {folder} has other numbers in '{key}' than in '{first}'")
 
 
+def _equal(one: Stored, one_key: str, other: Stored, other_key: str, dtype: torch.dtype) -> bool:
+    """Whether two stored tensors have equal entries. Compares some rows at a time."""
+    from safetensors import safe_open
+
+    with safe_open(one.file, framework="pt") as one_file, safe_open(other.file, framework="pt") as other_file:
+        if not one.shape or 0 in one.shape:
+            return torch.equal(one_file.get_tensor(one_key).to(dtype), other_file.get_tensor(other_key).to(dtype))
+        rows = max(1, _COMPARED // (math.prod(one.shape) // one.shape[0]))
+        a, b = one_file.get_slice(one_key), other_file.get_slice(other_key)
+        starts = range(0, one.shape[0], rows)
+        return all(_same(a[start : start + rows].to(dtype), b[start : start + rows].to(dtype)) for start in starts)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _read(folder: Path, names: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill tensors that a file holds without conversion."""
+    wanted: dict[int, tuple[str, torch.Tensor]] = {}
+    for key, name in names.items():
+        wanted.setdefault(id(tensors[name]), (key, tensors[name].detach()))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
+        dcp.load(dict(wanted.values()), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not dist.is_initialized())
+
+
 @torch.no_grad()
-def _make(folder: Path, made: Iterable[Conversion], stored: Mapping[str, Stored], tensors: Mapping[str, torch.Tensor]) -> None:
+def _make(plan: _Plan) -> None:
     """Fill tensors made from several stored tensors. Each rank makes one tensor whole, keeps its rows, then makes the next."""
     from safetensors import safe_open
 
     def whole(key: str) -> torch.Tensor:
-        with safe_open(stored[key].file, framework="pt") as opened:
+        with safe_open(plan.stored[key].file, framework="pt") as opened:
             return opened.get_tensor(key)
 
-    for conversion in made:
-        for source in conversion.sources:
-            if not _is_plain(stored[source].dtype):
-                raise L2LError(f"'{source}' of {folder} is {stored[source].dtype}: quantized weights are not read")
+    for conversion in plan.names.made:
         for name, value in conversion.make(whole).items():
-            tensor = tensors[name]
-            _check(folder, " + ".join(conversion.sources[:SHOWN]), Stored(folder, tuple(value.shape), value.dtype), name, tensor)
-            local(tensor).copy_(_own_rows(value, tensor))
+            local(plan.tensors[name]).copy_(_own_rows(value, plan.tensors[name]))
 
 
 def _own_rows(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    if not is_divided(tensor):
+    if not is_sharded(tensor):
         return whole
     pieces = pieces_of(tensor)
     if pieces.replicated:

@@ -12,9 +12,9 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.training_args import ParallelMode
 
-from ..errors import OptionError
-from ..inspection import stats, synchronize
-from .loops import StreamedSteps, compile_in_place, options_for, refuse_clipping
+from l2l_compile.errors import OptionError
+from l2l_compile.inspection.programs import stats, synchronize
+from l2l_compile.integrations.loops import StreamedSteps, check_is, compile_in_place, options_for, refuse_clipping
 
 
 def stream(trainer: Trainer, **options: Any) -> None:
@@ -28,6 +28,7 @@ def stream(trainer: Trainer, **options: Any) -> None:
     Raises `OptionError` for a bad option, and for trainer arguments that streaming cannot honour. Settings that depend on the
     optimizer are refused when `trainer.train()` starts.
     """
+    check_is(trainer, Trainer, "trainer = Trainer(model, arguments, train_dataset=...); stream(trainer)")
     if any(isinstance(callback, _Streaming) for callback in trainer.callback_handler.callbacks):
         raise OptionError("this trainer streams already: call stream(trainer) once")
     arguments = trainer.args
@@ -105,6 +106,7 @@ class _Streaming(TrainerCallback):
             skipped=self._step_was_skipped,
             readers=[f"the callback {name}, which has on_pre_optimizer_step," for name, _ in self._with("on_pre_optimizer_step")],
             waits=any(not is_known for _, is_known in self._with("on_optimizer_step", "on_step_end")),
+            looks_at_gradients=True,
         )
         if self._steps.clips:
             trainer.accelerator.clip_grad_norm_ = self._steps.clip

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import sympy
 import torch
 from torch import fx
 
-from ..ranks.pieces import Pieces
-from ..ranks.ranks import Ranks
-from .values import Bindings, Dim, TensorSpec, evaluate
+from l2l_compile.ir.values import Bindings, Dim, TensorSpec, evaluate, float_operand, is_float
+from l2l_compile.ranks.pieces import Pieces
+from l2l_compile.ranks.ranks import Ranks
 
 LOSS_TERM = "loss_term"  # in the meta of a node with the rows' contributions to a loss: never rounded to 16 bits
 
@@ -35,10 +35,10 @@ class Input:
     """An input of the captured graph, or a part of one.
 
     kind    "parameter", "buffer", "state" (a tensor of the model that goes from segment to segment as a value, see
-            `frontend/writes.py`), "value" or "symbol"
+            `frontend/rewrites/writes.py`), "value" or "symbol"
     index   its position among the arguments of a call; parts are numbered after the arguments
     part    the slice of a parameter that it is; None for an argument
-    pieces  how it is divided among ranks; None if every rank has all of it
+    pieces  how it is sharded over ranks; None if every rank has all of it
     """
 
     index: int
@@ -99,7 +99,8 @@ class Captured:
     batch        the symbol of the batch size; None where the graph is not polymorphic in it
     why_static   why the graph has no batch symbol; "" where it has one
     hints        the values that the symbols had at capture
-    symbol_at    where a call's value of each symbol is: (input index, dimension), or (input index, None) for an int input
+    symbol_at    where a call's value of each symbol is: (input index, dimension), or (input index, None) for a number: an int,
+                 or a float in a tensor without dimensions
     grad_enabled whether gradients were enabled when the graph was captured
     autocast     the dtype of the `torch.autocast` that was on at capture; None if it was off
     break_reason why Dynamo ended the graph early, if it did
@@ -107,7 +108,7 @@ class Captured:
     dropped      outputs that are not computed, by position: the graph has None in their place
     views        outputs that are views of an argument or of another output, by position: the graph has None in their place too
     indices      the check of the indices in the arguments of a call; None if there is none
-    ranks        the number of ranks that the parameters are divided among
+    ranks        the number of ranks that the parameters are sharded over
     world        these ranks, or the ranks that share parallel layers; None for one rank, and in a program that was parsed
     snapshots    indices of the buffers and values that the graph clones: somebody may write into them between forward and backward
     parallel_layer  text that names a parameter of a tensor parallel layer; "" if there is none
@@ -156,9 +157,21 @@ class Captured:
         if self.indices is not None:
             self.indices(arguments, self.bindings(arguments))
 
-    def bindings(self, arguments) -> dict[sympy.Symbol, int]:
+    def bindings(self, arguments: Any) -> dict[sympy.Symbol, Any]:
         """The values of the symbols in a call with these arguments (tensors and ints)."""
-        return {
-            symbol: int(arguments[index] if dim is None else arguments[index].shape[dim])
-            for symbol, (index, dim) in self.symbol_at.items()
-        }
+        return with_float_operands(
+            {
+                symbol: _number(arguments[index], symbol) if dim is None else int(arguments[index].shape[dim])
+                for symbol, (index, dim) in self.symbol_at.items()
+            }
+        )
+
+
+def with_float_operands(bindings: Bindings) -> dict[sympy.Symbol, Any]:
+    """The values of symbols, and examples of values for the floats that blocks read (`Segment.bindings` has their values)."""
+    floats = [value for symbol, value in bindings.items() if is_float(symbol)]
+    return {**bindings, **{float_operand(i): value for i, value in enumerate(floats)}}
+
+
+def _number(argument: Any, symbol: sympy.Symbol) -> int | float:
+    return float(argument) if is_float(symbol) else int(argument)

@@ -22,7 +22,7 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
-COMPUTE, H2D, D2H, COMM, HOST, NONE = "compute", "h2d", "d2h", "comm", "host", "none"
+from l2l_compile.lanes import Lane
 
 
 class SegmentIndex:
@@ -64,14 +64,25 @@ class Result(enum.Enum):
     NOTHING = "no value"
 
 
+class Carries(enum.Enum):
+    """What of its segment a node moves: over the link, or between ranks."""
+
+    WEIGHTS = "parameters and buffers"
+    GRADIENTS = "gradients of the trained parameters"
+
+
 @dataclass(frozen=True)
 class Operand:
-    """One operand of an operation: its name, its kind (a class of `_KINDS`), whether it may be None, and its default."""
+    """One operand of an operation: its name, its kind (a class of `_KINDS`), whether it may be None, and its default.
+
+    `several` says whether it is a tuple. `nullable` then holds for the members of the tuple.
+    """
 
     name: str
     kind: type
     nullable: bool
     default: Any = inspect.Parameter.empty
+    several: bool = False
 
     @property
     def optional(self) -> bool:
@@ -80,11 +91,12 @@ class Operand:
 
 @dataclass(frozen=True)
 class Operation:
-    """A word of the vocabulary: a function with its operands, its lane, and the kind of its result."""
+    """A word of the vocabulary: a function with its operands, its lane, the kind of its result, and what of its segment it moves."""
 
     function: Callable
-    lane: str
+    lane: Lane
     result: Result
+    carries: Carries | None
     operands: tuple[Operand, ...]
     arguments: Callable[..., Any] = field(repr=False)  # a named tuple of the operands
 
@@ -102,6 +114,11 @@ class Operation:
         return self.operands[0].kind is SegmentIndex
 
     @property
+    def is_collective(self) -> bool:
+        """Whether all ranks must run it."""
+        return self.lane is Lane.COMM
+
+    @property
     def runs_segment(self) -> bool:
         """Whether it is the inner loop of a segment, forward or backward."""
         return self.names_segment and self.result is Result.SEVERAL
@@ -114,19 +131,28 @@ class Operation:
 VOCABULARY: dict[Callable, Operation] = {}
 
 
-def operation(lane: str, result: Result) -> Callable[[Callable], Callable]:
-    """Declare a node. Raises `TypeError` for an operand whose annotation has none of the kinds above."""
+def operation(lane: Lane, result: Result, carries: Carries | None = None) -> Callable[[Callable], Callable]:
+    """Declare a node. Text, parser, estimate of device memory and reports know of it by its declaration.
+
+    Raises `TypeError` for an operand whose annotation has none of the kinds above.
+    """
 
     def declare(function: Callable) -> Callable:
         annotations = typing.get_type_hints(function)
         operands = tuple(
-            Operand(name, _kind(function, name, annotations.get(name)), _is_nullable(annotations.get(name)), parameter.default)
+            Operand(
+                name,
+                _kind(function, name, annotations.get(name)),
+                _is_nullable(annotations.get(name)),
+                parameter.default,
+                typing.get_origin(annotations.get(name)) is tuple,
+            )
             for name, parameter in inspect.signature(function).parameters.items()
         )
         defaults = [operand.default for operand in operands if operand.optional]
         names = [operand.name for operand in operands]
         arguments = namedtuple(function.__name__, names, defaults=defaults)  # type: ignore[misc]  # not known to a type checker
-        VOCABULARY[function] = Operation(function, lane, result, operands, arguments)
+        VOCABULARY[function] = Operation(function, lane, result, carries, operands, arguments)
         return function
 
     return declare
@@ -154,20 +180,20 @@ def _not_run(name: str) -> typing.NoReturn:
 # ---- the vocabulary ----------------------------------------------------------------------------------------------------
 
 
-@operation(COMPUTE, Result.DEVICE)
-def split(x: OnDevice):
+@operation(Lane.COMPUTE, Result.DEVICE)
+def split(x: OnDevice) -> typing.NoReturn:
     """Cut a whole batched value into micro-batches (views)."""
     _not_run("split")
 
 
-@operation(COMPUTE, Result.DEVICE)
-def merge(x: OnDevice):
+@operation(Lane.COMPUTE, Result.DEVICE)
+def merge(x: OnDevice) -> typing.NoReturn:
     """Join the micro-batches of a split value into one whole value: rows are concatenated, partial sums are added up."""
     _not_run("merge")
 
 
-@operation(H2D, Result.DEVICE)
-def fetch_weights(segment: SegmentIndex, after: Done | None = None):
+@operation(Lane.H2D, Result.DEVICE, Carries.WEIGHTS)
+def fetch_weights(segment: SegmentIndex, after: Done | None = None) -> typing.NoReturn:
     """Copy a segment's parameters and buffers into a weight slab of the device; asynchronous.
 
     Large weights that the segment's operations do not read are left out: backward of a lookup does not need the table. `after`
@@ -176,16 +202,16 @@ def fetch_weights(segment: SegmentIndex, after: Done | None = None):
     _not_run("fetch_weights")
 
 
-@operation(COMM, Result.TAKEN)
-def gather_weights(segment: SegmentIndex, slab: OnDevice):
+@operation(Lane.COMM, Result.TAKEN, Carries.WEIGHTS)
+def all_gather_weights(segment: SegmentIndex, slab: OnDevice) -> typing.NoReturn:
     """Complete a slab in place with the pieces of all ranks; the fetch has copied this rank's pieces; asynchronous."""
-    _not_run("gather_weights")
+    _not_run("all_gather_weights")
 
 
-@operation(COMPUTE, Result.SEVERAL)
+@operation(Lane.COMPUTE, Result.SEVERAL)
 def forward(
     segment: SegmentIndex, weights: OnDevice | None, values: tuple[OnDevice, ...], streamed_outputs: tuple[int, ...] = ()
-):
+) -> typing.NoReturn:
     """Run the segment on every micro-batch. The result is a tuple of its outputs.
 
     Outputs whose index is in `streamed_outputs` are copied to the host micro-batch by micro-batch, as they are made.
@@ -193,32 +219,32 @@ def forward(
     _not_run("forward")
 
 
-@operation(D2H, Result.HOST)
-def offload(x: OnDevice):
+@operation(Lane.D2H, Result.HOST)
+def offload(x: OnDevice) -> typing.NoReturn:
     """Copy a value to the host; asynchronous. The device copy stays until it is released."""
     _not_run("offload")
 
 
-@operation(H2D, Result.DEVICE)
-def restore(x: OnHost):
+@operation(Lane.H2D, Result.DEVICE)
+def restore(x: OnHost) -> typing.NoReturn:
     """Copy a value of the host (an offloaded value, or an input of the program) to the device; asynchronous."""
     _not_run("restore")
 
 
-@operation(NONE, Result.KEPT)
-def stash(x: OnDevice):
+@operation(Lane.NONE, Result.KEPT)
+def stash(x: OnDevice) -> typing.NoReturn:
     """Keep a value on the device for backward."""
     _not_run("stash")
 
 
-@operation(COMPUTE, Result.SEVERAL)
+@operation(Lane.COMPUTE, Result.SEVERAL)
 def backward(
     segment: SegmentIndex,
     weights: OnDevice | None,
     values: tuple[OnDevice, ...],
     gradients: tuple[OnDevice | None, ...],
     streamed_gradients: tuple[OnHost | None, ...] = (),
-):
+) -> typing.NoReturn:
     """Recompute the segment and differentiate it on every micro-batch.
 
     `gradients` has the gradient of each of the segment's outputs, None where there is none. A gradient that is on the host, and
@@ -230,56 +256,56 @@ def backward(
     _not_run("backward")
 
 
-@operation(COMPUTE, Result.DEVICE)
-def accumulate(a: OnDevice, b: OnDevice):
+@operation(Lane.COMPUTE, Result.DEVICE)
+def accumulate(a: OnDevice, b: OnDevice) -> typing.NoReturn:
     """The sum of two gradients of one value, whole or split as the first one is."""
     _not_run("accumulate")
 
 
-@operation(COMM, Result.DEVICE)
-def gather_rows(x: OnDevice):
+@operation(Lane.COMM, Result.DEVICE)
+def all_gather_rows(x: OnDevice) -> typing.NoReturn:
     """Gather the rows of a whole batched value from all ranks, in the order of the ranks; asynchronous."""
-    _not_run("gather_rows")
+    _not_run("all_gather_rows")
 
 
-@operation(COMPUTE, Result.DEVICE)
-def own_rows(x: OnDevice):
+@operation(Lane.COMPUTE, Result.DEVICE)
+def local_rows(x: OnDevice) -> typing.NoReturn:
     """This rank's rows of a value that has the rows of all ranks."""
-    _not_run("own_rows")
+    _not_run("local_rows")
 
 
-@operation(COMM, Result.DEVICE)
-def sum_ranks(x: OnDevice):
+@operation(Lane.COMM, Result.DEVICE)
+def all_reduce(x: OnDevice) -> typing.NoReturn:
     """Add up a value of which each rank has a part, over all ranks; the same bits on each; asynchronous."""
-    _not_run("sum_ranks")
+    _not_run("all_reduce")
 
 
-@operation(COMPUTE, Result.DEVICE)
-def count_once(x: OnDevice):
+@operation(Lane.COMPUTE, Result.DEVICE)
+def mask_to_first_rank(x: OnDevice) -> typing.NoReturn:
     """This rank's term of a sum over ranks: a value that is equal on all ranks, on the first rank; zeros on the other ranks."""
-    _not_run("count_once")
+    _not_run("mask_to_first_rank")
 
 
-@operation(COMPUTE, Result.DEVICE)
-def own_pieces(segment: SegmentIndex, gradients: OnDevice):
+@operation(Lane.COMPUTE, Result.DEVICE)
+def local_shard(segment: SegmentIndex, gradients: OnDevice) -> typing.NoReturn:
     """This rank's pieces of weight gradients that are equal on all ranks, because the segment ran on all rows."""
-    _not_run("own_pieces")
+    _not_run("local_shard")
 
 
-@operation(COMM, Result.DEVICE)
-def reduce_gradients(segment: SegmentIndex, gradients: OnDevice):
+@operation(Lane.COMM, Result.DEVICE, Carries.GRADIENTS)
+def reduce_scatter_gradients(segment: SegmentIndex, gradients: OnDevice) -> typing.NoReturn:
     """This rank's pieces of the mean over all ranks (ranks='global': sum) of a segment's weight gradients; asynchronous."""
-    _not_run("reduce_gradients")
+    _not_run("reduce_scatter_gradients")
 
 
-@operation(D2H, Result.DONE)
-def push_gradients(segment: SegmentIndex, gradients: OnDevice):
+@operation(Lane.D2H, Result.DONE, Carries.GRADIENTS)
+def push_gradients(segment: SegmentIndex, gradients: OnDevice) -> typing.NoReturn:
     """Copy a segment's weight gradients to the host, where gradients of shared weights are added up; asynchronous."""
     _not_run("push_gradients")
 
 
-@operation(HOST, Result.DONE)
-def update(segment: SegmentIndex, after: Done | None = None):
+@operation(Lane.HOST, Result.DONE)
+def update(segment: SegmentIndex, after: Done | None = None) -> typing.NoReturn:
     """Update the parameters of a segment whose gradients are complete; asynchronous.
 
     In backward, `after` is the push of the segment's gradients. In forward, there is no `after`, and the fetch of the segment
@@ -288,24 +314,24 @@ def update(segment: SegmentIndex, after: Done | None = None):
     _not_run("update")
 
 
-@operation(D2H, Result.DONE)
-def write_back(input: InputIndex, contents: OnDevice):
+@operation(Lane.D2H, Result.DONE)
+def write_back(input: InputIndex, contents: OnDevice) -> typing.NoReturn:
     """Write the new contents of a buffer, or of another input that the model writes into, to the host."""
     _not_run("write_back")
 
 
-@operation(NONE, Result.NOTHING)
-def release(x: OnDevice):
+@operation(Lane.NONE, Result.NOTHING)
+def release(x: OnDevice) -> typing.NoReturn:
     """Free a weight slab or the device copy of a value."""
     _not_run("release")
 
 
-def getitem(results: Results, index: int):
+def getitem(results: Results, index: int) -> typing.NoReturn:
     """Pick one of the results of forward or backward."""
     _not_run("getitem")
 
 
-operation(NONE, Result.DEVICE)(getitem)
+operation(Lane.NONE, Result.DEVICE)(getitem)
 VOCABULARY[operator.getitem] = VOCABULARY.pop(getitem)
 
 
@@ -334,9 +360,14 @@ def set_operands(node: fx.Node, **changes: Any) -> None:
     node.args = tuple(operands(node)._replace(**changes))
 
 
-def lane_of(node: fx.Node) -> str:
+def lane_of(node: fx.Node) -> Lane:
     """The lane that a program node runs on."""
-    return word.lane if (word := operation_of(node)) is not None else NONE
+    return word.lane if (word := operation_of(node)) is not None else Lane.NONE
+
+
+def carries(node: fx.Node) -> Carries | None:
+    """What of its segment a node moves; None for nothing."""
+    return word.carries if (word := operation_of(node)) is not None else None
 
 
 def runs_segment(node: fx.Node) -> bool:
@@ -356,7 +387,8 @@ def on_host(node: fx.Node) -> bool:
     return node.meta.get("host", False) or (word is not None and word.result is Result.HOST)
 
 
-def _result_of(node: fx.Node) -> Result | None:
+def result_of(node: fx.Node) -> Result | None:
+    """The kind of a node's result; None for a node that is no word of the vocabulary."""
     word = operation_of(node)
     return word.result if word is not None else None
 
@@ -365,14 +397,14 @@ def holds_device_memory(node: fx.Node) -> bool:
     """Whether a node stands for memory of the device that must be released."""
     if on_host(node) or node.op == "output":
         return False
-    if any(_result_of(user) is Result.TAKEN for user in node.users):
+    if any(result_of(user) is Result.TAKEN for user in node.users):
         return False
-    return node.op == "placeholder" or _result_of(node) in (Result.DEVICE, Result.TAKEN)
+    return node.op == "placeholder" or result_of(node) in (Result.DEVICE, Result.TAKEN)
 
 
 def is_kept(node: fx.Node) -> bool:
     """Whether a value stays on the device for backward: the graph that makes it does not release it."""
-    return any(_result_of(user) is Result.KEPT for user in node.users)
+    return any(result_of(user) is Result.KEPT for user in node.users)
 
 
 def reads(node: fx.Node, kind: type) -> list[fx.Node]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .values import TensorSpec
+from l2l_compile.ir.values import TensorSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

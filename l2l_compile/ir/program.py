@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import nodes
-from .captured import Captured, Input
-from .graph_modules import graph_module
-from .parse import Parsed, parse
-from .segments import Block, Segment, Uncut
-from .text import print_program
-from .values import Bindings
+from l2l_compile.ir import nodes
+from l2l_compile.ir.captured import Captured, Input
+from l2l_compile.ir.graph_modules import graph_module
+from l2l_compile.ir.parse import Parsed, parse
+from l2l_compile.ir.segments import Block, Segment, Uncut
+from l2l_compile.ir.text import print_program
+from l2l_compile.ir.values import Bindings
 
 
 @dataclass(eq=False, repr=False)

@@ -11,10 +11,10 @@ import sympy
 import torch
 from torch import fx
 
-from ..errors import L2LError
-from ..units import format_bytes
-from .captured import Input
-from .values import Bindings, TensorSpec
+from l2l_compile.errors import L2LError
+from l2l_compile.ir.captured import Input
+from l2l_compile.ir.values import Bindings, TensorSpec, float_operand, is_float
+from l2l_compile.units import format_bytes
 
 
 def symbolic_size(expression: str) -> int:
@@ -39,7 +39,7 @@ class BlockLowering(Protocol):
 
 @dataclass(frozen=True)
 class BlockForm:
-    """The form of a block, with symbols named in the order in which its operands have them (`lowering/forms.py`).
+    """The form of a block, with symbols named in the order in which its operands have them (`ir/fingerprints.py`).
 
     key      equal for two blocks that are the same function of their operands and sizes, with gradients for the same values
     values   equal for two blocks that compute the same values; gradients do not count
@@ -120,6 +120,11 @@ class Block:
         sizes = [*(d for spec in (*self.operands, *self.outputs) for d in spec.shape), *self.sizes.values()]
         return tuple(sorted({s for d in sizes if not isinstance(d, int) for s in d.free_symbols}, key=str))
 
+    @functools.cached_property
+    def sized_by(self) -> tuple[sympy.Symbol, ...]:
+        """The symbols that are sizes; the others are floats that the user gives. Not to be read before the last pass."""
+        return tuple(symbol for symbol in self.symbols if not is_float(symbol))
+
     @property
     def forward(self) -> fx.GraphModule:
         """The ATen graph of one micro-batch forward, for the sizes of the last step (before the first step, of the capture)."""
@@ -164,7 +169,8 @@ class Segment:
     outputs   the values that it makes, in the block's order; where the block writes into a weight operand, the new
               contents of that weight
     span      its operations, by position in the operation sequence of the captured graph
-    divided   whether some of its weights are divided among ranks
+    floats    symbols of the floats that it reads, in the order of the block's `float_operand`s
+    sharded   whether some of its weights are sharded over ranks
     """
 
     index: int
@@ -176,10 +182,17 @@ class Segment:
     micro_batches: int = 1
     parameter_bytes: int = 0
     span: range = range(0)
-    divided: bool = False
+    floats: tuple[sympy.Symbol, ...] = ()
+    sharded: bool = False
 
     def __repr__(self) -> str:
         return f"<Segment {self.name} of {self.block.name}, {format_bytes(self.parameter_bytes)}>"
+
+    def bindings(self, of_program: Bindings) -> Bindings:
+        """The values of the block's symbols for this segment, given the values of the program's symbols."""
+        if not self.floats:
+            return of_program
+        return {**of_program, **{float_operand(i): of_program[symbol] for i, symbol in enumerate(self.floats)}}
 
     @property
     def parameter_names(self) -> tuple[str, ...]:

@@ -24,10 +24,10 @@ from typing import Any
 import sympy
 from torch import fx
 
-from ..units import format_bytes
-from . import nodes
-from .segments import Block, Segment
-from .values import Bindings, TensorSpec
+from l2l_compile.ir import nodes
+from l2l_compile.ir.segments import Block, Segment
+from l2l_compile.ir.values import Bindings, TensorSpec, float_operand
+from l2l_compile.units import format_bytes
 
 _WIDEST = 100  # characters of the column of calls; longer calls move the other columns to the right
 SPLIT, EQUAL_ROWS, GRADIENT, STREAMED = "split", "equal rows", "grad", "streamed to the host"
@@ -64,7 +64,11 @@ class _Printer:
         self.segments, self.inputs, self.bindings = segments, inputs, bindings
 
     def sizes(self, batch: sympy.Symbol | None) -> str:
-        shown = (f"{symbol} = {value}{' (batch)' if symbol == batch else ''}" for symbol, value in self.bindings.items())
+        bindings = self.bindings.items()
+        operands = {float_operand(i) for i in range(len(bindings))}  # examples; a segment's own values are among the others
+        shown = (
+            f"{symbol} = {value}{' (batch)' if symbol == batch else ''}" for symbol, value in bindings if symbol not in operands
+        )
         return f"sizes: {', '.join(shown)}"
 
     def graph(self, graph: fx.Graph) -> Iterator[str]:
@@ -111,10 +115,12 @@ class _Printer:
             return f"{block.name} x {count} micro-batches" if block.inner_looped else block.name
         if "bytes" in node.meta:  # of this rank's pieces
             return format_bytes(node.meta["bytes"])
-        if node.target in (nodes.fetch_weights, nodes.gather_weights):
-            return format_bytes(block.weight_bytes(self.bindings))
-        with_gradients = node.target in (nodes.push_gradients, nodes.reduce_gradients)
-        return format_bytes(block.gradient_bytes(self.bindings)) if with_gradients else ""
+        match nodes.carries(node):
+            case nodes.Carries.WEIGHTS:
+                return format_bytes(block.weight_bytes(self.bindings))
+            case nodes.Carries.GRADIENTS:
+                return format_bytes(block.gradient_bytes(self.bindings))
+        return ""
 
     def _value(self, node: fx.Node) -> str:
         spec = node.meta["spec"]

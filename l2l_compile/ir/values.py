@@ -5,22 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import sympy
 import torch
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from ..errors import LoweringError
-from .batch import Batch
+from l2l_compile.errors import LoweringError
+from l2l_compile.ir.batch import Batch
 
 Dim: TypeAlias = int | sympy.Expr
-Bindings: TypeAlias = Mapping[sympy.Symbol, int]
+Bindings: TypeAlias = Mapping[sympy.Symbol, Any]  # an int for a size; a float for a number of the user's (`is_float`)
 
 
 def evaluate(dim: Dim, bindings: Bindings) -> int:
     """The value of a size for these values of its symbols: an int, or a `torch.SymInt` if one of the values is one.
+
+    The value of a symbol alone is the value in `bindings`: a float for a number of the user's.
 
     Raises `LoweringError` if the size has no value: `x.reshape(len(x) // 4, -1)` has no second size for a batch of one row.
     """
@@ -28,7 +30,7 @@ def evaluate(dim: Dim, bindings: Bindings) -> int:
         return dim
     if dim in bindings:
         return bindings[dim]
-    if any(isinstance(bindings.get(s), torch.SymInt) for s in dim.free_symbols):
+    if any(isinstance(bindings.get(s), (torch.SymInt, torch.SymFloat)) for s in dim.free_symbols):
         return sympy_interp(PythonReferenceAnalysis, dict(bindings), dim)
     return int(substitute(dim, bindings))
 
@@ -36,10 +38,27 @@ def evaluate(dim: Dim, bindings: Bindings) -> int:
 def substitute(dim: sympy.Expr, bindings: Bindings) -> sympy.Expr:
     """The size with numbers in place of symbols. Raises `LoweringError` for a division by zero."""
     try:
-        return dim.xreplace({s: sympy.Integer(v) for s, v in bindings.items()})
+        return dim.xreplace({s: sympy.Float(v) if isinstance(v, float) else sympy.Integer(v) for s, v in bindings.items()})
     except ZeroDivisionError as error:
         sizes = ", ".join(f"{symbol} = {value}" for symbol, value in bindings.items() if symbol in dim.free_symbols)
         raise LoweringError(f"the size {dim} divides by zero where {sizes}") from error
+
+
+def is_float(symbol: sympy.Symbol) -> bool:
+    """Whether a symbol stands for a Python float that the user gives, such as a temperature. All others are sizes."""
+    return not symbol.is_integer
+
+
+@functools.cache
+def float_operand(position: int) -> sympy.Symbol:
+    """The symbol by which blocks name the float that they read first, second, ...: layers may read floats of their own."""
+    return sympy.Symbol(f"x{position}", real=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def reads_floats(expression: sympy.Basic) -> bool:
+    """Whether one of the symbols in an expression stands for a float."""
+    return any(is_float(symbol) for symbol in expression.free_symbols)
 
 
 def dim_of(size: int | torch.SymInt) -> Dim:

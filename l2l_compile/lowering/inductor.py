@@ -8,14 +8,18 @@ so an out-of-range token raises the same IndexError as in eager.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
 
-from ..devices.host import is_host
-from ..errors import LoweringError
-from .widening import storages_of
+from l2l_compile.devices.host import is_host
+from l2l_compile.errors import LoweringError
+from l2l_compile.lowering.code_cache import with_values
+from l2l_compile.lowering.floats import Numbers, Unfit, reads_floats, take_numbers
+from l2l_compile.lowering.inductor_folder import ensure_writable
+from l2l_compile.lowering.widening import storages_of
 
 aten = torch.ops.aten
 LOOKUPS = (
@@ -39,20 +43,32 @@ def compile_graph(module: fx.GraphModule, device: torch.device) -> Callable:
     traced dtypes. (Inductor checks sizes and strides itself.) CUDA graphs are off, even if the user turned them on: the next
     replay would overwrite results that still wait for a copy.
     """
-    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    numbers: Numbers | None = None
+    if reads_floats(module.graph):
+        with_values(module)
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
+    if reads_floats(graph):
+        try:
+            numbers = take_numbers(graph, device)
+        except Unfit as reason:
+            warnings.warn(f"backend 'l2l' does not compile the operations around a float that changes: {reason}", stacklevel=2)
+            reshape_where_needed(module)
+            return module
+    examples = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     if is_host(device):
         for node in graph.nodes:
             if node.target in LOOKUPS:
                 node.target = _opaque(node.target)
     copy = fx.GraphModule(module, graph)
     reshape_where_needed(copy)
+    ensure_writable()
     with torch.no_grad():
         compiled = torch._inductor.compile(copy, list(examples), {"triton.cudagraphs": False})
     dtypes = _dtypes(examples)
 
-    def run(*operands: int | torch.Tensor) -> Sequence[torch.Tensor]:
+    def run(*given: int | float | torch.Tensor) -> Sequence[torch.Tensor]:
+        operands = given if numbers is None else numbers.operands(given)
         found = _dtypes(operands)
         if found != dtypes:
             raise LoweringError(f"a graph compiled for operands of {dtypes} was called with {found}")
@@ -79,7 +95,7 @@ def reshape_where_needed(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _dtypes(operands: Sequence[int | torch.Tensor]) -> list[torch.dtype]:
+def _dtypes(operands: Sequence) -> list[torch.dtype]:
     return [operand.dtype for operand in operands if isinstance(operand, torch.Tensor)]
 
 

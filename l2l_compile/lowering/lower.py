@@ -9,10 +9,8 @@ decisions depend on them. `Lowered` is a code at the sizes of one call.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import sympy
@@ -21,21 +19,23 @@ import torch._inductor.config
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from ..devices.host import is_host
-from ..devices.registry import kind_of
-from ..errors import LoweringError
-from ..frontend import collection
-from ..ir.fx_types import arguments
-from ..ir.segments import Block
-from ..ir.values import Bindings
-from . import compile_ahead, disk, disk_traces
-from .codes import Code, Lowered, Traced, lifetimes, store
-from .compile_ahead import Begun, Progress
-from .forms import block_form
-from .inductor import LOOKUPS, compile_graph, reshape_where_needed
-from .randomness import hoist_draws
-from .sizes import Guards, Sizes
-from .trace import settings_of_a_trace, trace_backward, trace_forward
+from l2l_compile.devices.host import is_host
+from l2l_compile.devices.registry import kind_of
+from l2l_compile.errors import LoweringError, ReentryError
+from l2l_compile.ir.fingerprints import block_form
+from l2l_compile.ir.fx_types import arguments
+from l2l_compile.ir.segments import Block
+from l2l_compile.ir.values import Bindings, is_float
+from l2l_compile.lowering.code_cache import Code, Lowered, Traced, lifetimes, store
+from l2l_compile.lowering.faster import compile_ahead, stored_traces, trace_cache
+from l2l_compile.lowering.faster.compile_ahead import Begun, Progress
+from l2l_compile.lowering.inductor import LOOKUPS, compile_graph, reshape_where_needed
+from l2l_compile.lowering.randomness import hoist_draws
+from l2l_compile.lowering.sizes import Guards, Sizes
+from l2l_compile.lowering.trace import settings_of_a_trace, trace_backward, trace_forward
+from l2l_compile.reentry import COMPILATION, whole
+from l2l_compile.torch_internals import gc_pause
+from l2l_compile.torch_internals.threads import apart_from_compilation
 
 
 def _leave_out(module: fx.GraphModule, wanted: Sequence[bool]) -> bool:
@@ -60,7 +60,7 @@ def _only_moves(target: Callable) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
 
 
-one_at_a_time = threading.RLock()  # neither tracing nor Inductor can be used by two threads
+one_at_a_time = apart_from_compilation()  # neither tracing nor Inductor can be used by two threads, nor beside Dynamo
 
 
 Request = tuple[Block, Bindings, str, tuple[bool, ...]]  # block, sizes, "forward" or "backward", wanted outputs
@@ -97,6 +97,7 @@ class Lowering:
     def __init__(self, device: torch.device, block_compiler: str):
         self.device, self.block_compiler = device, block_compiler
         self._done: dict[tuple, Lowered] = {}
+        self._with_floats: dict[tuple, tuple[Code, Lowered, tuple[sympy.Symbol, ...]]] = {}  # of blocks that read floats
         self._ahead: dict[tuple, _Waiting | None] = {}
         self._progress = Progress()
 
@@ -111,17 +112,17 @@ class Lowering:
         """The block's recompute and gradients, for the outputs in `gradient_mask`, at these sizes. Raises `LoweringError`."""
         return self._at(block, bindings, "backward", gradient_mask)
 
+    @whole(COMPILATION)
     def ahead(self, requests: Iterable[Request]) -> None:
         """Begin to compile blocks that will be requested later. An error is not raised here, but by the later request."""
         if self.block_compiler == "eager" or not is_host(self.device):
             return
-        with one_at_a_time, collection.rests():
+        with one_at_a_time, gc_pause.rests():
             for request in requests:
                 waiting = self._trace_ahead(*request)
-                if waiting is not None and _gains(waiting.traced.graph, self.device):
+                if waiting is not None and self._is_compiled(waiting):
                     self._progress.expect(1)
-                    with suppress(Exception):
-                        waiting.begun = compile_ahead.begin(waiting.traced.graph)
+                    waiting.begun = _begun(waiting.traced.graph)
 
     def _trace_ahead(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> _Waiting | None:
         key = self._key(block, bindings, which, wanted)
@@ -135,25 +136,41 @@ class Lowering:
         return waiting
 
     def known(self, request: Request) -> Lowered | None:
-        """The lowered block of an earlier request; None if the request has not been lowered."""
+        """The lowered block of an earlier request; None if the request has not been lowered.
+
+        The floats of the request may be others: code is kept for sizes.
+        """
         block, bindings, which, wanted = request
-        return self._done.get((block, which, wanted, *map(bindings.__getitem__, block.symbols)))
+        key = (block, which, wanted, *map(bindings.__getitem__, block.sized_by))
+        if block.sized_by == block.symbols:
+            return self._done.get(key)
+        if key not in self._with_floats:
+            return None
+        code, lowered, symbols = self._with_floats[key]
+        numbers = tuple(map(bindings.__getitem__, symbols))
+        return code.with_floats(lowered, numbers) if code.guards.hold_for_floats(numbers) else None
 
     def _at(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Lowered:
         done = self.known((block, bindings, which, wanted))
         if done is None:
             with one_at_a_time:
                 done = self._at_first(block, bindings, which, wanted)
-            self._done[block, which, wanted, *map(bindings.__getitem__, block.symbols)] = done
+            if block.sized_by == block.symbols:
+                self._done[block, which, wanted, *map(bindings.__getitem__, block.symbols)] = done
         return done
 
+    @whole(COMPILATION)
     def _at_first(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Lowered:
         """Lower a block at sizes that are requested for the first time."""
         code, sizes = self._code(block, bindings, which, wanted)
-        return code.at(sizes)
+        lowered = code.at(sizes)
+        if block.sized_by != block.symbols:
+            symbols = self._key(block, bindings, which, wanted).symbols
+            self._with_floats[block, which, wanted, *map(bindings.__getitem__, block.sized_by)] = code, lowered, symbols
+        return lowered
 
     def _key(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> _Key:
-        form = block_form(block, {s: bindings[s] for s in block.symbols if bindings[s] < 2 or block.static})
+        form = block_form(block, {s: bindings[s] for s in block.sized_by if bindings[s] < 2 or block.static})
         how = (which, wanted, self.device, self.block_compiler, torch._inductor.config.get_hash(), *settings_of_a_trace())
         return _Key((form.key, how), (form.values, how), tuple(bindings[s] for s in form.symbols), form.symbols)
 
@@ -169,6 +186,8 @@ class Lowering:
         code = self._find(key, block)
         if code is None:
             code = self._make(key, block, bindings, which, wanted)
+            if code.guards.fix_float:
+                return code, key.sizes  # of no use for the next value
             store.add(key.exact, code)
             if which == "forward":
                 store.add(key.values, code)
@@ -185,7 +204,8 @@ class Lowering:
             if not key.symbols:
                 raise
             waiting = self._traced(block, Sizes(bindings), which, wanted)
-            code = self._compiled(waiting) if waiting is not None else self._everything(block, bindings, which, wanted)
+            compiles = not any(map(is_float, key.symbols))  # each value of a float would be compiled
+            code = self._compiled(waiting, compiles) if waiting is not None else self._everything(block, bindings, which, wanted)
             sizes = ", ".join(f"{symbol} = {bindings[symbol]}" for symbol in key.symbols)
             warnings.warn(
                 f"backend 'l2l' compiles {block.name} anew for every size ({sizes}), since with symbolic sizes: {error}",
@@ -202,17 +222,17 @@ class Lowering:
         """The graph with symbolic sizes, from disk or traced; None as in `_traced`."""
         sizes = Sizes(bindings, key.symbols)
         name = (
-            disk.digest(("trace", key.exact, *kind_of(self.device).identity(self.device)))
+            trace_cache.digest(("trace", key.exact, *kind_of(self.device).identity(self.device)))
             if self.block_compiler == "inductor"
             else None
         )
         if name is None:
             return self._traced(block, sizes, which, wanted)
-        known, traced = disk_traces.load(name, sizes)
+        known, traced = stored_traces.load(name, sizes)
         if known:
             return _Waiting(block, sizes, traced) if traced is not None else None
         waiting = self._traced(block, sizes, which, wanted)
-        disk_traces.save(name, waiting.traced if waiting is not None else None, sizes)
+        stored_traces.save(name, waiting.traced if waiting is not None else None, sizes)
         return waiting
 
     def _traced(self, block: Block, sizes: Sizes, which: str, wanted: tuple[bool, ...]) -> _Waiting | None:
@@ -226,18 +246,25 @@ class Lowering:
             return None
         return _Waiting(block, sizes, Traced(graph, draws, seeded, present, lifetimes(graph.graph)))
 
-    def _compiled(self, waiting: _Waiting) -> Code:
+    def _compiled(self, waiting: _Waiting, compiles: bool = True) -> Code:
         graph = waiting.traced.graph
-        if self.block_compiler == "eager" or not _gains(graph, self.device):
+        if not compiles or not self._is_compiled(waiting):
             reshape_where_needed(graph)
             _LazyGraphModule.force_recompile(graph)  # generates its Python code once, before threads run it
             return Code(waiting.traced, graph, waiting.sizes.guards())
         run = self._inductor(waiting)
         return Code(waiting.traced, run, waiting.sizes.guards())
 
+    def _is_compiled(self, waiting: _Waiting) -> bool:
+        """Whether Inductor compiles a trace. A trace that is valid for one value of a float that changes is not compiled."""
+        graph, guards = waiting.traced.graph, waiting.sizes.guards()
+        return self.block_compiler != "eager" and not guards.fix_float and _gains(graph, self.device)
+
     def _inductor(self, waiting: _Waiting) -> Callable:
         try:
             run = waiting.begun.result() if waiting.begun is not None else compile_graph(waiting.traced.graph, self.device)
+        except ReentryError:
+            raise
         except Exception as error:
             raise LoweringError(
                 f"{waiting.block.name} cannot be compiled by Inductor: {type(error).__name__}: {error}. "
@@ -245,6 +272,16 @@ class Lowering:
             ) from error
         self._progress.step()
         return run
+
+
+def _begun(graph: fx.GraphModule) -> Begun | None:
+    """A compilation that has begun; None if it failed: the later request compiles again, and raises the error."""
+    try:
+        return compile_ahead.begin(graph)
+    except ReentryError:
+        raise
+    except Exception:  # noqa: BLE001 - see above
+        return None
 
 
 def _gains(module: fx.GraphModule, device: torch.device) -> bool:

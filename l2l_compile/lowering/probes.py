@@ -16,11 +16,11 @@ from torch._C import _functorch as functorch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..devices.host import HOST
-from ..ir.segments import Block
-from ..ir.values import Bindings
-from .sizes import Sizes
-from .trace import BlockInterpreter, in_compute_dtypes, interpret, recording, traced
+from l2l_compile.devices.host import HOST
+from l2l_compile.ir.segments import Block
+from l2l_compile.ir.values import Bindings
+from l2l_compile.lowering.sizes import Sizes
+from l2l_compile.lowering.trace import BlockInterpreter, in_compute_dtypes, interpret, recording, traced
 
 
 def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, ...]]:
@@ -36,7 +36,7 @@ def probe(block: Block, bindings: Bindings) -> tuple[fx.GraphModule, tuple[int, 
 def _probe(block: Block, bindings: Bindings, copied: Sequence[int]) -> tuple[fx.GraphModule, tuple[int, ...]]:
     mutated: list[int] = []
 
-    def forward(bindings, operands):
+    def forward(bindings: Any, operands: Any) -> Any:
         with recording(block):
             own = [o.clone() if i in copied else o for i, o in enumerate(in_compute_dtypes(block, operands))]
             with _Writes() as writes:
@@ -70,7 +70,7 @@ def probe_values(block: Block, bindings: Bindings) -> ProbedValues:
     hidden: list[torch.Tensor] = []
     interpreter = _Recorder(block, bindings, HOST)
 
-    def forward(_, operands):
+    def forward(_: Any, operands: Any) -> Any:
         with recording(block):
             interpret(block, [o.clone() for o in in_compute_dtypes(block, operands)], interpreter)
             made = {node: value for node, value in interpreter.env.items() if node.op.startswith("call_")}
@@ -91,7 +91,7 @@ class _Writes(TorchDispatchMode):
         super().__init__()
         self.storages: set[int] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -115,7 +115,7 @@ class _Recorder(BlockInterpreter):
         super().__init__(block, bindings, device)
         self.writers: set[fx.Node] = set()
 
-    def run_node(self, n: fx.Node):
+    def run_node(self, n: fx.Node) -> Any:
         there = set().union(*map(_memory_of, tree_leaves(list(self.env.values()))))
         with _Writes() as writes:
             result = super().run_node(n)
@@ -166,7 +166,7 @@ def probe_gradients(block: Block, bindings: Bindings, stand_ins: Sequence[str]) 
 def _probe_functions(block: Block, bindings: Bindings, stand_ins: Sequence[str] | None) -> ProbedFunctions:
     interpreter = _Functions(block, bindings, stand_ins)
 
-    def forward(_, operands):
+    def forward(_: Any, operands: Any) -> Any:
         with recording(block):
             own = [o.clone() for o in in_compute_dtypes(block, operands)]
             interpreter.batched = next((o for o, spec in zip(own, block.operands, strict=True) if spec.batch is not None), None)

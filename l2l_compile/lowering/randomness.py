@@ -19,8 +19,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..ir.fx_types import arguments
-from ..ir.values import Bindings, Dim, dim_of, evaluate
+from l2l_compile.ir.fx_types import arguments
+from l2l_compile.ir.values import Bindings, Dim, dim_of, evaluate
 
 aten = torch.ops.aten
 FILLS = ("bernoulli_", "uniform_", "normal_", "exponential_", "random_")
@@ -74,7 +74,9 @@ def hoist_draws(module: fx.GraphModule) -> tuple[tuple[Draw, ...], bool]:
         if not _is_random(node):
             continue
         rewrite = _REWRITES.get(node.target)
-        if rewrite is None or any(isinstance(a, fx.Node) and isinstance(_value(a), torch.SymInt) for a in node.args):
+        if rewrite is None or any(
+            isinstance(a, fx.Node) and isinstance(_value(a), (torch.SymInt, torch.SymFloat)) for a in node.args
+        ):
             remain = True
             continue
         draw = rewrite(node)

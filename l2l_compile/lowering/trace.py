@@ -7,9 +7,11 @@ Sizes that stay symbolic (`Sizes.symbols`) are integer operands in front of the 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,25 +21,38 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
-from ..devices.host import HOST, is_host
-from ..errors import LoweringError
-from ..frontend.dynamo import unseen_by_saved_tensors_hooks
-from ..frontend.frames import with_room
-from ..ir.segments import Block, symbolic_size
-from ..ir.values import Bindings, TensorSpec, evaluate
-from .lean_traces import SIZES, TraceMode, lean
-from .sizes import Sizes
-from .widening import cancel_round_trips, keep_results_narrow
+from l2l_compile.devices.host import HOST, is_host
+from l2l_compile.errors import LoweringError, ReentryError
+from l2l_compile.frontend.dynamo.wrong_inputs import without_log
+from l2l_compile.ir.fx_types import name_of
+from l2l_compile.ir.segments import Block, symbolic_size
+from l2l_compile.ir.values import Bindings, TensorSpec, evaluate
+from l2l_compile.lowering.faster.fast_make_fx import SIZES, TraceMode, lean
+from l2l_compile.lowering.sizes import Sizes
+from l2l_compile.lowering.widening import cancel_round_trips, keep_results_narrow
+from l2l_compile.torch_internals.autograd import unseen_by_saved_tensors_hooks
+from l2l_compile.torch_internals.frame_memory import with_room
 
 
 def settings_of_a_trace() -> tuple:
     """The settings of PyTorch that a trace depends on."""
     return (
         torch.get_default_dtype(), torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        *_float32_precisions(),
         torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
     )  # fmt: skip
+
+
+def _float32_precisions() -> tuple[str, ...]:
+    """The precisions of products and convolutions in float32, such as "tf32".
+
+    `torch.get_float32_matmul_precision()` raises an error once any of them was set.
+    """
+    backends = torch.backends
+    within = ((backends.cuda, ("matmul",)), (backends.cudnn, ("conv", "rnn")), (backends.mkldnn, ("matmul", "conv", "rnn")))
+    parts = (getattr(backend, name) for backend, names in within for name in names)
+    return tuple(part.fp32_precision for part in (backends, backends.cudnn, backends.mkldnn, *parts))
 
 
 class BlockInterpreter(fx.Interpreter):
@@ -50,29 +65,40 @@ class BlockInterpreter(fx.Interpreter):
         super().__init__(block.graph, garbage_collect_values=False)
         self.sizes, self.bindings, self.device = block.sizes, bindings, device
 
-    def call_function(self, target, args, kwargs):
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            return super().run_node(n)
+        except Exception as error:
+            error.__dict__.setdefault("operation", name_of(n) if n.op == "call_method" else n.name)  # the first one: `failed_in`
+            raise
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is symbolic_size:
             return evaluate(self.sizes[args[0]], self.bindings)
+        if target in _POWERS and any(isinstance(a, torch.SymFloat) for a in args):
+            return _power(*args, **kwargs)
         if target is torch.amp.autocast_mode._enter_autocast:
             args = (self.device.type, *args[1:])
         if target in (torch.tensor, torch.as_tensor):  # a constant of the graph, which is on the host
             return self._there(super().call_function(target, args, {**kwargs, "device": HOST}))
         return self._there(super().call_function(target, self._move(args), self._move(kwargs)))
 
-    def call_method(self, target, args, kwargs):
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target == "pow" and any(isinstance(a, torch.SymFloat) for a in args):
+            return _power(*args, **kwargs)
         if target == HOST.type:  # x.cpu()
             return args[0].to(self.device)
         if target == "to":
             args = tuple(self.device if isinstance(a, str) and a == HOST.type else a for a in args)
         return self._there(super().call_method(target, self._move(args), self._move(kwargs)))
 
-    def _there(self, result):
+    def _there(self, result: Any) -> Any:
         """Move results to the device: `torch.Tensor([1.0])` and `x.type("torch.FloatTensor")` always make them on the host."""
         if is_host(self.device):
             return result
         return tree_map_only(torch.Tensor, lambda t: t.to(self.device) if is_host(t.device) else t, result)
 
-    def _move(self, arguments):
+    def _move(self, arguments: Any) -> Any:
         if is_host(self.device):
             return arguments
         swap = lambda a: self.device if isinstance(a, torch.device) and is_host(a) else a  # noqa: E731
@@ -82,12 +108,36 @@ class BlockInterpreter(fx.Interpreter):
         return moved
 
 
+def failed_in(error: LoweringError) -> str | None:
+    """The name of the operation of a block that could not be traced; None if the error is of another kind."""
+    return getattr(error.__cause__, "operation", None)
+
+
+_POWERS = (operator.pow, torch.pow)
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    """A power with a symbolic float as base or exponent, which is made a tensor: autograd computes with the value of a number."""
+    x = base if isinstance(base, torch.Tensor) else exponent
+    if not isinstance(x, torch.Tensor):
+        return base**exponent
+    result = torch.result_type(x, 1.0)
+    inside = torch.promote_types(result, torch.float32)
+
+    def wide(value: Any) -> torch.Tensor:
+        if isinstance(value, torch.Tensor):
+            return value.to(inside)
+        return torch.scalar_tensor(value, dtype=inside, device=x.device)
+
+    return torch.pow(wide(base), wide(exponent)).to(result)
+
+
 def trace_forward(block: Block, sizes: Sizes, device: torch.device) -> fx.GraphModule:
     """ATen graph: (symbolic sizes, operands) -> (outputs..., new contents of mutated operands...)."""
 
     grad = any(spec.differentiable for spec in block.outputs)
 
-    def forward(bindings, operands):
+    def forward(bindings: Any, operands: Any) -> Any:
         with recording(block):
             leaves = _leaves(block, operands) if grad else operands
             return tuple(_own([r.detach() for r in _run(block, bindings, device, leaves)], operands))
@@ -108,7 +158,7 @@ def trace_backward(
     count = len(block.operands)
     present: list[bool] = [False] * count
 
-    def backward(bindings, arguments):
+    def backward(bindings: Any, arguments: Any) -> Any:
         with torch.enable_grad():
             leaves = _leaves(block, arguments[:count])
             outputs = _run(block, bindings, device, leaves, to_border=False)
@@ -212,7 +262,7 @@ def traced(
     """The ATen graph of `function(bindings, tensors)` for tensors of these specs."""
     count = len(sizes.symbols)
 
-    def flat(*arguments):
+    def flat(*arguments: Any) -> Any:
         return function(sizes.with_symbols(arguments[:count]), arguments[count:])
 
     grad, transforms = torch.is_grad_enabled(), functorch.get_dynamic_layer_stack_depth()
@@ -221,10 +271,10 @@ def traced(
         # the Python dispatcher turns operators whose schema hides a write (native_batch_norm) into ones that show it
         anomaly = torch.autograd.set_detect_anomaly(False)  # anomaly mode reads values, and fake tensors have none
         one_thread = torch.autograd.set_multithreading_enabled(False)  # autograd's thread for a device would not be traced
-        with anomaly, one_thread, unseen_by_saved_tensors_hooks(), lean(fake), enable_python_dispatcher():
+        with anomaly, one_thread, without_log(), unseen_by_saved_tensors_hooks(), lean(fake), enable_python_dispatcher():
             tensors = fake.operands(specs, sizes.with_symbols(sizes.numbers), device)
             module = with_room(make_fx(flat), *sizes.numbers, *tensors)
-    except LoweringError:
+    except (LoweringError, ReentryError):
         raise
     except Exception as error:
         raise LoweringError(f"{which} of {block.name} cannot be traced: {type(error).__name__}: {error}") from error

@@ -14,7 +14,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from ..ir.fx_types import arguments, function_of, source_of
+from l2l_compile.ir.fx_types import arguments, function_of, source_of
 
 aten = torch.ops.aten
 _SHORT = (torch.bfloat16, torch.float16)

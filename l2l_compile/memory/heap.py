@@ -14,7 +14,7 @@ from contextlib import contextmanager
 _M_MMAP_THRESHOLD = -3  # of mallopt
 _USUAL = 32 << 20  # bytes; where glibc's own adjustment of the threshold ends
 _active: list[int] = []
-_guard = threading.Lock()
+_guard = threading.RLock()
 
 
 @contextmanager

@@ -13,17 +13,20 @@ import itertools
 import mmap
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..errors import L2LError
-from ..units import format_bytes
-from .accesses import UNWATCHED, Order, Place, Unwatched
-from .address import memory_of
+from l2l_compile.errors import L2LError
+from l2l_compile.memory.address import memory_of
+from l2l_compile.memory.finalizers import taken
+from l2l_compile.races import UNWATCHED, Order, Place, Unwatched
+from l2l_compile.units import format_bytes
 
 _WIDEST = 8  # times the bytes of a tensor: larger buffers are left for larger tensors
+_SMALL = 1 << 20  # bytes
 _SLACK = 1.1  # times the most bytes that were needed at once
 
 
@@ -45,14 +48,22 @@ class PinnedMemory:
     """
 
     def __init__(self, budget: int | None, lock: Callable[[int, int], None], unlock: Callable[[int], None]):
-        self.budget, self.used = budget, 0
+        self.budget, self._used = budget, 0
         self._lock, self._unlock = lock, unlock
-        self._guard = threading.RLock()  # a buffer may be given back at any moment, by the garbage collector
+        self._guard = threading.RLock()
+        self._given_back: deque[int] = deque()  # bytes, noted by finalizers
+
+    @property
+    def used(self) -> int:
+        """Bytes that are page-locked now."""
+        with self._guard:
+            for size in taken(self._given_back):
+                self._used -= size
+            return self._used
 
     def has_room(self, size: int) -> bool:
         """Whether `take` would give page-locked memory."""
-        with self._guard:
-            return size > 0 and (self.budget is None or self.used + size <= self.budget)
+        return size > 0 and (self.budget is None or self.used + size <= self.budget)
 
     def take(self, size: int, purpose: str) -> tuple[torch.Tensor, bool]:
         """A uint8 tensor of `size` bytes, and whether it is page-locked: it is unless the budget is used up.
@@ -63,12 +74,12 @@ class PinnedMemory:
         with self._guard:
             if not self.has_room(size):
                 return buffer, False
-            self.used += size
+            self._used += size
         address = buffer.data_ptr()
         try:
             self._lock(address, size)
         except Exception as error:
-            self._give_back(size)
+            self._given_back.append(size)
             raise L2LError(
                 f"the system cannot page-lock {format_bytes(size)} for {purpose} ({format_bytes(self.used)} are page-locked "
                 f"already): {error}. Lower the option pinned_memory"
@@ -76,13 +87,24 @@ class PinnedMemory:
         weakref.finalize(buffer.untyped_storage(), self._release, address, size)
         return buffer, True
 
-    def _release(self, address: int, size: int) -> None:
-        self._unlock(address)
-        self._give_back(size)
-
-    def _give_back(self, size: int) -> None:
+    def lock_in_place(self, storage: torch.UntypedStorage, address: int, size: int) -> None:
+        """Page-lock memory of a storage where it is. Raises if the system refuses. `memory/in_place.py` says when."""
         with self._guard:
-            self.used -= size
+            self._used += size
+        try:
+            self._lock(address, size)
+        except Exception:
+            self._given_back.append(size)
+            raise
+
+    def unlock_in_place(self, address: int, size: int) -> None:
+        """Undo `lock_in_place`."""
+        self._release(address, size)
+
+    def _release(self, address: int, size: int) -> None:
+        """A finalizer of the memory, which is there no longer than this call: it is unlocked at once."""
+        self._unlock(address)
+        self._given_back.append(size)
 
 
 def unlocked() -> PinnedMemory:
@@ -101,10 +123,11 @@ class Pool:
     def __init__(self, memory: PinnedMemory, is_done: Callable[[Any], bool] = lambda event: True):
         self._memory, self._is_done = memory, is_done
         self._free: dict[int, list[_Buffer]] = {}  # by size, in the order in which they became free
-        self._guard = threading.RLock()  # a buffer may be given back at any moment, by the garbage collector
-        self._leased: dict[int, _Buffer] = {}  # by address
+        self._guard = threading.RLock()
+        self._put_back: deque[_Leased] = deque()  # noted by finalizers
+        self._leased: dict[int, _Leased] = {}  # by address
         self._needed = self._most_needed = 0  # bytes that were asked for and are in use: now, and at most
-        self._put_backs = itertools.count()
+        self._freed = itertools.count()
         self.size = 0
         self.accesses: Unwatched = UNWATCHED
 
@@ -116,6 +139,7 @@ class Pool:
     def lease(self, size: int, purpose: str) -> Lease:
         """A buffer for several tensors of together `size` bytes, at least one."""
         with self._guard:
+            self._take_back()
             self._needed += size
             self._most_needed = max(self._most_needed, self._needed)
             found = self._take_free(size)
@@ -135,8 +159,16 @@ class Pool:
         return self._lease(found, size)
 
     def _lease(self, buffer: _Buffer, size: int) -> Lease:
-        self._leased[buffer.address] = buffer
-        return Lease.of(buffer, size, self)
+        lease = _lease_of_size(size).from_address(buffer.address)
+        self._note(lease, buffer, size)
+        return lease
+
+    def _note(self, lease: Any, buffer: _Buffer, size: int) -> None:
+        """Keep the buffer in use until the lease is gone."""
+        lease.buffer, buffer.events = buffer, []
+        note = self._put_back_in_order if self.accesses.watches else self._put_back.append
+        leased = self._leased[buffer.address] = _Leased(lease, note)
+        leased.buffer, leased.needed = buffer, size
 
     def reads(self, tensor: torch.Tensor, event: Any) -> None:
         """Note that a copy of a tensor is done when the event has happened. Ignored for tensors that are not of this pool."""
@@ -145,8 +177,16 @@ class Pool:
             buffer.events.append(event)
             self.accesses.read(buffer.place)
 
+    def small_in_the_heap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor in memory of the C library, if it is small and in a buffer of this pool; else the tensor.
+
+        Every buffer is a mapping of its own, of which a process may have 65,530: as many as losses that a long run collects.
+        """
+        return tensor.clone() if tensor.nbytes < _SMALL and self._buffer_of(tensor) is not None else tensor
+
     def _buffer_of(self, tensor: torch.Tensor) -> _Buffer | None:
-        return self._leased.get(tensor.untyped_storage().data_ptr())
+        leased = self._leased.get(tensor.untyped_storage().data_ptr())
+        return leased.buffer if leased is not None else None
 
     def _take_free(self, size: int) -> _Buffer | None:
         """The smallest free buffer of at least this size, and at most eight times as large; None if there is none."""
@@ -184,12 +224,17 @@ class Pool:
         if not free:
             del self._free[buffer.size]
 
-    def _put_back(self, buffer: _Buffer, needed: int) -> None:
-        with self._guard:
-            buffer.since = next(self._put_backs)
-            self._needed -= needed
-            if self.accesses.watches:
-                buffer.put_back = self.accesses.here()
+    def _put_back_in_order(self, leased: _Leased) -> None:
+        """As `_put_back.append`, where accesses are watched."""
+        leased.buffer.put_back = self.accesses.here()
+        self._put_back.append(leased)
+
+    def _take_back(self) -> None:
+        """Buffers that were put back are free."""
+        for leased in taken(self._put_back):
+            buffer = leased.buffer
+            buffer.since = next(self._freed)
+            self._needed -= leased.needed
             self._leased.pop(buffer.address, None)
             self._free.setdefault(buffer.size, []).append(buffer)
 
@@ -216,15 +261,6 @@ class Lease(ctypes.Array):
 
     _type_, _length_ = ctypes.c_uint8, 0
     buffer: _Buffer
-    needed: int
-    pool: Pool
-
-    @staticmethod
-    def of(buffer: _Buffer, needed: int, pool: Pool) -> Lease:
-        lease = _lease_of_size(needed).from_address(buffer.address)
-        buffer.events = []
-        lease.buffer, lease.needed, lease.pool = buffer, needed, pool
-        return lease
 
     def tensor(self, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """A tensor with a storage of its own, `offset` bytes into the buffer."""
@@ -233,9 +269,18 @@ class Lease(ctypes.Array):
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self, dtype=dtype, count=count, offset=offset).view(shape)
 
-    def __del__(self) -> None:
-        if (pool := getattr(self, "pool", None)) is not None:
-            pool._put_back(self.buffer, self.needed)
+
+class _Leased(weakref.ref):
+    """Refers to a lease until it is gone. Then its callback notes it.
+
+    A gradient lies in a lease, and PyTorch lets go of it in the middle of `p.grad = None`. Python code that runs there (a
+    `__del__`, or a signal handler and another thread, which Python runs between any two steps of a `__del__`) ends the process
+    if it reads `p.grad`. So the callback is `deque.append`, which is not Python code.
+    """
+
+    __slots__ = ("buffer", "needed")
+    buffer: _Buffer
+    needed: int  # bytes that were asked for
 
 
 @functools.cache

@@ -25,7 +25,7 @@ class Path:
     kind         the action that begins
     collectives  the collectives of the action, as text, one entry each
     forwards     how many forwards have begun so far
-    steps        how many steps optimizers of divided parameters have taken
+    steps        how many steps optimizers of sharded parameters have taken
     train        whether a backward may follow
     settings     numbers of the parameter groups of the optimizer that stepped last, as "lr=0.1"
     """

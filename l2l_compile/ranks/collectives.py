@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import L2LError
+from l2l_compile.errors import L2LError
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -59,7 +59,7 @@ class BorrowedGroup:
         group: Group | None = getattr(holder, self._name)()
         if group is None:
             raise L2LError(
-                "torch.distributed has ended (destroy_process_group) since the model was divided: divide it again in the new process group"
+                "torch.distributed has ended (destroy_process_group) since the model was sharded: shard it again in the new process group"
             )
         return group
 
@@ -81,7 +81,7 @@ def all_gather(whole: torch.Tensor, piece: torch.Tensor, group: Group, done: Fin
     """Fill the contiguous tensor `whole` with the pieces of all ranks, in rank order; `piece` may be a view of `whole`."""
     if whole.device.type != "cpu":
         with _giving:
-            _all_gather(whole, piece, group=group)
+            _all_gather(_bytes_of(whole), _bytes_of(piece), group=group)  # NCCL lacks some of the dtypes
         return
     with _giving:
         work = _all_gather(_bytes_of(whole), _bytes_of(piece), group=group, async_op=True)
@@ -107,7 +107,7 @@ def all_gather_in_one(wholes: Sequence[torch.Tensor], pieces: Sequence[torch.Ten
     """`all_gather` of several tensors in one NCCL launch, without a copy: the results arrive in `wholes` directly."""
     with _giving, distributed_c10d._coalescing_manager(group):
         for whole, piece in zip(wholes, pieces, strict=True):
-            _all_gather(whole.view(-1), piece.view(-1), group=group)
+            _all_gather(_bytes_of(whole), _bytes_of(piece), group=group)
 
 
 def sum_to_owners(rows: torch.Tensor, group: Group, done: Finish) -> torch.Tensor:

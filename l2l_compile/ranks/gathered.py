@@ -1,4 +1,4 @@
-"""Reading a divided parameter gives a `Gathered`: a copy of the whole parameter, gathered from all ranks, that refuses writes.
+"""Reading a sharded parameter gives a `Gathered`: a copy of the whole parameter, gathered from all ranks, that refuses writes.
 
 With an ordinary tensor, `torch.nn.init.zeros_(module.weight)` would succeed and change nothing: it would write to the copy.
 """
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..errors import L2LError
+from l2l_compile.errors import L2LError
 
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITES = {"__setitem__", "__set__", "__delete__", *(f"__i{name}__" for name in _OPERATORS)}
 
 
 class Gathered(torch.Tensor):
-    """A copy of a whole parameter, or a view of the copy. Its `grad` is that of the divided parameter: the rows of this rank.
+    """A copy of a whole parameter, or a view of the copy. Its `grad` is that of the sharded parameter: the rows of this rank.
 
     Operations that write to it raise `L2LError`. A view of it is a `Gathered` too. Any other result is an ordinary tensor.
     """
@@ -51,7 +51,7 @@ class Gathered(torch.Tensor):
 
 
 def gathered(whole: torch.Tensor, parameter: torch.Tensor, name: str) -> Gathered:
-    """The gathered tensor `whole` as a `Gathered` of the divided parameter `parameter`."""
+    """The gathered tensor `whole` as a `Gathered` of the sharded parameter `parameter`."""
     made = whole.as_subclass(Gathered)
     made._parameter, made._name = parameter, name
     return made

@@ -1,4 +1,4 @@
-"""How a tensor is divided among ranks: where the piece of each is."""
+"""How a tensor is sharded over ranks: where the piece of each is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks among which a model is divided: their process groups, one for each thread that issues collectives."""
+"""The ranks among which a model is sharded: their process groups, one for each thread that issues collectives."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import L2LError, RankError
-from . import collectives as exchange
-from .announcements import Kind, Path, difference
-from .collectives import BorrowedGroup, finish, own_store
-from .pieces import Pieces
-from .watch import Watch
+from l2l_compile.errors import L2LError, RankError
+from l2l_compile.ranks import collectives as exchange
+from l2l_compile.ranks.announcements import Kind, Path, difference
+from l2l_compile.ranks.collectives import BorrowedGroup, finish, own_store
+from l2l_compile.ranks.pieces import Pieces
+from l2l_compile.ranks.watch import Watch
 
 _TOLD = 4  # whole numbers that an announcement carries beside its path
 # Bytes of the buffer in which gradients are summed (ZeRO's C_B, arXiv 1910.02054, section 6.2): a row of 2 MiB for each rank,
@@ -27,7 +27,7 @@ _ROW_BYTES, _LEAST_REDUCED, _MOST_REDUCED = 2 << 20, 16 << 20, 128 << 20
 class Ranks:
     """The ranks of a mesh. All of them must call each collective method, in the same order.
 
-    size, rank         how many ranks divide the model, and which one this is: the mesh, or its second dimension of two
+    size, rank         how many ranks the model is sharded over, and which one this is: the mesh, or its second dimension of two
                        ("replicate", "shard"), or its first of ("dp", "tp")
     replicas, replica  how many times the mesh has the whole model, and in which copy this rank is: the first dimension of
                        ("replicate", "shard")
@@ -43,7 +43,7 @@ class Ranks:
     replica = part = 0
     device_group, replica_group, control_group, host_group = (BorrowedGroup() for _ in range(4))
     part_group, sums_group = BorrowedGroup(), BorrowedGroup()
-    divides = True  # whether `shard` has divided a model among them
+    shards = True  # whether `shard` has sharded a model among them
     forwards = steps = 0
     settings: tuple[str, ...] = ()  # of the last step of an optimizer
     _watch: Watch | None = None
@@ -78,7 +78,7 @@ class Ranks:
         if self._watch is None:
             name = "/".join(map(str, dist.get_process_group_ranks(self.control_group)))
             self._watch = Watch(own_store(f"l2l/{name}"), self.number, self.count)
-            weakref.finalize(self.control_group, self._watch.ended).atexit = False
+            weakref.finalize(self.control_group, self._watch.groups_are_gone).atexit = False
         return self._watch
 
     def check(self) -> None:
@@ -158,7 +158,7 @@ class Ranks:
         filled = [whole for whole in wholes if whole.numel()]
         self._all_gather_each(filled, [whole.view(self.size, -1)[self.rank] for whole in filled])
 
-    def gather_rows(self, own: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
+    def all_gather_rows(self, own: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
         """The rows of all ranks, concatenated along `dim`; rank r has `rows[r]` rows."""
         mine = own.movedim(dim, 0)
         padded = mine.new_zeros((max(rows), *mine.shape[1:]))
@@ -191,7 +191,7 @@ class Ranks:
         self._all_gather(gathered, values.contiguous())
         return exchange.in_order(gathered)
 
-    def own_pieces(self, gradients: Sequence[torch.Tensor | None], pieces: Sequence[Pieces | None]) -> list[torch.Tensor | None]:
+    def local_shard(self, gradients: Sequence[torch.Tensor | None], pieces: Sequence[Pieces | None]) -> list[torch.Tensor | None]:
         """Copies of this rank's pieces of gradients that are equal on all ranks."""
         found: list[torch.Tensor | None] = []
         for gradient, piece in zip(gradients, pieces, strict=True):
@@ -214,8 +214,8 @@ class Ranks:
         for dtype in dict.fromkeys(torch.promote_types(g.dtype, torch.float32) for g, _ in there):
             mine = [(g, p) for g, p in there if torch.promote_types(g.dtype, torch.float32) == dtype]
             shared = [(g, p) for g, p in mine if p.replicated]
-            divided = [(g, p) for g, p in mine if not p.replicated]
-            found |= self._sum_shared([g for g, _ in shared], dtype) | self._sum_divided(divided, dtype)
+            sharded = [(g, p) for g, p in mine if not p.replicated]
+            found |= self._sum_shared([g for g, _ in shared], dtype) | self._sum_sharded(sharded, dtype)
         result = [None if g is None else found[id(g)] for g in gradients]
         return [g / self.size if mean and g is not None else g for g in result]
 
@@ -228,8 +228,8 @@ class Ranks:
         parts = total.split([g.numel() for g in gradients])
         return {id(g): part.view(g.shape) for g, part in zip(gradients, parts, strict=True)}
 
-    def _sum_divided(self, gradients: Sequence[tuple[torch.Tensor, Pieces]], dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        """This rank's pieces of the sums of gradients of divided parameters, by `id` of the gradient.
+    def _sum_sharded(self, gradients: Sequence[tuple[torch.Tensor, Pieces]], dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """This rank's pieces of the sums of gradients of sharded parameters, by `id` of the gradient.
 
         The gradients form a matrix: row r is the pieces of rank r, concatenated. The buffer takes some columns at a time.
         """
@@ -299,7 +299,7 @@ def replicates(mesh: DeviceMesh) -> bool:
 
 
 def shards_of(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimension of a mesh that divides a model."""
+    """The dimension of a mesh over which a model is sharded."""
     if not replicates(mesh):
         return mesh
     assert mesh.mesh_dim_names is not None
@@ -321,11 +321,11 @@ def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None =
         known = _known[mesh] = Ranks(mesh, parallel)
     elif known is not None and parallel is not None and known.parts != parallel.size(1):
         raise L2LError(
-            f"l2l_compile.shard has divided a model over {mesh} alone, and is given {parallel} for another: give it the mesh of both "
+            f"l2l_compile.shard has sharded a model over {mesh} alone, and is given {parallel} for another: give it the mesh of both "
             "dimensions for both"
         )
     if known is None:
-        raise L2LError(f"a parameter is a DTensor on {mesh}, which l2l_compile.shard has not seen: divide the model with it")
+        raise L2LError(f"a parameter is a DTensor on {mesh}, which l2l_compile.shard has not seen: shard the model with it")
     return known
 
 
@@ -347,16 +347,16 @@ def standing_in(others: Mapping[DeviceMesh, Ranks]) -> Iterator[None]:
 
 
 def is_known(mesh: DeviceMesh) -> bool:
-    """Whether `shard` has divided a model among the ranks of a mesh."""
+    """Whether `shard` has sharded a model among the ranks of a mesh."""
     return mesh in _known
 
 
 def parts_of(mesh: DeviceMesh) -> int:
-    """How many ranks share parallel layers, for models that `shard` has divided over a mesh; 0 if there are none."""
+    """How many ranks share parallel layers, for models that `shard` has sharded over a mesh; 0 if there are none."""
     known = _known.get(mesh)
     return known.parts if known is not None and known.made_for(shards_of(mesh).get_group()) else 0
 
 
-def anything_is_divided() -> bool:
-    """Whether a model of this process is divided among several ranks."""
+def anything_is_sharded() -> bool:
+    """Whether a model of this process is sharded over several ranks."""
     return dist.is_available() and dist.is_initialized() and any(ranks.count > 1 for ranks in _known.values())

@@ -1,10 +1,10 @@
-"""Parameters that are divided among ranks: host `DTensor`s, `Shard(0)`. The adapter to DTensor.
+"""Parameters that are sharded over ranks: host `DTensor`s, `Shard(0)`. The adapter to DTensor.
 
 `shard` gives the modules of a model class properties, as torchtitan's simple_fsdp does. Reading `module.weight` then evaluates
 
     self._parameters["weight"].redistribute(Replicate()).to_local()
 
-Dynamo captures the two calls, and capture removes them again (`frontend/shards.py`): a program gathers weights layer by layer.
+Dynamo captures the two calls, and capture removes them again (`frontend/rewrites/sharded_weights.py`): a program gathers weights layer by layer.
 A model that runs uncompiled gathers each weight when it is read, and its gradients become the mean over the ranks.
 """
 
@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..errors import L2LError
-from .gathered import gathered
-from .pieces import Pieces, stride_of
-from .ranks import Ranks, is_known, parts_of, ranks_of, replicates
-from .sharing import ranks_sharing
+from l2l_compile.errors import L2LError
+from l2l_compile.ranks.gathered import gathered
+from l2l_compile.ranks.pieces import Pieces, stride_of
+from l2l_compile.ranks.ranks import Ranks, is_known, parts_of, ranks_of, replicates
+from l2l_compile.ranks.sharing import ranks_sharing
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -34,13 +34,13 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     keeps its own rows of the values that rank 0 has. A model on the meta device stays there, and `to_empty(device="cpu")` then
     allocates only the pieces. Parameters without dimensions and buffers are whole on every rank. Shared parameters stay shared.
 
-    With a mesh of the dimensions ("replicate", "shard"), also with a prefix as in "dp_replicate", parameters are divided along
+    With a mesh of the dimensions ("replicate", "shard"), also with a prefix as in "dp_replicate", parameters are sharded along
     the second dimension. The gradients of a piece are averaged along the first dimension, on the host. With another mesh of two
-    dimensions, such as ("dp", "tp"), parameters are divided along the first one. Layers that `parallelize_module` has divided
-    along the second dimension are divided along both.
+    dimensions, such as ("dp", "tp"), parameters are sharded along the first one. Layers that `parallelize_module` has sharded
+    along the second dimension are sharded along both.
 
-    Raises `L2LError` for any other mesh, for a second dimension that neither divides parameters nor has parallel layers, and
-    for parameters that are not on the host, that are divided already, or whose part of a parallel layer has indivisible rows.
+    Raises `L2LError` for any other mesh, for a second dimension that neither shards parameters nor has parallel layers, and
+    for parameters that are not on the host, that are sharded already, or whose part of a parallel layer has indivisible rows.
     """
     _check_mesh(mesh)
     for name, whole in model.named_parameters():
@@ -58,10 +58,10 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             parameter = module._parameters[name]
             assert parameter is not None
             if parameter not in made:
-                made[parameter] = _divided(parameter, mesh)
+                made[parameter] = _sharded(parameter, mesh)
                 setattr(parameter, _REPLACED, True)
             module._parameters[name] = made[parameter]
-            if is_divided_twice(made[parameter]):
+            if is_sharded_twice(made[parameter]):
                 parallel[name] = mesh
         if names:
             module.register_load_state_dict_pre_hook(_take_rows)
@@ -74,7 +74,7 @@ def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
     for name, parameter in module._parameters.items():
         whole = state_dict.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(whole, torch.Tensor) and not isinstance(whole, DTensor):
-            if is_divided_twice(parameter):
+            if is_sharded_twice(parameter):
                 raise L2LError(
                     f"'{prefix}{name}' is of a parallel layer, and whole in the state_dict: load it with set_model_state_dict(..., "
                     "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict"
@@ -82,7 +82,7 @@ def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
             if whole.shape == parameter.shape:
                 pieces, ranks = pieces_of(parameter), ranks_behind(parameter)
                 span = slice(None) if pieces.replicated else slice(pieces.span(ranks.rank).start, pieces.span(ranks.rank).stop)
-                state_dict[prefix + name] = divided_as((whole[span] if whole.dim() else whole).clone(), parameter)
+                state_dict[prefix + name] = sharded_as((whole[span] if whole.dim() else whole).clone(), parameter)
 
 
 _REPLACED = "_l2l_replaced"  # an attribute of parameters that `shard` has taken out of a model
@@ -100,7 +100,7 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 @functools.cache
 def count_steps() -> None:
-    """From now on, count every step of an optimizer of divided parameters. Ranks compare the counts."""
+    """From now on, count every step of an optimizer of sharded parameters. Ranks compare the counts."""
     register_optimizer_step_pre_hook(_refuse_parameters_of_before)
     register_optimizer_step_post_hook(_counted)
 
@@ -110,14 +110,14 @@ def _refuse_parameters_of_before(optimizer: torch.optim.Optimizer, *_: Any) -> N
     replaced = sum(hasattr(p, _REPLACED) for group in optimizer.param_groups for p in group["params"])
     if replaced:
         raise L2LError(
-            f"{type(optimizer).__name__} holds {replaced} parameters that l2l_compile.shard has replaced by divided ones, so it trains "
+            f"{type(optimizer).__name__} holds {replaced} parameters that l2l_compile.shard has replaced by sharded ones, so it trains "
             "nothing: make it from model.parameters() after l2l_compile.shard"
         )
 
 
 def _counted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    if (first := next(filter(is_divided, parameters), None)) is not None:
+    if (first := next(filter(is_sharded, parameters), None)) is not None:
         mesh = first.device_mesh
         ranks = ranks_sharing(mesh) if is_of_a_parallel_layer(first) else ranks_behind(first)
         ranks.steps += 1
@@ -130,23 +130,23 @@ def _counted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _is_of_this_parallel_layer(parameter: torch.Tensor, mesh: DeviceMesh) -> TypeGuard[DTensor]:
-    """Whether `parallelize_module` has divided a parameter along the second dimension of the mesh."""
+    """Whether `parallelize_module` has sharded a parameter along the second dimension of the mesh."""
     if not isinstance(parameter, DTensor) or mesh.ndim != 2 or replicates(mesh):
         return False
     return parameter.device_mesh == mesh[_names(mesh)[1]]
 
 
 def _check(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> None:
-    """Raise `L2LError` if a parameter cannot be divided."""
+    """Raise `L2LError` if a parameter cannot be sharded."""
     if _is_of_this_parallel_layer(parameter, mesh):
         rows, data = parameter.to_local().shape[0], _data(mesh)
         if parameter.placements[0].is_shard(0) and rows % data.size():
             raise L2LError(
-                f"parameter '{name}' has {rows} rows on each rank of {parameter.device_mesh}, which {data} cannot divide"
+                f"parameter '{name}' has {rows} rows on each rank of {parameter.device_mesh}, which cannot be sharded evenly over {data}"
             )
     elif isinstance(parameter, DTensor):
         raise L2LError(
-            f"parameter '{name}' is divided among ranks already: call l2l_compile.shard once, on the plain model; "
+            f"parameter '{name}' is sharded over ranks already: call l2l_compile.shard once, on the plain model; "
             "after parallelize_module, with the mesh of both dimensions, its own the second"
         )
     elif parameter.device.type not in ("cpu", "meta"):
@@ -154,19 +154,19 @@ def _check(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> None:
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
-    """Raise `L2LError` if `mesh` is not a mesh that can divide a model."""
+    """Raise `L2LError` if `mesh` is not a mesh over which a model can be sharded."""
     if not isinstance(mesh, DeviceMesh):
         raise L2LError(f"l2l_compile.shard takes a DeviceMesh, as init_device_mesh('cpu', (ranks,)) makes it, got {mesh!r}")
     if mesh.ndim > 2 or mesh.ndim == 2 and not mesh.mesh_dim_names:
         raise L2LError(f"l2l_compile.shard takes a mesh of one dimension, or of two with names, got one of {mesh.ndim}: {mesh}")
     if replicates(mesh) and mesh.size(1) == 1:
-        raise L2LError(f"{mesh} repeats the model and divides nothing: use DistributedDataParallel, or a mesh of one dimension")
+        raise L2LError(f"{mesh} repeats the model and shards nothing: use DistributedDataParallel, or a mesh of one dimension")
 
 
 def _check_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise `L2LError` if no layer is parallel along the second dimension: nothing would average gradients over its ranks.
 
-    A model without parallel layers may take the mesh after another model, which has some, was divided over it.
+    A model without parallel layers may take the mesh after another model, which has some, was sharded over it.
     """
     if any(_is_of_this_parallel_layer(p, mesh) for p in model.parameters()) or parts_of(_data(mesh)):
         return
@@ -178,29 +178,29 @@ def _check_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     )
 
 
-def _divided(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+def _sharded(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     if _is_of_this_parallel_layer(parameter, mesh):
-        return _divided_twice(parameter, mesh)
+        return _sharded_twice(parameter, mesh)
     placements: list[Placement] = [Replicate()] * _data(mesh).ndim
     if parameter.dim():
         placements[-1] = Shard(0)
-    divided = nn.Parameter(distribute_tensor(parameter.detach(), _data(mesh), placements), requires_grad=parameter.requires_grad)
-    divided.__dict__.update(attributes(parameter))
-    return divided
+    sharded = nn.Parameter(distribute_tensor(parameter.detach(), _data(mesh), placements), requires_grad=parameter.requires_grad)
+    sharded.__dict__.update(attributes(parameter))
+    return sharded
 
 
-def _divided_twice(parameter: DTensor, mesh: DeviceMesh) -> nn.Parameter:
+def _sharded_twice(parameter: DTensor, mesh: DeviceMesh) -> nn.Parameter:
     """This rank's rows of its part of a parallel layer's parameter."""
     (placement,), data, part = parameter.placements, _data(mesh), parameter.to_local().detach()
     rows: Shard | _StridedShard = Shard(0)
-    if placement.is_shard(0):  # the rows of each part are divided: the piece of rank (0, 1) does not follow that of rank (0, 0)
+    if placement.is_shard(0):  # the rows of each part are sharded: the piece of rank (0, 1) does not follow that of rank (0, 0)
         rows = _StridedShard(0, split_factor=parameter.device_mesh.size())
     piece = distribute_tensor(part, data, [Shard(0)]).to_local()
     shape = parameter.shape
     made = DTensor.from_local(piece, mesh, [rows, placement], run_check=False, shape=shape, stride=stride_of(shape))
-    divided = nn.Parameter(made, requires_grad=parameter.requires_grad)
-    divided.__dict__.update(attributes(parameter))
-    return divided
+    sharded = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    sharded.__dict__.update(attributes(parameter))
+    return sharded
 
 
 @functools.cache
@@ -238,24 +238,24 @@ def _whole_part(module: nn.Module, name: str, data: DeviceMesh, tensor: DeviceMe
 
 
 def _shape_of_part(parameter: DTensor) -> torch.Size:
-    """The shape of the part of a parameter that a rank of the second dimension has, before `shard` divides its rows."""
+    """The shape of the part of a parameter that a rank of the second dimension has, before `shard` shards its rows."""
     sizes, placement = list(parameter.shape), parameter.placements[1]
     if placement.is_shard():
         sizes[placement.dim] //= parameter.device_mesh.size(1)  # type: ignore[attr-defined]
     return torch.Size(sizes)
 
 
-def is_divided_twice(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is divided twice: by `parallelize_module`, and then by `shard`."""
+def is_sharded_twice(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is sharded twice: by `parallelize_module`, and then by `shard`."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 2 and not replicates(tensor.device_mesh)
 
 
 def is_split_by_a_parallel_layer(tensor: torch.Tensor) -> bool:
     """Whether the ranks that share a parallel layer have different parts of a parameter; False if each has the whole."""
-    return isinstance(tensor, DTensor) and is_divided_twice(tensor) and tensor.placements[1].is_shard()
+    return isinstance(tensor, DTensor) and is_sharded_twice(tensor) and tensor.placements[1].is_shard()
 
 
-def is_divided(tensor: Any) -> TypeGuard[DTensor]:
+def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
     """Whether a tensor is a `DTensor`."""
     return isinstance(tensor, DTensor)
 
@@ -269,9 +269,9 @@ def is_of_a_parallel_layer(tensor: Any) -> TypeGuard[DTensor]:
 
 
 def pieces_of(tensor: DTensor) -> Pieces:
-    """How a parameter is divided. Raises `L2LError` if `shard` has not divided it."""
+    """How a parameter is sharded. Raises `L2LError` if `shard` has not sharded it."""
     placements = tensor.placements
-    if is_divided_twice(tensor):
+    if is_sharded_twice(tensor):
         return Pieces(tuple(_shape_of_part(tensor)), tensor.device_mesh.size(0))
     if replicates(tensor.device_mesh) and placements[0].is_replicate():
         placements = placements[1:]
@@ -281,17 +281,17 @@ def pieces_of(tensor: DTensor) -> Pieces:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's piece of a divided tensor, the same object in every call. Any other tensor is returned as it is."""
+    """This rank's piece of a sharded tensor, the same object in every call. Any other tensor is returned as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def attributes(parameter: torch.Tensor) -> dict[str, Any]:
-    """The Python attributes that user code has set on a parameter."""
-    return {name: value for name, value in parameter.__dict__.items() if name != "_is_param"}  # which DTensor sets
+    """The Python attributes that user code has set on a parameter. DTensor sets `_is_param`, and Dynamo has names of its own."""
+    return {k: v for k, v in parameter.__dict__.items() if k != "_is_param" and not k.startswith("_dynamo_")}
 
 
-def divided_as(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A `DTensor` divided as `parameter` is, with `piece` as its local piece; `piece` itself if `parameter` is not divided."""
+def sharded_as(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A `DTensor` sharded as `parameter` is, with `piece` as its local piece; `piece` itself if `parameter` is not sharded."""
     if not isinstance(parameter, DTensor):
         return piece
     shape = parameter.shape
@@ -301,10 +301,10 @@ def divided_as(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def whole_of_rank_0(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Divide a tensor, which every rank has whole, as `parameter` is divided. The values are taken from rank 0."""
+    """Shard a tensor, which every rank has whole, as `parameter` is sharded. The values are taken from rank 0."""
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else whole
 
 
 def ranks_behind(tensor: DTensor) -> Ranks:
-    """The ranks among which a parameter is divided. Raises `L2LError` if `shard` was not called with its mesh."""
+    """The ranks among which a parameter is sharded. Raises `L2LError` if `shard` was not called with its mesh."""
     return ranks_of(_data(tensor.device_mesh))

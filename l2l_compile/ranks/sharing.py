@@ -1,4 +1,4 @@
-"""The ranks that share parallel layers of a model that `shard` has not divided: all run the same rows, and each steps alone."""
+"""The ranks that share parallel layers of a model that `shard` has not sharded: all run the same rows, and each steps alone."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import group_named
-from .ranks import Ranks, own_group
+from l2l_compile.ranks.collectives import group_named
+from l2l_compile.ranks.ranks import Ranks, own_group
 
 
 class Sharing(Ranks):
-    """The ranks of the mesh of `parallelize_module`. They announce their actions; only that mesh divides their parameters."""
+    """The ranks of the mesh of `parallelize_module`. They announce their actions; their parameters are sharded over that mesh alone."""
 
-    divides = False
+    shards = False
 
     def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup):
         self._made_for, self.part_group = weakref.ref(group), group

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from . import collectives as exchange
-from .ranks import sums_of
+from l2l_compile.ranks import collectives as exchange
+from l2l_compile.ranks.ranks import sums_of
 
 _LIBRARY = torch.library.Library("l2l_compile", "FRAGMENT")
 _LIBRARY.define("sum_over_ranks(Tensor part, str group) -> Tensor")

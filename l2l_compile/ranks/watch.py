@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import queue
 import sys
 import threading
 import time
@@ -15,10 +16,11 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import RankError
+from l2l_compile.errors import RankError
 
 BEAT = 0.5  # seconds between two writes of the counter
 PATIENCE = 6.0  # seconds without a new counter after which a rank counts as gone
@@ -41,7 +43,8 @@ class Watch:
         self.rank, self.size, self._store = rank, size, store
         self.failure: Failure | None = None
         self.abandoned = False  # whether this rank left a collective that other ranks may never finish
-        self._closed = threading.Event()
+        self._closed = self._gone = False
+        self._wake: queue.SimpleQueue = queue.SimpleQueue()  # a finalizer may put into it, whatever its thread is doing
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._beats = self._begun = 0
         self._beat()
@@ -81,25 +84,31 @@ class Watch:
 
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks that this rank has failed within a step: they cannot finish the step without it."""
-        if isinstance(error, RankError) or self._closed.is_set():
+        if isinstance(error, RankError) or self._closed:
             return
         text = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
         self._note(f"rank {self.rank} failed: {text}")
 
     def close(self) -> None:
         """End the thread."""
-        self._closed.set()
+        self._closed = True
+        self._wake.put(None)
+
+    def groups_are_gone(self) -> None:
+        """A finalizer of the process groups: the thread tells the other ranks that this rank takes part no more."""
+        self._gone = True
+        self._wake.put(None)
 
     def ended(self) -> None:
         """Tell the other ranks that this rank takes part no more: its process or its process groups end."""
-        if self._closed.is_set():
+        if self._closed:
             return
-        self.close()
         error = getattr(sys, "last_value", None)
         if error is not None:
             self._note(f"rank {self.rank} ended: {''.join(traceback.format_exception_only(error)).strip()}")
         else:
             self._set(f"ended/{self.rank}", "1")
+        self.close()
 
     def _note(self, text: str) -> None:
         try:
@@ -114,15 +123,23 @@ class Watch:
             pass
 
     def _loop(self) -> None:
-        while not self._closed.wait(BEAT):
+        while not self._is_to_end():
             try:
                 self._beat()
                 self._look()
             except Exception as error:  # noqa: BLE001 - every kind of store raises its own kind of error
-                if self.failure is None and not self._closed.is_set():
+                if self.failure is None and not self._closed:
                     text = f"the store of torch.distributed is gone, and with it the process that holds it ({error})"
                     self.failure = Failure(text, time.monotonic() + GRACE)
                 return
+
+    def _is_to_end(self) -> bool:
+        """Wait until the next beat, or until the thread is to end. Returns whether it is."""
+        with suppress(queue.Empty):
+            self._wake.get(timeout=BEAT)
+        if self._gone:
+            self.ended()
+        return self._closed
 
     def _beat(self) -> None:
         self._beats += 1

@@ -15,19 +15,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..devices.device import Device
-from ..ir import nodes
-from ..ir.segments import Segment
-from ..ir.values import TensorSpec
-from ..memory.accesses import Place
-from ..ranks.pieces import Pieces
-from .fetch import load, unread
-from .instructions import Instructions
-from .segment_run import for_the_link, norms, run_backward, run_forward
-from .slab import slots
-from .slabs import Slabs
-from .step import RuntimeValue, Step, bytes_of, copies
-from .streaming import GradientStream, OutputStream, StreamedGradient
+from l2l_compile.devices.device import Device
+from l2l_compile.ir import nodes
+from l2l_compile.ir.segments import Segment
+from l2l_compile.ir.values import TensorSpec
+from l2l_compile.lanes import Lane
+from l2l_compile.races import Place
+from l2l_compile.ranks.pieces import Pieces
+from l2l_compile.runtime.fetch import load, unread
+from l2l_compile.runtime.instructions import Instructions
+from l2l_compile.runtime.overlapped_copies import GradientStream, OutputStream, StreamedGradient
+from l2l_compile.runtime.segment_run import for_the_link, norms, run_backward, run_forward
+from l2l_compile.runtime.slab import slots
+from l2l_compile.runtime.slabs import Slabs
+from l2l_compile.runtime.step import RuntimeValue, Step, bytes_of, copies
 
 Handler = Callable[..., RuntimeValue]
 HANDLERS: dict[Callable, Handler] = {}
@@ -79,8 +80,8 @@ class Executor:
 
     def submit_comm(self, x: RuntimeValue, result: RuntimeValue, work: Callable[[], Any]) -> None:
         """Queue work that makes a value on the lane `comm`, in memory that compute may have released before."""
-        if (released := self.device.lanes["compute"].record()) is not None:
-            self.device.lanes["comm"].wait(released)
+        if (released := self.device.lanes[Lane.COMPUTE].record()) is not None:
+            self.device.lanes[Lane.COMM].wait(released)
         places, self.released_to_comm = self.released_to_comm, []
 
         def take_and_work() -> None:
@@ -88,7 +89,7 @@ class Executor:
                 self.device.accesses.read(place)
             work()
 
-        self.submit("comm", (x,), (result,), take_and_work)
+        self.submit(Lane.COMM, (x,), (result,), take_and_work)
 
     def reform(self, source: RuntimeValue, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> RuntimeValue:
         """Queue a change between the whole and the split form of a value."""
@@ -100,7 +101,7 @@ class Executor:
             result.tensors = change(source.tensors)
             self.device.hold(result.tensors)
 
-        self.submit("compute", (source,), (result,), work)
+        self.submit(Lane.COMPUTE, (source,), (result,), work)
         return result
 
 
@@ -110,13 +111,13 @@ class Executor:
 @handles(nodes.fetch_weights)
 def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeValue | None = None) -> RuntimeValue:
     fetched = run.segments[segment]
-    slab, kept = run.slabs.take(segment, may_stay=not fetched.divided)  # ranks must gather the same weights
+    slab, kept = run.slabs.take(segment, may_stay=not fetched.sharded)  # ranks must gather the same weights
     result = RuntimeValue()
     result.slab, result.place = slab, run.slabs.places[slab]
     result.unfetched = unread(run.step, node, run.segments) if kept is None else frozenset()
     weights = [run.step.arguments[w.index] if w.index >= 0 else run.step.constants[w.name] for w in fetched.weights]
     if run.slabs.free[slab] is not None:
-        run.device.lanes["h2d"].wait(run.slabs.free[slab])
+        run.device.lanes[Lane.H2D].wait(run.slabs.free[slab])
 
     def work() -> None:
         if kept is not None:
@@ -126,12 +127,12 @@ def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeVal
         result.tensors = load(run.step, run.device, fetched, slab, weights, result.unfetched)
         run.device.hold(result.tensors)
 
-    run.submit("h2d", (), (result,), work)
+    run.submit(Lane.H2D, (), (result,), work)
     return result
 
 
-@handles(nodes.gather_weights)
-def _gather_weights(run: Executor, node: fx.Node, segment: int, slab: RuntimeValue) -> RuntimeValue:
+@handles(nodes.all_gather_weights)
+def _all_gather_weights(run: Executor, node: fx.Node, segment: int, slab: RuntimeValue) -> RuntimeValue:
     gathered, ranks = run.segments[segment], run.step.ranks
     result = RuntimeValue()
     result.slab, result.place = slab.slab, slab.place
@@ -142,7 +143,7 @@ def _gather_weights(run: Executor, node: fx.Node, segment: int, slab: RuntimeVal
         run.step.stats.gathered_bytes += sum(slot.bytes - slot.bytes // ranks.size for _, slot in weights if slot.is_gathered)
         result.tensors = [weight if slot.pieces is None else _unpadded(weight, slot.pieces) for weight, slot in weights]
 
-    run.submit("comm", (slab,), (result,), work)
+    run.submit(Lane.COMM, (slab,), (result,), work)
     return result
 
 
@@ -161,7 +162,7 @@ def _restore(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
         run.device.hold(result.tensors)
         run.step.stats.restored_bytes += copied
 
-    run.submit("h2d", (x,), (result,), work)
+    run.submit(Lane.H2D, (x,), (result,), work)
     return result
 
 
@@ -175,7 +176,7 @@ def _offload(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
         result.tensors, copied = copies(x.tensors, run.device.download)
         run.step.stats.offloaded_bytes += copied
 
-    run.submit("d2h", (x,), (result,), work)
+    run.submit(Lane.D2H, (x,), (result,), work)
     return result
 
 
@@ -185,7 +186,7 @@ def _write_back(run: Executor, node: fx.Node, input: int, contents: RuntimeValue
         run.device.accesses.write(run.step.places[0])
         run.step.writes[input] = run.device.download(contents.tensors[0])
 
-    run.submit("d2h", (contents,), (), work)
+    run.submit(Lane.D2H, (contents,), (), work)
     return RuntimeValue(absent=True)
 
 
@@ -229,19 +230,19 @@ def _accumulate(run: Executor, node: fx.Node, a: RuntimeValue, b: RuntimeValue) 
             result.tensors = there[0].tensors
         run.device.hold(result.tensors)
 
-    run.submit("compute", there, (result,), work)
+    run.submit(Lane.COMPUTE, there, (result,), work)
     return result
 
 
 @handles(nodes.release)
 def _release(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
-    compute = run.device.lanes["compute"]
+    compute = run.device.lanes[Lane.COMPUTE]
     if x.absent:
         return x
-    if x.lane != "compute" and x.event is not None:
+    if x.lane != Lane.COMPUTE and x.event is not None:
         compute.wait(x.event)
     for lane, event in x.readers.items():
-        if lane != "compute":
+        if lane != Lane.COMPUTE:
             compute.wait(event)
 
     kept = run.slabs.keeps(x)
@@ -257,7 +258,7 @@ def _release(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     compute.run(work)
     if x.slab is not None:
         run.slabs.free[x.slab] = compute.record()
-    elif x.lane == "comm":
+    elif x.lane == Lane.COMM:
         run.released_to_comm.append(x.place)
     return x
 
@@ -282,7 +283,7 @@ def _forward(
     if streamed_outputs:
         OutputStream(run.device, run.step, run.submit, [results[i] for i in streamed_outputs]).run(inner_loop, reads, results)
     else:
-        run.submit("compute", reads, results, lambda: [work() for work in inner_loop])
+        run.submit(Lane.COMPUTE, reads, results, lambda: [work() for work in inner_loop])
     return RuntimeValue(results=results)
 
 
@@ -308,15 +309,15 @@ def _backward(
             sources = [StreamedGradient(source, arriving[i], ran.block.outputs[i]) for i, source in streamed.items()]
             GradientStream(run.device, run.step, run.submit, sources).run(inner_loop, reads, results)
         else:
-            run.submit("compute", reads, results, lambda: [work() for work in inner_loop])
+            run.submit(Lane.COMPUTE, reads, results, lambda: [work() for work in inner_loop])
     return RuntimeValue(results=results)
 
 
 # ---- the host -----------------------------------------------------------------------------------------------------------
 
 
-@handles(nodes.reduce_gradients)
-def _reduce_gradients(run: Executor, node: fx.Node, segment: int, gradients: RuntimeValue) -> RuntimeValue:
+@handles(nodes.reduce_scatter_gradients)
+def _reduce_scatter_gradients(run: Executor, node: fx.Node, segment: int, gradients: RuntimeValue) -> RuntimeValue:
     reduced, ranks = run.segments[segment], run.step.ranks
     result = RuntimeValue(absent=gradients.absent)
     if result.absent:
@@ -332,18 +333,18 @@ def _reduce_gradients(run: Executor, node: fx.Node, segment: int, gradients: Run
     return result
 
 
-@handles(nodes.own_pieces)
-def _own_pieces(run: Executor, node: fx.Node, segment: int, gradients: RuntimeValue) -> RuntimeValue:
+@handles(nodes.local_shard)
+def _local_shard(run: Executor, node: fx.Node, segment: int, gradients: RuntimeValue) -> RuntimeValue:
     taken, ranks = run.segments[segment], run.step.ranks
     result = RuntimeValue(absent=gradients.absent)
     if result.absent:
         return result
 
     def work() -> None:
-        pieces = ranks.own_pieces(gradients.tensors, [weight.pieces for weight in taken.weights])
+        pieces = ranks.local_shard(gradients.tensors, [weight.pieces for weight in taken.weights])
         _fill_pieces(run, taken, result, pieces)
 
-    run.submit("compute", (gradients,), (result,), work)
+    run.submit(Lane.COMPUTE, (gradients,), (result,), work)
     return result
 
 
@@ -373,27 +374,27 @@ def _exchanged(run: Executor, x: RuntimeValue, change: Callable[[torch.Tensor], 
     return result
 
 
-@handles(nodes.gather_rows)
-def _gather_rows(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+@handles(nodes.all_gather_rows)
+def _all_gather_rows(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     dim, rows = run.step.rows_in(node.meta["spec"])
-    return _exchanged(run, x, lambda own: run.step.ranks.gather_rows(own, dim, rows))
+    return _exchanged(run, x, lambda own: run.step.ranks.all_gather_rows(own, dim, rows))
 
 
-@handles(nodes.own_rows)
-def _own_rows(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+@handles(nodes.local_rows)
+def _local_rows(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     dim, rows = run.step.rows_in(node.meta["spec"])
     rank = run.step.ranks.rank
     start, count = sum(rows[:rank]), rows[rank]
     return run.reform(x, lambda whole: [whole[0].narrow(dim, start, count).clone(memory_format=torch.contiguous_format)])
 
 
-@handles(nodes.sum_ranks)
-def _sum_ranks(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+@handles(nodes.all_reduce)
+def _all_reduce(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     return _exchanged(run, x, run.step.ranks.sum)
 
 
-@handles(nodes.count_once)
-def _count_once(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+@handles(nodes.mask_to_first_rank)
+def _mask_to_first_rank(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     is_first = run.step.ranks.rank == 0
     return run.reform(x, lambda same: [same[0].clone() if is_first else torch.zeros_like(same[0])])
 
@@ -407,7 +408,7 @@ def _push_gradients(run: Executor, node: fx.Node, segment: int, gradients: Runti
         run.step.stats.pushed_bytes += bytes_of([t for t in result.tensors if t is not None])
 
     if not result.absent:
-        run.submit("d2h", (gradients,), (result,), work)
+        run.submit(Lane.D2H, (gradients,), (result,), work)
     run.step.server.collect(run.step, run.segments[segment], result)
     return result
 

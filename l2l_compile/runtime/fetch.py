@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ..devices.device import Device, HostWeights, Piece
-from ..ir import nodes
-from ..ir.segments import Segment
-from ..memory.layout import joined
-from .segment_run import requests
-from .slab import slots
-from .step import Step, bytes_of
+from l2l_compile.devices.device import Device, HostWeights, Piece
+from l2l_compile.ir import nodes
+from l2l_compile.ir.segments import Segment
+from l2l_compile.memory.layout import joined
+from l2l_compile.runtime.segment_run import requests
+from l2l_compile.runtime.slab import slots
+from l2l_compile.runtime.step import Step, bytes_of
 
 LARGE = 1 << 20  # bytes; to copy fewer over a link takes hardly longer than to start another copy
 
@@ -25,7 +25,7 @@ def unread(step: Step, node: fx.Node, segments: Sequence[Segment]) -> frozenset[
     code reads the weights as well (sums over the whole batch, the option `check`).
     """
     segment = segments[nodes.operands(node).segment]
-    if segment.parameter_bytes < LARGE or segment.divided or segment.block.summed_whole or step.check is not None:
+    if segment.parameter_bytes < LARGE or segment.sharded or segment.block.summed_whole or step.check is not None:
         return frozenset()
     found = frozenset(i for i, weight in enumerate(segment.block.weights) if weight.bytes(step.bindings) >= LARGE)
     for reader in filter(nodes.runs_segment, node.users):
@@ -40,17 +40,16 @@ def load(
     step: Step, device: Device, segment: Segment, slab: int, weights: Sequence[torch.Tensor], unread: frozenset[int]
 ) -> list[torch.Tensor]:
     """Fetch a segment's weights, except the entries of the weights in `unread` (h2d lane)."""
-    if segment.divided:
+    if segment.sharded:
         return _load_pieces(step, device, segment, slab, *step.server.load(step, segment, weights))
-    parameters = [i for i, weight in enumerate(segment.weights) if weight.kind == "parameter"]
+    on_wire = step.server.on_wire(step, segment)
 
     def send(wire: HostWeights, start: int, end: int) -> None:
-        for first, last in joined([span for i, span in zip(parameters, wire.spans, strict=True) if i not in unread]):
+        for first, last in joined([span for i, span in zip(on_wire, wire.spans, strict=True) if i not in unread]):
             if first < end and start < last:
                 device.send(slab, wire, max(first, start), min(last, end))
 
     wire, loose = step.server.load(step, segment, weights, send)
-    on_wire = parameters if wire is not None else []
     order = [*on_wire, *(i for i in range(len(weights)) if i not in on_wire)]  # a slab begins with the wire
     loaded = device.load_weights(slab, wire, loose, frozenset(place for place, i in enumerate(order) if i in unread))
     by_position = dict(zip(order, loaded, strict=True))
@@ -63,7 +62,8 @@ def _load_pieces(
 ) -> list[torch.Tensor]:
     """Fetch this rank's pieces of a segment's weights. Returns the whole weights, with padding, as they will be gathered."""
     from_wire, others = iter(wire.views if wire is not None else ()), iter(loose)
-    on_wire = [wire is not None and w.kind == "parameter" for w in segment.weights]
+    positions = set(step.server.on_wire(step, segment))
+    on_wire = [i in positions for i in range(len(segment.weights))]
     sources = [next(from_wire if is_on_wire else others) for is_on_wire in on_wire]
     places = slots(segment, step.bindings)
     pieces = [

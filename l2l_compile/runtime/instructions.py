@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from ..ir import nodes
+from l2l_compile.ir import nodes
 
 Read = Callable[[list], Any]
 
@@ -96,7 +96,7 @@ def _launches_before_fetches(given: Sequence[fx.Node]) -> list[fx.Node]:
     ordered: list[fx.Node] = []
     put_off: list[fx.Node] = []
     for node in given:
-        if node.target in (nodes.fetch_weights, nodes.gather_weights):
+        if nodes.carries(node) is nodes.Carries.WEIGHTS:
             put_off.append(node)
             continue
         read = [i for i, fetch in enumerate(put_off, 1) if fetch in node.all_input_nodes]

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ..devices.device import Device
-from ..devices.host import is_host, without_autocast
-from ..devices.ranges import ranges
-from ..errors import DeviceError, L2LError
-from ..frontend.dynamo import accumulates, graph_is_kept
-from ..ir import nodes
-from ..ir.captured import Captured, Part
-from ..ir.program import Program
-from ..ir.segments import Segment
-from ..ir.values import TensorSpec, dim_of, evaluate
-from ..lowering.lower import Lowering
-from ..memory.address import address, memory_of
-from ..options import Options
-from ..ranks.announcements import Kind, number_of
-from ..ranks.ranks import Ranks
-from ..ranks.sharded import divided_as, local
-from .executor import Executor
-from .instructions import instructions_of
-from .segment_run import lowerings
-from .slab import slab_bytes
-from .slabs import Slabs
-from .stashes import Stashes, StashQueue
-from .step import BlockCheck, Host, RuntimeValue, Stats, Step
+from l2l_compile.devices.device import Device
+from l2l_compile.devices.host import is_host, outside_inference_mode, without_autocast
+from l2l_compile.devices.ranges import ranges
+from l2l_compile.errors import DeviceError, L2LError
+from l2l_compile.frontend.dynamo.wrong_inputs import error_of_dtypes
+from l2l_compile.ir import nodes
+from l2l_compile.ir.captured import Captured, Part
+from l2l_compile.ir.graph import dims_of_memory
+from l2l_compile.ir.program import Program
+from l2l_compile.ir.segments import Segment
+from l2l_compile.ir.values import TensorSpec, dim_of, evaluate, is_float
+from l2l_compile.lanes import Lane
+from l2l_compile.lowering.lower import Lowering
+from l2l_compile.memory.address import address, memory_of
+from l2l_compile.options import Options
+from l2l_compile.ranks.announcements import Kind, number_of
+from l2l_compile.ranks.ranks import Ranks
+from l2l_compile.ranks.sharded import local, sharded_as
+from l2l_compile.reentry import check, whole
+from l2l_compile.runtime.executor import Executor
+from l2l_compile.runtime.instructions import instructions_of
+from l2l_compile.runtime.segment_run import lowerings
+from l2l_compile.runtime.slab import slab_bytes
+from l2l_compile.runtime.slabs import Slabs
+from l2l_compile.runtime.stashes import Stashes, StashQueue
+from l2l_compile.runtime.step import BlockCheck, Host, RuntimeValue, Stats, Step
+from l2l_compile.torch_internals.autograd import accumulates, graph_is_kept
 
 _COMPARED = 256  # entries of each input, about, that ranks which share parallel layers compare
 
@@ -41,6 +47,20 @@ def _no_view(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor._is_view():
         return tensor
     return tensor.new_empty(0).set_(tensor)  # type: ignore[call-overload]  # PyTorch's stubs lack set_(Tensor)
+
+
+def _overwrite(argument: torch.Tensor, contents: torch.Tensor) -> None:
+    """Write into an argument. A tensor that the user has made under inference mode can be written there alone."""
+    with torch.inference_mode() if argument.is_inference() else torch.no_grad():
+        argument.copy_(contents)
+
+
+def _laid_out(tensor: torch.Tensor, dims: tuple[int, ...] | None) -> torch.Tensor:
+    """The tensor with its dimensions in this order in memory; None for the order that it has."""
+    if dims is None:
+        return tensor
+    inverse = sorted(range(len(dims)), key=dims.__getitem__)
+    return tensor.permute(dims).contiguous().permute(inverse)
 
 
 def _joined(value: RuntimeValue, spec: TensorSpec) -> torch.Tensor:
@@ -93,17 +113,32 @@ class Runner:
         self._made = sorted(first.values())  # positions among the outputs, each value once
         self._source = [None if node is None else self._made.index(first[node]) for node in made]
         self._viewed = {view.base for view in self.captured.views.values() if not view.of_argument}
+        self._layouts = self._layouts_in_eager()
         self.differentiable = [differentiable[position] for position in self._made]
         parameters = (i for i in self.captured.inputs if i.kind == "parameter")
         self._frozen = [i.index for i in parameters if not i.node.meta["example_value"].requires_grad]
 
+    def _layouts_in_eager(self) -> dict[int, tuple[int, ...]]:
+        """The dimensions of outputs in the order of eager's memory (channels_last), by position; blocks make contiguous ones."""
+        found = {}
+        for position in self._made:
+            example = self._outputs[position].meta.get("example_value")
+            plain = isinstance(example, FakeTensor) and example.layout is torch.strided and position not in self._viewed
+            dims = dims_of_memory(example) if plain else None
+            if dims is not None and sorted(dims) != dims:
+                found[position] = tuple(dims)
+        return found
+
+    @whole("a forward")
     def __call__(self, *arguments: Any) -> list:
-        """One forward pass; outputs on the host, joined to autograd where they take a gradient."""
+        """One forward pass; outputs on the host, joined to autograd where they take a gradient. Raises `ReentryError`."""
+        check()
         self._check(arguments)
-        if any(self.differentiable) and torch.is_grad_enabled():
+        if any(self.differentiable) and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             made = _Streamed.apply(self, *arguments)
         else:
-            made, _, _ = self.forward(arguments, to_train=False)
+            with outside_inference_mode():
+                made, _, _ = self.forward(arguments, to_train=False)
         outputs = [
             self._plain(node, arguments) if source is None else made[source]
             for node, source in zip(self._outputs, self._source, strict=True)
@@ -183,7 +218,8 @@ class Runner:
         )
         if captured.world is not None:
             self._announce_forward(captured.world, step, to_train)
-        if (sizes := (to_train, *step.bindings.values(), sum(step.rows_of_ranks))) not in self._lowered:
+        numbers = [number for symbol, number in step.bindings.items() if not is_float(symbol)]
+        if (sizes := (to_train, *numbers, sum(step.rows_of_ranks))) not in self._lowered:
             self._lowered.add(sizes)
             self.lowering.ahead(lowerings(step, self.program, to_train))
         self.server.begin_forward(
@@ -191,12 +227,15 @@ class Runner:
         )
         self.program.bindings = step.bindings
         inputs = [RuntimeValue([inputs_seen[i.index]]) for i in captured.inputs if not i.is_weight and i.node in captured.specs]
-        outputs, kept, _ = self._run(self.program.forward.graph, step, inputs, keep=to_train)
+        try:
+            outputs, kept, _ = self._run(self.program.forward.graph, step, inputs, keep=to_train)
+        except RuntimeError as error:
+            self._check_dtypes(arguments, error)
+            raise
         accesses = self.device.accesses
         accesses.read(step.places[0])
-        with torch.no_grad():
-            for index, contents in step.writes.items():
-                arguments[index].copy_(contents)
+        for index, contents in step.writes.items():
+            _overwrite(arguments[index], contents)
         stashes = Stashes(self.device, kept)
         if to_train:
             self._waiting.add(stashes)
@@ -205,10 +244,22 @@ class Runner:
         made = [_joined(outputs[position], captured.specs[self._outputs[position]]) for position in self._made]
         made = [t.contiguous() if position in self._viewed else t for position, t in zip(self._made, made, strict=True)]
         kept_memory = {memory_of(t) for value in kept for t in value.tensors}
-        made = [t.clone() if memory_of(t) in kept_memory else _no_view(t) for t in made]
+        made = [t.clone() if memory_of(t) in kept_memory else self.device.handed_over(t) for t in made]
+        made = [_no_view(_laid_out(t, self._layouts.get(position))) for position, t in zip(self._made, made, strict=True)]
         self.stats.forward_seconds = self.device.now() - start
         self.stats.peak_device_bytes = self.device.peak_bytes()
         return made, step, stashes
+
+    def _check_dtypes(self, arguments: Sequence, error: RuntimeError) -> None:
+        """Raise `InputError` in the place of an error of a forward whose cause is the dtype of an input."""
+        named = [(i, arguments[i.index]) for i in self.captured.inputs if isinstance(arguments[i.index], torch.Tensor)]
+        values = [(i.name, tensor) for i, tensor in named if i.kind == "value"]
+        wrong = error_of_dtypes(error, values, [tensor for i, tensor in named if i.kind == "parameter"])
+        if wrong is not None:
+            for note in getattr(error, "__notes__", ()):
+                wrong.add_note(note)
+            wrong.first_useful_frame = inspect.currentframe()  # Dynamo leaves the frames before it out of the traceback
+            raise wrong from None
 
     def backward(
         self, step: Step, stashes: list[RuntimeValue], gradients: Sequence[torch.Tensor | None]
@@ -229,10 +280,14 @@ class Runner:
         values = [i.index for i in self.captured.inputs if i.kind == "value"]
         for value in filter(None, returned):
             self.device.accesses.read(value.place)
-        found = {i: value.tensors[0] for i, value in zip(values, returned, strict=True) if value is not None and not value.absent}
+        found = {
+            i: self.device.handed_over(value.tensors[0])
+            for i, value in zip(values, returned, strict=True)
+            if value is not None and not value.absent
+        }
         if scale != 1.0:
             found = {i: g / scale for i, g in found.items()}
-        found |= {i: divided_as(g, step.given[i]) for i, g in self.server.end_backward(step).items()}
+        found |= {i: sharded_as(g, step.given[i]) for i, g in self.server.end_backward(step).items()}
         self.stats.backward_seconds += self.device.now() - start
         self.stats.peak_device_bytes = max(self.stats.peak_device_bytes, self.device.peak_bytes())
         return found
@@ -287,7 +342,7 @@ class Runner:
 
     def _run(self, graph: fx.Graph, step: Step, inputs: Sequence[RuntimeValue], keep: bool = False) -> Any:
         """Run a graph; with `keep`, its last weights stay in their slabs for the backward of the step."""
-        count = self.options.prefetch + 1
+        count = min(self.options.prefetch, 2 * len(self.program.segments)) + 1  # a graph has no more fetches
         try:
             with self.device.running(), ranges(self.device), torch.no_grad(), without_autocast(self.device.torch_device):
                 self.device.reserve_slabs(count, self._slab_bytes)
@@ -301,8 +356,12 @@ class Runner:
         except BaseException as error:
             if step.world is not None:
                 step.world.failed(error)
-            self.device.recover()
-            self.server.recover(step)
+            try:
+                self.device.recover()
+            except Exception as another:  # noqa: BLE001 - a device that has failed for good fails in each call: the first error says why
+                error.add_note(f"the device could not be used after it either: {type(another).__name__}: {another}")
+            finally:
+                self.server.recover(step)
             raise
 
 
@@ -329,7 +388,7 @@ def _refuse_rows(parts: int, told: list[list[int]]) -> None:
 
 def collectives_of(graph: fx.Graph, segments: Sequence[Segment]) -> tuple[str, ...]:
     """The collectives of a graph, in order."""
-    found = (node for node in graph.nodes if nodes.lane_of(node) == nodes.COMM)
+    found = (node for node in graph.nodes if nodes.lane_of(node) == Lane.COMM)
     return tuple(_collective(node, segments) for node in found)
 
 
@@ -347,7 +406,7 @@ class _Streamed(torch.autograd.Function):
     """Joins a program to autograd: forward streams, backward streams in reverse."""
 
     @staticmethod
-    def forward(ctx, runner: Runner, *arguments):
+    def forward(ctx: Any, runner: Runner, *arguments: Any) -> Any:
         outputs, step, stashes = runner.forward(arguments, to_train=True)
         ctx.runner, ctx.step, ctx.stashes = runner, step, stashes
         ctx.set_materialize_grads(False)
@@ -363,7 +422,7 @@ class _Streamed(torch.autograd.Function):
 
     @staticmethod
     @torch.compiler.disable  # a compiled frame may call backward: this is not a part of it
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():  # create_graph=True: the result would be silently cut off from the model
             raise L2LError(
                 "backend 'l2l' computes first derivatives only: backward was called with create_graph=True. "
@@ -383,13 +442,20 @@ class _Streamed(torch.autograd.Function):
                     "after backward, or have the model read a copy of it (x.clone())"
                 )
             raise
-        count = len(ctx.runner.captured.inputs)
-        if all(g is None for g in gradients):
-            return (None,) * (1 + count)
-        kept = graph_is_kept()
-        _choose_gradients(ctx, ctx.step, kept)
-        found = ctx.runner.backward(ctx.step, ctx.stashes.take(keep=kept), gradients)
-        return None, *(found.get(index) for index in range(count))
+        return _differentiate(ctx, gradients)
+
+
+@whole("a backward")
+def _differentiate(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """The backward of a program. Raises `ReentryError`."""
+    check()
+    count = len(ctx.runner.captured.inputs)
+    if all(g is None for g in gradients):
+        return (None,) * (1 + count)
+    kept = graph_is_kept()
+    _choose_gradients(ctx, ctx.step, kept)
+    found = ctx.runner.backward(ctx.step, ctx.stashes.take(keep=kept), gradients)
+    return None, *(found.get(index) for index in range(count))
 
 
 def _choose_gradients(node: Any, step: Step, kept: bool) -> None:

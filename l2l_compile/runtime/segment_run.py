@@ -11,17 +11,17 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from ..devices.device import Device
-from ..errors import L2LError
-from ..ir import nodes
-from ..ir.precision import gradient_dtype
-from ..ir.program import Program
-from ..ir.segments import Block, Segment
-from ..ir.values import Bindings, TensorSpec
-from ..lowering.codes import Lowered
-from ..lowering.lower import Request, wanted_of
-from ..lowering.randomness import derived_seed
-from .step import RuntimeValue, Step
+from l2l_compile.devices.device import Device
+from l2l_compile.errors import L2LError
+from l2l_compile.ir import nodes
+from l2l_compile.ir.precision import gradient_dtype
+from l2l_compile.ir.program import Program
+from l2l_compile.ir.segments import Block, Segment
+from l2l_compile.ir.values import Bindings, TensorSpec
+from l2l_compile.lowering.code_cache import Lowered
+from l2l_compile.lowering.lower import Request, wanted_of
+from l2l_compile.lowering.randomness import derived_seed
+from l2l_compile.runtime.step import RuntimeValue, Step
 
 
 def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]:
@@ -39,8 +39,9 @@ def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]
 
 def requests(step: Step, node: fx.Node, segments: Sequence[Segment]) -> Iterator[Request]:
     """The lowerings that a node which runs a segment needs, one a micro-batch, if every gradient arrives that may arrive."""
-    block = segments[nodes.operands(node).segment].block
-    for number, bindings in enumerate(step.bindings_of(block)):
+    segment = segments[nodes.operands(node).segment]
+    block = segment.block
+    for number, bindings in enumerate(step.bindings_of(segment)):
         if node.target is nodes.forward:
             yield block, bindings, "forward", wanted_of(block, again=number > 0)
         else:
@@ -87,7 +88,7 @@ class _Run(ABC):
     def __init__(self, step: Step, device: Device, segment: Segment, weights: RuntimeValue, operands: Sequence[RuntimeValue]):
         self.step, self.device, self.segment, self.block = step, device, segment, segment.block
         self.weights, self.operands = weights, operands
-        self.lowered = [self.lower(number, bindings) for number, bindings in enumerate(step.bindings_of(self.block))]
+        self.lowered = [self.lower(number, bindings) for number, bindings in enumerate(step.bindings_of(segment))]
         self._check_fetched()
         self.seeds = self._seeds()
 
@@ -144,8 +145,14 @@ class _Run(ABC):
             with self.device.seeded(seed) if code.seeded else nullcontext():
                 return code.run(*arguments, *draws)
         except Exception as error:
-            error.add_note(f"in segment '{self.segment.name}', {self.which} of micro-batch {number + 1}")
+            read = ", ".join(f"{value} ({str(t.dtype).removeprefix('torch.')})" for value, t in self._named(arguments))
+            error.add_note(f"in segment '{self.segment.name}', {self.which} of micro-batch {number + 1}, which reads {read}")
             raise
+
+    def _named(self, arguments: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights and values that the segment reads, by name."""
+        names = [*(weight.name for weight in self.segment.weights), *map(str, self.segment.values)]
+        return zip(names, arguments, strict=False)
 
 
 class _Forward(_Run):
@@ -238,7 +245,7 @@ class _Backward(_Run):
         """Code for all micro-batches at once, where a sum over the batch must have the same order as in eager."""
         if not self.block.summed_whole or len(self.lowered) == 1 or self.lowered[0].random:
             return None
-        return self.lower(0, self.step.bindings)
+        return self.lower(0, self.segment.bindings(self.step.bindings))
 
     def micro_batch(self, number: int) -> None:
         if self.compare and number == 0:
@@ -277,7 +284,7 @@ class _Backward(_Run):
                 self.device.hold(result.tensors)
         if not self.bundle.absent:
             self.bundle.tensors = [self.sums.get(i) for i in range(len(self.block.weights))]
-            if not self.segment.divided:  # else the reduction over the ranks does this, after the last sum
+            if not self.segment.sharded:  # else the reduction over the ranks does this, after the last sum
                 self._finish_bundle()
             self.device.hold([gradient for gradient in self.bundle.tensors if gradient is not None])
         self.device.free(self.gathered)

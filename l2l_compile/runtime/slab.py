@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ir.segments import Segment
-from ..ir.values import Bindings
-from ..memory.layout import aligned
-from ..ranks.pieces import Pieces
+from l2l_compile.ir.segments import Segment
+from l2l_compile.ir.values import Bindings
+from l2l_compile.memory.layout import aligned
+from l2l_compile.ranks.pieces import Pieces
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A weight in a slab: its offset in bytes, its shape with padding, and how it is divided (`pieces`; None if it is not)."""
+    """A weight in a slab: its offset in bytes, its shape with padding, and how it is sharded (`pieces`; None if it is not)."""
 
     start: int
     shape: tuple[int, ...]

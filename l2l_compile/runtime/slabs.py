@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from ..devices.device import Device, Kept
-from ..memory.accesses import Place
-from .step import RuntimeValue, Step
+from l2l_compile.devices.device import Device, Kept
+from l2l_compile.lanes import Lane
+from l2l_compile.races import Place
+from l2l_compile.runtime.step import RuntimeValue, Step
 
 
 class Slabs:
@@ -62,7 +63,7 @@ class Slabs:
             self._evict(slab)
 
     def _evict(self, slab: int) -> None:
-        kept, compute = self.device.kept.pop(slab, None), self.device.lanes["compute"]
+        kept, compute = self.device.kept.pop(slab, None), self.device.lanes[Lane.COMPUTE]
         if kept is not None:
             compute.run(lambda: self.device.free(kept.tensors))
             self.free[slab] = compute.record()

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..devices.device import Device
-from .step import RuntimeValue, copies
+from l2l_compile.devices.device import Device
+from l2l_compile.lanes import Lane
+from l2l_compile.runtime.step import RuntimeValue, copies
 
 _NEAR = 2  # forwards whose stashes may stay on the device: a model whose loss is a program of its own copies nothing more
 
@@ -39,16 +40,16 @@ class Stashes:
         """Move the values on the device to the host, until backward. Called while no lane works."""
         for value in [value for value in self.values if _on_device(value)]:
             freed = value.tensors
-            self._move(value, "d2h", self.device.download)
+            self._move(value, Lane.D2H, self.device.download)
             self.device.free(freed)
             self._offloaded.append(value)
 
     def _bring_back(self) -> None:
         while self._offloaded:
             value = self._offloaded.pop()
-            self._move(value, "h2d", self.device.upload)
+            self._move(value, Lane.H2D, self.device.upload)
             self.device.hold(value.tensors)
-            value.lane = "compute"
+            value.lane = Lane.COMPUTE
 
     def _move(self, value: RuntimeValue, lane: str, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
         made: list[torch.Tensor] = []
@@ -64,9 +65,10 @@ class Stashes:
         value.tensors, value.lane = made, lane
 
     def __del__(self) -> None:
-        for value in self.values:
-            if _on_device(value) and value.tensors is not None:
-                self.device.free(value.tensors)
+        values = getattr(self, "values", ())  # an interrupted `__init__` has none
+        held = [tensor for value in values if _on_device(value) for tensor in value.tensors or ()]
+        if held:
+            self.device.forget(held)
 
 
 class StashQueue:
@@ -88,4 +90,4 @@ class StashQueue:
 
 
 def _on_device(value: RuntimeValue) -> bool:
-    return value.lane == "compute"
+    return value.lane == Lane.COMPUTE

@@ -11,13 +11,13 @@ import sympy
 import torch
 from torch import fx
 
-from ..devices.device import HostWeights
-from ..ir.segments import Block, Segment
-from ..ir.values import Bindings, TensorSpec, evaluate
-from ..lowering.lower import Lowering
-from ..memory.accesses import Place
-from ..memory.address import address
-from ..ranks.ranks import Ranks
+from l2l_compile.devices.device import HostWeights
+from l2l_compile.ir.segments import Block, Segment
+from l2l_compile.ir.values import Bindings, TensorSpec, evaluate
+from l2l_compile.lowering.lower import Lowering
+from l2l_compile.memory.address import address
+from l2l_compile.races import Place
+from l2l_compile.ranks.ranks import Ranks
 
 
 class RuntimeValue:
@@ -71,9 +71,10 @@ def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
 class Stats:
     """Figures of the last step of a compiled model; bytes and seconds.
 
-    `gradient_squares` is the sum of the squares of all gradients of parameters, where the option `optimizer` is given, and
-    `skipped_steps` counts the steps since the start that did nothing because a gradient was not finite; `loss_scale` is the
-    factor on the loss in fp16, 1.0 in other precisions.
+    `gradient_squares` is the sum of the squares of all gradients of parameters. It is None if it was not taken: it needs the
+    option `optimizer`, and an `optimizer.step()` with overlapped updates. `skipped_steps` counts the steps since the
+    start that did nothing because a gradient was not finite; `loss_scale` is the factor on the loss in fp16, 1.0 in other
+    precisions.
     """
 
     peak_device_bytes: int = 0
@@ -85,21 +86,28 @@ class Stats:
     restored_bytes: int = 0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    gradient_squares: float = 0.0
+    gradient_squares: float | None = None
     skipped_steps: int = 0
     loss_scale: float = 1.0
 
     def __add__(self, other: Stats) -> Stats:
         """The figures of two programs of one step: amounts add up, the larger peak counts."""
-        total = Stats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Stats)))
+        amounts = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Stats) if f.name != "gradient_squares"}
+        total = Stats(**amounts, gradient_squares=self.gradient_squares)
+        total.add_squares(other.gradient_squares)
         total.peak_device_bytes = max(self.peak_device_bytes, other.peak_device_bytes)
         total.loss_scale = other.loss_scale
         return total
 
+    def add_squares(self, squares: float | None) -> None:
+        """Add the squares of further gradients; None if they were not taken."""
+        if squares is not None:
+            self.gradient_squares = (self.gradient_squares or 0.0) + squares
+
     @property
-    def gradient_norm(self) -> float:
-        """The global norm of the gradients, before clipping; 0.0 without the option `optimizer`."""
-        return self.gradient_squares**0.5
+    def gradient_norm(self) -> float | None:
+        """The global norm of the gradients, before clipping; None if it was not taken (see `gradient_squares`)."""
+        return None if self.gradient_squares is None else self.gradient_squares**0.5
 
     @property
     def seconds(self) -> float:
@@ -107,10 +115,11 @@ class Stats:
         return self.forward_seconds + self.backward_seconds
 
     def __str__(self) -> str:
-        """A figure a line, by the names that users read."""
+        """A figure a line, by the names that users read, without figures that were not taken."""
         parts = {"forward_seconds", "backward_seconds", "gradient_squares"}
         names = [f.name for f in fields(self) if f.name not in parts] + ["seconds", "gradient_norm"]
-        return "\n".join(f"{name:18} {getattr(self, name):,.10g}" for name in names)
+        values = {name: getattr(self, name) for name in names}
+        return "\n".join(f"{name:18} {value:,.10g}" for name, value in values.items() if value is not None)
 
 
 def micro_batch_sizes(rows: int, micro_batches: int) -> list[int]:
@@ -135,6 +144,8 @@ class Host(Protocol):
         self, step: Step, segment: Segment, weights: Sequence[torch.Tensor], ready: Callable[[Any, int, int], None] = ..., /
     ) -> tuple[HostWeights | None, list[torch.Tensor]]: ...
 
+    def on_wire(self, step: Step, segment: Segment, /) -> list[int]: ...
+
     def begin_backward(self, step: Step, graph: fx.Graph, segments: Sequence[Segment]) -> None: ...
 
     def collect(self, step: Step, segment: Segment, gradients: RuntimeValue, /) -> None: ...
@@ -147,7 +158,7 @@ class Host(Protocol):
 
 
 class BlockCheck(Protocol):
-    """Returns work that compares a block on rows together and apart, or None if there is nothing to compare (`check.py`)."""
+    """Returns work that compares a block on rows together and apart, or None if there is nothing to compare (`row_check.py`)."""
 
     def forward(
         self, step: Step, segment: Segment, weights: RuntimeValue, operands: Sequence[RuntimeValue]
@@ -167,7 +178,7 @@ class BlockCheck(Protocol):
 class Step:
     """The state that one forward and its backward share: arguments, sizes, seeds, and results for the host.
 
-    arguments  the values that the program reads: for a parameter that is divided among ranks, this rank's piece
+    arguments  the values that the program reads: for a parameter that is sharded over ranks, this rank's piece
     given      the arguments as the caller passes them
     rows_of_ranks  the rows of each rank, if the batch is made of the rows of all ranks; else empty
     first_micro_batch  how many micro-batches the ranks before this one have: seeds are numbered over all ranks
@@ -208,7 +219,7 @@ class Step:
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks among which the parameters are divided."""
+        """The ranks among which the parameters are sharded."""
         assert self.world is not None, "one rank has no collectives"
         return self.world
 
@@ -244,12 +255,13 @@ class Step:
         weighted = [part * self.partial_weight(i, partial) for i, part in enumerate(parts)]
         return functools.reduce(torch.add, weighted[1:], weighted[0])
 
-    def bindings_of(self, block: Block) -> list[Bindings]:
-        """The sizes of each run of a block: one per micro-batch, or the whole batch once."""
-        if self.is_global and not block.inner_looped:
+    def bindings_of(self, segment: Segment) -> list[Bindings]:
+        """The sizes of each run of a segment: one per micro-batch, or the whole batch once."""
+        bindings = segment.bindings(self.bindings)
+        if self.is_global and not segment.block.inner_looped:
             assert self.batch is not None
-            return [{**self.bindings, self.batch: sum(self.rows_of_ranks)}]
-        return block_bindings(block, self.bindings, self.batch, self.micro_batches)
+            return [{**bindings, self.batch: sum(self.rows_of_ranks)}]
+        return block_bindings(segment.block, bindings, self.batch, self.micro_batches)
 
     @property
     def is_global(self) -> bool:

@@ -10,12 +10,12 @@ from typing import Protocol
 import torch
 from torch import fx
 
-from ..devices.cpu import CpuDevice
-from ..devices.host import HOST
-from ..ir.values import Bindings, dim_of, evaluate
-from ..lowering.codes import Lowered
-from ..lowering.lower import Lowering, Request
-from .clocks import Stopwatch, stopwatch_of
+from l2l_compile.devices.cpu import CpuDevice
+from l2l_compile.devices.host import HOST
+from l2l_compile.ir.values import Bindings, dim_of, evaluate
+from l2l_compile.lowering.code_cache import Lowered
+from l2l_compile.lowering.lower import Lowering, Request
+from l2l_compile.simulation.clocks import Stopwatch, stopwatch_of
 
 _SETS = 3  # sets of operands that take turns, as the operands of micro-batches do
 _HELD = 4  # runs whose results stay in memory

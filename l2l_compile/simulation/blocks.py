@@ -9,15 +9,15 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..devices.host import HOST
-from ..devices.simulated import SimulatedDevice, SimulatedHost
-from ..ir.fx_types import arguments
-from ..ir.segments import Block
-from ..ir.values import Bindings, dim_of, evaluate
-from ..lowering.codes import Lowered
-from ..lowering.lower import Lowering, Request
-from .block_times import BlockTimes
-from .costs import kernels_of
+from l2l_compile.devices.host import HOST
+from l2l_compile.ir.fx_types import arguments
+from l2l_compile.ir.segments import Block
+from l2l_compile.ir.values import Bindings, dim_of, evaluate
+from l2l_compile.lowering.code_cache import Lowered
+from l2l_compile.lowering.lower import Lowering, Request
+from l2l_compile.simulation.block_times import BlockTimes
+from l2l_compile.simulation.costs import kernels_of
+from l2l_compile.simulation.device import SimulatedDevice, SimulatedHost
 
 
 @dataclass(frozen=True)

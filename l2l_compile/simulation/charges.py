@@ -9,9 +9,9 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..devices.simulated import SimulatedDevice, SimulatedHost, is_marked, is_pinned, mark
-from ..errors import L2LError
-from .costs import cost_of, moved, tensors_in
+from l2l_compile.errors import L2LError
+from l2l_compile.simulation.costs import cost_of, moved, tensors_in
+from l2l_compile.simulation.device import SimulatedDevice, SimulatedHost, is_marked, is_pinned, mark
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..devices.host import is_host
+from l2l_compile.devices.host import is_host
 
 Work = Callable[[], object]
 

@@ -12,19 +12,19 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
-from ..devices.machine import Machine
-from ..ir.values import Bindings, dim_of, evaluate
+from l2l_compile.ir.values import Bindings, dim_of, evaluate
+from l2l_compile.simulation.machine import Machine
 
 aten = torch.ops.aten
 _FREE = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.detach, aten.alias)
 _WRITTEN_ONLY = (aten.copy_, aten.fill_, aten.zero_)  # they do not read the operand that they write into
 
 
-def _attention(query, key, value, *_, out_val=None, **__) -> int:
+def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
     return flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
-def _attention_backward(gradient, query, key, value, *_, out_val=None, **__) -> int:
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
     return flop_counter.sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
 
 
@@ -167,4 +167,5 @@ def _concrete(value: Any, bindings: Bindings) -> Any:
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
     value = pytree.tree_map_only(torch.Tensor, at, value)
+    value = pytree.tree_map_only(torch.SymFloat, lambda _: 1.0, value)  # costs do not depend on it
     return pytree.tree_map_only(torch.SymInt, lambda size: evaluate(dim_of(size), bindings), value)

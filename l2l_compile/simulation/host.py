@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ..devices.simulated import Clock, Clocks, SimulatedEvent
-from ..host.optimizer.torch_step import Hyperparameters
-from ..host.wire import Wires
-from ..host.worker import Ticket, Worker
-from ..memory.accesses import Order, Unwatched
-from ..ranks.sharded import local
-from .costs import nbytes
+from l2l_compile.host.step.torch_step import Hyperparameters
+from l2l_compile.host.wire import Wires
+from l2l_compile.host.worker import Ticket, Worker
+from l2l_compile.races import Order, Unwatched
+from l2l_compile.ranks.sharded import local
+from l2l_compile.simulation.costs import nbytes
+from l2l_compile.simulation.device import Clock, Clocks, SimulatedEvent
 
 
 class SimulatedTicket(Ticket):
@@ -25,6 +25,10 @@ class SimulatedTicket(Ticket):
     def wait(self) -> None:
         self._clocks.thread.wait(self._at)
 
+    def look(self) -> bool:
+        """True: the work ran when it was submitted."""
+        return True
+
 
 class SimulatedWorker(Worker):
     """Does work when it is submitted, on a clock of its own. An error in the work reaches the caller at once."""
@@ -33,14 +37,21 @@ class SimulatedWorker(Worker):
         self.accesses, self.name, self.finished = accesses, name, 0
         self._clocks, self._clock = clocks, Clock(name)
 
+    @property
+    def is_here(self) -> bool:
+        """False: there is no thread."""
+        return False
+
     def submit(self, work: Callable[[], None]) -> Ticket:
         with self._clocks.on_thread(self._clock), torch.no_grad():
             work()
         self.finished += 1
         return SimulatedTicket(self, self._clocks, self._clock.event())
 
-    def drain(self) -> None:
+    def drain(self, failed: Callable[[], None] | None = None) -> None:
         self._clocks.thread.wait(self._clock.event())
+
+    settle = drain
 
     def raise_failure(self) -> None:
         """Does nothing: errors were raised by `submit`."""

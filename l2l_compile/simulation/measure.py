@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from ..devices.host import HOST, is_host
-from ..devices.machine import Machine
-from ..devices.registry import default_device
-from .clocks import HostStopwatch, Stopwatch, WaitingStopwatch, stopwatch_of
-from .overhead import Overhead, measured_overhead
+from l2l_compile.devices.host import HOST, is_host
+from l2l_compile.devices.registry import default_device
+from l2l_compile.lanes import Lane
+from l2l_compile.simulation.clocks import HostStopwatch, Stopwatch, WaitingStopwatch, stopwatch_of
+from l2l_compile.simulation.machine import Machine
+from l2l_compile.simulation.overhead import Overhead, measured_overhead
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HOST_SIZE, _DEVICE_SIZE = 512, 4096  # rows and columns of the matrices
@@ -47,12 +48,16 @@ def measure_machine(device: torch.device | str | None = None) -> Machine:
 
 def _machine(device: torch.device, figures: dict, overhead: Overhead) -> Machine:
     figures |= {"node": overhead.node, "micro_batch": overhead.micro_batch}
-    figures |= {"host_memory": _physical_memory(), "overlaps": not is_host(device)}
+    figures |= {"host_memory": _physical_memory(), "host_reserve": _memory_in_use(), "overlaps": not is_host(device)}
     how = f"measured by measure_machine, torch {torch.__version__}, {torch.get_num_threads()} threads"
     sources = {field.name: how for field in fields(Machine) if field.name in figures and field.name != "overlaps"}
     sources |= {"flops_share": "1: flops are measured", "memory_share": "1: memory_bandwidth is measured"}
     sources |= {"host_memory": "of the operating system"}
     sources |= {"device_memory": "of the operating system" if is_host(device) else "of the device's driver"}
+    sources |= {"host_reserve": "of the operating system: memory in use while this was measured"}
+    sources |= {
+        "device_reserve": sources["host_reserve"] if is_host(device) else "of the device's driver: memory in use, less tensors"
+    }
     return Machine(name=_name_of(device), sources=sources, **figures)
 
 
@@ -65,7 +70,8 @@ def _host_as_device() -> dict:
         "memory_bandwidth": bandwidth,
         "host_bandwidth": bandwidth,
         "device_memory": _physical_memory(),
-        **{"h2d": copies.bandwidth, "d2h": copies.bandwidth, "pageable": copies.bandwidth, "latency": copies.latency},
+        "device_reserve": _memory_in_use(),
+        **{Lane.H2D: copies.bandwidth, Lane.D2H: copies.bandwidth, "pageable": copies.bandwidth, "latency": copies.latency},
         "launch": launch(HOST),
     }
 
@@ -81,8 +87,9 @@ def _accelerator(device: torch.device) -> dict:
             "memory_bandwidth": elementwise_bandwidth(watch, device, _DEVICE_BYTES),
             "host_bandwidth": elementwise_bandwidth(HostStopwatch(), HOST, _HOST_BYTES),
             "device_memory": torch.cuda.get_device_properties(device).total_memory,
-            "h2d": to_device.bandwidth,
-            "d2h": to_host.bandwidth,
+            "device_reserve": _device_memory_in_use(device),
+            Lane.H2D: to_device.bandwidth,
+            Lane.D2H: to_host.bandwidth,
             "pageable": min(copies.bandwidth for copies in pageable),
             "latency": max(to_device.latency, to_host.latency),
             "launch": launch(device),
@@ -138,6 +145,21 @@ def launch(device: torch.device) -> float:
 
 def _physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _memory_in_use() -> int:
+    """Bytes of the host that no new tensor can have, by the operating system's estimate; 0 where it gives none."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    kibibytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    available = kibibytes.get("MemAvailable", 0) * 1024
+    return max(0, _physical_memory() - available) if available else 0
+
+
+def _device_memory_in_use(device: torch.device) -> int:
+    """Bytes of a CUDA device that no new tensor can have: of the context, of libraries, of other processes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))
 
 
 def _name_of(device: torch.device) -> str:

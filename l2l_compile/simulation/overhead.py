@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..backend import new_runner
-from ..frontend.callers import fresh_caller
-from ..ir.segments import Block
-from ..ir.values import Bindings
-from ..lowering.codes import Lowered
-from ..lowering.lower import Lowering
-from ..options import Options
-from ..runtime.runner import Runner
-from ..session import Session
-from .clocks import caller_clock
+from l2l_compile.backend import new_runner
+from l2l_compile.ir.segments import Block
+from l2l_compile.ir.values import Bindings
+from l2l_compile.lowering.code_cache import Lowered
+from l2l_compile.lowering.lower import Lowering
+from l2l_compile.options import Options
+from l2l_compile.runtime.runner import Runner
+from l2l_compile.session import Session
+from l2l_compile.simulation.clocks import caller_clock
+from l2l_compile.torch_internals.fresh_code import fresh_caller
 
 _LAYERS, _WIDTH, _STEPS = 24, 8, 9
 _MICRO_BATCHES = (1, 8)

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..devices.machine import Machine
-from ..devices.simulated import Clocks
-from ..errors import L2LError
-from ..ranks.announcements import Kind
-from ..ranks.ranks import Ranks, standing_in
-from ..ranks.sharded import is_divided, is_of_a_parallel_layer
-from .costs import nbytes
-from .ring import Ring, ring_of
+from l2l_compile.errors import L2LError
+from l2l_compile.ranks.announcements import Kind
+from l2l_compile.ranks.ranks import Ranks, standing_in
+from l2l_compile.ranks.sharded import is_of_a_parallel_layer, is_sharded
+from l2l_compile.simulation.costs import nbytes
+from l2l_compile.simulation.device import Clocks
+from l2l_compile.simulation.machine import Machine
+from l2l_compile.simulation.ring import Ring, ring_of
 
 
 class SimulatedRanks(Ranks):
@@ -71,7 +71,7 @@ class SimulatedRanks(Ranks):
 
 @dataclass(frozen=True)
 class Division:
-    """Several ranks among which a model is divided, and the ring that they are in."""
+    """Several ranks among which a model is sharded, and the ring that they are in."""
 
     mesh: DeviceMesh
     ring: Ring
@@ -85,18 +85,18 @@ class Division:
 
 
 def division_of(model: Callable, machine: Machine) -> Division | None:
-    """How `shard` has divided a model; None for one rank.
+    """How `shard` has sharded a model; None for one rank.
 
     Raises `L2LError` for parallel layers, `OptionError` for a figure that the machine lacks.
     """
     modules = [m for m in (model, getattr(model, "__self__", None)) if isinstance(m, nn.Module)]
     found = None
     for name, parameter in (named for module in modules for named in module.named_parameters()):
-        if is_of_a_parallel_layer(parameter) or is_divided(parameter) and parameter.device_mesh.ndim > 1:
+        if is_of_a_parallel_layer(parameter) or is_sharded(parameter) and parameter.device_mesh.ndim > 1:
             raise L2LError(
-                f"parameter '{name}' is divided over {parameter.device_mesh}: simulate knows neither the sums of parallel layers "
-                "nor replicas; simulate a model that l2l_compile.shard alone has divided, over a mesh of one dimension"
+                f"parameter '{name}' is sharded over {parameter.device_mesh}: simulate knows neither the sums of parallel layers "
+                "nor replicas; simulate a model that l2l_compile.shard alone has sharded, over a mesh of one dimension"
             )
-        if is_divided(parameter):
+        if is_sharded(parameter):
             found = parameter.device_mesh
     return Division(found, ring_of(machine, found.size())) if found is not None and found.size() > 1 else None

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..devices.machine import Machine
-from ..runtime.step import Stats
-from ..timeline import LANES, ORDER, Gap, Timeline
-from ..units import format_bytes
+from l2l_compile.lanes import AT_WORK, OF_DEVICE
+from l2l_compile.runtime.step import Stats
+from l2l_compile.simulation.machine import Machine
+from l2l_compile.timeline import Gap, Timeline
+from l2l_compile.units import format_bytes
 
 _SHOWN = 3  # gaps of each lane
 
@@ -22,7 +23,7 @@ class Simulation:
     taken_bytes        peak of host memory for wires, stashes, gradients and staging
     pinned_bytes       peak of page-locked host memory
     steady             whether the step took as long as the step before; if not, other steps may take another time
-    ranks              the number of ranks that divide the model; bytes, lanes and memory are of one rank
+    ranks              the number of ranks that the model is sharded over; bytes, lanes and memory are of one rank
     tokens             tokens in the batch of a rank; None for a model that takes no tokens
     """
 
@@ -50,7 +51,7 @@ class Simulation:
         return self.stats.peak_device_bytes
 
     def busy(self, lane: str) -> float:
-        """The share of the step in which a lane ("compute", "h2d", "d2h", "comm", "host") is at work."""
+        """The share of the step in which a lane (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.COMM, "host") is at work."""
         return self.timeline.busy(lane) / self.seconds
 
     def gaps(self, lane: str) -> list[Gap]:
@@ -67,9 +68,9 @@ class Simulation:
         lines = [f"simulated on {where}: {self.seconds:.4g} s a step{rate}"]
         if not self.steady:
             lines.append("  no two steps in a row took as long: this is the last one")
-        for lane in ORDER:
+        for lane in AT_WORK:
             lines.append(f"  {lane:8} {self.timeline.busy(lane):8.4g} s at work, {self.busy(lane):6.1%} of the step")
-            lines += [f"    {gap}" for gap in self.gaps(lane)[:_SHOWN] if lane in LANES]
+            lines += [f"    {gap}" for gap in self.gaps(lane)[:_SHOWN] if lane in OF_DEVICE]
         lines.append(
             f"device memory at its peak: {format_bytes(self.peak_device_bytes)} of {format_bytes(int(self.machine.device_memory))}"
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..devices.machine import Machine
+from l2l_compile.simulation.machine import Machine
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import itertools
@@ -15,26 +14,29 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..backend import new_runner
-from ..devices.host import HOST
-from ..devices.machine import Machine
-from ..devices.simulated import open_simulated
-from ..errors import OptionError
-from ..frontend import dynamo
-from ..frontend.callers import fresh_caller
-from ..frontend.meta_models import OnTheHost, on_the_host
-from ..host.optimizer.compiled_step import CompiledStep, why_not_compiled
-from ..host.optimizer.torch_step import check_layers_are_independent, state_bytes_of_trial
-from ..host.optimizer.updates import UpdatesBehindTheDevice
-from ..options import Options
-from ..session import Session
-from .block_times import MeasuredTimes
-from .blocks import SimulatedLowering
-from .charges import Charges
-from .host import OnePass, SimulatedWorker
-from .ranks import Division, division_of
-from .result import Simulation
-from .ring import machine_of_rank
+from l2l_compile.backend import new_runner
+from l2l_compile.devices.host import HOST
+from l2l_compile.errors import OptionError
+from l2l_compile.frontend.dynamo import adapter, watched_frames
+from l2l_compile.frontend.dynamo.meta_models import OnTheHost, on_the_host
+from l2l_compile.host.compiled_step.compiled_step import CompiledStep, why_not_compiled
+from l2l_compile.host.step.closures import check_needs_no_closure
+from l2l_compile.host.step.copies import copied, tensors_within
+from l2l_compile.host.step.torch_step import state_bytes_of_trial
+from l2l_compile.host.step.trial import check_layers_are_independent
+from l2l_compile.host.updates.overlapped import OverlappedUpdates
+from l2l_compile.options import Options
+from l2l_compile.session import Session
+from l2l_compile.simulation.block_times import MeasuredTimes
+from l2l_compile.simulation.blocks import SimulatedLowering
+from l2l_compile.simulation.charges import Charges
+from l2l_compile.simulation.device import open_simulated
+from l2l_compile.simulation.host import OnePass, SimulatedWorker
+from l2l_compile.simulation.machine import Machine
+from l2l_compile.simulation.ranks import Division, division_of
+from l2l_compile.simulation.result import Simulation
+from l2l_compile.simulation.ring import machine_of_rank
+from l2l_compile.torch_internals.fresh_code import WithoutArguments, fresh_caller
 
 _MOST_STEPS = 6  # until two take equally long: the first step makes optimizer state, and updates may end in the next step
 
@@ -65,29 +67,29 @@ def simulate(
     real step; only times are computed, from the machine's figures. No numbers of the model are computed, and the model and the
     optimizer stay as they are. Raises the errors that compilation would raise.
 
-    For a model that `shard` has divided, this rank is simulated. The other ranks do the same at the same time, on as many rows
+    For a model that `shard` has sharded, this rank is simulated. The other ranks do the same at the same time, on as many rows
     of their own. The host is shared by as many devices as the machine says. Raises `OptionError` if the machine lacks a figure
     for the links between devices.
     """
-    given = dict(options if options is not None else dynamo.options_of(model) or {})
+    given = dict(options if options is not None else adapter.options_of(model) or {})
     chosen = Options.build({**given, "device": HOST, "check": False})
     figures = machine if isinstance(machine, Machine) else Machine.load(machine)
     _check_blocks(blocks, figures)
-    plain = dynamo.uncompiled(model)
+    plain = adapter.uncompiled(model)
     division = division_of(plain, figures)
     if division is not None:
         figures = machine_of_rank(figures, division.ring.ranks)
 
     def run(*args: Any, **kwargs: Any) -> Simulation:
         state_bytes = _state_bytes(chosen)
-        dynamo.retry_skipped()
+        watched_frames.retry_skipped()
         try:
             with torch.random.fork_rng([]), on_the_host(plain, args, kwargs, all_fake=True) as call:
                 return _Training(plain, call, figures, division, chosen, state_bytes, loss or _loss_of, blocks).simulation()
         finally:
-            dynamo.retry_skipped()
+            watched_frames.retry_skipped()
 
-    return run
+    return WithoutArguments(run, "simulate(model, machine)")
 
 
 def _check_blocks(blocks: str, machine: Machine) -> None:
@@ -104,7 +106,8 @@ def _state_bytes(options: Options) -> int | None:
     """Bytes of optimizer state for each entry of a parameter, by a trial on real tensors; None if its step is not compiled."""
     if options.optimizer is None:
         return None
-    if options.update != "at_step":
+    if options.mode.is_overlapped:
+        check_needs_no_closure(options.optimizer, f"update={options.update!r}")
         check_layers_are_independent(options.optimizer)
         if options.compile_update and why_not_compiled(options.optimizer) is None:
             return state_bytes_of_trial(options.optimizer)
@@ -139,7 +142,7 @@ class _Training:
                 lambda threads, accesses, name: SimulatedWorker(self.device.clocks, accesses, name),
             )
         updates = self.session.server.updates
-        if state_bytes is not None and isinstance(updates, UpdatesBehindTheDevice) and isinstance(updates._step, CompiledStep):
+        if state_bytes is not None and isinstance(updates, OverlappedUpdates) and isinstance(updates._step, CompiledStep):
             updates._step = OnePass(self.device.clocks, self.session.server.wires, state_bytes)  # type: ignore[assignment]
 
     def simulation(self) -> Simulation:
@@ -206,12 +209,12 @@ def _is_steady(times: Sequence[float]) -> bool:
 class _Simulator:
     """The backend: programs run in virtual time."""
 
-    streams_layers = True  # `dynamo.mark_batches` looks for this attribute
+    streams_layers = True  # `batch_marks.mark_batches` looks for this attribute
     __name__ = "l2l_simulate"
 
     def __init__(self, training: _Training):
         self.training = training
-        self.skipped: list[dynamo.SkippedFrame] = []
+        self.skipped: list[watched_frames.SkippedFrame] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
         runner = new_runner(gm, self.training.session)
@@ -235,8 +238,8 @@ class _Simulator:
 def _on_fakes(optimizer: torch.optim.Optimizer, fake: Callable[[torch.Tensor], torch.Tensor]) -> torch.optim.Optimizer:
     """A copy of an optimizer in which fake tensors replace parameters and state."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    held += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    return copy.deepcopy(optimizer, {id(tensor): fake(tensor) for tensor in held})
+    held += list(tensors_within(optimizer.state))
+    return copied(optimizer, {id(tensor): fake(tensor) for tensor in held})
 
 
 def _loss_of(outputs: Any) -> torch.Tensor:

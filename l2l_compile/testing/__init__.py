@@ -4,13 +4,13 @@
 strategies of Hypothesis. docs/testing.md shows them all.
 """
 
-from .comparison import Comparison
-from .difference import Difference
-from .equivalence import assert_equivalent, compare
-from .pair import Pair
-from .strategies import batches, options, stacks
-from .training import TrainingComparison, training_equivalent
-from .verdicts import Verdict
+from l2l_compile.testing.comparison import Comparison
+from l2l_compile.testing.difference import Difference
+from l2l_compile.testing.equivalence import assert_equivalent, compare
+from l2l_compile.testing.pair import Pair
+from l2l_compile.testing.strategies import batches, options, stacks
+from l2l_compile.testing.training import TrainingComparison, training_equivalent
+from l2l_compile.testing.verdicts import Verdict
 
 __all__ = [
     "Comparison",

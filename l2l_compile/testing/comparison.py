@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from . import printing
-from .verdicts import Verdicts
+from l2l_compile.testing import printing
+from l2l_compile.testing.verdicts import Verdicts
 
 
 class Comparison(Verdicts):

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..errors import L2LError
-from ..frontend import dynamo
-from ..ranks.sharded import is_divided
+from l2l_compile.errors import L2LError
+from l2l_compile.frontend.dynamo import adapter
+from l2l_compile.ranks.sharded import is_sharded
 
 Model = TypeVar("Model", bound=Callable)
 
@@ -24,20 +24,20 @@ def plain(model: Callable) -> Callable:
 
 def options_of(model: Callable) -> dict[str, Any]:
     """The options that a model was compiled with; empty if it was not compiled, or compiled without options."""
-    return dict(dynamo.options_of(model) or {})
+    return dict(adapter.options_of(model) or {})
 
 
 def copied(model: Model, dtype: torch.dtype | None) -> Model:
     """A deep copy of a module, in a dtype. A function is itself.
 
-    Raises `L2LError` if the module cannot be copied, with the name of the part that cannot, and for a model divided among
+    Raises `L2LError` if the module cannot be copied, with the name of the part that cannot, and for a model sharded over
     ranks.
     """
     if not isinstance(model, nn.Module):
         return model
-    if (name := next((n for n, p in model.named_parameters() if is_divided(p)), None)) is not None:
+    if (name := next((n for n, p in model.named_parameters() if is_sharded(p)), None)) is not None:
         raise L2LError(
-            f"parameter '{name}' of {type(model).__name__} is divided among ranks, and eager has no divided model to compare with: compare "
+            f"parameter '{name}' of {type(model).__name__} is sharded over ranks, and eager has no sharded model to compare with: compare "
             "the plain model, before l2l_compile.shard or parallelize_module"
         )
     try:

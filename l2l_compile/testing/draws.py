@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import L2LError
-from .leaves import leaves_of, own_copy
+from l2l_compile.errors import L2LError
+from l2l_compile.testing.leaves import leaves_of, own_copy
 
 
 class Watched:

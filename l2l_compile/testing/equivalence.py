@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .comparison import Comparison
-from .pair import Pair
+from l2l_compile.testing.comparison import Comparison
+from l2l_compile.testing.pair import Pair
 
 
 def compare(

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..inspection import synchronize
-from .difference import GRADIENT, LOSS, STATE, Key
-from .leaves import own_copy
-from .observation import Call, state_of
-from .reversal import Recorded
+from l2l_compile.inspection.programs import synchronize
+from l2l_compile.testing.difference import LOSS, STATE, Key
+from l2l_compile.testing.leaves import own_copy
+from l2l_compile.testing.observation import Call, state_of
+from l2l_compile.testing.reversal import Recorded
+from l2l_compile.update_modes import MODES
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -45,16 +46,14 @@ class Loop:
             loss = self.loss(wrapped(*args, **kwargs))
             loss.backward()
             found[Key(LOSS, f"of batch {number}")] = loss.detach()
-            if update != "at_step":
-                found |= {Key(GRADIENT, names[p]): p.grad for p in held if p.grad is not None}  # p.grad should be None
             if (number + 1) % self.accumulate == 0:
-                if self.max_grad_norm is not None and update == "at_step":
+                if self.max_grad_norm is not None and not MODES[update].is_overlapped:
                     nn.utils.clip_grad_norm_(held, self.max_grad_norm)
                 optimizer.step()
                 if scheduler is not None:
                     scheduler.step()
                 optimizer.zero_grad()
-        if update != "at_step":
+        if MODES[update].is_overlapped:
             synchronize(call)
         results = wrapped.results if isinstance(wrapped, Recorded) else []
         return Run({**found, **state_of(module), **_state_of(optimizer, names)}, call, results)
@@ -75,8 +74,11 @@ class Run:
 
 def _state_of(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[Key, Any]:
     found: dict[Key, Any] = {}
-    for parameter, state in optimizer.state.items():
-        found |= {Key(STATE, f"{names[parameter]}: {name}"): _own(value) for name, value in state.items()}
+    for owner, state in optimizer.state.items():
+        if isinstance(owner, torch.Tensor):
+            found |= {Key(STATE, f"{names[owner]}: {name}"): _own(value) for name, value in state.items()}
+        else:  # a count of all parameters, for example
+            found[Key(STATE, str(owner))] = _own(state)
     for number, group in enumerate(optimizer.param_groups):
         found |= {Key(STATE, f"group {number}: {name}"): _own(v) for name, v in group.items() if name != "params"}
     return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .leaves import leaves_of
+from l2l_compile.testing.leaves import leaves_of
 
 
 def loss_of(outputs: Any) -> torch.Tensor:

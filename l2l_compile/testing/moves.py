@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from .difference import GRADIENT, PARAMETER, Key
-from .leaves import like, mapped
-from .observation import State
+from l2l_compile.testing.difference import GRADIENT, PARAMETER, Key
+from l2l_compile.testing.leaves import like, mapped
+from l2l_compile.testing.observation import State
 
 
 class Move:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .difference import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, LOSS, OUTPUT, PARAMETER, Key
-from .leaves import inputs_of, leaves_of, own_copy
-from .losses import loss_of
+from l2l_compile.testing.difference import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, LOSS, OUTPUT, PARAMETER, Key
+from l2l_compile.testing.leaves import inputs_of, leaves_of, own_copy
+from l2l_compile.testing.losses import loss_of
 
 Call = Callable[..., Any]
 Step = Callable[

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ..ir.program import Program
-from .difference import GRADIENT, INPUT_GRADIENT, LOSS, OUTPUT, Key, error_of, norm_of
-from .moves import Move
-from .observation import Call, State, Step, observe, put_back, random_state, restore
-from .reversal import Reversed
-from .verdicts import DEPENDS, Own
+from l2l_compile.ir.program import Program
+from l2l_compile.testing.difference import GRADIENT, INPUT_GRADIENT, LOSS, OUTPUT, Key, error_of, norm_of
+from l2l_compile.testing.moves import Move
+from l2l_compile.testing.observation import Call, State, Step, observe, put_back, random_state, restore
+from l2l_compile.testing.reversal import Reversed
+from l2l_compile.testing.verdicts import DEPENDS, Own
 
 TOGETHER = Key(GRADIENT, "all parameters together")
 MOVES = 3  # one move alone may by chance give nearly the same rounding

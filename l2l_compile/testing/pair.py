@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import L2LError
-from ..frontend import dynamo
-from ..inspection import programs
-from ..ir.program import Program
-from ..options import Options
-from .comparison import Comparison
-from .copies import copied, options_of, plain
-from .difference import BUFFER, GRADIENT, INPUT, PARAMETER, Difference, Key, differences
-from .draws import Watched
-from .leaves import converted, inputs_of
-from .observation import Step, observe, random_state, restore, state_of, step_with
-from .own_error import NARROW, TOGETHER, Repeat, computed_in, total
-from .reversal import Recorded
-from .rules import AsAutocast, Rule, promise
-from .segments import Places
-from .verdicts import Own
+from l2l_compile.errors import L2LError
+from l2l_compile.frontend.dynamo import adapter
+from l2l_compile.inspection.programs import programs
+from l2l_compile.ir.program import Program
+from l2l_compile.options import Options
+from l2l_compile.testing.comparison import Comparison
+from l2l_compile.testing.copies import copied, options_of, plain
+from l2l_compile.testing.difference import BUFFER, GRADIENT, INPUT, PARAMETER, Difference, Key, differences
+from l2l_compile.testing.draws import Watched
+from l2l_compile.testing.leaves import converted, inputs_of
+from l2l_compile.testing.observation import Step, observe, random_state, restore, state_of, step_with
+from l2l_compile.testing.own_error import NARROW, TOGETHER, Repeat, computed_in, total
+from l2l_compile.testing.reversal import Recorded
+from l2l_compile.testing.rules import AsAutocast, Rule, promise
+from l2l_compile.testing.segments import Places
+from l2l_compile.testing.verdicts import Own
 
 _WRITTEN = (BUFFER, PARAMETER, INPUT)
 
@@ -81,7 +81,7 @@ class Pair:
     @property
     def programs(self) -> tuple[Program, ...]:
         """The streamed programs so far; empty for a model of which only parts are compiled."""
-        return programs(self.compiled) if dynamo.owner_of(self.compiled) is not None else ()
+        return programs(self.compiled) if adapter.owner_of(self.compiled) is not None else ()
 
     def step(self, *args: Any, **kwargs: Any) -> Comparison:
         """One training step on a batch: a forward, and a backward of its loss."""

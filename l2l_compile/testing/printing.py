@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .difference import GRADIENT, LOSS, Difference
-from .verdicts import DEPENDS, Verdict, Verdicts
+from l2l_compile.testing.difference import GRADIENT, LOSS, Difference
+from l2l_compile.testing.verdicts import DEPENDS, Verdict, Verdicts
 
 SHOWN = 12  # rows of a table, and sentences of an error
 

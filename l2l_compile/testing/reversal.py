@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .leaves import mapped
+from l2l_compile.testing.leaves import mapped
 
 
 class Recorded:

@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from ..errors import L2LError
+from l2l_compile.errors import L2LError
 
 PROMISED = {torch.float64: 1e-10, torch.float32: 1e-5}  # relative to the norm of each tensor
 REORDERINGS = 10  # an error up to this many times the error of eager with its rows reversed counts as rounding
@@ -105,7 +105,8 @@ class AsAutocast:
 class SameUpdates:
     """The rule for trainings with the same gradients: a relative tolerance, 0.0 for the same bits.
 
-    If the own error is at least the share `noise` of a tensor, rounding has decided the steps: ten times that error passes.
+    With a tolerance, ten times the own error passes too: updates that round differently move a tensor as reversed rows do.
+    If the own error is at least the share `noise` of a tensor, rounding has decided the steps.
     """
 
     tolerance: float
@@ -114,7 +115,8 @@ class SameUpdates:
     beside: ClassVar[str] = "at_step, rows reversed"
 
     def allowed(self, expected: Expected) -> float:
-        return REORDERINGS * (expected.own or 0.0) if self.is_zero(expected) else self.tolerance * expected.norm
+        reordering = REORDERINGS * (expected.own or 0.0) if self.tolerance else 0.0
+        return reordering if self.is_zero(expected) else max(self.tolerance * expected.norm, reordering)
 
     def is_zero(self, expected: Expected) -> bool:
         return self.tolerance > 0 and expected.own is not None and expected.own >= self.noise * expected.norm

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..ir.program import Program
-from ..ir.segments import Segment
-from .difference import BUFFER, GRADIENT, LOSS, PARAMETER, STATE, Key
+from l2l_compile.ir.program import Program
+from l2l_compile.ir.segments import Segment
+from l2l_compile.testing.difference import BUFFER, GRADIENT, LOSS, PARAMETER, STATE, Key
 
 
 class Places:

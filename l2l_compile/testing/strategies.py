@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..errors import L2LError
-from .stacks import LayerPlan, Stack, StackPlan
+from l2l_compile.errors import L2LError
+from l2l_compile.testing.stacks import LayerPlan, Stack, StackPlan
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -19,7 +19,7 @@ def _hypothesis(caller: str) -> ModuleType:
     try:
         import hypothesis.strategies
     except ImportError as error:
-        raise L2LError(f'l2l_compile.testing.{caller} draws with Hypothesis: pip install "l2l-compile[test]"') from error
+        raise L2LError(f"l2l_compile.testing.{caller} draws with Hypothesis: pip install hypothesis") from error
     return hypothesis.strategies
 
 

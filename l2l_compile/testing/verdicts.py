@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ..ir.program import Program
-from .difference import GRADIENT, Difference, Key
-from .rules import Expected, Rule
+from l2l_compile.ir.program import Program
+from l2l_compile.testing.difference import GRADIENT, Difference, Key
+from l2l_compile.testing.rules import Expected, Rule
 
 DEPENDS = "not known, since the numbers depend on the order of the rows"
 

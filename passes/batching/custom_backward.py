@@ -12,11 +12,11 @@ import sympy
 import torch
 from torch import fx
 
-from ...errors import LoweringError
-from ...ir.segments import Block
-from ...ir.values import Bindings
-from ...lowering.probes import ProbedFunctions, calls_functions, is_function, probe_gradients, probe_results
-from .batch_rules import Mixing, Partial, Rows, ValueState, analyse
+from l2l_compile.errors import LoweringError
+from l2l_compile.ir.segments import Block
+from l2l_compile.ir.values import Bindings
+from l2l_compile.lowering.probes import ProbedFunctions, calls_functions, is_function, probe_gradients, probe_results
+from l2l_compile.passes.batching.batch_rules import Mixing, Partial, Rows, ValueState, analyse
 
 _WITHIN = "in the backward of an autograd.Function"
 

@@ -10,22 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from ...errors import LoweringError
-from ...ir.captured import Captured
-from ...ir.segments import Block
-from ...ir.values import Bindings, Dim, TensorSpec, evaluate, rows_at
-from ...lowering import disk
-from ...lowering.forms import present_form
-from ...lowering.probes import probe
-from ...lowering.trace import settings_of_a_trace
-from ..compilation import Compilation
-from .batch_rules import PARTIAL_SUM_DTYPES, Mixing, Partial, Rows, ValueState, analyse
-from .custom_backward import mixing_functions
+from l2l_compile.errors import LoweringError
+from l2l_compile.ir.captured import Captured
+from l2l_compile.ir.fingerprints import present_form
+from l2l_compile.ir.segments import Block
+from l2l_compile.ir.values import Bindings, Dim, TensorSpec, evaluate, is_float, rows_at
+from l2l_compile.lowering.faster import trace_cache
+from l2l_compile.lowering.probes import probe
+from l2l_compile.lowering.trace import failed_in, settings_of_a_trace
+from l2l_compile.passes.batching.batch_rules import PARTIAL_SUM_DTYPES, Mixing, Partial, Rows, ValueState, analyse
+from l2l_compile.passes.batching.custom_backward import mixing_functions
+from l2l_compile.passes.compilation import Compilation
 
 NO_ROWS = "that it reads has no dimension that holds the rows of the batch in order"
 _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109)
@@ -69,7 +70,7 @@ def forget() -> None:
 def _key(compilation: Compilation, block: Block) -> tuple:
     """Everything that a proof depends on: the block, the sizes of its traces, where rows are in values, and the options."""
     captured = compilation.captured
-    numbers = {symbol: size for symbol, size in captured.hints.items() if symbol is not captured.batch}
+    numbers = {symbol: size for symbol, size in captured.hints.items() if symbol is not captured.batch and not is_float(symbol)}
     rows = tuple(
         (str(rows_at(spec.batch, captured.hints)), spec.mixed, spec.partial, spec.equal_rows)
         for spec in (*block.operands, *block.outputs)
@@ -83,8 +84,8 @@ def _key(compilation: Compilation, block: Block) -> tuple:
 
 def _from_disk(key: tuple, prove: Callable[[], Proof]) -> Proof:
     """The proof that another process has stored on disk. If there is none, a new proof, which is stored there."""
-    name = disk.digest(key)
-    for entry, drop in disk.read(name) if name is not None else ():
+    name = trace_cache.digest(key)
+    for entry, drop in trace_cache.read(name) if name is not None else ():
         try:
             return Proof(
                 tuple(entry["mutated"]), entry["reason"], tuple((p, a) for p, a in entry["outputs"]), tuple(entry["summed_whole"])
@@ -93,7 +94,7 @@ def _from_disk(key: tuple, prove: Callable[[], Proof]) -> Proof:
             drop(f"{type(error).__name__}: {error}")
     proof = prove()
     if name is not None:
-        disk.write(name, asdict(proof))
+        trace_cache.write(name, asdict(proof))
     return proof
 
 
@@ -106,7 +107,7 @@ def _prove(compilation: Compilation, block: Block) -> Proof:
     try:
         small, large, primes, mutated = probes(block, captured.hints, captured.batch)
     except LoweringError as error:
-        return Proof(probe(block, captured.hints)[1], f"cannot be traced at another batch size: {str(error).splitlines()[0]}")
+        return Proof(probe(block, captured.hints)[1], _why_not_at_other_sizes(error, captured.hints[captured.batch]))
     outputs = block.outputs + tuple(block.operands[i] for i in mutated)
     states = analyse(small, large, *primes, states_of_operands(block, captured.hints), partial_sum_dtypes(captured))
     reason = _refusal(block, outputs, states, captured.hints) or next(iter(unproven_functions(compilation, block).values()), None)
@@ -156,9 +157,17 @@ def _is_wide(captured: Captured) -> bool:
     return any(captured.specs[i.node].dtype is torch.float64 for i in captured.weights if i.kind == "parameter")
 
 
-def _is_multiple(size, batch) -> bool:
+def _is_multiple(size: Any, batch: Any) -> bool:
     """Whether a size does not depend on the batch, or is a multiple of it."""
     return batch is None or batch not in size.free_symbols or batch not in (size / batch).free_symbols
+
+
+def _why_not_at_other_sizes(error: LoweringError, rows: int) -> str:
+    """The reason of a block that cannot be traced with other numbers of rows than `rows`, those of the first batch."""
+    operation = failed_in(error)
+    if operation is None:
+        return f"cannot be traced at another batch size: {str(error).splitlines()[0]}"
+    return f"'{operation}' computes with a batch of {rows} rows, but not with every number of rows: it mixes rows"
 
 
 def _why_not_tried(compilation: Compilation, block: Block, odd: list) -> str:
@@ -174,7 +183,7 @@ def _why_not_tried(compilation: Compilation, block: Block, odd: list) -> str:
     return "it reads and makes no batched value"
 
 
-def suitable_primes(block: Block, hints: Bindings, batch) -> tuple[int, int]:
+def suitable_primes(block: Block, hints: Bindings, batch: Any) -> tuple[int, int]:
     """Two primes that divide no size in the block, so that a multiple of one can only come from the batch."""
     dims = [d for spec in (*block.operands, *block.outputs) for d in spec.shape]
     sizes = {_of_one_row(d, hints, batch) for d in dims}

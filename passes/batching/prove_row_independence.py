@@ -10,13 +10,12 @@ from typing import ClassVar
 
 from torch import fx
 
-from ...errors import L2LError
-from ...frontend.simplify import memory_of
-from ...frontend.writes import share_memory
-from ...ir.captured import Input
-from ...ir.segments import Segment, Value
-from ..compilation import Compilation, Fact
-from .proof import prove_block
+from l2l_compile.errors import L2LError
+from l2l_compile.ir.captured import Input
+from l2l_compile.ir.graph import memory_of, share_memory
+from l2l_compile.ir.segments import Segment, Value
+from l2l_compile.passes.batching.proof import prove_block
+from l2l_compile.passes.compilation import Compilation, Fact
 
 
 @dataclass(frozen=True)

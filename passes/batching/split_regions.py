@@ -16,18 +16,23 @@ from typing import ClassVar
 
 from torch import fx
 
-from ...errors import LoweringError
-from ...frontend.simplify import may_be_size
-from ...frontend.writes import AT_READER
-from ...ir.captured import LOSS_TERM
-from ...ir.segments import Block, Segment
-from ...lowering.probes import probe_values
-from ..compilation import Compilation, Fact
-from ..operation_sequence import OperationSequence, size_expression
-from ..segmentation.canonical import OPERATION, operations
-from ..segmentation.cut_segments import instantiate
-from .batch_rules import Mixing, RowIds, regions
-from .proof import partial_sum_dtypes, prove_block, states_of_operands, suitable_primes, unproven_functions
+from l2l_compile.errors import LoweringError
+from l2l_compile.ir.captured import LOSS_TERM
+from l2l_compile.ir.graph import AT_READER, may_be_size
+from l2l_compile.ir.segments import Block, Segment
+from l2l_compile.lowering.probes import probe_values
+from l2l_compile.passes.batching.batch_rules import Mixing, RowIds, regions
+from l2l_compile.passes.batching.proof import (
+    partial_sum_dtypes,
+    prove_block,
+    states_of_operands,
+    suitable_primes,
+    unproven_functions,
+)
+from l2l_compile.passes.compilation import Compilation, Fact
+from l2l_compile.passes.operation_sequence import OperationSequence, makes_number
+from l2l_compile.passes.segmentation.canonical import OPERATION, operations
+from l2l_compile.passes.segmentation.cut_segments import instantiate
 
 _KINDS = {Mixing: "mixes", RowIds: "numbers", type(None): "free"}  # else "rows"
 
@@ -138,7 +143,7 @@ def _is_no_value(sequence: OperationSequence, node: fx.Node) -> bool:
     """Whether no segment can hand on the result: a float computed from a size, a tuple, or a tensor that is a size."""
     if may_be_size(node):
         return True
-    return node not in sequence.captured.specs and size_expression(node) is None and node.meta.get("example_value") is not None
+    return node not in sequence.captured.specs and not makes_number(node) and node.meta.get("example_value") is not None
 
 
 def _is_worth_it(sequence: OperationSequence, segment: Segment, phases: list[int], phase: int) -> bool:

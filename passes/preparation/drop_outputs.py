@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import fx
 
-from ...frontend.simplify import drop_dead
-from ...ir.captured import Captured
-from ...ir.values import TensorSpec
-from ..compilation import Compilation, Fact
+from l2l_compile.ir.captured import Captured
+from l2l_compile.ir.graph import drop_dead
+from l2l_compile.ir.values import TensorSpec
+from l2l_compile.passes.compilation import Compilation, Fact
 
 
 @dataclass(frozen=True)

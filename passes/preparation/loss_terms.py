@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ...ir.batch import Batch
-from ...ir.captured import LOSS_TERM, Captured
-from ...ir.fx_types import source_of
-from ...ir.values import TensorSpec, rows_at
-from ..compilation import Compilation, Fact
+from l2l_compile.ir.batch import Batch
+from l2l_compile.ir.captured import LOSS_TERM, Captured
+from l2l_compile.ir.fx_types import source_of
+from l2l_compile.ir.values import TensorSpec, rows_at
+from l2l_compile.passes.compilation import Compilation, Fact
 
 _LOSSES: dict[Any, inspect.Signature] = {
     F.cross_entropy: inspect.signature(F.cross_entropy),
@@ -133,6 +133,8 @@ class _Loss:
         )
         if scores is None or target is None or arguments["reduction"] not in ("mean", "sum"):
             return None
+        if isinstance(arguments.get("label_smoothing"), fx.Node):  # a float that changes
+            return None
         options = (
             arguments["weight"],
             arguments["ignore_index"],
@@ -192,7 +194,7 @@ class _Loss:
             return total
         return put(operator.truediv, total, put(torch.sum, weights if weights is not None else put(operator.invert, skipped)))
 
-    def _put(self, function: Callable, *args, **kwargs) -> fx.Node:
+    def _put(self, function: Callable, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert a call before the original loss, with the metadata that Dynamo would have given it."""
         graph, captured = self.captured.graph, self.captured
         with graph.inserting_before(self.node):

@@ -12,6 +12,7 @@ Before a captured graph is cut into segments, its specs are narrowed:
                                             they are fp32, as under autocast: a residual stream is rounded once per layer,
                                             not once per addition. Their gradients are fp32 too, since they do not leave
                                             the device
+    parameters of 16 bits                   unchanged: a frozen base has the format of the link already
     everything else                         unchanged: masks, rotary tables, scalars, outputs of the model
 
 Every block then runs under `torch.autocast` of that dtype, which decides in which width each operation computes. The block sees
@@ -27,10 +28,10 @@ from typing import ClassVar
 
 import torch
 
-from ...errors import L2LError
-from ...ir.captured import LOSS_TERM, Captured
-from ...ir.precision import DTYPES
-from ..compilation import Compilation, Fact
+from l2l_compile.errors import L2LError
+from l2l_compile.ir.captured import LOSS_TERM, Captured
+from l2l_compile.ir.precision import DTYPES
+from l2l_compile.passes.compilation import Compilation, Fact
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Narrow:
 def narrow(captured: Captured, precision: str) -> None:
     """Narrow the specs of a captured graph to `precision` ("bf16" or "fp16"), and autocast its blocks.
 
-    Raises `L2LError` if the model runs under its own `torch.autocast` or has float64 parameters; warns about 16-bit parameters.
+    Raises `L2LError` if the model runs under its own `torch.autocast` or has float64 parameters; warns about trained 16-bit parameters.
     """
     option = f"the option precision={precision!r}"
     if captured.autocast is not None:
@@ -60,11 +61,12 @@ def narrow(captured: Captured, precision: str) -> None:
         raise L2LError(
             f"parameter '{wide[0]}' is float64, but {option} keeps float32 on the host: convert the model with .float()"
         )
-    short = [i.name for i in parameters if captured.specs[i.node].dtype in (torch.bfloat16, torch.float16)]
+    trained = [i for i in parameters if captured.specs[i.node].requires_grad]
+    short = [i.name for i in trained if captured.specs[i.node].dtype in (torch.bfloat16, torch.float16)]
     if short:
         warnings.warn(
-            f"{len(short)} parameters such as '{short[0]}' have 16 bits on the host: {option} keeps no wider copy of them, and small "
-            "updates are lost. Convert the model with .float()",
+            f"{len(short)} trained parameters such as '{short[0]}' have 16 bits on the host: {option} keeps no wider copy of them, and small "
+            "updates are lost. Convert the parameters that are trained with .float(); frozen ones may stay as they are",
             stacklevel=2,
         )
     captured.autocast = DTYPES[precision]

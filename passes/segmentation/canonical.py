@@ -17,13 +17,20 @@ import sympy
 import torch
 from torch import fx
 
-from ...ir.captured import Input
-from ...ir.fx_types import attribute, name_of
-from ...ir.graph_modules import graph_module
-from ...ir.segments import Block, symbolic_size
-from ...ir.values import TensorSpec
-from ...lowering.forms import argument_form, graph_form
-from ..operation_sequence import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, OperationSequence, size_expression
+from l2l_compile.ir.captured import Input
+from l2l_compile.ir.fingerprints import argument_form, graph_form
+from l2l_compile.ir.fx_types import attribute, name_of
+from l2l_compile.ir.graph_modules import graph_module
+from l2l_compile.ir.segments import Block, symbolic_size
+from l2l_compile.ir.values import TensorSpec, float_operand, is_float
+from l2l_compile.passes.operation_sequence import (
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
+    SET_GRAD,
+    OperationSequence,
+    makes_number,
+    size_expression,
+)
 
 OPERATION = "operation"  # in the meta of a block's node: the number of its operation within the piece
 
@@ -38,6 +45,7 @@ class Piece:
     values: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     form: tuple
+    floats: tuple[sympy.Symbol, ...] = ()  # of the user's, in the order in which they are first read
 
     @classmethod
     def of(cls, sequence: OperationSequence, span: range) -> Piece:
@@ -53,7 +61,7 @@ class Piece:
         )
         weights = tuple(sequence.weights[o] for o in reader.operands if o in sequence.weights)
         values = tuple(o for o in reader.operands if o not in sequence.weights)
-        return cls(span, _common_name(sequence, span), weights, values, outputs, form)
+        return cls(span, _common_name(sequence, span), weights, values, outputs, form, tuple(reader.floats))
 
 
 class _Reader:
@@ -63,6 +71,7 @@ class _Reader:
         self.sequence = sequence
         self.inside = {node: i for i, node in enumerate(operations(sequence, span))}
         self.operands: dict[fx.Node, int] = {}
+        self.floats: dict[sympy.Symbol, int] = {}
 
     def operation(self, node: fx.Node) -> tuple:
         spec = self.sequence.captured.specs.get(node)
@@ -73,7 +82,11 @@ class _Reader:
 
     def node(self, node: fx.Node) -> tuple:
         if (size := size_expression(node)) is not None:
+            if isinstance(size, sympy.Symbol) and is_float(size):
+                return "float", self.floats.setdefault(size, len(self.floats))
             return "size", str(size)
+        if makes_number(node):
+            return "number", node.target, self.argument(node.args), self.argument(node.kwargs)
         if node in self.inside:
             return "inside", self.inside[node]
         if node.target in (ENTER_AUTOCAST,):  # opened before the piece: its position among the open autocasts
@@ -91,8 +104,8 @@ class _Reader:
 
 
 def operations(sequence: OperationSequence, span: range) -> list[fx.Node]:
-    """The operations of a range, without operations that compute sizes: forms and blocks contain the sizes themselves."""
-    return [node for node in (sequence.nodes[i] for i in span) if size_expression(node) is None]
+    """The operations of a range, without operations that compute numbers: forms and blocks contain the numbers themselves."""
+    return [node for node in (sequence.nodes[i] for i in span) if not makes_number(node)]
 
 
 def _read_outside(node: fx.Node, inside: dict[fx.Node, int]) -> bool:
@@ -138,7 +151,7 @@ def build_block(sequence: OperationSequence, piece: Piece, name: str) -> Block:
     attributes: dict[str, Any] = {}
     sizes: dict[str, sympy.Expr] = {}
     for number, node in enumerate(operations(sequence, piece.span)):
-        env[node] = graph.node_copy(node, lambda n: _argument(sequence, graph, env, attributes, sizes, n))
+        env[node] = graph.node_copy(node, lambda n: _argument(sequence, piece, graph, env, attributes, sizes, n))
         env[node].meta[OPERATION] = number
     for autocast in reversed(end.autocasts):
         graph.call_function(EXIT_AUTOCAST, (env[autocast],))
@@ -173,15 +186,22 @@ def _looks_rows_up(node: fx.Node, table: fx.Node) -> bool:
     return arguments["weight"] is table and arguments.get("max_norm") is None  # max_norm writes into rows
 
 
-def _argument(sequence: OperationSequence, graph: fx.Graph, env: dict, attributes: dict, sizes: dict, node: fx.Node) -> Any:
+def _argument(
+    sequence: OperationSequence, piece: Piece, graph: fx.Graph, env: dict, attributes: dict, sizes: dict, node: fx.Node
+) -> Any:
     if node in env:
         return env[node]
     size = size_expression(node)
-    if isinstance(size, int):
+    if isinstance(size, (int, float)):
         return size
     if size is not None:
+        if isinstance(size, sympy.Symbol) and is_float(size):
+            size = float_operand(piece.floats.index(size))
         sizes[str(size)] = size
         return graph.call_function(symbolic_size, (str(size),))
+    if makes_number(node):
+        env[node] = graph.node_copy(node, lambda n: _argument(sequence, piece, graph, env, attributes, sizes, n))
+        return env[node]
     if node.op == "get_attr":
         name = name_of(node)
         attributes[name] = attribute(sequence.captured.module, node)

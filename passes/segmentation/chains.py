@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import networkx as nx
 from torch import fx
 
-from ..operation_sequence import OperationSequence, ParameterUse
-from .repeats import ranges_between
+from l2l_compile.passes.operation_sequence import OperationSequence, ParameterUse
+from l2l_compile.passes.segmentation.repeats import ranges_between
 
 _REACHED = 0.5  # share of a copy's uses of parameters that the values of its predecessor must reach
 

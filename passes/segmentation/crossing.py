@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..operation_sequence import OperationSequence, size_expression
-from .chains import uses_in
+from l2l_compile.passes.operation_sequence import OperationSequence, makes_number
+from l2l_compile.passes.segmentation.chains import uses_in
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def bytes_without_skips(sequence: OperationSequence, cut: int, copy: range, laye
     before, after = _layer_at(cut - 1, layers), _layer_at(cut, layers)
     total = 0
     for position, node in enumerate(sequence.nodes[:cut]):
-        if node not in sequence.captured.specs or size_expression(node) is not None:
+        if node not in sequence.captured.specs or makes_number(node):
             continue
         readers = _reading_layers(sequence, node, range(cut, copy.stop), layers)
         to_neighbour = readers == {after} and _layer_at(position, layers) == before

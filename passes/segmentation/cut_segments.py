@@ -16,11 +16,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.segments import Segment, Value
-from ..compilation import Compilation, Fact
-from ..operation_sequence import OperationSequence
-from .canonical import Piece, build_block
-from .names import items
+from l2l_compile.ir.segments import Segment, Value
+from l2l_compile.passes.compilation import Compilation, Fact
+from l2l_compile.passes.operation_sequence import OperationSequence
+from l2l_compile.passes.segmentation.canonical import Piece, build_block
+from l2l_compile.passes.segmentation.names import items
 
 ABOUT_A_LAYER = 1.1  # a first layer may have a table that the other layers read
 _ABOUT_A_USE = 1.02  # a head may have a norm in front of it: a segment of the norm alone would be too short to hide a copy
@@ -94,6 +94,7 @@ def instantiate(compilation: Compilation, ranges: list[range]) -> None:
                 tuple(map(Value, piece.outputs)),
                 parameter_bytes=sum(sequence.weight_bytes(w) for w in piece.weights if w.kind == "parameter"),
                 span=piece.span,
+                floats=piece.floats,
             )
         )
     compilation.blocks = list(compilation.forms.values())

@@ -17,11 +17,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..compilation import Compilation, Fact
-from ..operation_sequence import OperationSequence
-from .chains import chains, components, extended_to_next, find_predecessors, uses_in
-from .crossing import CrossingCounts, bytes_without_skips, is_bottleneck, may_be_cut
-from .names import (
+from l2l_compile.passes.compilation import Compilation, Fact
+from l2l_compile.passes.operation_sequence import OperationSequence
+from l2l_compile.passes.segmentation.chains import chains, components, extended_to_next, find_predecessors, uses_in
+from l2l_compile.passes.segmentation.crossing import CrossingCounts, bytes_without_skips, is_bottleneck, may_be_cut
+from l2l_compile.passes.segmentation.names import (
     Path,
     Traversal,
     containers,
@@ -32,7 +32,7 @@ from .names import (
     items,
     list_traversals,
 )
-from .repeats import Copies, Repeat, best_rotation, choose_cuts, ranges_between, repeats
+from l2l_compile.passes.segmentation.repeats import Copies, Repeat, best_rotation, choose_cuts, ranges_between, repeats
 
 _TRIES = 12  # number of repeats that are tried before a stretch counts as a stretch without layers
 _JOINTS = 3  # number of boundaries between copies that are tried: one may be wider, if its two copies read different masks

@@ -11,13 +11,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.segments import Segment, Uncut
-from ..compilation import Compilation, Fact
-from ..operation_sequence import OperationSequence
-from .chains import chains, extended_to_next, find_predecessors, uses_in
-from .cut_segments import ABOUT_A_LAYER
-from .names import Path, has_names, items
-from .repeats import best_rotation, repeats
+from l2l_compile.ir.segments import Segment, Uncut
+from l2l_compile.passes.compilation import Compilation, Fact
+from l2l_compile.passes.operation_sequence import OperationSequence
+from l2l_compile.passes.segmentation.chains import chains, extended_to_next, find_predecessors, uses_in
+from l2l_compile.passes.segmentation.cut_segments import ABOUT_A_LAYER
+from l2l_compile.passes.segmentation.names import Path, has_names, items
+from l2l_compile.passes.segmentation.repeats import best_rotation, repeats
 
 _MOST = 0.75  # share of a segment's bytes that the layers in it must hold: a single layer may have a list of its own
 

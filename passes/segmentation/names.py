@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from ..operation_sequence import OperationSequence
+from l2l_compile.passes.operation_sequence import OperationSequence
 
 Path = tuple[str, ...]
 

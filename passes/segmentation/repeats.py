@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..operation_sequence import OperationSequence, ParameterUse
-from .names import item_depth
+from l2l_compile.passes.operation_sequence import OperationSequence, ParameterUse
+from l2l_compile.passes.segmentation.names import item_depth
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..compilation import Compilation, Fact
-from ..operation_sequence import OperationSequence
+from l2l_compile.passes.compilation import Compilation, Fact
+from l2l_compile.passes.operation_sequence import OperationSequence
 
 
 @dataclass(frozen=True)

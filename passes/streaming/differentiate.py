@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.segments import Segment, Value
-from ..compilation import Compilation, Fact, Gradients
+from l2l_compile.ir.segments import Segment, Value
+from l2l_compile.passes.compilation import Compilation, Fact, Gradients
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
-"""Write the collectives of a program whose parameters are divided among ranks.
+"""Write the collectives of a program whose parameters are sharded over ranks.
 
     %w = fetch_weights(segment)                    %w = fetch_weights(segment)                 this rank's pieces
-    ...                                      =>    %c = gather_weights(segment, %w)            the pieces of all ranks
+    ...                                      =>    %c = all_gather_weights(segment, %w)            the pieces of all ranks
     forward(segment, %w, ...)                      ...
                                                    forward(segment, %c, ...)
 
-    push_gradients(segment, %g)              =>    %r = reduce_gradients(segment, %g)          the mean over the ranks
+    push_gradients(segment, %g)              =>    %r = reduce_scatter_gradients(segment, %g)          the mean over the ranks
                                                    push_gradients(segment, %r)                 this rank's pieces of it
 
-Under `ranks="global"`, the gradients of a segment that ran on all rows are the same on all ranks: `own_pieces` replaces the
+Under `ranks="global"`, the gradients of a segment that ran on all rows are the same on all ranks: `local_shard` replaces the
 reduction.
 
 A gather stands right after its fetch. It is therefore prefetched with the fetch, and comes before the reduction of the segment
@@ -22,10 +22,10 @@ from typing import ClassVar
 
 from torch import fx
 
-from ...errors import L2LError
-from ...ir import nodes
-from ...ir.segments import Segment
-from ..compilation import Compilation, Fact
+from l2l_compile.errors import L2LError
+from l2l_compile.ir import nodes
+from l2l_compile.ir.segments import Segment
+from l2l_compile.passes.compilation import Compilation, Fact
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PlaceRanks:
         if compilation.captured.ranks == 1:
             return
         for segment in compilation.segments:
-            segment.divided = any(w.pieces is not None for w in segment.weights)
+            segment.sharded = any(w.pieces is not None for w in segment.weights)
         for graph in filter(None, (compilation.forward, compilation.backward)):
             _gather(graph, compilation.segments)
             _reduce(graph, compilation.segments, compilation.is_global)
@@ -49,9 +49,9 @@ class PlaceRanks:
 def _gather(graph: fx.Graph, segments: list[Segment]) -> None:
     for fetch in graph.find_nodes(op="call_function", target=nodes.fetch_weights):
         index = nodes.operands(fetch).segment
-        if segments[index].divided:
+        if segments[index].sharded:
             with graph.inserting_after(fetch):
-                gathered = graph.call_function(nodes.gather_weights, (index, fetch))
+                gathered = graph.call_function(nodes.all_gather_weights, (index, fetch))
             gathered.meta["segment"] = index
             fetch.meta["bytes"] = _own_bytes(segments[index])
             fetch.replace_all_uses_with(gathered, delete_user_cb=lambda user, gathered=gathered: user is not gathered)
@@ -60,10 +60,10 @@ def _gather(graph: fx.Graph, segments: list[Segment]) -> None:
 def _reduce(graph: fx.Graph, segments: list[Segment], is_global: bool) -> None:
     for push in graph.find_nodes(op="call_function", target=nodes.push_gradients):
         index, gradients = nodes.operands(push)
-        if segments[index].divided:
+        if segments[index].sharded:
             with graph.inserting_before(push):
                 same = is_global and not segments[index].block.inner_looped
-                function = nodes.own_pieces if same else nodes.reduce_gradients
+                function = nodes.local_shard if same else nodes.reduce_scatter_gradients
                 reduced = graph.call_function(function, (index, gradients))
             reduced.meta["segment"] = index
             push.meta["bytes"] = _own_bytes(segments[index], trained=True)
@@ -71,7 +71,7 @@ def _reduce(graph: fx.Graph, segments: list[Segment], is_global: bool) -> None:
 
 
 def _own_bytes(segment: Segment, trained: bool = False) -> int:
-    """Bytes on the link of this rank's padded pieces and of undivided weights; `trained` leaves out frozen weights."""
+    """Bytes on the link of this rank's padded pieces and of unsharded weights; `trained` leaves out frozen weights."""
     total = 0
     for weight, spec in zip(segment.weights, segment.block.weights, strict=True):
         if spec.differentiable or not trained:
@@ -95,10 +95,10 @@ def _check_parallel_layers(compilation: Compilation) -> None:
     if not layer:
         return
     world = compilation.captured.world
-    if options.optimizer is not None and (world is None or not world.divides):
+    if options.optimizer is not None and (world is None or not world.shards):
         raise L2LError(
             f"{layer}: the option 'optimizer' needs to know the ranks of a parallel layer. Call l2l_compile.shard with a mesh of two "
             "dimensions, of which that of the layer is the second (the first may have the size 1), or update the model without the option"
         )
     if options.ranks == "global":
-        raise L2LError(f"{layer}: a model with parallel layers is divided with ranks='mean' alone")
+        raise L2LError(f"{layer}: a model with parallel layers is sharded with ranks='mean' alone")

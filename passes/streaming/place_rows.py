@@ -4,15 +4,15 @@ A value on the device is in one of three states. A batched value has this rank's
 same on all ranks, or a part: the sum over all ranks is the value. Segments that run row by row read and make this rank's rows
 and parts of sums. Segments that mix rows run on the rows of all ranks, identically on every rank:
 
-    %y = forward(mixing, %w, (%x))        =>      %a = gather_rows(%x)
+    %y = forward(mixing, %w, (%x))        =>      %a = all_gather_rows(%x)
                                                   %y = forward(mixing, %w, (%a))
-                                                  %o = own_rows(%y)
+                                                  %o = local_rows(%y)
 
-    %m = merge(%parts)    a sum over rows =>      %m = merge(%parts);  %s = sum_ranks(%m)
+    %m = merge(%parts)    a sum over rows =>      %m = merge(%parts);  %s = all_reduce(%m)
 
 A gradient without rows is a part if a segment that runs row by row makes it. It is the same on all ranks if a segment that
-mixes rows makes it, or if it comes from the user. Where a reader needs the other state, `sum_ranks` turns a part into a value
-that is the same on all ranks, and `count_once` turns such a value into a part.
+mixes rows makes it, or if it comes from the user. Where a reader needs the other state, `all_reduce` turns a part into a value
+that is the same on all ranks, and `mask_to_first_rank` turns such a value into a part.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import ClassVar
 
 from torch import fx
 
-from ...errors import L2LError
-from ...ir import nodes
-from ...ir.segments import Segment
-from ...ir.values import TensorSpec
-from ..compilation import Compilation, Fact
+from l2l_compile.errors import L2LError
+from l2l_compile.ir import nodes
+from l2l_compile.ir.segments import Segment
+from l2l_compile.ir.values import TensorSpec
+from l2l_compile.passes.compilation import Compilation, Fact
 
 
 class State(enum.Enum):
@@ -82,7 +82,7 @@ class _Rows:
             if nodes.runs_segment(node):
                 self._run(node, self.segments[nodes.operands(node).segment])
             elif node.target is nodes.merge and node.meta["spec"].batch is None:
-                self._behind(node, nodes.sum_ranks)
+                self._behind(node, nodes.all_reduce)
             elif node.target is nodes.accumulate:
                 self._accumulate(node)
             elif node.target is nodes.offload and self._state(nodes.operands(node).x) is State.PART:
@@ -100,7 +100,7 @@ class _Rows:
             if made.meta["spec"].batch is None:
                 self.states[made] = State.SAME if mixes or node.target is nodes.forward else State.PART
             elif mixes:
-                self._behind(made, nodes.own_rows)
+                self._behind(made, nodes.local_rows)
 
     def _arriving(self, gradient: fx.Node | None, spec: TensorSpec, mixes: bool, reader: fx.Node) -> fx.Node | None:
         """The gradient of an output, with the rows and in the state that the segment needs."""
@@ -115,7 +115,7 @@ class _Rows:
         if spec.batch is None:
             return own
         if own not in self.whole:
-            self.whole[own] = self._before(reader, nodes.gather_rows, own)
+            self.whole[own] = self._before(reader, nodes.all_gather_rows, own)
         return self.whole[own]
 
     def _accumulate(self, node: fx.Node) -> None:
@@ -135,7 +135,7 @@ class _Rows:
     def _as(self, state: State, node: fx.Node, reader: fx.Node) -> fx.Node:
         if self._state(node) is state:
             return node
-        made = self._before(reader, nodes.sum_ranks if state is State.SAME else nodes.count_once, node)
+        made = self._before(reader, nodes.all_reduce if state is State.SAME else nodes.mask_to_first_rank, node)
         self.states[made] = state
         return made
 

@@ -17,8 +17,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from ...ir import nodes
-from ..compilation import Compilation, Fact
+from l2l_compile.ir import nodes
+from l2l_compile.passes.compilation import Compilation, Fact
 
 _TENSORS = ("spec", "split", "value")
 _KEEP = (nodes.stash, nodes.offload)  # readers for which a value does not have to wait

@@ -15,8 +15,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from ...ir import nodes
-from ..compilation import Compilation, Fact
+from l2l_compile.ir import nodes
+from l2l_compile.passes.compilation import Compilation, Fact
+from l2l_compile.update_modes import Place
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,10 @@ class PlaceUpdates:
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.UPDATES_PLACED})
 
     def apply(self, compilation: Compilation) -> None:
-        if compilation.options.update == "in_backward" and compilation.backward is not None:
+        place = compilation.options.mode.place
+        if place is Place.AFTER_PUSH and compilation.backward is not None:
             _after_pushes(compilation.backward)
-        if compilation.options.update == "in_forward":
+        if place is Place.BEFORE_FETCH:
             _before_fetches(compilation)
 
 

@@ -15,9 +15,10 @@ from typing import ClassVar
 
 from torch import fx
 
-from ...ir import nodes
-from ..compilation import Compilation, Fact
-from .place_stash import segment_times
+from l2l_compile.ir import nodes
+from l2l_compile.lanes import Lane
+from l2l_compile.passes.compilation import Compilation, Fact
+from l2l_compile.passes.streaming.place_stash import segment_times
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def _hoist(graph: fx.Graph, ahead: int) -> None:
     """Move each copy to the device in front of the segment that runs `ahead` segments before its reader."""
     times = segment_times(graph)
     runs = [node for node in graph.nodes if nodes.runs_segment(node)]
-    copies = [node for node in graph.nodes if nodes.lane_of(node) == nodes.H2D]
+    copies = [node for node in graph.nodes if nodes.lane_of(node) == Lane.H2D]
     first_reader = {node: min((times[user] for user in node.users), default=times[node]) for node in copies}
     for node in copies:
         target = max(first_reader[node] - ahead, 0)

@@ -19,8 +19,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from ...ir import nodes
-from ..compilation import Compilation, Fact
+from l2l_compile.ir import nodes
+from l2l_compile.lanes import Lane
+from l2l_compile.passes.compilation import Compilation, Fact
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def _released(graph: fx.Graph) -> list[fx.Node]:
 
 def _is_copied(node: fx.Node) -> bool:
     """Whether a copy to the host, or a collective, reads a node."""
-    return any(nodes.lane_of(user) in (nodes.D2H, nodes.COMM) for user in node.users)
+    return any(nodes.lane_of(user) in (Lane.D2H, Lane.COMM) for user in node.users)
 
 
 def _end(reader: fx.Node) -> fx.Node:
@@ -64,7 +65,7 @@ def _end(reader: fx.Node) -> fx.Node:
 
     For a copy or a collective, it is the next segment (if any), during which the reader runs. Otherwise it is the reader.
     """
-    if nodes.lane_of(reader) not in (nodes.D2H, nodes.COMM):
+    if nodes.lane_of(reader) not in (Lane.D2H, Lane.COMM):
         return reader
     later = reader.next
     while later.op != "output" and not nodes.runs_segment(later):

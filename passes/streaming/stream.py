@@ -19,12 +19,12 @@ from typing import ClassVar
 
 from torch import fx
 
-from ...ir import nodes
-from ...ir.segments import Segment, Value
-from ...ir.values import TensorSpec
-from ..compilation import Compilation, Fact
-from .differentiate import reached_backward
-from .writer import Forms, GraphWriter
+from l2l_compile.ir import nodes
+from l2l_compile.ir.segments import Segment, Value
+from l2l_compile.ir.values import TensorSpec
+from l2l_compile.passes.compilation import Compilation, Fact
+from l2l_compile.passes.streaming.differentiate import reached_backward
+from l2l_compile.passes.streaming.writer import Forms, GraphWriter
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import fx
 
-from ...ir import nodes
-from ...ir.segments import Segment, Value
-from ...ir.values import TensorSpec
+from l2l_compile.ir import nodes
+from l2l_compile.ir.segments import Segment, Value
+from l2l_compile.ir.values import TensorSpec
 
 
 class GraphWriter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import pytest
 import torch
@@ -72,14 +73,20 @@ def test_a_refused_page_lock_is_not_the_next_kernels_error(runtime):
 
 def test_what_cannot_be_unlocked_is_a_warning(runtime):
     with pytest.warns(RuntimeWarning, match="stays page-locked: refused with 713"):
-        cuda._page_unlock(GPU, 1)
+        cuda._page_unlock(GPU, os.getpid(), 1)
     runtime.launch()
+
+
+def test_a_forked_process_unlocks_nothing(runtime):
+    """CUDA cannot be used there: a data loader's worker may collect a model of its parent."""
+    cuda._page_unlock(GPU, os.getpid() + 1, 1)
+    assert runtime.calls == []
 
 
 def test_page_locks_are_for_all_gpus_and_begin_to_use_no_other(runtime):
     """From a thread of the host, whose current GPU is the first."""
     cuda._page_lock(GPU, 1, 10)
-    cuda._page_unlock(GPU, 1)
+    cuda._page_unlock(GPU, os.getpid(), 1)
     assert runtime.calls == [(1, 1), (1, None)]  # 1 is cudaHostRegisterPortable
     assert runtime.current.index == 0
 
@@ -108,7 +115,7 @@ class Stream:
     def wait_event(self, event):
         self.asked.append((self.name, "waits for", event))
 
-    def record_event(self):
+    def record_event(self, event):
         return f"event of {self.name}"
 
 
@@ -123,6 +130,7 @@ def device(monkeypatch):
         lane = device.lanes[name] = object.__new__(cuda._Stream)
         lane.stream = Stream(name, device.asked)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: None)
     return device
 
 
@@ -137,6 +145,52 @@ def test_the_first_fetch_waits_for_new_slabs(monkeypatch, device):
     device.reserve_slabs(2, 8)
     device.reserve_slabs(2, 8)
     assert device.asked == ["slab", "slab", ("h2d", "waits for", "event of compute")]
+
+
+def test_recovery_records_no_event(device):
+    """A device that has failed for good may refuse it."""
+    device.lanes["compute"].record = pytest.fail
+    device.reserve_slabs(0, 0)
+
+
+def test_sessions_of_a_gpu_share_its_streams(monkeypatch):
+    """cuBLAS and the allocator keep memory for each stream."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    cuda._streams.cache_clear()
+    try:
+        assert cuda._streams(GPU) is cuda._streams(torch.device("cuda", 1))
+        assert cuda._streams(GPU)["compute"] is not cuda._streams(torch.device("cuda", 0))["compute"]
+    finally:
+        cuda._streams.cache_clear()
+
+
+def test_waits_for_events_leave_the_core_idle(monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: options)
+    device.lanes["h2d"].stream.record_event = lambda event: event
+    assert device.lanes["h2d"].record() == {"blocking": True}
+
+
+@pytest.mark.parametrize(("current", "gpus", "expected"), [(0, 8, 3), (0, 1, 0), (5, 8, 5)], ids=["torchrun", "one seen", "set"])
+@pytest.mark.parametrize("started", [True, False], ids=["ranks", "alone"])
+def test_each_rank_takes_a_gpu_of_its_own(monkeypatch, current, gpus, expected, started):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: started)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert cuda.CUDA.resolve(torch.device("cuda")).index == (expected if started else current)
+    assert cuda.CUDA.resolve(torch.device("cuda:6")).index == 6
+
+
+@pytest.mark.parametrize("change", [("cudnn", "version"), ("_C", "_get_sdp_priority_order")])
+def test_attention_kernels_are_a_part_of_a_traces_key(monkeypatch, change):
+    """Another cuDNN, and another order of preference, may take another kernel."""
+    values = {"get_device_name": "H", "get_device_capability": (9, 0)}
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    before = cuda._identity(GPU)
+    owner, name = change
+    monkeypatch.setattr(torch.backends.cudnn if owner == "cudnn" else torch._C, name, lambda: (7,))
+    assert cuda._identity(GPU) != before
 
 
 @pytest.mark.parametrize("kind", ["a temporary of the caller", "a view of page-locked memory"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -55,6 +56,20 @@ def test_a_buffer_is_used_again_when_its_last_copy_is_done():
     assert other.data_ptr() != address
     event["done"] = True
     assert pool.empty(torch.Size((5, 3)), torch.int32, "a test").data_ptr() == address
+
+
+def test_no_python_code_runs_where_a_buffer_is_let_go():
+    """PyTorch lets go of a gradient in the middle of `p.grad = None`: a signal handler that ran there would read what is gone."""
+    pool, called = Pool(memory_of(None)[0]), []
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = pool.empty(torch.Size([3]), torch.float32, "a test")
+    sys.setprofile(lambda frame, event, argument: called.append(frame.f_code.co_name) if event == "call" else None)
+    parameter.grad = None
+    sys.setprofile(None)
+    assert not called
+    assert pool._needed == 12 and len(pool._put_back) == 1
+    pool._take_back()
+    assert pool._needed == 0
 
 
 def test_tensors_of_every_size_share_the_memory_of_the_largest():
@@ -189,3 +204,24 @@ def test_the_option():
     for value in ("8", "many", 5, True, "1KB", -1):
         with pytest.raises(ValueError, match="pinned_memory"):
             Options.build({"pinned_memory": value})
+
+
+def mappings():
+    """Mappings of this process; the kernel allows 65,530."""
+    return sum(1 for _ in open("/proc/self/maps"))
+
+
+def test_kept_losses_take_no_buffer_each(threaded):
+    """A long run that collects its losses would come to the limit of mappings."""
+    threaded.delay = 0.0
+    step = compiled(Stack(2).double())
+    x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    kept, before = [], None
+    for turn in range(40):
+        loss = step(x).sum(-1)
+        (gradient,) = torch.autograd.grad(loss.sum(), x)
+        kept += [loss.detach(), gradient]
+        if turn == 4:
+            before = mappings(), threaded.devices[-1].pinned.used
+    assert mappings() <= before[0] + 10
+    assert threaded.devices[-1].pinned.used == before[1]

@@ -71,7 +71,7 @@ def test_one_name_for_one_device(monkeypatch):
     assert Options.build({"device": "cpu:0"}).device == torch.device("cpu")
 
 
-def test_without_a_name_the_accelerator_is_taken_if_its_kind_is_known(monkeypatch):
+def test_without_a_name_an_accelerator_of_a_known_kind_is_taken(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("xpu"))
     assert Options.build().device == torch.device("cpu")
     monkeypatch.setitem(KINDS, "xpu", fast())

@@ -52,7 +52,7 @@ def test_parity_of_hugging_face_models(stand_in, name):
 
 
 @pytest.mark.parametrize("update", ["in_backward", "in_forward"])
-def test_updates_behind_the_device(stand_in, update):
+def test_overlapped_updates(stand_in, update):
     training_equivalent(
         Stack(3).double(),
         [rows(6) for _ in range(3)],
@@ -113,7 +113,7 @@ RANDOM = {
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_random_numbers_follow_the_seed_and_leave_the_generator_of_the_device_as_it_was(stand_in, name):
+def test_random_numbers_follow_the_seed_and_move_no_generator(stand_in, name):
     model, x, found = Maker(RANDOM[name]).double(), rows(6, WIDTH_OF_MAKER), []
     step, before = compiled(model, device=stand_in), generators.default.get_state()
     for seed in (1, 1, 2):

@@ -9,9 +9,9 @@ import torch
 
 from l2l_compile.devices.device import Device
 from l2l_compile.devices.host import half_of_the_cores
-from l2l_compile.devices.threaded import ThreadedDevice
 from l2l_compile.memory import pages
 from l2l_compile.session import session_of
+from l2l_compile.testing.strict_device import ThreadedDevice
 from models import Stack, compiled
 
 WAYS = {

@@ -12,10 +12,11 @@ import torch
 import l2l_compile
 from l2l_compile.devices.cpu import CPU
 from l2l_compile.devices.registry import KINDS
-from l2l_compile.devices.threaded import ThreadedDevice
 from l2l_compile.ir import nodes
+from l2l_compile.lanes import Lane
 from l2l_compile.runtime import executor
 from l2l_compile.runtime.instructions import edited
+from l2l_compile.testing.strict_device import ThreadedDevice
 from models import Layer, Shared, Stack, TwoHeads, UNet, assert_parity, compilation, compiled, loss_of, rows
 
 
@@ -84,7 +85,7 @@ def test_threads_end_with_the_model(threaded):
     assert [thread.name for thread in threads if thread.is_alive()] == []
 
 
-def test_error_of_a_lane_is_raised_by_synchronize_and_work_behind_it_is_dropped():
+def test_synchronize_raises_a_lanes_error_and_drops_its_work():
     device, ran = ThreadedDevice(0), []
 
     def fail():
@@ -223,7 +224,7 @@ def test_a_copy_to_the_host_has_the_time_of_one_segment(depth):
         runs, begun, late = 0, {}, {}
         for node in graph.nodes:
             runs += nodes.runs_segment(node)
-            if nodes.lane_of(node) == nodes.D2H:
+            if nodes.lane_of(node) == Lane.D2H:
                 begun |= dict.fromkeys(node.all_input_nodes, runs)
             if node.target is nodes.release and (freed := nodes.operands(node).x) in begun:
                 late[freed] = runs - begun[freed]

@@ -205,7 +205,7 @@ def test_a_forward_whose_output_dies_is_no_step(update):
     assert_same_state(ours.model, eager.model)
 
 
-def test_gradients_in_16_bits_survive_the_recompute_of_an_earlier_part():
+def test_gradients_in_16_bits_survive_an_earlier_recompute():
     """With `at_step`, a wire may lie where gradients go later: the recompute casts it anew while gradients of another part are there."""
     torch.manual_seed(0)
     part = nn.Sequential(*(Layer() for _ in range(2)))

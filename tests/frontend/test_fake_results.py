@@ -8,9 +8,9 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from l2l_compile.frontend import fake_results
-from l2l_compile.frontend.fake_results.rules import FLOATS, expression
 from l2l_compile.lowering.sizes import Sizes
+from l2l_compile.torch_internals import fake_results
+from l2l_compile.torch_internals.fake_results.rules import FLOATS, expression
 
 aten = torch.ops.aten
 B, T = (sympy.Symbol(name, integer=True, positive=True) for name in "bt")
@@ -210,7 +210,7 @@ def test_where_sizes_decide_pytorch_finds_the_result(symbols):
         assert fake_results.result_of(o.mode, operator, args, kwargs) is None, (operator, args)
 
 
-def test_a_mode_that_finds_results_directly_gives_them_to_decompositions_too():
+def test_results_found_directly_reach_decompositions_too():
     o = Operands(torch.float64, (B, T))
     fake_results.directly(o.mode)
     fake_results.directly(o.mode)

@@ -2,7 +2,7 @@ import resource
 
 import pytest
 
-from l2l_compile.frontend.frames import with_room
+from l2l_compile.torch_internals.frame_memory import with_room
 
 
 def _leaf(a=0, b=0, c=0, d=0):

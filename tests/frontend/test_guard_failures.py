@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from l2l_compile.frontend.guard_failures import changes
+from l2l_compile.frontend.dynamo.guard_failures import changes
 
 CODE = '   # x = x * self.scale  # models/llama.py:11 in forward\nUser stack trace:\n  File "llama.py", line 11, in forward'
 

@@ -17,7 +17,7 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("kind", HOOKS)
-def test_a_hook_that_is_added_after_the_first_call_is_called_until_it_is_removed(kind):
+def test_a_hook_added_after_the_first_call_runs_until_removed(kind):
     plain = Stack(3).double()
     model = copy.deepcopy(plain)
     step, x = compiled(model), rows(6)
@@ -32,3 +32,12 @@ def test_a_hook_that_is_added_after_the_first_call_is_called_until_it_is_removed
         torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
         for handle in handles:
             handle.remove()
+
+
+def test_a_backward_hook_within_a_sequential_is_a_warning():
+    """Dynamo leaves the whole of PyTorch's own container uncompiled."""
+    plain = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    HOOKS["backward"](plain[1])
+    step = torch.compile(plain, backend="l2l", options={"device": "cpu"})
+    with pytest.warns(UserWarning, match=r"does not run nn.Sequential.forward.*hooks"):
+        step(torch.randn(6, 4))

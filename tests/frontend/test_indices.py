@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from l2l_compile import IndexRangeError, L2LError
-from l2l_compile.frontend.indices import Check
+from l2l_compile.frontend.index_checks.indices import Check
 from models import WIDTH, Layer, Stack, assert_parity, assert_same_state, compiled, rows
 from test_huggingface import VOCAB, build
 

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import nn
 
-from l2l_compile.report import explain
+from l2l_compile.report.explain import explain
 from models import WIDTH, Stack
 
 

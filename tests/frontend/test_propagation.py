@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from l2l_compile.frontend import propagation
+from l2l_compile.frontend.faster import propagation
 from l2l_compile.testing import Pair
 from models import WIDTH, EncoderDecoder, assert_parity, compiled, rows
 

@@ -111,7 +111,7 @@ def test_a_write_behind_a_graph_break_reaches_what_is_viewed(case, micro_batches
 
 
 @pytest.mark.parametrize("view", [lambda x: x[:, :4], lambda x: x.detach()], ids=["slice", "detach"])
-def test_a_write_into_a_view_in_the_graph_that_reads_the_whole_is_refused(view):
+def test_a_write_into_a_view_of_a_value_read_whole_is_refused(view):
     def forward(model, x):
         seen = view(x)
         split_graph()

@@ -91,7 +91,7 @@ def test_a_gan_with_spectral_norm_trains_as_in_eager(norm, iterations, models, m
     assert_same_state(gan, reference)
 
 
-def test_a_layer_with_spectral_norm_is_one_segment_and_split_into_micro_batches():
+def test_a_layer_with_spectral_norm_is_one_split_segment():
     """The power iteration reads no rows: it does not keep its layer from going micro-batch by micro-batch."""
     layers = [nn.Sequential(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(4)]
     model = nn.Sequential(nn.Linear(5, WIDTH), *layers).double()
@@ -288,7 +288,7 @@ def test_a_state_in_16_bits_keeps_its_own_precision():
     assert torch.equal(model.heat, reference.heat)
 
 
-def test_two_calls_before_backward_recompute_from_what_each_has_seen():
+def test_two_calls_before_backward_recompute_from_own_values():
     def step(call, *batches):
         first, second = (call(x).pow(2).mean() for x in batches)
         second.backward()
@@ -346,7 +346,7 @@ def test_a_write_that_another_name_would_have_to_show_is_refused():
         compiled(Overlapping().double())(rows(6))
 
 
-def test_a_trained_parameter_that_a_layer_writes_and_others_read_is_refused():
+def test_a_trained_parameter_written_by_one_layer_is_refused():
     class Clipped(nn.Module):
         def __init__(self):
             super().__init__()

@@ -12,9 +12,11 @@ from test_updates import MODES, OPTIMIZERS, data, frozen_in_the_middle, same_tra
 from torch import nn
 
 from l2l_compile import L2LError, synchronize
+from l2l_compile.host.compiled_step import compiled_step
+from l2l_compile.host.compiled_step.compiled_step import CompiledStep, why_not_compiled
+from l2l_compile.host.compiled_step.record import record
 from l2l_compile.host.gradients import GradientMemory
-from l2l_compile.host.optimizer.compiled_step import CompiledStep, why_not_compiled
-from l2l_compile.host.optimizer.torch_step import hyperparameters, step_on
+from l2l_compile.host.step.torch_step import hyperparameters, step_on
 from l2l_compile.host.wire import Wires
 from l2l_compile.memory.pages import unlocked
 from l2l_compile.session import session_of
@@ -145,6 +147,40 @@ def test_operations(name):
             assert optimizer.state[p]["step"] == reference.state[q]["step"]
 
 
+class OfLists(torch.optim.Optimizer):
+    """Adds to lists of tensors in another order than to one tensor after another. The lists' way is the default."""
+
+    def __init__(self, parameters, foreach=None):
+        super().__init__(parameters, {"lr": 0.1, "foreach": foreach})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            held = [p for p in group["params"] if p.grad is not None]
+            if group["foreach"] is not False and held:
+                sums = torch._foreach_add([p.grad for p in held], 1e3)
+                torch._foreach_sub_(sums, torch.full((), 1e3, device=held[0].device))
+                torch._foreach_addcmul_(sums, sums, sums, [0.5] * len(held))
+                torch._foreach_lerp_(held, sums, group["lr"])
+            else:
+                for p in held:
+                    p.lerp_(p.grad + 0.5 * p.grad.square(), group["lr"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_operations_on_lists_round_as_they_do(foreach):
+    ours, theirs = parameters(), parameters()
+    optimizer, reference = OfLists(ours, foreach), OfLists(theirs, foreach)
+    assert why_not_compiled(optimizer) is None
+    step = CompiledStep(optimizer, Wires(unlocked()), threads=1, memory=GradientMemory())
+    for number in range(4):
+        step.on(hyperparameters(optimizer), gradients_of(ours, number), 1.0)
+        step_on(reference, hyperparameters(reference), gradients_of(theirs, number))
+    assert all(relative(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+    assert optimizer.param_groups[0]["foreach"] is foreach
+
+
 PAIRS = [(name, Stack) for name in OPTIMIZERS] + [(n, m) for n in ("adamw", "lamb") for m in (Shared, frozen_in_the_middle)]
 
 
@@ -170,6 +206,18 @@ def trained(update="in_backward", make_optimizer=torch.optim.AdamW, **options):
     for number in range(3):
         once(number)
     return model, step, once
+
+
+def test_a_step_is_recorded_once_for_all_parameters(monkeypatch):
+    """Dynamo leaves attributes on the parameters of a model, which no optimizer looks at."""
+    model, step, once = trained()
+    synchronize(step)
+    assert any(vars(p) for p in model.parameters())
+    recorded = []
+    monkeypatch.setattr(compiled_step, "record", lambda *given: recorded.append(given) or record(*given))
+    once()
+    synchronize(step)
+    assert len(recorded) == 1
 
 
 @pytest.mark.parametrize("update", MODES)
@@ -205,26 +253,27 @@ def test_a_write_between_forward_and_update_is_an_error():
     model, step, _ = trained()
     loss = step(data(0)).pow(2).mean()
     model.layers[1].up.weight.data[0, 0] += 1.0
-    loss.backward()
-    with pytest.raises(L2LError, match="does not record"):
+    with pytest.raises(L2LError, match="does not record"):  # in backward, if the update is done by then
+        loss.backward()
         synchronize(step)
 
 
-def test_a_write_while_an_update_is_pending_is_an_error(monkeypatch):
+def test_a_write_by_an_alias_while_an_update_is_pending_raises(monkeypatch):
+    """A write into the parameter itself waits for the update."""
     model, step, once = trained("in_forward")
+    alias = model.head.weight.data
     gate, updates = threading.Event(), session_of(step).server.updates
     look = updates._look_at
     monkeypatch.setattr(updates, "_look_at", lambda *step: gate.wait(10) and look(*step))
     once()
-    with torch.no_grad():
-        model.head.weight.mul_(2)
+    alias.mul_(2)
     gate.set()
     with pytest.raises(L2LError, match="synchronize"):
         step(data(0))
 
 
 def test_without_a_compiler(monkeypatch):
-    from l2l_compile.host.optimizer import kernel, library
+    from l2l_compile.host.compiled_step import kernel, library
 
     monkeypatch.setattr(library.shutil, "which", lambda name: None)
     kernel.address_of.cache_clear()

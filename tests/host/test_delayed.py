@@ -243,7 +243,7 @@ def test_a_checkpoint_serves_without_the_option():
         optimizer.zero_grad()
 
 
-def test_parameters_that_somebody_writes_are_those_of_the_next_step():
+def test_written_parameters_are_those_of_the_next_step():
     expected, delayed = both(Stack, "sgd")
     for number in range(3):
         delayed.step([data(number)]), expected.step([data(number)])
@@ -255,7 +255,7 @@ def test_parameters_that_somebody_writes_are_those_of_the_next_step():
     assert torch.equal(delayed.step([data(5)])[0], loss_of(compiled(written)(data(5))).detach())
 
 
-def test_an_entry_of_a_frozen_parameter_that_somebody_writes_through_data():
+def test_an_entry_of_a_frozen_parameter_written_through_data():
     """PyTorch does not record it, and no update would find it."""
     expected, delayed = both(lambda: frozen_in_the_middle(width=80), "sgd")
     for number in range(3):
@@ -267,11 +267,11 @@ def test_an_entry_of_a_frozen_parameter_that_somebody_writes_through_data():
 
 def test_a_write_while_an_update_is_to_come_is_an_error(threaded):
     delayed = both(Stack, "sgd")[1]
+    held = next(iter(delayed.model.parameters())).data
     delayed.step([data(0)])
     with _gate(delayed) as gate:
         delayed.step([data(1)])
-    with torch.no_grad():
-        next(iter(delayed.model.parameters())).mul_(0.5)
+    held.mul_(0.5)
     gate.set()
     with pytest.raises(L2LError, match="written while its update was still to come"):
         l2l_compile.synchronize(delayed.compiled)

@@ -12,6 +12,7 @@ from test_beside_others import assert_same
 
 import l2l_compile
 from l2l_compile import L2LError
+from l2l_compile.host.hooks import remove_left
 from models import Stack, compiled, rows
 
 B, Z, S = "backward", "zero_grad", "step"
@@ -51,7 +52,7 @@ def test_its_gradients_are_dropped(loop):
 
 
 @pytest.mark.parametrize("update", ["in_forward", "in_backward"])
-def test_a_discriminator_whose_gradients_of_the_other_players_turn_are_dropped(update):
+def test_a_discriminator_drops_gradients_of_the_other_turn(update):
     """The loop of PyTorch's DCGAN tutorial: `netD.zero_grad()` drops what the generator's loss has left."""
     plain, optimizer, step, streamed = pair(update, 2)
     generators = [torch.nn.Linear(5, 5).double() for _ in range(2)]
@@ -71,7 +72,7 @@ def test_a_discriminator_whose_gradients_of_the_other_players_turn_are_dropped(u
 
 
 @pytest.mark.parametrize("update", ["in_forward", "in_backward"])
-def test_two_losses_through_one_forward_are_refused_with_a_remedy(update):
+def test_two_losses_through_one_forward_are_refused(update):
     _, _, step, _optimizer = pair(update, 1)
     output = step(rows(4))
     output.pow(2).mean().backward(retain_graph=True)
@@ -104,7 +105,7 @@ def test_in_backward_they_are_until_its_updates_have_begun():
 
 
 @pytest.mark.parametrize("update, remedy", [("in_forward", "optimizer.zero_grad()"), ("in_backward", "optimizer.step()")])
-def test_the_error_of_a_step_that_was_not_ended_says_how_to_go_on(update, remedy):
+def test_the_error_of_a_step_without_an_end_says_how_to_go_on(update, remedy):
     *_, step, streamed = pair(update, 1)
     run([B], step, streamed)
     with pytest.raises(L2LError) as raised:
@@ -116,7 +117,7 @@ def test_the_error_of_a_step_that_was_not_ended_says_how_to_go_on(update, remedy
 
 @pytest.mark.parametrize("update", ["in_forward", "in_backward"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_forward_that_is_forgotten_after_the_backward_of_another_one(update, accumulate):
+def test_a_forward_forgotten_after_the_backward_of_another(update, accumulate):
     plain, optimizer, step, streamed = pair(update, accumulate)
     for module, own in ((plain, optimizer), (step, streamed)):
         for _ in range(2):
@@ -143,6 +144,7 @@ def test_the_optimizer_is_left_as_it_was():
     del step
     torch._dynamo.reset()
     gc.collect()
+    remove_left()  # as the next forward of any compiled model does
     assert "zero_grad" not in vars(optimizer)
 
     alive = weakref.ref(optimizer)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from l2l_compile import L2LError
-from l2l_compile.host.optimizer import library
-from l2l_compile.lowering import disk
+from l2l_compile import L2LError, cache_folder
+from l2l_compile.host.compiled_step import library
+from l2l_compile.lowering.faster import trace_cache
 
 TEXT = "long answer(void) { return 42; }"
 
@@ -16,7 +18,8 @@ TEXT = "long answer(void) { return 42; }"
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("L2L_CACHE", "1")
-    monkeypatch.setattr(disk, "cache_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(trace_cache, "cache_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(trace_cache, "_said", set())
     return tmp_path
 
 
@@ -64,12 +67,13 @@ def test_a_damaged_library_is_dropped_and_made_again(compiled, folder, damage):
 
 
 def test_a_disk_that_cannot_be_written_to_costs_the_entry_alone(compiled, monkeypatch):
-    def full(*paths):
-        raise OSError("no space left on device")
+    def full(*paths, **folders):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(disk.os, "replace", full)
-    assert [library.build(TEXT).answer() for _ in range(2)] == [42, 42]
-    assert compiled == [TEXT] * 2
+    monkeypatch.setattr(cache_folder.os, "replace", full)
+    with pytest.warns(UserWarning, match="No space left on device") as said:
+        assert [library.build(TEXT).answer() for _ in range(2)] == [42, 42]
+    assert compiled == [TEXT] * 2 and len(said) == 1
 
 
 def test_nothing_is_kept_if_it_is_switched_off(compiled, folder, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import l2l_compile
+from l2l_compile.estimate.host_memory import HostMemory
 from l2l_compile.host.wire import Wire
 from l2l_compile.session import session_of
 from models import Shared, Stack, compiled, rows
@@ -22,7 +23,7 @@ def bytes_a_parameter(**options):
         rows(4, dtype=torch.float32)
     ).host_memory
     assert found.parameters == sum(p.numel() for p in model.parameters())
-    return found, (found.total - found.ring) / found.parameters
+    return found, (found.of_parameters - found.ring) / found.parameters
 
 
 @pytest.mark.parametrize(
@@ -37,9 +38,15 @@ def test_bytes_a_parameter(options, least, most):
     assert least <= bytes_a_parameter(**options)[1] <= most
 
 
+def test_page_locked_memory_is_told_with_what_it_is_part_of():
+    """The staging buffers are beside the sum, and the rest is in it."""
+    memory = HostMemory(1 << 20, 4 << 20, 2 << 20, 0, 0, None, pinned=3 << 20, shared=0)
+    assert str(memory).endswith("in all 6.0 MiB; 3.0 MiB of these and of staging buffers beside them are page-locked")
+
+
 def test_in_backward_gradients_are_those_of_a_few_segments():
     found, _ = bytes_a_parameter(precision="bf16", update="in_backward")
-    assert found.gradients == 0 and 14.0 <= (found.total - found.ring) / found.parameters <= 14.2
+    assert found.gradients == 0 and 14.0 <= (found.of_parameters - found.ring) / found.parameters <= 14.2
     assert 0 < found.ring <= 3.1 * 2 * 2 * 128 * 2 * 128  # three segments, of two matrices 128 x 256, two bytes an entry
 
 
@@ -55,16 +62,22 @@ def test_at_step_a_wire_is_where_gradients_were():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = compiled(model, precision="bf16", optimizer=optimizer)
     in_forward, in_backward = [], []
+
+    def leases() -> set[int]:
+        """The addresses of the buffers in use."""
+        pool = session_of(step).server._memory._pool
+        pool._take_back()
+        return set(pool._leased)
+
     for _ in range(3):
         output = step(rows(4, dtype=torch.float32)).sum()
-        leases = session_of(step).server._memory._pool._leased  # by address, those in use
-        in_forward.append(set(leases))
+        in_forward.append(leases())
         output.backward()
         del output
-        in_backward.append(set(leases))
+        in_backward.append(leases())
         optimizer.step()
         optimizer.zero_grad()
-        assert not leases
+        assert not leases()
     assert len(in_forward[2]) >= 4 and in_backward[2]
     assert len(in_forward[2] | in_backward[2]) <= len(in_forward[2]) + 2  # a gradient before its wire is gone, for two sizes
 

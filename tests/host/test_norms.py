@@ -7,10 +7,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 import l2l_compile
 from l2l_compile import L2LError
-from l2l_compile.host.optimizer import in_backward
+from l2l_compile.host.updates import in_backward
+from l2l_compile.host.updates.norms import norm_of, total_norm
 from models import WIDTH, Shared, Stack, compiled, rows
 
 MODELS = {
@@ -44,7 +46,7 @@ def test_the_norm_of_a_step(threaded, name, rounds, precision):
         assert l2l_compile.stats(step).gradient_norm == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 0.02)
 
 
-def test_the_host_reads_no_gradient_whose_norm_the_device_has_taken(threaded, monkeypatch):
+def test_the_host_reads_no_gradient_with_a_norm_of_the_device(threaded, monkeypatch):
     read = []
     squares = in_backward.sum_of_squares
     monkeypatch.setattr(in_backward, "sum_of_squares", lambda gradients: squares(read.append(g.shape) or g for g in gradients))
@@ -65,3 +67,44 @@ def test_a_gradient_that_is_not_finite_changes_no_parameter(threaded):
         (step(rows(6, dtype=torch.float32)).sum() * float("inf")).backward()
         optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("update", ["at_step", "in_backward", "in_forward"])
+@pytest.mark.parametrize("dtype, size", [(torch.float32, 1e20), (torch.float32, 1e37), (torch.float64, 1e140)])
+def test_a_large_norm_of_finite_gradients_is_finite(threaded, update, dtype, size):
+    """The squares of such gradients overflow."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 / size)
+    step = compiled(model, optimizer=optimizer, update=update, compile_update=False)
+    x = torch.ones(2, 4, dtype=dtype)
+    gradients = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    expected = get_total_norm([g.double() for g in gradients]) * size
+    before = copy.deepcopy(model.state_dict())
+    (step(x).sum() * size).backward()
+    optimizer.step()
+    l2l_compile.synchronize(step)
+    stats = l2l_compile.stats(step)
+    assert stats.gradient_norm == pytest.approx(float(expected), rel=1e-5) and not stats.skipped_steps
+    for (name, value), gradient in zip(before.items(), gradients, strict=True):
+        torch.testing.assert_close(model.state_dict()[name], value - 0.1 * gradient)
+
+
+def test_a_large_norm_is_clipped():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = compiled(model, optimizer=optimizer, update="in_forward", max_grad_norm=1.0, compile_update=False)
+    before = copy.deepcopy(list(model.parameters()))
+    (step(torch.ones(2, 4)).sum() * 1e25).backward()
+    optimizer.step()
+    changes = [now - then for now, then in zip(model.parameters(), before, strict=True)]
+    assert float(get_total_norm(changes)) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_norms_up_to_the_largest_number():
+    for gradient in (torch.full((4,), 3e38), torch.full((4,), 8e307, dtype=torch.float64), torch.full((4,), 3e38).bfloat16()):
+        assert float(norm_of(gradient)) == pytest.approx(2 * float(gradient[0]), rel=1e-12)
+    assert norm_of(torch.tensor([1.0, float("inf")])).isinf() and norm_of(torch.tensor([1.0, float("nan")])).isnan()
+    ordinary = torch.randn(1000)
+    assert torch.equal(norm_of(ordinary), torch.linalg.vector_norm(ordinary))
+    assert float(total_norm([torch.tensor(1.5e19)] * 4)) == pytest.approx(3e19, rel=1e-6)
+    assert torch.equal(total_norm([ordinary[0].abs()]), get_total_norm([ordinary[0].abs()]))

@@ -1,4 +1,4 @@
-"""Updates behind the device are those of the same optimizer at `step()`."""
+"""Overlapped updates are those of the same optimizer at `step()`."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class Decorated(Stack):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_state_dict_waits_for_updates_of_a_model_with_a_decorated_forward(in_place, monkeypatch):
+def test_state_dict_waits_for_updates_with_a_decorated_forward(in_place, monkeypatch):
     model, reference = Decorated(), Stack()
     reference.load_state_dict(model.state_dict())
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -226,7 +226,7 @@ def test_state_dict_waits_for_updates_of_a_model_with_a_decorated_forward(in_pla
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_parameters_that_are_read_outside_of_the_compiled_model_as_well_are_clipped_and_updated_as_the_others(precision):
+def test_parameters_also_read_outside_are_clipped_and_updated(precision):
     """One is read outside alone (a head that Dynamo cannot compile), one inside and outside."""
     dtype = torch.float64 if precision == "fp32" else torch.float32
     norms, models = [], [Stack().to(dtype), Stack().to(dtype)]
@@ -308,7 +308,7 @@ def test_reading_waits_for_updates_that_were_put_off():
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_a_gradient_from_outside_is_added_in_forward_and_refused_in_backward():
+def test_an_outside_gradient_is_added_only_in_forward():
     model, reference = Stack(), Stack()
     reference.load_state_dict(model.state_dict())
     step, optimizer = step_of(model)
@@ -433,7 +433,7 @@ for number in range(4):
         assert (done.stdout, done.stderr) == (expected, "")
 
 
-def test_work_behind_the_end_of_a_worker_is_done_by_those_who_wait_for_it():
+def test_work_behind_the_end_of_a_worker_is_done_by_its_waiters():
     worker, done = Worker(1), []
     worker.submit(lambda: (time.sleep(0.05), done.append("before")))
     worker.close()
@@ -442,7 +442,7 @@ def test_work_behind_the_end_of_a_worker_is_done_by_those_who_wait_for_it():
     assert done == ["before", "behind"]
 
 
-def test_a_model_that_is_released_with_updates_under_way_has_them_in_its_state_dict():
+def test_a_model_released_amid_updates_has_them_in_state_dict():
     plain = Stack(2).double()
     model = copy.deepcopy(plain)
     optimizer, streamed = (Slow(m.parameters(), lr=0.1) for m in (plain, model))
@@ -495,7 +495,7 @@ def test_a_fork_does_not_wait_for_a_lane_that_has_ended():
     assert done == ["behind"] and time.monotonic() - begun < 10
 
 
-def interrupted():
+def interrupted(failed):
     raise KeyboardInterrupt
 
 

@@ -20,7 +20,7 @@ from loop_models import (
     sentences,
 )
 
-accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'l2l-compile[transformers]'")
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[transformers]'")
 
 from l2l_compile import L2LError, OptionError  # noqa: E402
 from l2l_compile.integrations.accelerate import stream  # noqa: E402
@@ -95,7 +95,7 @@ def plain():
 
 @pytest.mark.parametrize("update", ["at_step", "in_backward", "in_forward"])
 @pytest.mark.slow(but="in_forward")
-def test_losses_and_weights_are_those_of_the_plain_loop_and_a_resumed_run_has_the_same_bits(update, plain, tmp_path):
+def test_numbers_of_the_plain_loop_and_same_bits_when_resumed(update, plain, tmp_path):
     clip = None if update == "in_backward" else CLIP
     expected, loop = plain(clip), Loop({**OPTIONS, "update": update}, clip, torch.float64)
     loop.run(STEPS, save_at=10, folder=tmp_path)
@@ -140,7 +140,7 @@ def test_the_example_prints_the_losses_of_the_plain_loop(capsys):
     assert "step    plain  streamed" in capsys.readouterr().out
 
 
-def test_what_cannot_mean_the_same_is_refused_with_the_option_that_works():
+def test_settings_of_another_meaning_are_refused_with_a_remedy():
     loop = Loop({**OPTIONS, "update": "in_backward"})
     with pytest.raises(L2LError, match="clipping to 0.5.*update='in_forward'"):
         loop.run(1)

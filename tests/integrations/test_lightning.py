@@ -23,7 +23,7 @@ from loop_models import (
     updates_come_late,
 )
 
-lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install 'l2l-compile[lightning]'")
+lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install '.[lightning]'")
 
 import l2l_compile  # noqa: E402
 from l2l_compile import OptionError  # noqa: E402
@@ -99,7 +99,7 @@ def plain(tmp_path_factory):
 
 @pytest.mark.parametrize("update", ["at_step", "in_backward", "in_forward"])
 @pytest.mark.slow(but="in_forward")
-def test_losses_and_weights_are_those_of_the_plain_loop_and_a_resumed_run_has_the_same_bits(update, plain, tmp_path):
+def test_numbers_of_the_plain_loop_and_same_bits_when_resumed(update, plain, tmp_path):
     clip = None if update == "in_backward" else CLIP
     expected = plain(clip)
     saves = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
@@ -166,7 +166,7 @@ def test_the_example_prints_the_losses_of_the_plain_loop(capsys):
     assert "step    plain  streamed" in capsys.readouterr().out
 
 
-def test_what_cannot_mean_the_same_is_refused_with_the_option_that_works(tmp_path):
+def test_settings_of_another_meaning_are_refused_with_a_remedy(tmp_path):
     for module, options, given, words in (
         (Module(), {"update": "in_backward"}, {}, "gradient_clip_val=0.5.*update='in_forward'"),
         (Module(), {"update": "in_forward"}, {"gradient_clip_algorithm": "value"}, "Use gradient_clip_algorithm='norm'"),
@@ -192,7 +192,7 @@ class SumsOfWeights(lightning.Callback):
 
 @pytest.mark.parametrize("update", ["in_backward", "in_forward"])
 @pytest.mark.slow
-def test_what_reads_weights_behind_a_step_finds_those_of_the_step(update, tmp_path, monkeypatch):
+def test_readers_of_weights_behind_a_step_find_those_of_the_step(update, tmp_path, monkeypatch):
     found, short = [], {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 0, "gradient_clip_val": None}
     updates_come_late(monkeypatch)
     for streams in (False, True):

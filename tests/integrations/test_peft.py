@@ -13,8 +13,8 @@ from test_transformers import OPTIONS, column, trainer_of
 
 import l2l_compile
 
-pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'l2l-compile[transformers]'")
-peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'l2l-compile[transformers]'")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[transformers]'")
+peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[transformers]'")
 
 from l2l_compile.integrations.transformers import stream  # noqa: E402
 
@@ -34,7 +34,7 @@ def adapter_bytes(model) -> int:
 
 @pytest.mark.parametrize("update", ["in_backward", "in_forward"])
 @pytest.mark.slow
-def test_adapters_train_as_in_the_plain_loop_and_a_resumed_run_has_the_same_bits(update, tmp_path):
+def test_adapters_train_as_in_the_plain_loop_also_when_resumed(update, tmp_path):
     clip = {"max_grad_norm": 0.0} if update == "in_backward" else {"max_grad_norm": 0.1}
     settings = {"max_steps": 10, "eval_steps": 5, "save_steps": 5, **clip}
     expected, trainer = (

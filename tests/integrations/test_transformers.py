@@ -23,7 +23,7 @@ import l2l_compile
 from l2l_compile import L2LError, OptionError
 from l2l_compile.session import session_of
 
-pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'l2l-compile[transformers]'")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[transformers]'")
 
 from l2l_compile.integrations.transformers import stream
 
@@ -90,7 +90,7 @@ def clip_of(update) -> float:
 
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.slow(but="in_backward")
-def test_losses_and_weights_are_those_of_the_plain_loop_and_a_resumed_run_has_the_same_bits(update, plain, tmp_path):
+def test_numbers_of_the_plain_loop_and_same_bits_when_resumed(update, plain, tmp_path):
     expected = plain(clip_of(update))
     trainer = trainer_of(tmp_path, max_grad_norm=clip_of(update))
     stream(trainer, update=update, **OPTIONS)
@@ -172,7 +172,7 @@ class Overflowing(transformers.TrainerCallback):
 
 @pytest.mark.parametrize("update", ["at_step", "in_forward"])
 @pytest.mark.slow(but="in_forward")
-def test_a_step_that_overflows_in_fp16_leaves_the_scheduler_and_the_scale_is_saved(update, tmp_path):
+def test_an_fp16_overflow_leaves_the_scheduler_and_saves_scale(update, tmp_path):
     settings = {"max_steps": 6, "save_steps": 4, "eval_strategy": "no", "lr_scheduler_type": "linear"}
     trainer = trainer_of(tmp_path, callbacks=[Overflowing()], **settings)
     stream(trainer, precision="fp16", update=update, **OPTIONS)
@@ -190,6 +190,14 @@ def test_a_step_that_overflows_in_fp16_leaves_the_scheduler_and_the_scale_is_sav
     assert same_bits(resumed.model, trainer.model)
 
 
+@pytest.mark.parametrize("given, chosen", [({}, "fp16"), ({"precision": "bf16"}, "bf16")], ids=["of the arguments", "of stream"])
+def test_fp16_of_the_arguments_is_the_precision_without_a_gpu(given, chosen, tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=1, fp16=True, eval_strategy="no", save_strategy="no")
+    stream(trainer, **OPTIONS, **given)
+    trainer.train()
+    assert session_of(trainer.model).options.precision == chosen
+
+
 class LooksAtGradients(transformers.TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **_):
         pass
@@ -200,7 +208,7 @@ class OnAGPUAlone(torch.optim.SGD):
         raise NotImplementedError("tensors must be on a GPU")
 
 
-def test_what_cannot_mean_the_same_is_refused_with_the_option_that_works(tmp_path):
+def test_settings_of_another_meaning_are_refused_with_a_remedy(tmp_path):
     with pytest.raises(OptionError, match="max_grad_norm=0.5.*update='in_forward'"):
         stream(trainer_of(tmp_path), update="in_backward", **OPTIONS)
     for given, words in (
@@ -219,7 +227,7 @@ def test_what_cannot_mean_the_same_is_refused_with_the_option_that_works(tmp_pat
         stream(twice, **OPTIONS)
 
 
-def test_what_would_look_at_gradients_is_refused_when_training_starts(tmp_path):
+def test_readers_of_gradients_are_refused_when_training_starts(tmp_path):
     trainer = trainer_of(tmp_path, callbacks=[LooksAtGradients()])
     stream(trainer, update="in_forward", **OPTIONS)
     with pytest.raises(OptionError, match="in_forward.*LooksAtGradients.*update='at_step'"):
@@ -233,7 +241,7 @@ def test_what_would_look_at_gradients_is_refused_when_training_starts(tmp_path):
 
 
 @pytest.mark.parametrize("update", ["at_step", "in_forward"])
-def test_an_optimizer_for_a_gpu_alone_is_refused_when_training_starts(update, tmp_path):
+def test_an_optimizer_for_gpus_alone_is_refused_at_the_start(update, tmp_path):
     model = language_model()
     trainer = trainer_of(tmp_path, model, optimizers=(OnAGPUAlone(model.parameters()), None))
     stream(trainer, update=update, **OPTIONS)

@@ -9,7 +9,7 @@ import transformers
 from loop_models import ACCUMULATE, CLIP, EXAMPLES, RATE, ROWS, STEPS, VOCABULARY, language_model, largest_difference, same_bits
 from loop_models import sentences as examples
 
-pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'l2l-compile[transformers]'")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[transformers]'")
 trl = pytest.importorskip("trl", reason="trl is not installed: pip install trl")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install trl")
 
@@ -68,7 +68,7 @@ def column(trainer, name):
 
 
 @pytest.mark.parametrize("update", ["in_forward"])
-def test_losses_and_weights_are_those_of_the_plain_loop_and_a_resumed_run_has_the_same_bits(update, tmp_path):
+def test_numbers_of_the_plain_loop_and_same_bits_when_resumed(update, tmp_path):
     expected, trainer = trainer_of(tmp_path / "plain"), trainer_of(tmp_path / "streamed")
     stream(trainer, update=update, **OPTIONS)
     for each in (expected, trainer):

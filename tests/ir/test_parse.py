@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import operator
+import os
+import time
+from collections import Counter
+from functools import cache
 
 import pytest
 import torch
+from damage import damaged
 from torch import nn
 
 import l2l_compile
@@ -124,7 +129,7 @@ def test_a_parsed_program_is_verified_by_the_same_rules(case):
         verify(found, FACTS)
 
 
-def test_a_parsed_program_says_that_its_blocks_have_no_operations():
+def test_a_parsed_program_says_its_blocks_have_no_operations():
     parsed = Program.parse(str(explained(*CASES["stack"])))
     with pytest.raises(l2l_compile.L2LError, match="block 'block_0' was parsed from text, which does not have its operations"):
         parsed.blocks[0].forward  # noqa: B018
@@ -177,3 +182,133 @@ def test_what_is_no_program_is_refused_with_its_line(instead_of, write, line, wh
     with pytest.raises(ParseError, match=why) as caught:
         Program.parse(HAND_WRITTEN.replace(instead_of, write))
     assert caught.value.line == line
+
+
+# ---- texts of anybody --------------------------------------------------------------------------------------------------
+
+LONG = 100_000
+HOSTILE_SIZES = {
+    "sympify": "sympify(\"__import__('os').mkdir('made_by_a_text')\")",
+    "lambdify": "lambdify(8, __import__('os').mkdir('made_by_a_text'))",
+    "preview": "preview(8, 'file', 'made_by_a_text')",
+    "an attribute": "B.__class__.__mro__",
+    "a power of powers": "9**9**9",
+    "a power": "9**999999",
+    "a symbol as exponent": "B**B**B",
+    "powers of a size that is 1": "((s0**8)**8)**8",
+    "a factorial": "factorial(9999999)",
+    "a shift": "LShift(1, 99999999999)",
+    "parentheses": "(" * LONG,
+    "parentheses that are closed": "(" * LONG + "B" + ")" * LONG,
+    "signs": "-" * LONG + "B",
+    "a sum of sums": "+".join(["B"] * LONG),
+    "factors that SymPy cannot simplify": "*".join(f"(B//{i}+s0//{i}+1)" for i in range(2, 17)),
+    "more digits than Python reads": "1" * 5000,
+    "a superscript": "B\u00b2",
+    "an Arabic digit": "\u0663",
+    "a null byte": "B\0",
+    "a surrogate": "\ud800",
+    "a division by zero": "B//(s0 - 1)",
+    "a negative size": "B - 9",
+    "a half": "1/2",
+    "an operand too few": "FloorDiv(B)",
+    "infinity": "1e999",
+}
+
+
+def with_size(size: str) -> str:
+    return "sizes: B = 8 (batch), s0 = 1\n\n" + HAND_WRITTEN.replace("x: float32[8, 4]", f"x: float32[{size}, 4]", 1)
+
+
+@pytest.mark.parametrize("name", HOSTILE_SIZES)
+def test_a_size_of_a_text_executes_nothing_and_takes_no_time(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    begun = time.monotonic()
+    with pytest.raises(ParseError) as caught:
+        Program.parse(with_size(HOSTILE_SIZES[name]))
+    assert time.monotonic() - begun < 5 and len(str(caught.value)) < 500
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        "B",
+        "2*B",
+        "B*(((s0//2)) + 1)",
+        "B*s0**2",
+        "Mod(B, 3)",
+        "CeilToInt(IntTrueDiv(B, 3))",
+        "Max(B, s0)",
+        "TruncToInt(0.5*ToFloat(B))",
+    ],
+)
+def test_sizes_that_pytorch_prints_are_parsed(size):
+    parsed = Program.parse(with_size(size))
+    assert next(iter(parsed.forward.graph.nodes)).meta["spec"].bytes(parsed.bindings) >= 4
+    assert f"float32[{size}, 4]" in str(parsed)
+
+
+LONG_PARTS = ("(", " ", "%x, ", "'", "\\", "x", "9", ", a", "  h", "((", "\0", "\ud800")
+PLACES = {
+    "operands": ("restore(%x)", "restore({})"),
+    "result": ("((-), (%y), ())", "{}"),
+    "name of a value": ("y: float32[8, 4]", "y{}: float32[8, 4]"),
+    "flags": ("y: float32[8, 4]", "y: float32[8, 4]{}"),
+    "segment": ("fetch_weights('one')", "fetch_weights('{}')"),
+    "bytes": ("80 B", "{}"),
+    "block": ("inner loop", "{}"),
+    "node": ("%first = ", "%{} = "),
+    "line": ("forward:", "{}"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("part", LONG_PARTS, ids=repr)
+def test_a_long_text_is_refused_or_parsed_in_time(place, part):
+    found, written = PLACES[place]
+    begun = time.monotonic()
+    try:
+        str(Program.parse(HAND_WRITTEN.replace(found, written.format(part * (LONG // len(part))), 1)))
+    except ParseError as error:
+        assert len(str(error)) < 700
+    assert time.monotonic() - begun < 10
+
+
+@cache
+def printed_programs() -> tuple[tuple[str, str], ...]:
+    """Texts to damage, each with the option `update` of its program."""
+    found = [(str(explained(*case)), "at_step") for case in map(CASES.__getitem__, ("writes", "lengths", "16 bits"))]
+    for update in ("in_backward", "in_forward"):
+        model = Stack(3)
+        program = explained(lambda model=model: model, (rows(6).float(),), {"optimizer": adam(model), "update": update})
+        found.append((str(program), update))
+    return (*found, (HAND_WRITTEN, "at_step"))
+
+
+def outcome_of(text: str, update: str) -> str:
+    """What became of a text. A program has to print, to parse back, and to be verified; any other error is raised."""
+    try:
+        parsed = Program.parse(text)
+    except ParseError as error:
+        assert len(str(error)) < 700
+        return "refused"
+    again = str(parsed)
+    assert str(Program.parse(again)) == again
+    assert parsed.forward.code and parsed.host_stashes is not None
+    chosen = {"optimizer": adam(Stack(1)), "update": update} if update != "at_step" else {}
+    try:
+        verify(Compilation.of(parsed, Options.build({"device": "cpu", **chosen})), FACTS)
+    except l2l_compile.VerifyError:
+        return "illegal"
+    return "legal"
+
+
+def test_a_damaged_program_is_refused_or_verified():
+    """200 texts; `DAMAGED_PROGRAMS=20000` examines as many in ten minutes."""
+    texts = printed_programs()
+    found = Counter()
+    for seed in range(int(os.environ.get("DAMAGED_PROGRAMS", "200"))):
+        text, update = texts[seed % len(texts)]
+        found[outcome_of(damaged(text, seed), update)] += 1
+    assert found["refused"] > found["illegal"] > 0 and found["legal"] > 0

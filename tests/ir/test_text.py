@@ -101,7 +101,7 @@ def test_program_of_two_layers_with_prefetch_and_an_inner_loop():
     assert lines(text(micro_batches=3, prefetch=1, stash="host")) == lines(STREAMED)
 
 
-def test_without_prefetch_every_copy_stands_right_before_its_reader():
+def test_without_prefetch_a_copy_stands_right_before_its_reader():
     shown = text(micro_batches=1, prefetch=0, stash="device").split("forward:\n")[1].split("\n\nbackward:")[0]
     assert lines(shown) == lines(RESIDENT_FORWARD)
 

@@ -13,6 +13,7 @@ import torch
 import l2l_compile
 from l2l_compile import Program, VerifyError, backend
 from l2l_compile.ir import nodes
+from l2l_compile.lanes import Lane
 from l2l_compile.options import Options
 from l2l_compile.passes.compilation import Compilation, Fact
 from l2l_compile.passes.pipeline import PIPELINE
@@ -36,19 +37,19 @@ def test_every_node_has_a_handler_that_takes_its_operands():
 def test_every_node_says_what_it_does_and_runs_on_a_lane():
     for word in nodes.VOCABULARY.values():
         assert word.description.endswith(".") and word.lane in (
-            nodes.COMPUTE,
-            nodes.H2D,
-            nodes.D2H,
-            nodes.COMM,
-            nodes.HOST,
-            nodes.NONE,
+            Lane.COMPUTE,
+            Lane.H2D,
+            Lane.D2H,
+            Lane.COMM,
+            Lane.HOST,
+            Lane.NONE,
         )
 
 
 def test_an_operand_of_no_kind_is_refused():
     with pytest.raises(TypeError, match="operand 'x' of node 'strange' is annotated with no kind of operand"):
 
-        @nodes.operation(nodes.COMPUTE, nodes.Result.DEVICE)
+        @nodes.operation(Lane.COMPUTE, nodes.Result.DEVICE)
         def strange(x: str):
             """Nothing."""
 
@@ -58,7 +59,7 @@ def double():
     """A node that no file of the package knows: one declaration and a handler."""
     words, handlers = dict(nodes.VOCABULARY), dict(executor.HANDLERS)
 
-    @nodes.operation(nodes.COMPUTE, nodes.Result.DEVICE)
+    @nodes.operation(Lane.COMPUTE, nodes.Result.DEVICE)
     def double(x: nodes.OnDevice, times: int = 2):
         """Multiply a value by a whole number."""
 

@@ -1,6 +1,6 @@
 """The store of lowered blocks keeps as many codes as it may, those that were used last."""
 
-from l2l_compile.lowering.codes import Code, Store
+from l2l_compile.lowering.code_cache import Code, Store
 from l2l_compile.lowering.sizes import Guards
 
 

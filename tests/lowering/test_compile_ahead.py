@@ -13,9 +13,9 @@ from torch._inductor.utils import fresh_cache
 
 import l2l_compile
 import l2l_compile.backend
-import l2l_compile.lowering.codes
+import l2l_compile.lowering.code_cache
 from l2l_compile.frontend.capture import capture
-from l2l_compile.lowering import compile_ahead, vector_instructions
+from l2l_compile.lowering.faster import compile_ahead, vector_instructions
 from models import Stack, assert_parity, rows
 
 several_compilers = pytest.mark.skipif(torch._inductor.config.compile_threads < 2, reason="Inductor has no threads on one core")
@@ -24,7 +24,7 @@ several_compilers = pytest.mark.skipif(torch._inductor.config.compile_threads < 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
     torch._dynamo.reset()
-    l2l_compile.lowering.codes.store.clear()
+    l2l_compile.lowering.code_cache.store.clear()
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_no_graph_waits_for_the_kernels_of_another(monkeypatch, no_kernels):
 
 
 @several_compilers
-def test_a_kernel_that_cannot_be_compiled_is_an_error_of_its_block(monkeypatch, no_kernels):
+def test_a_kernel_that_does_not_compile_is_an_error_of_its_block(monkeypatch, no_kernels):
     def no_compiler(task):
         def fail():
             raise OSError("g++: out of memory")
@@ -84,7 +84,7 @@ def test_a_kernel_that_cannot_be_compiled_is_an_error_of_its_block(monkeypatch, 
             step()
 
 
-def test_a_graph_that_cannot_be_begun_is_compiled_when_it_is_asked_for(monkeypatch):
+def test_a_graph_that_cannot_be_begun_is_compiled_on_demand(monkeypatch):
     def begin(graph):
         raise OSError("not now")
 

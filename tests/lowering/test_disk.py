@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import l2l_compile
-import l2l_compile.lowering.codes
+import l2l_compile.lowering.code_cache
 import l2l_compile.lowering.lower
-from l2l_compile import check
-from l2l_compile.lowering import compile_ahead, disk, disk_traces
+from l2l_compile import cache_folder, row_check
+from l2l_compile.lowering.faster import compile_ahead, stored_traces, trace_cache
 from l2l_compile.lowering.inductor import compile_graph
 from l2l_compile.lowering.sizes import Sizes
 from l2l_compile.passes.batching import proof
@@ -36,7 +36,9 @@ def kept(monkeypatch, tmp_path):
     """Entries are kept, in a folder of the test's own, as Inductor needs them; graphs run as they are."""
     monkeypatch.setenv("L2L_CACHE", "1")
     monkeypatch.setattr(compile_ahead, "compile_graph", lambda graph, device: graph)
-    monkeypatch.setattr(disk, "cache_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(trace_cache, "cache_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(trace_cache, "_said", set())
+    monkeypatch.setattr(trace_cache, "_unchecked", None)
     start()
 
 
@@ -64,7 +66,7 @@ def inductor(monkeypatch):
 def start() -> None:
     """As a new process does, with what is on disk."""
     torch._dynamo.reset()
-    l2l_compile.lowering.codes.store.clear()
+    l2l_compile.lowering.code_cache.store.clear()
     proof.forget()
 
 
@@ -77,7 +79,7 @@ def step(model: nn.Module, *shapes: tuple[int, ...]) -> None:
 
 
 def entries() -> list[Path]:
-    return sorted((Path(disk.cache_dir()) / "l2l_compile").rglob("*.json"))
+    return sorted(trace_cache._folder().path.rglob("*.json"))
 
 
 def with_checksum(text: str) -> str:
@@ -178,7 +180,7 @@ def test_check_knows_how_exactly_a_graph_from_disk_computes(traced):
         del traced[:]
         run = compiled(nn.Sequential(Narrow(), Narrow()).double(), block_compiler="inductor", check=True)
         run(rows(6, WIDTH)).sum().backward()
-        found.append([check._tolerance(block.forward) for block in l2l_compile.programs(run)[0].blocks])
+        found.append([row_check._tolerance(block.forward) for block in l2l_compile.programs(run)[0].blocks])
         amount.append(len(traced))
     assert amount[1] < amount[0]
     assert found[0] == found[1] and found[0][0][0] > 1e-2
@@ -224,11 +226,11 @@ def test_a_damaged_entry_is_dropped_and_made_again(traced, kind):
 def test_an_entry_that_was_not_written_to_its_end_is_none(traced, monkeypatch):
     model = Stack(2).double()
 
-    def killed(*paths):
+    def killed(*paths, **folders):
         raise OSError("killed")
 
-    with monkeypatch.context() as dying:
-        dying.setattr(disk.os, "replace", killed)
+    with monkeypatch.context() as dying, pytest.warns(UserWarning, match="cannot use its folder on disk .*: killed"):
+        dying.setattr(cache_folder.os, "replace", killed)
         step(model, (6,))
     assert not entries()
     before, traced[:] = list(traced), []
@@ -238,14 +240,14 @@ def test_an_entry_that_was_not_written_to_its_end_is_none(traced, monkeypatch):
 
 def test_the_version_of_this_package_is_all_its_code():
     batch_rules = importlib.import_module("l2l_compile.passes.batching.batch_rules")
-    assert {Path(module.__file__) for module in (disk, proof, batch_rules, l2l_compile)} <= set(disk.sources())
+    assert {Path(module.__file__) for module in (trace_cache, proof, batch_rules, l2l_compile)} <= set(trace_cache.sources())
 
 
 def test_other_versions_have_entries_of_their_own(traced, monkeypatch):
     model = Stack(2).double()
     step(model, (6,))
     before, traced[:] = list(traced), []
-    monkeypatch.setattr(disk, "_versions", lambda: ("another",))
+    monkeypatch.setattr(trace_cache, "_versions", lambda: ("another",))
     step(model, (6,))
     assert traced == before
 
@@ -288,16 +290,16 @@ def test_what_the_user_has_written_is_not_known_by_name(traced):
 def test_names_of_functions(target):
     known = target in (F.gelu, torch.matmul, torch.ops.aten.add.Tensor, print.__self__.__import__)
     if known:
-        assert disk.target_name(target)
+        assert trace_cache.target_name(target)
     else:
-        with pytest.raises(disk.Untold):
-            disk.target_name(target)
+        with pytest.raises(trace_cache.Untold):
+            trace_cache.target_name(target)
 
 
 def test_a_graph_calls_nothing_but_operators():
     for name in ("builtins.eval", "os.system", "eval", "aten.add", "l2l_test_disk.twice.default", "aten.__class__.mro"):
         with pytest.raises(ValueError):
-            disk_traces._from_target(name)
+            stored_traces._from_target(name)
 
 
 EVIL = "x=__import__('os').environ.__setitem__('L2L_EVIL', '1')"
@@ -324,20 +326,20 @@ EVIL = "x=__import__('os').environ.__setitem__('L2L_EVIL', '1')"
 def test_names_in_an_entry_are_not_executed(monkeypatch, nodes):
     """`torch.fx` writes a graph as Python source, and executes it."""
     monkeypatch.delenv("L2L_EVIL", raising=False)
-    disk.write("a" * 64, {"conditions": [], "graph": nodes, "draws": [], "seeded": False, "present": [True], "taken": []})
-    assert disk_traces.load("a" * 64, Sizes({})) == (False, None)
+    trace_cache.write("a" * 64, {"conditions": [], "graph": nodes, "draws": [], "seeded": False, "present": [True], "taken": []})
+    assert stored_traces.load("a" * 64, Sizes({})) == (False, None)
     assert "L2L_EVIL" not in os.environ and not entries()
 
 
 def test_an_entry_that_cannot_be_dropped_costs_nothing(traced, monkeypatch):
-    def refuse(self, missing_ok=False):
+    def refuse(*path, **folder):
         raise PermissionError("read-only")
 
     model = Stack(2).double()
     step(model, (6,))
     for path in entries():
         path.write_text("")
-    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(cache_folder.os, "unlink", refuse)
     del traced[:]
     step(model, (6,))
     assert traced
@@ -348,11 +350,11 @@ def test_conditions_tell_which_trace_is_right():
     for kind in (sympy.Le, sympy.Gt):
         sizes = Sizes({symbol: 5 if kind is sympy.Le else 12}, [symbol])
         assert sizes.decide([kind(sizes.names[0], 8)])
-        disk_traces.save("a" * 64, None, sizes)
+        stored_traces.save("a" * 64, None, sizes)
     assert len(entries()) == 2
     for size, op in ((3, "<="), (8, "<="), (9, ">"), (100, ">")):
         sizes = Sizes({symbol: size}, [symbol])
-        assert disk_traces.load("a" * 64, sizes) == (True, None)
+        assert stored_traces.load("a" * 64, sizes) == (True, None)
         guards = sizes.guards()
         assert guards.hold([size]) and not guards.hold([9 if op == "<=" else 8])
 
@@ -393,4 +395,4 @@ for _ in range(2):
 def test_two_processes_at_once(launcher, tmp_path):
     done = launcher.run(TWO_AT_ONCE.replace("{folder!r}", repr(str(tmp_path))), seconds=120)
     assert not done.returncode, done.stderr[-2000:]
-    assert list((tmp_path / "l2l_compile").rglob("*.json"))
+    assert list((tmp_path / f"l2l_compile_{os.geteuid()}").rglob("*.json"))

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from models import Stack, compiled, rows
 
 
-def test_results_outlive_the_next_call_and_examples_take_no_memory(monkeypatch):
+def test_results_outlive_a_call_and_examples_take_no_memory(monkeypatch):
     """The user may have CUDA graphs on, whose next replay overwrites results; on a GPU, real examples would be allocated."""
     compile_, seen = torch._inductor.compile, []
 

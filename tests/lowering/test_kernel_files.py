@@ -11,8 +11,8 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from l2l_compile.lowering import compile_ahead
-from l2l_compile.lowering.kernel_files import WORTH_A_FILE, Kernel, compile_file, in_files, number_of_files
+from l2l_compile.lowering.faster import compile_ahead
+from l2l_compile.lowering.faster.kernel_files import WORTH_A_FILE, Kernel, compile_file, in_files, number_of_files
 
 INCLUDE = "\n#include <torch/csrc/inductor/cpp_prefix.h>\n"
 
@@ -43,7 +43,7 @@ def test_an_unusual_kernel_has_a_file_of_its_own(alone):
     assert [alone] in in_files([kernel(USUAL), alone, kernel(USUAL)], 1)
 
 
-def test_kernels_are_dealt_out_by_what_they_include_and_by_their_length():
+def test_kernels_are_dealt_out_by_their_includes_and_length():
     short, long = [kernel(USUAL, f"// {i}") for i in range(4)], kernel(USUAL, "// long" * 200)
     other = kernel(USUAL, include='\n#include "other.h"\n')
     files = in_files([*short, long, other], 2)
@@ -51,7 +51,7 @@ def test_kernels_are_dealt_out_by_what_they_include_and_by_their_length():
     assert in_files(short, 16) == [[k] for k in short]
 
 
-def test_short_kernels_share_one_file_and_long_ones_occupy_all_compilers():
+def test_short_kernels_share_a_file_and_long_ones_are_spread():
     short, long = kernel(USUAL), kernel(USUAL, "/" * WORTH_A_FILE)
     assert number_of_files([], 4) == number_of_files([short] * 20, 4) == 1
     assert number_of_files([short, long], 4) == 2 and number_of_files([long] * 20, 4) == 4
@@ -65,7 +65,7 @@ def test_a_kernel_that_is_alone_is_compiled_as_inductor_has_it():
     assert alone.load() == "loaded"
 
 
-def test_each_kernel_of_a_file_gets_its_own_operands_and_the_others_are_filled_up():
+def test_each_kernel_of_a_file_gets_its_own_operands():
     calls = []
     several = [
         kernel(["float*"]),

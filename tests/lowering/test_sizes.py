@@ -11,10 +11,10 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import l2l_compile
-import l2l_compile.lowering.codes
+import l2l_compile.lowering.code_cache
 import l2l_compile.lowering.lower
 from l2l_compile.errors import LoweringError
-from l2l_compile.lowering.forms import constant_form
+from l2l_compile.ir.fingerprints import constant_form
 from l2l_compile.testing import Pair
 from models import WIDTH, Attention, assert_parity, compiled, forward_alone, loss_of, rows
 
@@ -28,7 +28,7 @@ LIBRARY.impl("windowed", lambda x: x.tanh() if x.shape[1] <= 8 else x.tanh() + x
 @pytest.fixture(autouse=True)
 def nothing_lowered():
     torch._dynamo.reset()
-    l2l_compile.lowering.codes.store.clear()
+    l2l_compile.lowering.code_cache.store.clear()
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_nothing_is_lowered_from_the_third_length_on(lowered):
     assert counts[0] > 0 and counts[1] > 0 and not any(counts[2:])
 
 
-def test_nodes_keep_values_alone_and_those_of_other_traces_all_that_pytorch_keeps(lowered):
+def test_nodes_keep_values_alone_and_those_of_others_everything(lowered):
     step = compiled(model_of())
     step(rows(6, 9, WIDTH)).sum().backward()
     for block in l2l_compile.programs(step)[0].blocks:
@@ -249,7 +249,7 @@ def test_rows_that_mix_at_some_sizes_only(lengths):
     assert {all(s.block.inner_looped for s in p.segments) for p in l2l_compile.programs(step)} == {True, False}
 
 
-def test_what_cannot_be_traced_with_symbols_is_lowered_for_each_size(monkeypatch, lowered):
+def test_code_without_a_symbolic_trace_is_lowered_for_each_size(monkeypatch, lowered):
     original = l2l_compile.lowering.lower.trace_forward
 
     def fails(block, sizes, device):

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from l2l_compile.lowering.lean_traces import modules_left_alone
+from l2l_compile.lowering.faster.fast_make_fx import modules_left_alone
 from l2l_compile.passes.batching.batch_rules import Mixing, Partial, Rows, analyse, rules
 
 SMALL, LARGE = 7, 11

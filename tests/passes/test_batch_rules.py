@@ -163,7 +163,7 @@ def test_a_write_into_memory_is_seen_through_every_view_of_it(monkeypatch: pytes
     assert all(isinstance(state, Mixing) and "roll" in state.op for state in states[2:])
 
 
-def test_rows_written_in_another_order_are_not_those_of_its_views() -> None:
+def test_rows_written_in_another_order_are_not_those_of_views() -> None:
     """Two layers one behind the other, written to where every order was right."""
 
     def function(x, y):

@@ -89,7 +89,7 @@ def test_layers_that_differ_in_several_ways_keep_parity():
     assert_parity(Stack([*kinds, Layer(), Layer()]).double(), rows(6))
 
 
-def test_layers_that_differ_only_in_a_captured_constant_tensor_keep_parity():
+def test_layers_that_differ_only_in_a_constant_keep_parity():
     class Offset(Layer):
         def __init__(self, by):
             super().__init__()

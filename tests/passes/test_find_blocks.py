@@ -92,7 +92,7 @@ def test_stack_of_plain_functions_is_found_without_module_names():
     assert all(len(s.parameter_names) == 1 for s in found.segments)
 
 
-def test_model_without_repeats_is_cut_and_no_piece_is_larger_than_its_largest_layer():
+def test_pieces_without_repeats_are_no_larger_than_a_layer():
     model = Funnel().double()
     found = compilation(model, rows(6), passes=CUT)
     assert not found.layers and len(found.segments) > 2
@@ -151,7 +151,7 @@ def test_value_collected_from_every_layer_does_not_split_them():
     assert [len(run) for run in repeated(found)] == [4]
 
 
-def test_layer_with_a_few_parameters_more_than_the_others_is_one_segment():
+def test_a_layer_with_a_few_more_parameters_is_one_segment():
     model = Stack([Layer(activation=nn.PReLU()), *(Layer(activation=torch.tanh) for _ in range(3))])
     found = compilation(model.double(), rows(6), passes=CUT)
     assert [s.name for s in found.segments[1:-1]] == names("layers", 0, 1, 2, 3)

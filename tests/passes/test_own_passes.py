@@ -36,7 +36,7 @@ def distances(graph) -> list[int]:
     return [sum(fetch < order.index(earlier) for earlier in runs[:index]) for index, fetch in enumerate(fetches)]
 
 
-def test_an_own_pass_changes_the_schedule_of_both_graphs_and_no_number(example):
+def test_an_own_pass_changes_both_schedules_and_no_number(example):
     torch.manual_seed(0)
     model = Stack(6).double()
     (program,) = l2l_compile.programs(assert_parity(model, rows(6), prefetch=2, passes=[example.FetchLater()]))
@@ -45,7 +45,7 @@ def test_an_own_pass_changes_the_schedule_of_both_graphs_and_no_number(example):
         assert found[2:4] == [2, 2] and set(found[4:]) == {1}
 
 
-def test_a_pass_for_other_gradients_than_were_foreseen_runs_again():
+def test_a_pass_for_gradients_that_were_not_expected_runs_again():
     seen = []
 
     @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def test_an_own_pass_that_breaks_a_rule_is_refused_with_the_rule(example):
         l2l_compile.explain(Stack(6), {"device": "cpu", "prefetch": 2, "passes": [example.FetchEarlier()]})(rows(6).float())
 
 
-def test_an_own_pass_that_requires_what_no_pass_provides_is_refused():
+def test_an_own_pass_with_a_requirement_nobody_meets_is_refused():
     class Asks(Pass):
         name = "asks"
         requires = frozenset({"magic"})
@@ -100,7 +100,7 @@ def test_a_dump_has_a_file_for_every_pass_of_every_program(tmp_path):
             return y.exp()
 
     (tmp_path / "program0").mkdir()
-    (tmp_path / "program0" / "of an earlier dump.txt").touch()
+    (tmp_path / "program0" / "31_of_an_earlier_dump.txt").write_text("# of_an_earlier_dump: 0.001 s\n\ntext\n")
     report = l2l_compile.explain(Broken(3), {"device": "cpu"}, dump=tmp_path)(rows(6).float())
     assert len(report.programs) == 2
     for number, program in enumerate(report.programs):
@@ -110,6 +110,59 @@ def test_a_dump_has_a_file_for_every_pass_of_every_program(tmp_path):
         first = files[0].read_text().split("\n")[0]
         assert first.startswith("# drop_outputs: ") and first.endswith(" s")
     assert "layers.2: block_" in (tmp_path / "program0" / "05_cut_segments.txt").read_text()
+
+
+def dumped(folder, **options):
+    return l2l_compile.explain(Stack(2), {"device": "cpu", **options}, dump=folder)(rows(6).float())
+
+
+def test_a_dump_deletes_no_file_of_the_user(tmp_path):
+    kept = {
+        "weights.pt": "weights",
+        "00_notes.txt": "notes",
+        "results/00_run.txt": "# run: 0.100 s\n",
+        "04.txt": "# find_blocks: 0.1 s",
+    }
+    for name, text in kept.items():
+        path = tmp_path / "program0" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "program0" / "40_linked.txt").symlink_to(tmp_path / "program0" / "results" / "00_run.txt")
+    for _ in range(2):
+        dumped(tmp_path)
+    assert {name: (tmp_path / "program0" / name).read_text() for name in kept} == kept
+    assert (tmp_path / "program0" / "40_linked.txt").is_symlink()
+    assert len(list((tmp_path / "program0").glob("*.txt"))) == len(PIPELINE) + 3
+
+
+def test_a_dump_does_not_write_over_a_file_of_the_user(tmp_path):
+    path = tmp_path / "program0" / f"01_{PIPELINE[1].name}.txt"
+    path.parent.mkdir()
+    path.write_text("mine")
+    with pytest.raises(l2l_compile.L2LError, match=f"{path.name} exists, and .* Remedy: dump into another folder"):
+        dumped(tmp_path)
+    assert path.read_text() == "mine"
+
+
+def test_a_dump_into_a_file_is_an_error_with_its_remedy(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(l2l_compile.L2LError, match="cannot be written .* Remedy: dump into a folder of your own"):
+            dumped(folder)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_name_of_a_pass_leads_to_no_other_folder(tmp_path):
+    @dataclass(frozen=True)
+    class Outside(Pass):
+        name: ClassVar = "../../outside"
+
+        def apply(self, compilation):
+            pass
+
+    dumped(tmp_path / "dump", passes=[Outside()])
+    assert [path.name for path in tmp_path.iterdir()] == ["dump"]
+    assert [path.name for path in (tmp_path / "dump").iterdir()] == ["program0"]
 
 
 def test_a_pass_that_fails_is_named():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,28 +17,14 @@ from l2l_compile import L2LError, LoweringError, OptionError, Options
 from l2l_compile.lowering.inductor import compile_graph
 from models import Stack, compiled, rows
 from narrow_errors import Errors, gradient_errors
-from test_huggingface import ROWS, VOCAB, bert, gemma2, gpt2, language, llama
+from test_huggingface import ROWS, VOCAB, bert, gemma2, gpt2, language, llama, t5
+
+FOLDER = Path(__file__).parents[2]
 
 
 def wide_t5():
     """Wide enough to be measured: one element that rounding carries over a ReLU's edge is all of a tiny T5's error in fp16."""
-    return language(
-        T.T5ForConditionalGeneration(
-            T.T5Config(
-                vocab_size=VOCAB,
-                d_model=64,
-                d_kv=16,
-                d_ff=256,
-                num_layers=2,
-                num_heads=4,
-                dropout_rate=0.0,
-                use_cache=False,
-                decoder_start_token_id=0,
-                pad_token_id=0,
-                eos_token_id=1,
-            )
-        )
-    )
+    return t5(d_model=64, d_kv=16, d_ff=256, num_layers=2, num_heads=4)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -56,6 +44,46 @@ def test_gradients_are_about_as_good_as_those_of_autocast(make, precision):
 def test_compiled_blocks_are_as_good():
     found, expected = gradient_errors(*bert(), "bf16", block_compiler="inductor", micro_batches=ROWS)
     assert found <= 1.5 * expected
+
+
+class Residual(torch.nn.Module):
+    """Layers around a sum that autocast keeps in fp32, since it begins with an embedding."""
+
+    def __init__(self, layers: int, width: int = 64):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(50, width), torch.nn.Linear(width, 8)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                torch.nn.LayerNorm(width), torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width)
+            )
+            for _ in range(layers)
+        )
+
+    def forward(self, x, labels):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x).float(), labels)
+
+
+DEPTHS = re.findall(r"^\| (\d+) \| ([\d.]+) \|$", (FOLDER / "docs/updates.md").read_text(), re.M)
+
+
+@pytest.mark.parametrize(("layers", "written"), DEPTHS)
+@pytest.mark.slow(but="12-*")
+def test_the_error_grows_with_depth_as_documented(layers, written):
+    found = expected = 0.0
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = Residual(int(layers))
+        batch = {"x": torch.randint(0, 50, (64,)), "labels": torch.randint(0, 8, (64,))}
+        ours, theirs = gradient_errors(model, batch, "bf16", micro_batches=2)
+        found, expected = found + ours, expected + theirs
+    assert found / expected == pytest.approx(float(written), abs=0.2)
+
+
+def test_the_documented_depths_are_there():
+    assert len(DEPTHS) == 4
 
 
 @torch.library.custom_op("l2l_tests::times", mutates_args=())
@@ -207,7 +235,7 @@ def test_an_overflow_skips_one_step_and_halves_the_scale(update):
 
 
 def test_scaling_has_the_rules_of_grad_scaler():
-    from l2l_compile.host.optimizer.loss_scale import LossScale
+    from l2l_compile.host.updates.loss_scale import LossScale
 
     ours, theirs = LossScale(growth_interval=3), torch.amp.GradScaler("cpu", growth_interval=3)
     weight = torch.nn.Parameter(torch.ones(1))
@@ -244,7 +272,7 @@ def test_what_is_refused():
             Options.build(bad)
 
 
-def test_of_two_models_with_one_optimizer_the_one_that_ran_sees_the_overflow():
+def test_of_models_with_one_optimizer_that_which_ran_overflows():
     model, idle = Stack(), Stack()
     optimizer = torch.optim.SGD([*idle.parameters(), *model.parameters()], lr=0.1)
     steps = [compiled(m, precision="fp16", optimizer=optimizer, micro_batches=n) for n, m in ((2, idle), (3, model))]

@@ -291,14 +291,14 @@ def test_a_lost_update_and_one_too_many_are_refused(update, graph):
     refused(found, "updated")
 
 
-def test_an_update_on_the_gradients_of_another_segment_is_refused():
+def test_an_update_on_gradients_of_another_segment_is_refused():
     found = updating("in_backward")
     first, second = (pick(found.backward, nodes.update, i) for i in (0, 1))
     nodes.set_operands(second, after=nodes.operands(first).after)
     refused(found, "updated")
 
 
-def test_an_update_has_no_place_in_a_program_that_updates_at_the_step():
+def test_an_update_in_a_program_that_updates_at_step_is_refused():
     found = program()
     push = pick(found.backward, nodes.push_gradients)
     with found.backward.inserting_after(push):

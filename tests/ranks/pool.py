@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class Pool:
 
     def _meet(self, count: int) -> None:
         for _ in range(count):
+            while not wait([self.listener._listener._socket], timeout=1.0):
+                assert self.alive, "the processes of the ranks have ended before they called: see their error above"
             connection = self.listener.accept()
             self.workers[connection.recv()] = connection
 

@@ -1,4 +1,4 @@
-"""What tests of several ranks share: a divided model beside an eager copy, and their gradients."""
+"""What tests of several ranks share: a sharded model beside an eager copy, and their gradients."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import l2l_compile
 OPTIONS = {"device": "cpu", "micro_batches": 2, "block_compiler": "eager"}
 
 
-def divided(model: nn.Module, world: int, **options) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """An eager copy, the model divided among all ranks, and the model compiled."""
+def sharded(model: nn.Module, world: int, **options) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """An eager copy, the model sharded over all ranks, and the model compiled."""
     eager = copy.deepcopy(model)
     l2l_compile.shard(model, init_device_mesh("cpu", (world,)))
     return eager, model, torch.compile(model, backend="l2l", fullgraph=True, options={**OPTIONS, **options})

@@ -34,6 +34,6 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_two_threads_give_collectives_while_functions_of_earlier_ones_end(launcher):
+def test_two_threads_give_collectives_while_earlier_ones_end(launcher):
     done = launcher.run(_TWO_LANES, seconds=20)
     assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr

@@ -1,4 +1,4 @@
-"""What a user does with `module.weight` of a divided model, outside of its forward: reading is right, and a lost write is an error."""
+"""What a user does with `module.weight` of a sharded model, outside of its forward: reading is right, and a lost write is an error."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import OPTIONS, assert_same, divided, whole
+from steps import OPTIONS, assert_same, sharded, whole
 from test_mean import FLOOR, Odd, llama, numbers, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -88,7 +88,6 @@ def mixture():
     )
     model = MixtralForCausalLM(config)
     model.set_experts_implementation("batched_mm")  # the default knows no float64
-    model(torch.zeros(1, 2, dtype=torch.int64))  # the first call installs hooks, which Dynamo does not compile
     return model
 
 
@@ -132,7 +131,7 @@ def call(model, batch):
 def equals_eager_on_all_rows(rank, world, kind, options):
     build, batch = MODELS[kind]
     torch.manual_seed(0)
-    eager, model, step = divided(build().double(), world, ranks="global", **options)
+    eager, model, step = sharded(build().double(), world, ranks="global", **options)
     for number in range(2):
         model.zero_grad()
         eager.zero_grad()
@@ -163,7 +162,7 @@ def ranks_are_one_more_level_of_micro_batches(rank, world):
     """Dropout is on, and ranks have equal numbers of rows; the loss is a sum, outside of the model."""
     torch.manual_seed(0)
     batch = torch.randn(4 * world, 5, dtype=torch.float64)
-    plain, model, step = divided(Stack(3, dropout=0.5).double(), world, ranks="global")
+    plain, model, step = sharded(Stack(3, dropout=0.5).double(), world, ranks="global")
     alone = torch.compile(plain, backend="l2l", options={**OPTIONS, "micro_batches": 2 * world})
     for compiled, rows in ((step, batch[4 * rank : 4 * rank + 4]), (alone, batch)):
         torch.manual_seed(1)
@@ -173,7 +172,7 @@ def ranks_are_one_more_level_of_micro_batches(rank, world):
         assert (model(rows) - step(rows)).abs().max() > 0.01  # there are masks
 
 
-def test_dropout_has_the_masks_of_one_process_with_all_micro_batches(ranks):
+def test_dropout_has_the_masks_of_a_single_process(ranks):
     ranks.run(ranks_are_one_more_level_of_micro_batches)
 
 

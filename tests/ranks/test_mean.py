@@ -8,13 +8,14 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from steps import assert_same, divided, mean_of_eager, whole
+from steps import assert_same, mean_of_eager, sharded, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import l2l_compile
 from l2l_compile import L2LError
 from l2l_compile.ir import nodes
+from l2l_compile.lanes import Lane
 from l2l_compile.ranks import collectives
 from models import Stack
 
@@ -69,7 +70,7 @@ def each_gradient_is_the_mean(rank, world, kind, options):
         "odd": (Odd, lambda m, x: m(x), lambda r, s: tokens(r, s, 11)),
         "llama": (llama, llama_loss, lambda r, s: tokens(r, s, 31)),
     }[kind]
-    eager, model, step = divided(build().double(), world, **options)
+    eager, model, step = sharded(build().double(), world, **options)
     assert sum(p._local_tensor.numel() for p in model.parameters()) < sum(p.numel() for p in eager.parameters())
     for number in range(2):
         model.zero_grad()
@@ -87,13 +88,15 @@ def each_gradient_is_the_mean(rank, world, kind, options):
 def test_each_gradient_is_the_mean_of_the_ranks_eager_gradients(ranks, kind, world):
     first, *others = ranks.run(each_gradient_is_the_mean, kind, {}, world=world)
     collectives = [line.split("comm")[0].strip() for line in first.splitlines() if " comm " in line]
-    assert sum("gather_weights" in line for line in collectives) and sum("reduce_gradients" in line for line in collectives)
+    assert sum("all_gather_weights" in line for line in collectives) and sum(
+        "reduce_scatter_gradients" in line for line in collectives
+    )
     for other in others:
         assert [line.split("comm")[0].strip() for line in other.splitlines() if " comm " in line] == collectives
 
 
 def updates_as_eager_does(rank, world):
-    eager, model, step = divided(Stack(3).double(), world)
+    eager, model, step = sharded(Stack(3).double(), world)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (eager, model)]
     for number in range(3):
         expected = mean_of_eager(eager, [lambda m, r=r, number=number: m(numbers(r, number)).pow(2).mean() for r in range(world)])
@@ -115,7 +118,7 @@ def test_an_optimizer_steps_on_pieces_as_it_does_on_the_whole(ranks):
 
 
 def one_rank_is_as_no_mesh(rank, world):
-    plain, model, step = divided(Stack(3), world)
+    plain, model, step = sharded(Stack(3), world)
     expected = torch.compile(plain, backend="l2l", options={"device": "cpu", "micro_batches": 2, "block_compiler": "eager"})
     for compiled in (step, expected):
         compiled(numbers(0, 0).float()).pow(2).mean().backward()
@@ -123,7 +126,7 @@ def one_rank_is_as_no_mesh(rank, world):
         assert torch.equal(ours.grad.to_local(), theirs.grad)
     (program,), (other,) = l2l_compile.programs(step), l2l_compile.programs(expected)
     assert str(program) == str(other)
-    assert not [n for graph in program.graphs.values() for n in graph.nodes if nodes.lane_of(n) == nodes.COMM]
+    assert not [n for graph in program.graphs.values() for n in graph.nodes if nodes.lane_of(n) == Lane.COMM]
 
 
 def test_one_rank_has_the_bits_and_the_program_of_no_mesh(ranks):
@@ -131,13 +134,13 @@ def test_one_rank_has_the_bits_and_the_program_of_no_mesh(ranks):
 
 
 def gathers_also_without_compilation(rank, world):
-    eager, model, _ = divided(Stack(2).double(), world)
+    eager, model, _ = sharded(Stack(2).double(), world)
     model(numbers(rank, 0)).pow(2).mean().backward()
     expected = mean_of_eager(eager, [lambda m, r=r: m(numbers(r, 0)).pow(2).mean() for r in range(world)])
     assert_same(whole(model, gradients=True), expected, FLOOR)
 
 
-def test_a_divided_model_that_is_not_compiled_has_the_same_gradients(ranks):
+def test_a_sharded_uncompiled_model_has_the_same_gradients(ranks):
     ranks.run(gathers_also_without_compilation)
 
 
@@ -150,13 +153,13 @@ def an_optimizer_of_before_is_an_error(rank, world):
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def test_an_optimizer_that_was_made_before_the_division_is_an_error(ranks):
+def test_an_optimizer_made_before_the_division_is_an_error(ranks):
     ranks.run(an_optimizer_of_before_is_an_error)
 
 
 def another_thread_talks_meanwhile(rank, world):
     """In the group of all ranks, as `torch.distributed.checkpoint.async_save` does."""
-    _, _, step = divided(Odd(), world)
+    _, _, step = sharded(Odd(), world)
     loss, stop, failed = (lambda m: m(tokens(rank, 0, 11))), threading.Event(), []
 
     def total_of(value):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from steps import OPTIONS, assert_same, divided, mean_of_eager, whole
+from steps import OPTIONS, assert_same, mean_of_eager, sharded, whole
 from test_global import Centered
 from test_mean import FLOOR, numbers
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import l2l_compile
 from l2l_compile.devices.cpu import CPU
 from l2l_compile.devices.registry import KINDS
-from l2l_compile.devices.threaded import ThreadedDevice
+from l2l_compile.testing.strict_device import ThreadedDevice
 from models import Stack
 
 SEEDS = 20
@@ -54,7 +54,7 @@ def reseed(devices: list[ThreadedDevice], rank: int, seed: int) -> None:
 def gradients_are_right(rank, world, options, seeds):
     torch.manual_seed(0)
     with threads(rank) as devices:
-        eager, model, step = divided(Stack(3).double(), world, **options)
+        eager, model, step = sharded(Stack(3).double(), world, **options)
         for seed in range(seeds):
             reseed(devices, rank, seed)
             model.zero_grad()
@@ -78,7 +78,7 @@ def test_gradients_are_right_whatever_the_delays(ranks, options):
 def rows_of_all_ranks_are_right(rank, world, seeds):
     torch.manual_seed(0)
     with threads(rank) as devices:
-        eager, model, step = divided(Centered().double(), world, ranks="global", prefetch=2)
+        eager, model, step = sharded(Centered().double(), world, ranks="global", prefetch=2)
         for seed in range(seeds):
             reseed(devices, rank, seed)
             model.zero_grad()

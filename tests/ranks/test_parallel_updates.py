@@ -1,4 +1,4 @@
-"""The three values of `update` on tensor parallel layers: each rank updates its parts, with the numbers of the model that is not divided."""
+"""The three values of `update` on tensor parallel layers: each rank updates its parts, with the numbers of the model that is not sharded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS = [
 
 
 def shared_by(mesh, model, optimizer, **options):
-    """The model with parallel layers, divided over the mesh; its optimizer, and the model compiled."""
+    """The model with parallel layers, sharded over the mesh; its optimizer, and the model compiled."""
     parallel_layers(model, mesh["tp"])
     l2l_compile.shard(model, mesh)
     chosen = OPTIMIZERS[optimizer](model.parameters())
@@ -69,7 +69,7 @@ def equals_the_whole_model(rank, world, optimizer):
 
 @pytest.mark.parametrize(("optimizer", "world"), [("adamw", 2), ("adamw", 4), ("sgd", 2)])
 @pytest.mark.slow(but="adamw-2")
-def test_all_ways_to_update_have_the_numbers_of_the_model_that_is_not_divided(ranks, optimizer, world):
+def test_all_updates_have_the_numbers_of_the_unsharded_model(ranks, optimizer, world):
     ranks.run(equals_the_whole_model, optimizer, world=world)
 
 
@@ -208,7 +208,7 @@ def other_rows_are_refused(rank, world, with_shard):
 
 
 @pytest.mark.parametrize("with_shard", [True, False])
-def test_ranks_that_share_layers_have_one_batch_and_not_two_of_a_size(ranks, with_shard):
+def test_ranks_that_share_layers_have_one_batch_and_not_two(ranks, with_shard):
     ranks.run(other_rows_are_refused, with_shard)
 
 

@@ -39,7 +39,7 @@ def on_meta(kind, config, **options) -> nn.Module:
 
 
 def assert_equal(ours: nn.Module, theirs: nn.Module, rank: int = 0, world: int = 1) -> None:
-    """Parameters and buffers, also those that are not saved; of what is divided, the rows of this rank."""
+    """Parameters and buffers, also those that are not saved; of what is sharded, the rows of this rank."""
     mine, expected = ({**dict(m.named_parameters(remove_duplicate=False)), **dict(m.named_buffers())} for m in (ours, theirs))
     assert mine.keys() == expected.keys()
     for name, value in expected.items():
@@ -253,7 +253,7 @@ class Pair(nn.Module):
 
 
 def loads_parallel_layers(rank, world, folder):
-    """Rows of rows, and columns, of layers that are divided twice."""
+    """Rows of rows, and columns, of layers that are sharded twice."""
     with torch.device("meta"):
         model = Pair()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

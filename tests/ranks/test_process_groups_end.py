@@ -84,4 +84,4 @@ def _used_after_the_end(rank: int, world: int, folder: str) -> str:
 
 def test_a_model_of_an_ended_process_group_says_so(ranks, tmp_path):
     for said in ranks.run(_used_after_the_end, str(tmp_path)):
-        assert said.startswith("torch.distributed has ended (destroy_process_group) since the model was divided")
+        assert said.startswith("torch.distributed has ended (destroy_process_group) since the model was sharded")

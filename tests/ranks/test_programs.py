@@ -1,4 +1,4 @@
-"""Programs of a divided model: what they print, what parses back, and which rules they keep. No process but this one: `fake` ranks."""
+"""Programs of a sharded model: what they print, what parses back, and which rules they keep. No process but this one: `fake` ranks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import l2l_compile
 from l2l_compile import L2LError, Program, VerifyError
 from l2l_compile.ir import nodes
+from l2l_compile.lanes import Lane
 from l2l_compile.options import Options
 from l2l_compile.passes.compilation import Compilation, Fact
 from l2l_compile.passes.pipeline import PIPELINE
@@ -47,24 +48,23 @@ def program(world: int, model: nn.Module | None = None, **options) -> Program:
 
 
 def collectives(graph) -> list[str]:
-    return [node.name for node in graph.graph.nodes if nodes.lane_of(node) == nodes.COMM]
+    return [node.name for node in graph.graph.nodes if nodes.lane_of(node) == Lane.COMM]
 
 
 @pytest.mark.parametrize("world", [64], indirect=True)
-def test_the_text_of_a_program_of_64_ranks_parses_back_and_is_legal(world):
+def test_the_program_of_64_ranks_parses_back_and_is_legal(world):
     found = program(world)
     shown = str(found)
     assert shown.startswith("ranks: 64\nsizes: ")
     lines = [line.split("#")[0].rstrip() for line in shown.splitlines()]
     fetched = next(line for line in lines if "fetch_weights('layers.0')" in line)
-    gathered = next(line for line in lines if "gather_weights('layers.0'" in line)
+    gathered = next(line for line in lines if "all_gather_weights('layers.0'" in line)
     # 8 x 8 entries at most: norm 1 + 1, up 8 + 1, down 16 + 1 entries of each rank, padding included
     assert fetched.split()[-2:] == ["112", "B"] and gathered.split()[-2:] == ["1.2", "KiB"]
-    assert collectives(found.forward) == ["gather_weights", *(f"gather_weights_{i}" for i in range(1, 5))]
-    assert [name.split("_")[0] for name in collectives(found.backward)] == ["gather", "gather", "reduce"] + [
-        "gather",
-        "reduce",
-    ] * 3 + ["reduce"]
+    assert collectives(found.forward) == ["all_gather_weights", *(f"all_gather_weights_{i}" for i in range(1, 5))]
+    kinds = [name.partition("_weights")[0].partition("_gradients")[0] for name in collectives(found.backward)]
+    gather, reduce = "all_gather", "reduce_scatter"
+    assert kinds == [gather, gather, reduce] + [gather, reduce] * 3 + [reduce]
     parsed = Program.parse(shown)
     assert str(parsed) == shown
     verify(Compilation.of(parsed, Options.build(OPTIONS)), FACTS)
@@ -75,19 +75,19 @@ def test_the_text_of_a_program_of_64_ranks_parses_back_and_is_legal(world):
 def test_programs_are_legal_and_a_gather_stands_behind_its_fetch(world, options):
     found = program(world, **options)
     for graph in (found.forward.graph, found.backward.graph):
-        for node in graph.find_nodes(op="call_function", target=nodes.gather_weights):
+        for node in graph.find_nodes(op="call_function", target=nodes.all_gather_weights):
             assert node.prev is nodes.operands(node).slab
     verify(Compilation.of(found, Options.build({**OPTIONS, **options})), FACTS)
 
 
 def read_too_early(graph):
-    gather = graph.find_nodes(op="call_function", target=nodes.gather_weights)[1]
+    gather = graph.find_nodes(op="call_function", target=nodes.all_gather_weights)[1]
     run = next(user for user in gather.users if nodes.runs_segment(user))
     nodes.set_operands(run, weights=nodes.operands(gather).slab)
 
 
 def another_slab(graph):
-    first, second = graph.find_nodes(op="call_function", target=nodes.gather_weights)[:2]
+    first, second = graph.find_nodes(op="call_function", target=nodes.all_gather_weights)[:2]
     nodes.set_operands(second, slab=nodes.operands(first).slab)
 
 
@@ -97,9 +97,9 @@ def not_reduced(graph):
 
 
 def reduced_twice(graph):
-    reduce = graph.find_nodes(op="call_function", target=nodes.reduce_gradients)[0]
+    reduce = graph.find_nodes(op="call_function", target=nodes.reduce_scatter_gradients)[0]
     with graph.inserting_before(reduce):
-        graph.call_function(nodes.reduce_gradients, reduce.args).meta = dict(reduce.meta)
+        graph.call_function(nodes.reduce_scatter_gradients, reduce.args).meta = dict(reduce.meta)
 
 
 BREAKS = {
@@ -123,7 +123,7 @@ def test_a_program_that_breaks_a_rule_is_refused(world, break_it):
 
 
 @pytest.mark.parametrize("world", [64], indirect=True)
-def test_the_text_of_a_program_of_64_ranks_is_the_one_that_is_kept(world):
+def test_the_program_of_64_ranks_is_the_one_that_is_kept(world):
     """`UPDATE_DOCUMENTS=1` writes it anew."""
     shown = re.sub(r"\bs\d+\b", "rows", str(program(world, Mixing(2), ranks="global"))) + "\n"  # PyTorch numbers the symbol
     if os.environ.get("UPDATE_DOCUMENTS"):
@@ -133,7 +133,7 @@ def test_the_text_of_a_program_of_64_ranks_is_the_one_that_is_kept(world):
 
 @pytest.mark.parametrize("world", [2, 5, 64], indirect=True)
 def test_the_share_of_a_rank_is_that_of_its_program(world, monkeypatch):
-    """Computed from the program of the model that is not divided, padding included."""
+    """Computed from the program of the model that is not sharded, padding included."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "benchmarks"))
     from shares import share_of
 
@@ -161,17 +161,17 @@ class Mixing(Stack):
 
 
 def own_rows_alone(graph):
-    gathered = graph.find_nodes(op="call_function", target=nodes.gather_rows)[0]
+    gathered = graph.find_nodes(op="call_function", target=nodes.all_gather_rows)[0]
     gathered.replace_all_uses_with(nodes.operands(gathered).x, delete_user_cb=lambda user: nodes.runs_segment(user))
 
 
 def rows_of_all(graph):
-    own = graph.find_nodes(op="call_function", target=nodes.own_rows)[0]
+    own = graph.find_nodes(op="call_function", target=nodes.local_rows)[0]
     own.replace_all_uses_with(nodes.operands(own).x, delete_user_cb=lambda user: user.target is not nodes.release)
 
 
 def part_of_a_sum(graph):
-    total = graph.find_nodes(op="call_function", target=nodes.sum_ranks)[-1]
+    total = graph.find_nodes(op="call_function", target=nodes.all_reduce)[-1]
     total.replace_all_uses_with(nodes.operands(total).x, delete_user_cb=lambda user: user.target is not nodes.release)
 
 
@@ -196,7 +196,7 @@ def test_one_micro_batch_takes_no_rows_apart_unless_ranks_do(world):
 
 
 @pytest.mark.parametrize("world", [4], indirect=True)
-def test_a_model_on_meta_has_the_same_program_and_takes_memory_for_its_pieces_alone(world):
+def test_a_model_on_meta_takes_memory_for_its_pieces_alone(world):
     with torch.device("meta"):
         model = Stack(3)
     found = program(world, model)
@@ -226,7 +226,7 @@ class ReadsOtherwise(Stack):
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        (Breaking, "divided among ranks, and its graph breaks.*graph_break"),
+        (Breaking, "sharded over ranks, and its graph breaks.*graph_break"),
         (ReadsOtherwise, "parameter .*head.*bias.* reads it by another way than as an attribute"),
     ],
 )
@@ -236,44 +236,44 @@ def test_what_cannot_run_in_step_with_other_ranks_is_refused(world, model, sente
 
 
 @pytest.mark.parametrize("world", [2], indirect=True)
-def test_a_parameter_that_is_not_divided_is_refused(world):
+def test_a_parameter_that_is_not_sharded_is_refused(world):
     model = l2l_compile.shard(Stack(2), init_device_mesh("cpu", (world,)))
     model.head = nn.Linear(8, 3)
-    with pytest.raises(L2LError, match=r"head.*is not divided among ranks, but others are"):
+    with pytest.raises(L2LError, match=r"head.*is not sharded over ranks, but others are"):
         l2l_compile.explain(model, OPTIONS)(rows(6).float())
 
 
 @pytest.mark.parametrize("world", [2], indirect=True)
-def test_shard_refuses_what_it_cannot_divide(world):
+def test_shard_refuses_what_it_cannot_shard(world):
     mesh = init_device_mesh("cpu", (world,))
     model = l2l_compile.shard(Stack(2), mesh)
-    with pytest.raises(L2LError, match="'embed.weight' is divided among ranks already"):
+    with pytest.raises(L2LError, match="'embed.weight' is sharded over ranks already"):
         l2l_compile.shard(model, mesh)
     with pytest.raises(L2LError, match="takes a mesh of one dimension, or of two with names, got one of 2"):
         l2l_compile.shard(Stack(2), init_device_mesh("cpu", (1, world)))
 
 
 @pytest.mark.parametrize("world", [2], indirect=True)
-def test_layers_of_fully_shard_are_refused_with_the_call_that_works(world):
+def test_layers_of_fully_shard_are_refused_with_a_remedy(world):
     model, mesh = Stack(2), init_device_mesh("cpu", (world,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     with pytest.raises(
-        L2LError, match="layer 'layers.0' is divided by fully_shard, .*: divide the plain model with l2l_compile.shard"
+        L2LError, match="layer 'layers.0' is sharded by fully_shard, .*: shard the plain model with l2l_compile.shard"
     ):
         torch.compile(model, backend="l2l", options=OPTIONS)(rows(4, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("world", [2], indirect=True)
-def test_a_divided_model_is_not_compared(world):
+def test_a_sharded_model_is_not_compared(world):
     model = l2l_compile.shard(Stack(2), init_device_mesh("cpu", (world,)))
     with pytest.raises(
-        L2LError, match="'embed.weight' of Stack is divided .*: compare the plain model, before l2l_compile.shard"
+        L2LError, match="'embed.weight' of Stack is sharded .*: compare the plain model, before l2l_compile.shard"
     ):
         compare(model, OPTIONS)(rows(4, dtype=torch.float32))
 
 
-def test_pieces_of_all_ranks_are_the_tensor_with_padding_behind_it():
+def test_pieces_of_all_ranks_are_the_tensor_with_padding():
     for count in range(12):
         for ranks in range(1, 7):
             pieces = Pieces((count, 3), ranks)

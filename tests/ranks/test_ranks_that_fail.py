@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from steps import OPTIONS, divided
+from steps import OPTIONS, sharded
 from test_tensor_parallel import Layers, parallel_layers
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -94,7 +94,7 @@ class Failing:
 
 def train(rank: int, world: int, folder: str, how: str) -> None:
     """Three steps; rank 1 fails in the second one, as `how` says."""
-    from l2l_compile.host.optimizer.in_backward import UpdatesInBackward
+    from l2l_compile.host.updates.in_backward import UpdatesInBackward
     from l2l_compile.ir import nodes
     from l2l_compile.ranks import collectives, watch
     from l2l_compile.runtime import executor
@@ -104,7 +104,7 @@ def train(rank: int, world: int, folder: str, how: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
-    model = MODELS.get(how, divided_alone)(world)
+    model = MODELS.get(how, sharded_alone)(world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     behind_the_device = {"optimizer": optimizer, "update": "in_backward"} if MODELS.get(how) is not shared_alone else {}
     step = torch.compile(model, backend="l2l", fullgraph=True, options={**OPTIONS, **behind_the_device})
@@ -123,7 +123,7 @@ def train(rank: int, world: int, folder: str, how: str) -> None:
         one_step(step, optimizer, failing)
 
 
-def divided_alone(world: int) -> torch.nn.Module:
+def sharded_alone(world: int) -> torch.nn.Module:
     return l2l_compile.shard(Stack(1), init_device_mesh("cpu", (world,)))
 
 
@@ -208,7 +208,7 @@ def test_every_process_ends_with_a_sentence(launcher, tmp_path, how):
 
 
 def late_ranks_are_named(rank, world):
-    step = divided(Stack(2), world)[-1]
+    step = sharded(Stack(2), world)[-1]
     step(torch.randn(4, 5))
     with warnings.catch_warnings(record=True) as seen, pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "LATE", 0.5)

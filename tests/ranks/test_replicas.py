@@ -1,4 +1,4 @@
-"""A mesh ("replicate", "shard"): each replica divides the model, and the gradients of a piece are averaged over the replicas."""
+"""A mesh ("replicate", "shard"): each replica shards the model, and the gradients of a piece are averaged over the replicas."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_replicas_loads_on_two_ranks(ranks, tmp_path):
 
 
 def refuses(rank, world):
-    with pytest.raises(l2l_compile.L2LError, match=r"replicate.* repeats the model and divides nothing"):
+    with pytest.raises(l2l_compile.L2LError, match=r"replicate.* repeats the model and shards nothing"):
         l2l_compile.shard(Stack(2), mesh_of(4, 1))
     model = l2l_compile.shard(Stack(2), mesh_of(2, 2))
     step = torch.compile(model, backend="l2l", fullgraph=True, options={**OPTIONS, "ranks": "global"})

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 
 import l2l_compile
-from l2l_compile.errors import RankError
+from l2l_compile import RankError
 from l2l_compile.ir import nodes
 from l2l_compile.ranks import watch
 from l2l_compile.runtime import executor
@@ -77,7 +77,7 @@ def ends(rank: int, world: int, folder: str, how: str) -> dict[str, list]:
 
 
 @pytest.mark.slow
-def test_a_run_of_which_a_rank_was_killed_is_resumed_with_the_same_bits(ranks, tmp_path):
+def test_a_run_with_a_killed_rank_is_resumed_with_the_same_bits(ranks, tmp_path):
     folder = str(tmp_path)
     ranks.run(is_killed, folder, killed=1)
     resumed = ranks.run(ends, folder, "resumed")

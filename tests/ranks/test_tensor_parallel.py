@@ -1,4 +1,4 @@
-"""Layers of `parallelize_module` with `ColwiseParallel` and `RowwiseParallel`: the numbers of the model that is not divided."""
+"""Layers of `parallelize_module` with `ColwiseParallel` and `RowwiseParallel`: the numbers of the model that is not sharded."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def equals_the_whole_model(rank, world, kind, options):
     ("kind", "compiler"), [("one layer", "inductor"), ("layers", "eager"), ("llama", "eager")], ids=lambda v: v
 )
 @pytest.mark.slow(but="layers-eager")
-def test_two_ranks_have_the_numbers_of_the_model_that_is_not_divided(ranks, kind, compiler):
+def test_two_ranks_have_the_numbers_of_the_unsharded_model(ranks, kind, compiler):
     names, others = ranks.run(equals_the_whole_model, kind, {"block_compiler": compiler})
     assert names == others and sum("layers" in name for name in names) >= (1 if kind == "one layer" else 3)
 
@@ -128,7 +128,7 @@ def equals_the_mean_of_the_rows(rank, world):
 
 
 @pytest.mark.slow
-def test_parallel_layers_are_divided_among_further_ranks(ranks):
+def test_parallel_layers_are_sharded_over_further_ranks(ranks):
     ranks.run(equals_the_mean_of_the_rows, world=4)
 
 
@@ -200,10 +200,10 @@ def test_other_layers_are_refused_with_parameter_and_mesh(two_ranks, parallelize
         l2l_compile.explain(model, {**OPTIONS, **options})(torch.randn(4, 5))
 
 
-def test_shard_takes_parallel_layers_with_the_mesh_of_both_dimensions_alone(two_ranks):
+def test_shard_takes_parallel_layers_with_a_2d_mesh_alone(two_ranks):
     model = Layers()
     parallel_layers(model, two_ranks)
-    with pytest.raises(L2LError, match="is divided among ranks already: .*; after parallelize_module, with the mesh of both"):
+    with pytest.raises(L2LError, match="is sharded over ranks already: .*; after parallelize_module, with the mesh of both"):
         l2l_compile.shard(model, two_ranks)
 
 
@@ -212,7 +212,7 @@ def test_models_with_and_without_parallel_layers_take_one_mesh(two_ranks):
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     l2l_compile.shard(Layers(1), both["dp"])
     with pytest.raises(
-        L2LError, match="divided a model over .*dp=1.* alone, and is given .*dp=1, tp=2.* give it the mesh of both"
+        L2LError, match="sharded a model over .*dp=1.* alone, and is given .*dp=1, tp=2.* give it the mesh of both"
     ):
         l2l_compile.shard(Layers(1), both)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from l2l_compile import RaceError
-from l2l_compile.memory.accesses import Accesses, Place
+from l2l_compile.races import Accesses, Place
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_what_the_giver_does_later_is_not_known(accesses):
         work()
 
 
-def test_waiting_at_work_is_known_to_later_work_that_was_given_before(accesses):
+def test_waiting_at_work_is_known_to_work_given_before(accesses):
     place = Place()
     updated = on(accesses, "host", lambda: accesses.write(place))
     waiting, _ = accesses.give("h2d", lambda: accesses.follow(updated))
@@ -113,7 +113,7 @@ def test_the_order_of_work_is_known_when_it_is_over(accesses):
     accesses.read(place)
 
 
-def test_work_that_is_dropped_comes_after_what_was_done_before_it(accesses):
+def test_work_that_is_dropped_comes_after_work_before_it(accesses):
     """After a failure: who waits for it waits for the work that failed."""
     place = Place()
     on(accesses, "host", lambda: accesses.write(place))

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import l2l_compile
-from l2l_compile.host.optimizer.updates import _updates_of
+from l2l_compile.host.updates.overlapped import _updates_of
 from lean import forget_sizes
 from models import Stack, compiled
 
@@ -55,7 +55,7 @@ def test_a_model_that_is_gone_takes_its_optimizer_with_it(update):
 
 
 @pytest.mark.parametrize("update", WAYS)
-def test_a_model_that_is_compiled_with_a_new_optimizer_lets_go_of_the_old_one(update):
+def test_a_model_with_a_new_optimizer_lets_go_of_the_old_one(update):
     model = Stack(2).double()
     eager, kept = copy.deepcopy(model), []
     for _ in range(3):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import l2l_compile
-from l2l_compile.devices.threaded import ThreadedDevice
 from l2l_compile.session import session_of
+from l2l_compile.testing.strict_device import ThreadedDevice
 from models import Broken, Stack, compiled, pair_of, rows
 
 
@@ -59,7 +59,7 @@ def test_another_forward_takes_the_slabs(threaded):
     assert session_of(pair.compiled).device.ledger.held == 0
 
 
-def test_larger_slabs_of_a_second_program_take_the_place_of_the_first_ones(threaded):
+def test_larger_slabs_of_a_second_program_replace_the_first_ones(threaded):
     """A graph break between two stacks: the second forward runs before the first backward."""
     torch._dynamo.reset()
     model = Broken().double()
@@ -85,7 +85,7 @@ def test_a_second_backward_fetches_again(threaded):
 
 
 @pytest.mark.parametrize("update", ["in_backward", "in_forward"])
-def test_updated_weights_are_not_mistaken_for_those_of_a_step_before(threaded, update):
+def test_updated_weights_are_not_taken_for_those_before(threaded, update):
     torch._dynamo.reset()
     l2l_compile.testing.training_equivalent(
         Stack(3).double(),
@@ -97,7 +97,7 @@ def test_updated_weights_are_not_mistaken_for_those_of_a_step_before(threaded, u
     )
 
 
-def test_a_forward_that_is_given_up_leaves_nothing_that_a_later_one_reads(threaded):
+def test_a_forward_that_is_given_up_leaves_nothing_to_later_ones(threaded):
     torch._dynamo.reset()
     pair = pair_of(Stack(3).double(), prefetch=7)  # a slab for each segment
     x = rows(6)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import l2l_compile
-from l2l_compile.frontend.propagation import Result
+from l2l_compile.frontend.faster.propagation import Result
 from models import Stack, compiled, rows
 
 

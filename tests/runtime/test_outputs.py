@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -109,7 +111,7 @@ def peak_with_the_loss_outside(model: nn.Module, x: torch.Tensor, **options) -> 
     return l2l_compile.stats(step).peak_device_bytes
 
 
-def test_gradients_of_outputs_come_to_the_device_micro_batch_by_micro_batch():
+def test_gradients_of_outputs_are_fetched_by_micro_batch():
     """A loss outside of the model: neither the scores nor their gradient are ever on the device for all rows."""
     vocabulary = 8000
     model = Language(vocabulary, depth=2)
@@ -177,7 +179,7 @@ class Picture(nn.Module):
 @pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.slow(only="*-inductor")
-def test_memory_in_another_order_reaches_blocks_in_that_of_the_sizes(block_compiler, micro_batches):
+def test_memory_in_another_order_reaches_blocks_in_their_order(block_compiler, micro_batches):
     """Rows of a larger batch in channels_last, and a loss whose gradient has its channels last."""
 
     def step(call, x, labels):
@@ -195,3 +197,32 @@ def test_views_by_strides_of_a_transposed_part_of_a_value():
             return super().forward(x.as_strided((x.shape[0], 6, 5), (35, 5, 1)))
 
     assert_parity(Windows(2).double(), rows(9, 6, 5)[:7].transpose(0, 1), micro_batches=1)
+
+
+class Images(nn.Module):
+    """Convolutions, whose results have the memory layout of their input, and results that are transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        made = self.second(torch.relu(self.first(x)))
+        return made, (x * 2).transpose(1, 2), made.sum()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_outputs_have_the_strides_of_eager(micro_batches):
+    eager = Images().double().to(memory_format=torch.channels_last)
+    streamed = copy.deepcopy(eager)
+    step = compiled(streamed, micro_batches=micro_batches, block_compiler="eager")
+    for rows_of_batch in (4, 6):
+        x = torch.randn(rows_of_batch, 3, 6, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
+        results = [model(x) for model in (eager, step)]
+        for ours, theirs in zip(results[1], results[0], strict=True):
+            assert ours.stride() == theirs.stride()
+            torch.testing.assert_close(ours, theirs)
+        for result in results:
+            (result[0] * result[0]).sum().backward()
+    for p, q in zip(eager.parameters(), streamed.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad)

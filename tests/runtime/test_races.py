@@ -24,9 +24,9 @@ from l2l_compile import RaceError
 from l2l_compile import session as sessions
 from l2l_compile.devices.cpu import CpuDevice
 from l2l_compile.devices.device import Device
-from l2l_compile.devices.threaded import ThreadedDevice
 from l2l_compile.devices.watched import watch
-from l2l_compile.host.optimizer.loss_scale import LossScale
+from l2l_compile.host.updates.loss_scale import LossScale
+from l2l_compile.testing.strict_device import ThreadedDevice
 from models import WIDTH, Stack, UNet, compiled
 from waits import BY_NAME
 
@@ -165,10 +165,18 @@ def a_failed_step(step, optimizer):
     training(step, optimizer)
 
 
+def watch_nothing(step):
+    """Reading entries of a parameter waits as well, and would hide that another wait is gone."""
+    updates = sessions.session_of(step).server.updates
+    if hasattr(updates, "_watch"):
+        updates._watch.end()
+
+
 def reading(step, optimizer):
     """Parameters are read while updates are under way."""
     step(batch(0)).pow(2).sum().backward()
     optimizer.step()
+    watch_nothing(step)
     state = step.state_dict()
     read.extend(tensor.clone() for tensor in state.values())
 
@@ -236,11 +244,11 @@ CASES = [
         one_step,
         {
             "runtime.executor.Executor.submit: queue.wait(value.event)": "h2d compute",
-            "runtime.executor._fetch_weights: run.device.lanes['h2d'].wait(run.slabs.free[slab])": "compute",
+            "runtime.executor._fetch_weights: run.device.lanes[Lane.H2D].wait(run.slabs.free[slab])": "compute",
             "runtime.executor._release: compute.wait(event)": "d2h",
-            "runtime.streaming.OutputStream._send: d2h.wait(made)": "compute",
-            "runtime.streaming.OutputStream._free: compute.wait(copied)": "d2h",
-            "runtime.streaming.GradientStream.run: compute.wait(event)": "h2d",
+            "runtime.overlapped_copies.OutputStream._send: d2h.wait(made)": "compute",
+            "runtime.overlapped_copies.OutputStream._free: compute.wait(copied)": "d2h",
+            "runtime.overlapped_copies.GradientStream.run: compute.wait(event)": "h2d",
             "runtime.runner.Runner._run: self.device.synchronize()": "d2h",
             "host.server.ParameterServer._collect: self.device.wait_on_host(gradients.event)": "d2h",
             "host.server.ParameterServer.end_backward: self.worker.drain()": "host",
@@ -263,61 +271,61 @@ CASES = [
     Case(
         "in_backward",
         a_forward_before_the_step,
-        {"host.optimizer.in_backward.UpdatesInBackward.begin_forward: self.synchronize()": "host"},
+        {"host.updates.in_backward.UpdatesInBackward.begin_forward: self.synchronize()": "host"},
         options=in_("backward"),
     ),
     Case(
         "in_forward",
         training,
         {
-            "host.optimizer.in_forward.UpdatesInForward.wait: ticket.wait()": "host",
+            "host.updates.in_forward.UpdatesInForward.wait: ticket.wait()": "host",
             "host.server.ParameterServer.load: self.updates.wait(owners)": "host",
-            "host.optimizer.updates.UpdatesBehindTheDevice._before_own_step: self.synchronize()": "host",
+            "host.updates.overlapped.OverlappedUpdates._before_own_step: self.synchronize()": "host",
             "host.server.ParameterServer.synchronize: self.updates.synchronize()": "host",
-            "host.optimizer.updates.UpdatesBehindTheDevice.synchronize: self._drain()": "host",
-            "host.optimizer.updates.UpdatesBehindTheDevice._drain: self.worker.drain()": "host",
-            "host.optimizer.in_forward.UpdatesInForward._drain: super()._drain()": "host",
+            "host.updates.overlapped.OverlappedUpdates.synchronize: self._drain()": "host",
+            "host.updates.overlapped.OverlappedUpdates._drain: self.worker.drain(self.forget)": "host",
+            "host.updates.in_forward.UpdatesInForward._drain: super()._drain()": "host",
         },
         options=in_("forward"),
     ),
     Case(
         "a failure",
         a_failed_step,
-        {"host.server.ParameterServer.recover: worker.drain()": "host"},
+        {"host.server.ParameterServer.recover: worker.settle()": "host"},
         options=in_("forward"),
     ),
     Case(
         "state_dict",
         reading,
-        {"host.optimizer.updates.UpdatesBehindTheDevice._before_reading: self.synchronize()": "host"},
+        {"host.updates.overlapped.OverlappedUpdates._wait_for_reading: self.synchronize()": "host"},
         options=in_("forward"),
     ),
     Case(
         "a step that is left out",
         left_out,
-        {"host.optimizer.updates.UpdatesBehindTheDevice._before_zero_grad: self._drain()": "host"},
+        {"host.updates.overlapped.OverlappedUpdates._leave_out: self._drain()": "host"},
         options=in_("forward"),
     ),
     Case(
         "the norm",
         the_norm,
-        {"host.optimizer.in_forward.UpdatesInForward.describe: self._looked.wait()": "host"},
+        {"host.updates.in_forward.UpdatesInForward.describe: self._looked.wait()": "host"},
         options=in_("forward"),
     ),
     Case(
         "delayed",
         training_and_evaluation,
         {
-            "host.optimizer.delayed.DelayedUpdates.begin_forward: self.synchronize()": "update",
-            "host.optimizer.delayed.DelayedUpdates._drain: super()._drain()": "host",
-            "host.optimizer.delayed.DelayedUpdates._drain: self._updating.drain()": "update",
+            "host.updates.delayed.DelayedUpdates.begin_forward: self.synchronize()": "update",
+            "host.updates.delayed.DelayedUpdates._drain: super()._drain()": "host",
+            "host.updates.delayed.DelayedUpdates._drain: self._updating.drain(self.forget)": "update",
         },
         options=in_("forward", delay=1),
     ),
     Case(
         "delayed, another wire",
         two_ways,
-        {"host.versions.DelayedWires.load: self.wait(owners)": "h2d"},
+        {"host.double_buffer.DelayedWires.load: self.wait(owners)": "h2d"},
         model=lambda: TwoWays().double(),
         options=in_("forward", delay=1),
         optimizer=Pausing,
@@ -325,7 +333,7 @@ CASES = [
     Case(
         "delayed, a loss scale",
         overflowing,
-        {"host.optimizer.delayed.DelayedUpdates.begin_backward: self._looked.wait()": "update"},
+        {"host.updates.delayed.DelayedUpdates.begin_backward: self._looked.wait()": "update"},
         model=lambda: Stack(3).float(),
         options=in_("forward", delay=1, precision="fp16"),
     ),
@@ -333,7 +341,7 @@ CASES = [
         "a parameter outside of the compiled model",
         used_outside,
         {
-            "host.optimizer.in_forward.UpdatesInForward._end_step: at_once.wait()": "host",
+            "host.updates.in_forward.UpdatesInForward._end_step: at_once.wait()": "host",
         },
         model=lambda: WithOutside().double(),
         options=in_("forward"),
@@ -341,17 +349,19 @@ CASES = [
     Case(
         "a held output",
         an_output_is_held,
-        {"host.optimizer.in_backward.UpdatesInBackward._end_step: self._drain()": "host"},
+        {"host.updates.in_backward.UpdatesInBackward._end_step: self._drain()": "host"},
         options=in_("backward"),
     ),
 ]
 ELSEWHERE = {
-    "host.optimizer.updates.wait_for_other_models: other.synchronize()": "tests/host/test_beside_others.py",
-    "runtime.executor.Executor.submit_comm: self.device.lanes['comm'].wait(released)": "tests/ranks/test_memory_taken_again.py",
+    "host.updates.in_forward.UpdatesInForward._collected: OverlappedUpdates._drain(self)": "tests/host/test_plain_loops.py",
+    "host.updates.overlapped.OverlappedUpdates._step_on_zeros: self.synchronize()": "tests/host/test_plain_loops.py",
+    "host.updates.overlapped.wait_for_other_models: other.synchronize()": "tests/host/test_beside_others.py",
+    "runtime.executor.Executor.submit_comm: self.device.lanes[Lane.COMM].wait(released)": "tests/ranks/test_memory_taken_again.py",
 }
 NO_RACE = {
     "host.server.ParameterServer.collect: self._in_flight.popleft().wait()": "bounds the memory of gradients",
-    "host.optimizer.in_forward.UpdatesInForward.wait: super().wait(parameters)": "raises what failed, and waits for nothing",
+    "host.updates.in_forward.UpdatesInForward.wait: super().wait(parameters)": "raises what failed, and waits for nothing",
 }
 
 
@@ -376,6 +386,7 @@ class Run:
         read.clear()
         self.case.run(self.step, self.optimizer)
         l2l_compile.synchronize(self.step)
+        watch_nothing(self.step)
         state = [t.detach().clone() for t in (*self.model.parameters(), *self.model.buffers())]
         return [*read, *state, *(p.grad for p in self.model.parameters() if p.grad is not None)]
 

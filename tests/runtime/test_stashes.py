@@ -73,7 +73,7 @@ def test_a_forward_without_a_backward_leaves_nothing():
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_what_went_to_the_host_is_on_the_device_again_for_backward(keep):
+def test_values_on_the_host_are_on_the_device_for_backward(keep):
     device, box = CpuDevice(), RuntimeValue([torch.ones(4, dtype=torch.float64)])
     box.lane = "compute"
     device.hold(box.tensors)

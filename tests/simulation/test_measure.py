@@ -30,6 +30,7 @@ def test_figures_of_the_host(tmp_path):
     assert all(number > 0 or number is False for number in numbers) and all(map(math.isfinite, numbers))
     assert set(machine.sources) == set(figures) - {"name", "overlaps", "sources"}
     assert machine.flops["float32"] > 1e8 and 1e-7 < machine.launch < machine.node < 1e-2
+    assert 2**20 < machine.host_reserve < machine.host_memory and machine.device_room <= machine.host_room * 1.01
     machine.save(tmp_path / "here.json")
     assert Machine.load(tmp_path / "here.json") == machine
     assert l2l_compile.simulate(Stack(2), tmp_path / "here.json", {"micro_batches": 2})(rows(4, dtype=torch.float32)).seconds > 0
@@ -54,7 +55,7 @@ def test_a_link_has_a_latency_and_a_bandwidth():
     assert link(Slow(), HOST, HOST, 1 << 20).latency > 0  # two copies that take equally long
 
 
-def test_overhead_of_nodes_and_micro_batches_adds_up_to_the_steps():
+def test_overhead_of_nodes_and_rows_adds_up_to_that_of_steps():
     few, many = Own(nodes=100, calls=10, seconds=100 * 3e-5 + 10 * 4e-5), Own(nodes=100, calls=80, seconds=100 * 3e-5 + 80 * 4e-5)
     found = overhead_of(few, many)
     assert (found.node, found.micro_batch) == (pytest.approx(3e-5), pytest.approx(4e-5))

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from l2l_compile import Machine, simulate
-from l2l_compile.devices.simulated import SimulatedDevice
-from l2l_compile.host.optimizer.in_forward import UpdatesInForward
+from l2l_compile.host.updates.in_forward import UpdatesInForward
+from l2l_compile.simulation.device import SimulatedDevice
 
 WIDTH, ROWS = 256, 512
 
@@ -74,7 +74,7 @@ def test_copies_and_updates_are_hidden(options, precision):
     assert step_over_compute(machine(), precision=precision, **options) < 1.06
 
 
-def test_staging_on_the_callers_thread_is_hidden_by_launches_before_it(monkeypatch):
+def test_staging_on_the_callers_thread_hides_behind_launches(monkeypatch):
     """In fp32, weights go through the ring of page-locked buffers."""
     slow = machine(host_bandwidth=2 * 2 * 4 * PARAMETERS / SECOND)  # half a second to stage a layer
     hidden = step_over_compute(slow, depth=4)
@@ -82,7 +82,7 @@ def test_staging_on_the_callers_thread_is_hidden_by_launches_before_it(monkeypat
     assert step_over_compute(slow, depth=4) > hidden + 0.02
 
 
-def test_the_first_update_waits_for_the_norm_of_the_last_gradient_alone(monkeypatch):
+def test_the_first_update_waits_for_the_last_norm_alone(monkeypatch):
     slow = machine(host_bandwidth=10 * 4 * PARAMETERS / SECOND)
     options = {"update": "in_forward", "max_grad_norm": 1.0, "precision": "bf16"}
     hidden = step_over_compute(slow, **options)
@@ -102,7 +102,7 @@ def test_updates_as_long_as_a_step_are_hidden_with_a_delay():
     assert step_over_compute(machine_, **options, delay=1) < 1.06
 
 
-def test_the_host_has_time_for_updates_where_the_device_takes_norms(monkeypatch):
+def test_the_host_has_time_for_updates_if_the_device_takes_norms(monkeypatch):
     slow = machine(host_bandwidth=11 * 4 * PARAMETERS / SECOND)
     options = {"update": "in_backward", "precision": "bf16"}
     hidden = step_over_compute(slow, **options)

@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import l2l_compile
 from l2l_compile import Machine, OptionError, simulate
-from l2l_compile.devices.simulated import SimulatedStaging
 from l2l_compile.devices.staging import Staging
-from l2l_compile.devices.threaded import _Thread
 from l2l_compile.simulation import simulate as simulation
 from l2l_compile.simulation.block_times import MeasuredTimes
+from l2l_compile.simulation.device import SimulatedStaging
+from l2l_compile.testing.strict_device import _Thread
 from models import WIDTH, Shared, Stack, TwoHeads, UNet, loss_of, rows
 
 MACHINE = Machine(
@@ -131,7 +131,7 @@ def test_where_the_host_is_the_device_nothing_overlaps():
     assert found.timeline.busy("caller") <= found.seconds
 
 
-def test_pieces_of_a_lane_are_in_order_and_gaps_say_what_they_wait_for():
+def test_pieces_of_a_lane_are_in_order_and_gaps_have_causes():
     model, x = Stack(6), rows(12, dtype=torch.float32)
     found = simulate(model, dataclasses.replace(MACHINE, h2d=1e6), {"micro_batches": 3, "precision": "bf16"})(x)
     for lane in ("compute", "h2d", "d2h", "caller"):

@@ -16,7 +16,7 @@ import l2l_compile
 from l2l_compile import L2LError
 from l2l_compile.testing import Pair, assert_equivalent, compare, training_equivalent
 from l2l_compile.testing.own_error import MOVES
-from l2l_compile.testing.rules import Expected, Promise, promise
+from l2l_compile.testing.rules import Expected, Promise, SameUpdates, promise
 from models import WIDTH, Attention, Layer, Stack, assert_parity, compiled, functional, rows
 from test_huggingface import llama
 
@@ -62,7 +62,7 @@ def test_a_model_that_is_compiled_has_its_own_options():
     assert [s.micro_batches for s in compare(model)(rows(6)).programs[0].segments] == [4] * 4
 
 
-def test_of_a_function_the_gradients_of_its_arguments_are_compared():
+def test_gradients_of_a_functions_arguments_are_compared():
     weights = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(3)]
     comparison = assert_equivalent(functional, rows(6, WIDTH), weights, options=OPTIONS)
     assert keys(comparison, "gradient of input") == {"1[0]", "1[1]", "1[2]"}
@@ -182,7 +182,7 @@ def test_inputs_that_are_written_and_their_gradients():
     assert float(seen) == 0 and x.grad is None
 
 
-def test_frozen_parts_have_no_gradient_and_buffers_are_listed_if_they_are_written():
+def test_frozen_parts_have_no_gradient_and_only_written_buffers():
     model = Stack([Layer(norm=nn.BatchNorm1d), Layer()])
     model.register_buffer("constant", torch.ones(3))
     model.head.requires_grad_(False)
@@ -252,6 +252,14 @@ def test_what_is_allowed(fixed):
     assert Promise(1e-10, 2**-23, fixed).allowed(Expected(1e-3, largest)) == pytest.approx(1e-14 * largest)
 
 
+def test_what_is_allowed_among_ways_to_update():
+    rule = SameUpdates(1e-6, noise=1e-2)
+    assert rule.allowed(Expected(0.5, 2.0)) == rule.allowed(Expected(0.5, 2.0, 1e-16)) == 0.5e-6
+    assert rule.allowed(Expected(0.5, 2.0, 1e-7)) == pytest.approx(1e-6)  # as far as reversed rows move it, ten times
+    assert rule.allowed(Expected(0.5, 2.0, 0.5)) == 5.0 and rule.allowed(Expected(0.5, 2.0, 0.0)) == 0.5e-6
+    assert SameUpdates(0.0, noise=1e-2).allowed(Expected(0.5, 2.0, 0.5)) == 0.0  # the same bits
+
+
 def test_what_is_zero_but_for_rounding():
     rule, largest = Promise(1e-10, 2**-52, fixed=True), 2.0
     assert rule.is_zero(Expected(1e-18, largest, 1e-18)) and not rule.is_zero(Expected(1e-18, largest, 1e-30))
@@ -271,7 +279,7 @@ class Cancelling(nn.Module):
         return (x * self.weight).sum() + (x.abs() * self.other).sum()
 
 
-def test_where_eager_is_off_by_more_with_its_rows_reversed_more_is_allowed():
+def test_more_is_allowed_where_reversed_rows_move_eager_by_more():
     x = torch.randn(64, WIDTH) * torch.tensor([1e-3, 1e3]).repeat(32)[:, None]
     x = torch.cat([x, -x + 1e-2 * torch.rand(64, WIDTH)])[torch.randperm(128)]
     comparison = assert_equivalent(Cancelling(), x, options={**OPTIONS, "micro_batches": 7}, dtype=None)
@@ -322,7 +330,7 @@ def test_a_step_of_the_callers_own():
     assert second.own.why is None and "next step" in first.own.why
 
 
-def test_a_step_that_draws_its_own_batch_has_the_same_one_each_time():
+def test_a_step_that_draws_its_batch_has_the_same_each_time():
     def step(call):
         drawn.append(rows(6))
         call(drawn[-1]).pow(2).mean().backward()
@@ -358,7 +366,7 @@ class Rows(Stack):
         return super().forward(x)
 
 
-def test_a_buffer_that_keeps_rows_has_no_error_of_eagers_that_would_allow_more():
+def test_a_buffer_of_rows_has_no_own_error_of_eager():
     comparison = assert_equivalent(Rows(), rows(6), options=OPTIONS)
     verdicts = {v.difference.key.kind: v for v in map(comparison.verdict, comparison.differences)}
     assert verdicts["buffer"].own is None and verdicts["gradient"].own is not None
@@ -373,7 +381,7 @@ def test_measuring_eager_leaves_it_as_its_step_did():
     assert all(p.grad is g for p, g in zip(pair.eager.parameters(), gradients, strict=True))
 
 
-def test_inputs_whose_rows_are_written_are_written_with_the_rows_reversed():
+def test_written_inputs_are_written_with_the_rows_reversed():
     class Halving(Stack):
         def forward(self, x, y):
             y.mul_(0.5).add_(self.embed(x))
@@ -418,7 +426,7 @@ class Flat(nn.Module):
     ],
     ids=["equal rows", "rounding of a row"],
 )
-def test_a_gradient_that_is_zero_but_for_rounding_with_its_rows_in_any_order(model, batch, names):
+def test_a_gradient_that_is_zero_but_for_rounding_in_any_order(model, batch, names):
     """Reversed rows give the same bits. Parameters that move by a rounding do not."""
     comparison = assert_equivalent(model(), batch().contiguous(), options=OPTIONS)
     verdicts = [v for v in map(comparison.verdict, comparison.differences) if v.difference.key.name in names]

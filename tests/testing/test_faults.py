@@ -147,7 +147,7 @@ def test_a_loss_off_by_one_ulp_of_float32(inject):
     assert "loss (segment 'stack.head') is off by" in text and "e-08" in text.splitlines()[1]
 
 
-def test_a_loss_off_by_one_ulp_in_a_model_that_computes_it_in_float32(inject):
+def test_a_loss_off_by_one_ulp_that_is_computed_in_float32(inject):
     """Eager itself is off by as much with its rows reversed: in float64 the promise holds all the same."""
 
     def fault(lowered, made, arguments):
@@ -235,7 +235,7 @@ def test_a_wrong_gradient_in_the_helper_of_the_suite(inject):
         assert_parity(Regression().double(), rows(7))
 
 
-def test_a_wrong_gradient_of_a_value_names_the_segment_where_it_begins(inject):
+def test_a_wrong_gradient_of_a_value_names_its_first_segment(inject):
     def fault(lowered, made, arguments):
         made[-1] = made[-1] * 1.01
         return made
@@ -341,7 +341,8 @@ def test_an_update_that_is_small_beside_its_parameter(inject):
 @pytest.mark.parametrize("compile_update", [False, True])
 @pytest.mark.parametrize("update", ["in_backward", "in_forward"])
 def test_an_update_that_is_made_twice(monkeypatch, update, compile_update):
-    from l2l_compile.host.optimizer import compiled_step, torch_step
+    from l2l_compile.host.compiled_step import compiled_step
+    from l2l_compile.host.step import torch_step
 
     of = compiled_step.CompiledStep if compile_update else torch_step.TorchStep
     original = of.on

@@ -60,7 +60,7 @@ def test_accumulation_clipping_and_a_scheduler():
         training_equivalent(Stack(2), batches[:2], adamw, options=OPTIONS, updates=("in_backward",), max_grad_norm=0.01)
 
 
-def test_parameters_whose_gradients_are_rounding_move_with_eagers_own_error():
+def test_parameters_with_rounding_gradients_have_eagers_error():
     """Adam moves the bias of keys by the sign of rounding: as far from eager as eager is from itself with its rows reversed."""
     batches = [rows(12, 4, WIDTH, dtype=torch.float32) for _ in range(3)]
     found = training_equivalent(EncoderDecoder(1), batches, adamw, options=OPTIONS, updates=("in_forward",), dtype=None)

@@ -14,6 +14,10 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic mode asks for it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -30,8 +34,6 @@ def main() -> int:
     parser.add_argument("--device", default="auto", help="cpu or cuda; auto takes a GPU if there is one")
     options = parser.parse_args()
 
-    import torch
-
     from .cases import Context, run_cases
     from .checkout import find_package
     from .rows import Journal
@@ -42,10 +44,18 @@ def main() -> int:
     if hasattr(module, "prepare"):
         module.prepare()
     until = wait_for(options.go)
-    name = options.device if options.device != "auto" else "cuda:0" if torch.cuda.is_available() else "cpu"
-    context = Context(options.stage, torch.device(name), until, Journal(options.journal))
+    context = Context(options.stage, device_named(options.device), until, Journal(options.journal))
     index, count = map(int, options.shard.split("/"))
     return run_cases(context, module.cases(context)[index::count], options.journal)
+
+
+def device_named(name: str) -> torch.device:
+    """The device of the option `--device`; a GPU with its index, which `torch.cuda.set_device` asks for."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 
 def wait_for(path: Path) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from l2l_compile.devices.device import Device, Lane
+from l2l_compile.devices.device import Device, LaneQueue
 from l2l_compile.ir import nodes
 from l2l_compile.ir.segments import Segment
 from l2l_compile.memory.pages import PinnedMemory
@@ -123,7 +123,7 @@ def fails_in_backward(compiled: Compiled, inputs: dict[str, torch.Tensor]) -> st
 class Refusing(Around):
     """A lane on which the allocator refuses in the fourth `backward` node of a program."""
 
-    def __init__(self, lane: Lane, device: torch.device):
+    def __init__(self, lane: LaneQueue, device: torch.device):
         super().__init__(lane)
         self._device, self._backwards, self._done = device, 0, False
 

@@ -13,18 +13,19 @@ from typing import Any
 import torch
 
 from l2l_compile.devices.cuda import CudaDevice
-from l2l_compile.devices.device import LANES, Device, Lane
+from l2l_compile.devices.device import Device, LaneQueue
 from l2l_compile.devices.ledger import Ledger
+from l2l_compile.lanes import OF_DEVICE
 
 Work = Callable[[], None]
 PAUSE_CYCLES = 2_000_000  # cycles of a GPU: about a millisecond
 PAUSE_SECONDS = 0.003  # seconds of a thread
 
 
-class Around(Lane):
+class Around(LaneQueue):
     """Wraps a lane. `inside(work)` runs on it in the place of each piece of work, `after()` after work was queued."""
 
-    def __init__(self, lane: Lane, inside: Callable[[Work], None] | None = None, after: Callable[[], None] | None = None):
+    def __init__(self, lane: LaneQueue, inside: Callable[[Work], None] | None = None, after: Callable[[], None] | None = None):
         self.lane, self._inside, self._after = lane, inside, after
 
     @property
@@ -79,7 +80,7 @@ def one_after_the_other(device: Device) -> None:
         if device.torch_device.type == "cuda":
             torch.cuda.synchronize(device.torch_device)
 
-    for name in LANES:
+    for name in OF_DEVICE:
         device.lanes[name] = Around(device.lanes[name], after=after)
 
 

@@ -1,7 +1,7 @@
 """Compares the backend with plain PyTorch on the GPU: three steps of tiny models in many settings, and single questions.
 
 In float64 and float32, losses, gradients, parameters and buffers are compared. In 16 bits, the error against float32 is
-compared with the error of `torch.autocast`. Updates behind the device leave no gradients, so parameters are compared.
+compared with the error of `torch.autocast`. Overlapped updates leave no gradients, so parameters are compared.
 """
 
 from __future__ import annotations

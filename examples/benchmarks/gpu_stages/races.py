@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from l2l_compile.devices.device import LANES, Device
+from l2l_compile.devices.device import Device
+from l2l_compile.lanes import OF_DEVICE
 
 from .cases import Case, Context, Report
 from .lanes import PoisoningCuda, one_after_the_other, pause, restore, slow_down
@@ -101,7 +102,7 @@ def races(context: Context, options: dict[str, Any], report: Report) -> None:
     moved = sum(not torch.equal(p, b) for p, b in zip(expected[-len(subject.before) :], subject.before, strict=True))
     report("parameters that moved", moved, least=len(subject.before) // 2, should="most: the steps that are compared were made")
     tell(report, "one after the other, twice", expected, again, "else kernels are at fault, not lanes")
-    for name in (*LANES, None):
+    for name in (*OF_DEVICE, None):
         if name is not None:
             slow_down(subject.device, name)
         tell(report, f"{name} slowed down" if name else "at full speed", subject.run(), expected, "another number is a race")

@@ -94,8 +94,13 @@ def read_journal(path: Path) -> list[tuple[str, Any]]:
             ((kind, content),) = json.loads(line).items()
         except (ValueError, AttributeError):
             continue
-        facts.append((kind, Row(**content) if kind == "row" else content))
+        facts.append((kind, _row(content) if kind == "row" else content))
     return facts
+
+
+def _row(content: dict[str, Any]) -> Row:
+    """The row of a journal. Undoes `plain` for the number by which rows are sorted."""
+    return Row(**{**content, "badness": float(content.get("badness", 0.0))})
 
 
 def plain(content: Any) -> Any:

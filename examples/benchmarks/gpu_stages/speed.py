@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from l2l_compile.tracing import Trace
+from l2l_compile.inspection.profile import Profile
 
 from .cases import Case, Context, Report, Unfit
 from .timeline_report import tell_lanes
@@ -102,7 +102,7 @@ def stream(context: Context, on: Load, options: dict[str, Any], report: Report) 
     report.fact("peak of device memory", compiled.stats.peak_device_bytes / 1e9, "GB", should="less than resident's")
     report.fact("page-locked", compiled.device.pinned.used / 1e9, "GB")
     if context.left > 5:
-        with Trace(compiled.session, None) as traced:
+        with Profile(compiled.session, None) as traced:
             step()
             compiled.synchronize()
         tell_lanes(traced.timeline, compiled.stats, report)

@@ -35,7 +35,7 @@ The rules are in one file for each family of operations; `rules.py` says how a r
 
 from __future__ import annotations
 
-from . import (
+from l2l_compile.passes.batching.batch_rules import (
     attention,
     convolution,
     factories,
@@ -51,9 +51,9 @@ from . import (
     reductions,
     views,
 )
-from .states import Mixing, Partial, ResultState, RowIds, Rows, ValueState
-from .values import PARTIAL_SUM_DTYPES
-from .walk import analyse, regions, same_program, states_of_nodes
+from l2l_compile.passes.batching.batch_rules.states import Mixing, Partial, ResultState, RowIds, Rows, ValueState
+from l2l_compile.passes.batching.batch_rules.values import PARTIAL_SUM_DTYPES
+from l2l_compile.passes.batching.batch_rules.walk import analyse, regions, same_program, states_of_nodes
 
 __all__ = [
     "PARTIAL_SUM_DTYPES",

@@ -6,9 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from .rules import rule
-from .states import RowIds, Rows
-from .values import COMPUTES_WITH_ROW_IDS, DIFFERENT_DIMENSIONS, Call, Refused, TracedValue, agree, agree_if_any, aligned
+from l2l_compile.passes.batching.batch_rules.rules import rule
+from l2l_compile.passes.batching.batch_rules.states import RowIds, Rows
+from l2l_compile.passes.batching.batch_rules.values import (
+    COMPUTES_WITH_ROW_IDS,
+    DIFFERENT_DIMENSIONS,
+    Call,
+    Refused,
+    TracedValue,
+    agree,
+    agree_if_any,
+    aligned,
+)
 
 PICKS = "picks rows by number"
 PICKS_BY_DATA = "picks as many entries as the data says"

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .rules import Rule
-from .states import Mixing, ResultState, ValueState, change_rows, each, flat
+from l2l_compile.passes.batching.batch_rules.rules import Rule
+from l2l_compile.passes.batching.batch_rules.states import Mixing, ResultState, ValueState, change_rows, each, flat
 
 
 @dataclass(eq=False)

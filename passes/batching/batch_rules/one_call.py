@@ -7,12 +7,20 @@ from typing import Any
 
 import torch
 
-from .orders import of_orders
-from .ranges import with_range
-from .rules import Apply, Rule
-from .states import Kind, Mixing, ResultState, RowIds, Rows, ValueState, change_rows, flat
-from .sums import of_sums
-from .values import COMPUTES_WITH_ROW_IDS, USES_BATCH_AS_NUMBER, BatchSizes, Call, Refused, TracedValue, equal
+from l2l_compile.passes.batching.batch_rules.orders import of_orders
+from l2l_compile.passes.batching.batch_rules.ranges import with_range
+from l2l_compile.passes.batching.batch_rules.rules import Apply, Rule
+from l2l_compile.passes.batching.batch_rules.states import Kind, Mixing, ResultState, RowIds, Rows, ValueState, change_rows, flat
+from l2l_compile.passes.batching.batch_rules.sums import of_sums
+from l2l_compile.passes.batching.batch_rules.values import (
+    COMPUTES_WITH_ROW_IDS,
+    USES_BATCH_AS_NUMBER,
+    BatchSizes,
+    Call,
+    Refused,
+    TracedValue,
+    equal,
+)
 
 SHARED_DRAWS = "draws random numbers that every row shares"
 NO_RULE = "has no rule"

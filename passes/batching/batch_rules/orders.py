@@ -18,11 +18,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from .indexing import advanced_index
-from .ranges import holds_whole_numbers, positions, unbounded, with_range
-from .reductions import along
-from .rules import Rule, rule
-from .states import (
+from l2l_compile.passes.batching.batch_rules.indexing import advanced_index
+from l2l_compile.passes.batching.batch_rules.ranges import holds_whole_numbers, positions, unbounded, with_range
+from l2l_compile.passes.batching.batch_rules.reductions import along
+from l2l_compile.passes.batching.batch_rules.rules import Rule, rule
+from l2l_compile.passes.batching.batch_rules.states import (
     MOVED,
     Counts,
     Empty,
@@ -37,7 +37,7 @@ from .states import (
     State,
     ValueState,
 )
-from .values import Call, Refused, TracedValue
+from l2l_compile.passes.batching.batch_rules.values import Call, Refused, TracedValue
 
 S = TypeVar("S", bound=State)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from .rules import Rule
-from .states import ResultState, Rows, change_rows, flat
-from .values import Call, dims
+from l2l_compile.passes.batching.batch_rules.rules import Rule
+from l2l_compile.passes.batching.batch_rules.states import ResultState, Rows, change_rows, flat
+from l2l_compile.passes.batching.batch_rules.values import Call, dims
 
 
 def with_range(call: Call, known: Rule, result: ResultState, moves: bool) -> ResultState:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from ....ir.batch import Batch
+from l2l_compile.ir.batch import Batch
 
 COUNTS = "counts something other than the rows of the batch"
 MOVED = "reads entries in an order that depends on the other rows"

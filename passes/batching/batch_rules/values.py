@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from .states import Kind, Mixing, Partial, ResultState, RowIds, Rows, ValueState, each
+from l2l_compile.passes.batching.batch_rules.states import Kind, Mixing, Partial, ResultState, RowIds, Rows, ValueState, each
 
 USES_BATCH_AS_NUMBER = "uses the size of the batch as a number"
 COMPUTES_WITH_ROW_IDS = "computes with the number of a row"

@@ -8,9 +8,17 @@ from dataclasses import dataclass
 
 import torch
 
-from .rules import rule
-from .states import ResultState, Rows, ValueState
-from .values import DIFFERENT_DIMENSIONS, USES_BATCH_AS_NUMBER, Call, Refused, Varying, aligned, dims
+from l2l_compile.passes.batching.batch_rules.rules import rule
+from l2l_compile.passes.batching.batch_rules.states import ResultState, Rows, ValueState
+from l2l_compile.passes.batching.batch_rules.values import (
+    DIFFERENT_DIMENSIONS,
+    USES_BATCH_AS_NUMBER,
+    Call,
+    Refused,
+    Varying,
+    aligned,
+    dims,
+)
 
 CUTS = "takes some rows of the batch"
 

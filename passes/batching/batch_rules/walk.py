@@ -10,11 +10,20 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .memory import States, may_write
-from .one_call import NO_RULE, fit, state_of
-from .rules import Rule, find_rule
-from .states import Kind, Mixing, ResultState, Rows, ValueState, flat
-from .values import PARTIAL_SUM_DTYPES, USES_BATCH_AS_NUMBER, BatchSizes, Call, Refused, TracedValue, Varying, equal
+from l2l_compile.passes.batching.batch_rules.memory import States, may_write
+from l2l_compile.passes.batching.batch_rules.one_call import NO_RULE, fit, state_of
+from l2l_compile.passes.batching.batch_rules.rules import Rule, find_rule
+from l2l_compile.passes.batching.batch_rules.states import Kind, Mixing, ResultState, Rows, ValueState, flat
+from l2l_compile.passes.batching.batch_rules.values import (
+    PARTIAL_SUM_DTYPES,
+    USES_BATCH_AS_NUMBER,
+    BatchSizes,
+    Call,
+    Refused,
+    TracedValue,
+    Varying,
+    equal,
+)
 
 ABSENT = object()
 

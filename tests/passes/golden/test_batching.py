@@ -57,7 +57,7 @@ segments:
 linear: block_0, 112 B, reads (x), makes (down)""")
 
 
-def test_row_wise_operations_move_in_front_of_those_of_the_whole_batch_where_they_do_not_read_them():
+def test_row_wise_operations_move_before_those_they_do_not_read():
     """The mean is a partial sum of each micro-batch. The product reads the maximum, and makes one number of the four of a row."""
     found = after(
         SplitRegions(),
@@ -86,7 +86,7 @@ amax: block_1, 0 B, reads (x), makes (largest)
 matmul: block_2, 0 B, reads (x, largest), makes (product)""")
 
 
-def test_a_row_wise_part_that_saves_no_memory_stays_with_the_whole_batch():
+def test_a_row_wise_part_that_saves_no_memory_stays_whole_batch():
     """The quotient uses no parameter, and makes as many numbers as it reads."""
     found = after(
         SplitRegions(),
@@ -136,7 +136,7 @@ return (%loss,)
 """
 
 
-def test_prove_row_independence_runs_blocks_in_the_inner_loop_but_those_that_mix_rows():
+def test_prove_row_independence_keeps_mixing_blocks_whole_batch():
     """A mean over rows is one of means over micro-batches; a softmax over rows needs them all."""
     assert proven(after(ProveRowIndependence(), MIXING, 1, 2)) == lines("""
 block_0 inner loop
@@ -160,7 +160,7 @@ def test_there_are_no_more_micro_batches_than_rows():
     assert proven(after(ProveRowIndependence(), MIXING, 1, 2, micro_batches=8))[-1] == "micro-batches: [6, 1, 6]"
 
 
-def test_prove_row_independence_makes_a_write_a_new_version_that_later_segments_read():
+def test_prove_row_independence_makes_a_write_a_new_version():
     assert proven(
         after(
             ProveRowIndependence(),

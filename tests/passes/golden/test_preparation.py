@@ -64,7 +64,7 @@ return (%loss,)
 """
 
 
-def test_gather_loss_terms_writes_a_cross_entropy_as_a_term_a_row_and_one_reduction():
+def test_gather_loss_terms_writes_terms_of_rows_and_a_reduction():
     """Class 2 is ignored in the terms; the reduction ignores -100, which is where class 2 was."""
     assert after(GatherLossTerms(), CROSS_ENTROPY) == lines("""
 %x = value  float32[B, 4]
@@ -94,7 +94,7 @@ def test_in_16_bits_a_loss_of_small_scores_stays():
     assert after(GatherLossTerms(), CROSS_ENTROPY, precision="bf16") != lines(CROSS_ENTROPY)
 
 
-def test_class_weights_multiply_the_terms_and_a_mean_divides_by_those_that_count():
+def test_class_weights_multiply_terms_and_divide_the_mean():
     assert after(
         GatherLossTerms(),
         """
@@ -120,7 +120,7 @@ return (%loss,)
 return (%truediv,)""")
 
 
-def test_scores_that_fold_time_and_batch_are_taken_as_they_were_before():
+def test_scores_that_fold_time_and_batch_are_taken_unfolded():
     """The folded values are still there, and nothing reads them."""
     assert after(
         GatherLossTerms(),

@@ -46,7 +46,7 @@ def sequence_of(text: str) -> list[str]:
     return [*found, *(f"cuts {b.cuts.start} to {b.cuts.stop - 1} may not be: {b.why}" for b in sequence.barriers)]
 
 
-def test_sequence_operations_counts_the_bytes_of_each_cut_and_labels_equal_uses_alike():
+def test_sequence_operations_counts_bytes_and_labels_equal_uses():
     """Both up and gate cross the cut before their product: 2 * 6 * 4 * 4 bytes. w and v have one shape, u has another."""
     assert sequence_of("""
 %x = value  float32[B, 4]
@@ -67,7 +67,7 @@ down  96 B  v as use 0
 out  96 B  u as use 1""")
 
 
-def test_sequence_operations_forbids_cuts_between_touches_of_a_state():
+def test_sequence_operations_forbids_cuts_within_uses_of_a_state():
     """No parameter is used between the write and the read, so they are one step. The new contents wait for the end of the line."""
     assert sequence_of("""
 %x = value  float32[B, 4]
@@ -179,7 +179,7 @@ layers.1: block_2, 64 B, reads (one), makes (two)
 head: block_3, 48 B, reads (two), makes (head)""")
 
 
-def test_without_layers_the_line_is_cut_where_the_fewest_bytes_cross():
+def test_without_layers_cuts_are_where_the_fewest_bytes_cross():
     """Between the two uses of parameters, 96 bytes cross the cut before the concatenation, and 288 the one behind it."""
     assert cut("""
 %x = value  float32[B, 4]
@@ -215,14 +215,14 @@ def uncut(text: str, *cuts: int) -> list[str]:
     return list(map(str, found.uncut))
 
 
-def test_measure_granularity_names_a_segment_that_holds_two_layers():
+def test_measure_granularity_names_a_segment_of_two_layers():
     assert uncut(LAYERS, 1, 5) == [
         "segment 'layers' holds 2 layers (128 B), and device memory grows with their number: it is not cut because no repeat was "
         "found there whose copies feed one another. Remedy: put the layers into one torch.nn.ModuleList, so that their names tell"
     ]
 
 
-def test_measure_granularity_is_silent_where_each_layer_is_a_segment():
+def test_measure_granularity_is_silent_on_segments_of_a_layer():
     assert uncut(LAYERS, 1, 3, 5) == []
 
 

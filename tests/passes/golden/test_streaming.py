@@ -56,7 +56,7 @@ forward:
 """
 
 
-def test_prefetch_moves_each_fetch_in_front_of_the_segment_before_its_reader():
+def test_prefetch_moves_a_fetch_before_the_segment_ahead():
     assert after(Prefetch(), NOT_AHEAD, prefetch=1) == lines("""
 forward:
   %x = input  host  x: float32[8, 4]  128 B
@@ -103,7 +103,7 @@ backward:
 """
 
 
-def test_a_stash_that_is_needed_soon_stays_on_the_device_and_others_go_to_the_host():
+def test_a_stash_that_is_needed_soon_stays_on_the_device():
     """With prefetch=0, a value may wait for one segment: b waits for none, a for segment three in forward and in backward."""
     assert after(PlaceStash(), KEPT, stash="host", prefetch=0) == lines("""
 forward:
@@ -155,7 +155,7 @@ forward:
 """
 
 
-def test_a_skip_connection_goes_to_the_host_while_other_segments_run():
+def test_a_skip_connection_is_on_the_host_while_others_run():
     assert after(PlaceStash(), SKIP, stash="host", prefetch=0) == lines("""
 forward:
   %x = input  host  x: float32[8, 4]  128 B
@@ -189,7 +189,7 @@ forward:
 """
 
 
-def test_release_stands_behind_the_last_reader_and_a_copy_has_the_time_of_a_segment():
+def test_release_stands_a_segment_behind_a_copy_or_last_reader():
     """b is kept for backward, so it stays. a is copied while segment two runs."""
     assert after(Release(), HELD, prefetch=1) == lines("""
 forward:
@@ -249,7 +249,7 @@ backward:
     assert left[: left.index("backward:")] == [*lines(PUSHED.split("backward:")[0]), ""]
 
 
-def test_in_forward_all_updates_stand_first_and_each_fetch_waits_for_its_own():
+def test_in_forward_updates_are_first_and_fetches_wait():
     left = after(PlaceUpdates(), PUSHED, **updating("in_forward"))
     assert left[: left.index("")] == lines("""
 forward:
@@ -292,14 +292,14 @@ def differentiated(text: str) -> list[str]:
     return [f"kept ({kept})", f"differentiable {found.gradients.differentiable}", f"gradients of {found.gradient_mask}"]
 
 
-def test_differentiate_keeps_the_inputs_of_segments_that_run_backward():
+def test_differentiate_keeps_inputs_of_segments_with_a_backward():
     assert differentiated(LAYERS) == lines("""
 kept (x, act)
 differentiable (True,)
 gradients of (True,)""")
 
 
-def test_differentiate_keeps_nothing_below_the_first_parameter_that_is_trained():
+def test_differentiate_keeps_nothing_below_trained_parameters():
     frozen = LAYERS.replace("%w = parameter  float32[4, 4], grad", "%w = parameter  float32[4, 4]")
     frozen = re.sub(r"(%(?:up|act) = .*), grad", r"\1", frozen)
     assert differentiated(frozen) == lines("""
@@ -308,7 +308,7 @@ differentiable (True,)
 gradients of (True,)""")
 
 
-def test_differentiate_keeps_nothing_for_a_segment_whose_output_is_detached():
+def test_differentiate_keeps_nothing_for_detached_outputs():
     """The first segment has a parameter to train, and no gradient comes to it."""
     assert differentiated(LAYERS.replace("torch.tanh(%up)  float32[B, 4], grad", "%up.detach()  float32[B, 4]")) == lines("""
 kept (act)
@@ -316,7 +316,7 @@ differentiable (True,)
 gradients of (True,)""")
 
 
-def test_differentiate_expects_a_gradient_of_the_loss_alone_where_there_is_one():
+def test_differentiate_expects_a_gradient_of_the_loss_alone():
     with_loss = LAYERS.replace("return (%down,)", "%loss = torch.mean(%down)  float32[], grad  two\nreturn (%loss, %down, %x)")
     assert differentiated(with_loss) == lines("""
 kept (x, act)

@@ -1,0 +1,141 @@
+"""The commands and their arguments."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any, NoReturn
+
+from l2l_compile import __version__
+from l2l_compile.command.asked import DTYPES, OPTIMIZERS, Settings
+from l2l_compile.command.models import BATCH, LENGTH
+from l2l_compile.errors import OptionError
+from l2l_compile.options import Options
+from l2l_compile.simulation.machine import Machine, names
+from l2l_compile.update_modes import MODES
+
+_UNITS = {f"{prefix}{i}B": base**power for base, i in ((1000, ""), (1024, "i")) for power, prefix in enumerate("KMGT", 1)}
+_OWN = {s.name: s.default for s in fields(Settings)}
+_LIBRARY = {o.name: o.default for o in fields(Options)}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises `OptionError` for invalid arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{' '.join(message.split())[:300]}; see {self.prog} --help")
+
+
+def parser(commands: Mapping[str, Callable[[argparse.Namespace], int]]) -> argparse.ArgumentParser:
+    """The parser. `commands` are the functions of explain, simulate, coverage, machines and cache; `parse_args` sets one as `run`."""
+    made = _Parser(prog="l2l", description="Look at a streamed training step without running it.", allow_abbrev=False)
+    made.add_argument("--version", action="version", version=f"l2l-compile {__version__}")
+    added = made.add_subparsers(required=True, metavar="command", title="commands")
+
+    explained = added.add_parser("explain", help="what would run, and whether its memory fits on a machine", allow_abbrev=False)
+    _add_step(explained, machine_is_needed=False)
+    simulated = added.add_parser("simulate", help="also how long a step would take on a machine", allow_abbrev=False)
+    _add_step(simulated, machine_is_needed=True)
+
+    covered = added.add_parser("coverage", help="one training step of tiny models, streamed and in eager", allow_abbrev=False)
+    covered.add_argument("name", nargs="+", help="a class of transformers, such as BertForMaskedLM, or package.module:function")
+    listed = added.add_parser("machines", help="the machines that come with the package", allow_abbrev=False)
+    cached = added.add_parser(
+        "cache", help="where traces, proofs and compiled updates are kept, and their size", allow_abbrev=False
+    )
+    cached.add_argument("--clear", action="store_true", help="delete them; the next process compiles anew")
+    parsers = {"explain": explained, "simulate": simulated, "coverage": covered, "machines": listed, "cache": cached}
+    for name, command in parsers.items():
+        command.set_defaults(run=commands[name])
+    return made
+
+
+def _add_step(parser: argparse.ArgumentParser, machine_is_needed: bool) -> None:
+    parser.add_argument(
+        "config", help="a Hugging Face folder or config.json, or package.module:function that returns a model and its batch"
+    )
+    machine = parser.add_argument_group("machine")
+    machine.add_argument(
+        "--machine", required=machine_is_needed, help=f"{', '.join(names())}, or the path of a machine file (docs/simulation.md)"
+    )
+    size = "such as 24GiB; GB is 10^9 bytes, GiB 2^30"
+    machine.add_argument(
+        "--device-memory", metavar="SIZE", type=_size, help=f"memory of the device in place of the machine's, {size}"
+    )
+    machine.add_argument(
+        "--host-memory", metavar="SIZE", type=_size, help=f"memory of the host in place of the machine's, {size}"
+    )
+    machine.add_argument("--html", metavar="FILE", help="write the page with pictures, of a step on the machine (default: h200)")
+
+    model = parser.add_argument_group("model and batch")
+    model.add_argument("--batch", type=int, help=f"rows of the batch (default: {BATCH})")
+    model.add_argument("--length", type=int, help=f"tokens of a row (default: {LENGTH})")
+    model.add_argument(
+        "--lora", metavar="RANK", type=int, help="freeze the model, and train LoRA adapters of this rank (needs peft)"
+    )
+    model.add_argument(
+        "--base", choices=tuple(DTYPES), default=_OWN["base"], help="dtype of the frozen parameters, with --lora (default: bf16)"
+    )
+    model.add_argument(
+        "--optimizer", choices=sorted(OPTIMIZERS), default=_OWN["optimizer"], help="of torch.optim (default: adamw)"
+    )
+    _add_options(parser.add_argument_group("options of the library (docs/options.md)"))
+
+
+def _add_options(group: Any) -> None:
+    """Options of the library by its names. Help says where a default is another than the library's."""
+
+    def add(name: str, help: str, **more: Any) -> None:
+        own, theirs = _OWN[name], _LIBRARY[name]
+        default = f"default: {own}" + (f"; the library's: {theirs}" if own != theirs else "")
+        group.add_argument(f"--{name.replace('_', '-')}", default=own, help=f"{help} ({default})", **more)
+
+    precisions = {"choices": ("fp32", "bf16", "fp16")}
+    add("micro_batches", "slices of the batch that go through a layer before the next layer", type=int)
+    add("precision", "on the link and on the device", **precisions)
+    add("gradient_wire", "precision of gradients on the link; None: as --precision", **precisions)
+    add("update", "when a layer is updated", choices=tuple(MODES))
+    add("delay", "1: updates are a step late, and hidden behind a whole step", type=int, choices=(0, 1))
+    add("accumulate", "backward calls in a step", type=int)
+    add("max_grad_norm", "clip gradients to this norm, with --update in_forward", type=float)
+    group.add_argument(
+        "--no-compile-update",
+        dest="compile_update",
+        action="store_false",
+        help="updates by the optimizer's own step (default: compiled)",
+    )
+    add("stash", "where inputs of layers wait for backward", choices=("host", "device"))
+    add("prefetch", "layers that are fetched ahead", type=int)
+    add("outputs", "what is copied to the host", choices=("all", "loss"))
+    add("pinned_memory", "the most host memory that is page-locked, such as 8GB", metavar="SIZE")
+
+
+def _size(text: str) -> float:
+    """Bytes of a text such as "24GiB" or "128 GB"."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text)
+    size = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if not 0 < size < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no size such as 24GiB or 128GB")
+    return size
+
+
+def settings_of(given: argparse.Namespace) -> Settings:
+    """The settings of a command line. Raises `OptionError` for values that are out of range or do not go together."""
+    made = Settings(**{name: getattr(given, name) for name in _OWN})
+    made.check()
+    return made
+
+
+def machine_of(given: argparse.Namespace) -> Machine | None:
+    """The machine, with the memory that the command line gives; None without one. Raises `OptionError` for an unknown one."""
+    changes = {name: getattr(given, name) for name in ("device_memory", "host_memory") if getattr(given, name) is not None}
+    if given.machine is None:
+        if changes:
+            raise OptionError(f"--{next(iter(changes)).replace('_', '-')} changes a machine: give --machine as well")
+        return None
+    machine = Machine.load(given.machine)
+    machine.flops_of(DTYPES[given.precision])
+    return replace(machine, **changes)

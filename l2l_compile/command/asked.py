@@ -1,0 +1,140 @@
+"""What a command is asked: sizes and options of a step, and the reports of this step and of steps that differ from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from l2l_compile.command.failures import failing_as
+from l2l_compile.command.models import Workload, check_sizes, load
+from l2l_compile.errors import OptionError
+from l2l_compile.options import Options
+from l2l_compile.report.explain import Report, explain
+from l2l_compile.simulation.machine import Machine
+from l2l_compile.simulation.result import Simulation
+from l2l_compile.simulation.simulate import simulate
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-4, fused=True),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-4),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-4),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_OPTIONS = (
+    *("precision", "gradient_wire", "update", "delay", "accumulate", "max_grad_norm", "compile_update"),
+    *("stash", "prefetch", "outputs", "pinned_memory"),
+)
+_TRACED = ("length", "lora", "base", "precision", "outputs")  # a step that differs in one of these is traced anew
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes and options of a step, as the command line names them; those of `Options` have its names.
+
+    batch   rows; None for a default
+    length  tokens of a row; None for a default
+    lora    the rank of adapters of a frozen model; None to train all parameters
+    base    the dtype of the frozen parameters, with `lora`
+    """
+
+    batch: int | None = None
+    length: int | None = None
+    lora: int | None = None
+    base: str = "bf16"
+    micro_batches: int = 8
+    precision: str = "bf16"
+    gradient_wire: str | None = None
+    update: str = "in_forward"
+    delay: int = 0
+    accumulate: int = 1
+    max_grad_norm: float | None = None
+    optimizer: str = "adamw"
+    compile_update: bool = True
+    stash: str = "host"
+    prefetch: int = 1
+    outputs: str = "loss"
+    pinned_memory: str | None = None
+
+    def options(self, workload: Workload) -> dict[str, Any]:
+        """The options of the backend. Raises `OptionError` for values that do not go together."""
+        if not workload.trained:
+            raise OptionError(f"{workload.name} has no parameter that takes a gradient")
+        rows = min(self.batch, workload.rows) if self.batch is not None else workload.rows
+        made = {name: getattr(self, name) for name in _OPTIONS}
+        made |= {"micro_batches": min(self.micro_batches, rows), "optimizer": OPTIMIZERS[self.optimizer](workload.trained)}
+        Options.build({**made, "device": "cpu"})
+        return made
+
+    def check(self) -> None:
+        """Raise `OptionError` for values that are out of range or do not go together, before a model is built."""
+        check_sizes(self.batch, self.length, self.lora)
+        parameter = torch.nn.Parameter(torch.zeros(2, 2))
+        self.options(Workload("a model", torch.nn.ParameterList([parameter]), (torch.empty(10**7, 1, device="meta"),)))
+
+    def flags(self, other: Settings) -> str:
+        """The flags that make these settings of others: "--micro-batches 8 --prefetch 0"."""
+        changed = {name: value for name, value in vars(self).items() if value != getattr(other, name)}
+        flags = ((f"--{name.replace('_', '-')}", value) for name, value in changed.items())
+        return " ".join(f"without {flag}" if value is None else f"{flag} {value}" for flag, value in flags)
+
+
+@dataclass
+class Asked:
+    """A model with the settings of a step. Steps with other settings are traced once, and streamed anew."""
+
+    given: str
+    settings: Settings
+    machine: Machine | None = None
+    _traced: dict[tuple, tuple[Workload, Report]] = field(default_factory=dict)
+
+    @property
+    def workload(self) -> Workload:
+        return self._trace(self.settings)[0]
+
+    def workload_of(self, settings: Settings) -> Workload:
+        """The model of other settings, with the rows of these settings."""
+        workload = self._trace(settings)[0]
+        rows = settings.batch
+        if rows is None or rows >= workload.rows:
+            return workload
+        cut = tree_map_only(torch.Tensor, lambda tensor: tensor[:rows] if tensor.dim() else tensor, workload.batch)
+        tokens = workload.tokens // workload.rows * rows if workload.tokens is not None else None
+        return replace(workload, batch=cut, tokens=tokens)
+
+    @property
+    def report(self) -> Report:
+        return self.report_of(self.settings)
+
+    def report_of(self, settings: Settings) -> Report:
+        """The report of a step with other settings. Raises `OptionError` if they do not go together, or cannot be traced."""
+        workload, report = self._trace(settings)
+        if settings == self.settings:
+            return report
+        rows = min(settings.batch, workload.rows) if settings.batch is not None else workload.rows
+        options = Options.build({**settings.options(workload), "device": "cpu"})
+        return report.streamed(options, rows if rows != workload.rows else None)
+
+    def _trace(self, settings: Settings) -> tuple[Workload, Report]:
+        splits = settings.micro_batches > 1
+        batch = self.settings.batch if splits else settings.batch  # the number of rows is a symbol where rows are split
+        key = (*(getattr(settings, name) for name in _TRACED), splits, batch)
+        if key not in self._traced:
+            workload = load(self.given, batch, settings.length, lora=settings.lora, base=DTYPES[settings.base])
+            options = replace(settings, batch=batch).options(workload)
+            with failing_as(f"{workload.name} cannot be traced"):
+                report = workload.call(explain(workload.model, {**options, "device": "cpu"}))
+            report = replace(report, tokens=workload.tokens, model=workload.name)
+            self._traced[key] = workload, report if self.machine is None else report.on(self.machine)
+        return self._traced[key]
+
+    def simulated(self, machine: Machine, settings: Settings) -> Simulation:
+        """A step in virtual time. Raises `OptionError` if the machine lacks a figure for it."""
+        workload = self.workload_of(settings)
+        with failing_as(f"a step of {workload.name} cannot be simulated"):
+            return workload.call(simulate(workload.model, machine, settings.options(workload)))

@@ -1,0 +1,1 @@
+"""The memory that a program needs, computed before anything runs."""

@@ -1,0 +1,270 @@
+"""The device memory that a program needs, before anything runs: one more interpreter over program nodes, on sizes alone.
+
+It counts like `stats().peak_device_bytes`: values while the program holds them, and within a block the results of its
+operations, each by itself. Where the layers run on the host, weights count from fetch to release. A device with memory of its own
+has `prefetch` + 1 weight slabs in the whole step, each of the size of the largest segment. A GPU's allocator rounds up, and
+kernels may need work space.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from l2l_compile.devices.host import HOST
+from l2l_compile.devices.registry import kind_of
+from l2l_compile.ir import nodes
+from l2l_compile.ir.precision import gradient_dtype
+from l2l_compile.ir.program import Program
+from l2l_compile.ir.segments import Segment
+from l2l_compile.ir.values import Bindings, TensorSpec
+from l2l_compile.lowering.lower import Lowering
+from l2l_compile.options import Options
+from l2l_compile.runtime.slab import slab_bytes
+from l2l_compile.runtime.step import block_bindings
+from l2l_compile.units import format_bytes
+
+WEIGHTS, STASHES, ACTIVATIONS, GRADIENTS = "weights", "stashes", "activations", "gradients"
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on the device at the moment of a step when it holds most, by purpose.
+
+    weights      of the segments that are fetched; on a device with memory of its own, the weight slabs
+    stashes      values that are kept for backward, or were restored for it
+    activations  other values, and results of the operations of the running block
+    gradients    of values and of weights
+    grows        the kinds of memory that grow with the number of layers, and why; empty if none does
+    """
+
+    weights: int
+    stashes: int
+    activations: int
+    gradients: int
+    grows: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.stashes + self.activations + self.gradients
+
+    def __str__(self) -> str:
+        parts = ((WEIGHTS, self.weights), (STASHES, self.stashes), (ACTIVATIONS, self.activations), (GRADIENTS, self.gradients))
+        shown = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts)
+        line = f"device memory at its peak: {format_bytes(self.peak)} ({shown})"
+        if not self.grows:
+            return f"{line}; of it grows with depth: 0 B"
+        return "\n".join([f"{line}; of it grows with depth:", *(f"  {what}" for what in self.grows)])
+
+
+def device_memory(programs: Sequence[Program], options: Options) -> DeviceMemory:
+    """The expected peak of one step through these programs. Raises `LoweringError` for a block that cannot be traced."""
+    lowering, slabs = Lowering(HOST, "eager"), _slabs(programs, options)
+    runs = [_DryRun(program, options, lowering, slabs) for program in programs]
+    for run in runs:
+        run.step()
+    peak = max((run.peak for run in runs), key=lambda peak: sum(peak.values()), default=Counter())
+    grows = [*(str(u) for p in programs for u in p.uncut), *(line for run in runs for line in run.growth())]
+    return DeviceMemory(peak[WEIGHTS], peak[STASHES], peak[ACTIVATIONS], peak[GRADIENTS], tuple(dict.fromkeys(grows)))
+
+
+def samples(programs: Sequence[Program], options: Options) -> list[list[tuple[fx.Node, Counter[str]]]]:
+    """For each program, the bytes that each kind is expected to take at the nodes of a step, in their order."""
+    lowering, slabs = Lowering(HOST, "eager"), _slabs(programs, options)
+    runs = [_DryRun(program, options, lowering, slabs) for program in programs]
+    for run in runs:
+        run.step()
+    return [run.samples for run in runs]
+
+
+def _slabs(programs: Sequence[Program], options: Options) -> int | None:
+    """Bytes of the weight slabs of a device with memory of its own; None for the host, where weights are fetched as aliases."""
+    if not kind_of(options.device).pins_memory:
+        return None
+    largest = max((slab_bytes(program.segments, program.bindings) for program in programs), default=0)
+    return (options.prefetch + 1) * largest
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """Memory of the device: bytes, purpose, and the spec of the value in it (None for weights)."""
+
+    bytes: int
+    kind: str
+    spec: TensorSpec | None = None
+
+
+class _DryRun:
+    """One step of a program. `peak` has the bytes of each kind at the moment when their sum is largest."""
+
+    def __init__(self, program: Program, options: Options, lowering: Lowering, slabs: int | None):
+        self.program, self.options, self.lowering, self.slabs = program, options, lowering, slabs
+        self.captured = program.captured
+        rows = program.bindings.get(self.captured.batch, 1)
+        self.micro_batches = min(options.micro_batches, rows)
+        self.held: dict[fx.Node, _Held] = {}
+        self.peak: Counter[str] = Counter()
+        self.most: dict[tuple[str, str], int] = {}  # the most values of one kind and spec at once
+        self.samples: list[tuple[fx.Node, Counter[str]]] = []
+        self._handlers = {
+            nodes.fetch_weights: self._fetch,
+            nodes.forward: self._forward,
+            nodes.backward: self._backward,
+            nodes.release: self._release,
+            nodes.split: self._split,
+            nodes.merge: self._merge,
+        }
+
+    def step(self) -> None:
+        """Forward, and backward if there is one."""
+        for graph in (self.program.forward, self.program.backward):
+            if graph is None:
+                continue
+            self.held = {}
+            for node in graph.graph.nodes:
+                if nodes.holds_device_memory(node) or node.target in self._handlers:
+                    self._node = node
+                    self._handlers.get(node.target, self._make)(node)
+                    self._look(0)
+
+    def growth(self) -> list[str]:
+        """A line for each kind and spec of which the device holds more values at once than neighbouring layers need."""
+        return [
+            f"{kind}: {count} values {spec} are on the device at once, since {_why(kind, self.options)}"
+            for (kind, spec), count in self.most.items()
+            if count > self._few(kind)
+        ]
+
+    def _few(self, kind: str) -> int:
+        """The number of values of one kind and spec that neighbouring segments may need at once."""
+        ahead = self.options.prefetch + 1
+        return ahead if kind == STASHES and self.options.stash == "device" else 2 * ahead + 4
+
+    def _look(self, workspace_bytes: int, gradients: int = 0) -> None:
+        now = Counter({ACTIVATIONS: workspace_bytes, GRADIENTS: gradients, WEIGHTS: self.slabs or 0})
+        values: Counter[tuple[str, str]] = Counter()
+        for held in set(self.held.values()):
+            now[held.kind] += held.bytes
+            if held.spec is not None and held.spec.batch is not None:
+                values[held.kind, str(held.spec)] += 1
+        self.samples.append((self._node, now))
+        for key, count in values.items():
+            self.most[key] = max(count, self.most.get(key, 0))
+        if sum(now.values()) > sum(self.peak.values()):
+            self.peak = now
+
+    def _bytes(self, spec: TensorSpec) -> int:
+        whole = spec.bytes(self.program.bindings)
+        return whole // self.micro_batches if spec.equal_rows else whole
+
+    def _make(self, node: fx.Node) -> None:
+        if nodes.result_of(node) is nodes.Result.TAKEN:
+            (source,) = node.all_input_nodes
+            self.held[node] = self.held.pop(source)
+        elif nodes.carries(node) is nodes.Carries.GRADIENTS:  # of this rank
+            segment = self.program.segments[nodes.operands(node).segment]
+            self.held[node] = _Held(self._pushed(segment) // self.captured.ranks, GRADIENTS)
+        elif node.target is not operator.getitem and "spec" in node.meta:  # else the segment has made it
+            self.held[node] = _Held(self._bytes(node.meta["spec"]), _kind_of(node), node.meta["spec"])
+
+    def _split(self, node: fx.Node) -> None:
+        spec = node.meta["spec"]
+        is_view = spec.batch is not None and spec.batch.dim == 0
+        source = nodes.operands(node).x
+        if is_view and source in self.held:
+            self.held[node] = self.held[source]
+        else:
+            self._make(node)
+
+    def _merge(self, node: fx.Node) -> None:
+        source = nodes.operands(node).x
+        if self.micro_batches == 1 and source in self.held:
+            self.held[node] = self.held[source]
+        else:
+            self._make(node)
+
+    def _release(self, node: fx.Node) -> None:
+        self.held.pop(nodes.operands(node).x, None)
+
+    def _fetch(self, node: fx.Node) -> None:
+        segment = self.program.segments[nodes.operands(node).segment]
+        in_slab = self.slabs is not None
+        self.held[node] = _Held(0 if in_slab else segment.block.weight_bytes(self.program.bindings), WEIGHTS)
+
+    def _forward(self, node: fx.Node) -> None:
+        segment = self.program.segments[nodes.operands(node).segment]
+        lowered = self.lowering.forward(segment.block, self._sizes(segment))
+        results = [user for user in node.users if user.target is operator.getitem]
+        micro_batches = self.micro_batches if segment.block.inner_looped else 1
+        kept = sum(self._bytes(r.meta["spec"]) for r in results if not r.meta.get("host"))
+        streamed = sum(self._bytes(r.meta["spec"]) for r in results if r.meta.get("host"))  # the last one is on its way
+        self._look(
+            lowered.workspace_bytes
+            + kept * (micro_batches - 1) // micro_batches
+            + (streamed // micro_batches if micro_batches > 1 else 0)
+        )
+        for result in results:
+            if not result.meta.get("host"):
+                self.held[result] = _Held(self._bytes(result.meta["spec"]), _kind_of(result), result.meta["spec"])
+
+    def _backward(self, node: fx.Node) -> None:
+        segment = self.program.segments[nodes.operands(node).segment]
+        gradient_mask = tuple(gradient is not None for gradient in nodes.arriving_gradients(node))
+        lowered = self.lowering.backward(segment.block, self._sizes(segment), gradient_mask)
+        micro_batches = self.micro_batches if segment.block.inner_looped else 1
+        streamed = zip(nodes.operands(node).streamed_gradients, segment.block.outputs, strict=False)
+        streamed_bytes = sum(self._bytes(spec.detached()) for gradient, spec in streamed if gradient is not None) // micro_batches
+        for micro_batch in range(
+            max(0, micro_batches - 2), micro_batches
+        ):  # the gradient for the next micro-batch arrives meanwhile
+            arrived = streamed_bytes * min(2, micro_batches - micro_batch)
+            self._look(lowered.workspace_bytes, arrived + self._gathered(segment, lowered.present, micro_batch, micro_batches))
+        for result in (user for user in node.users if user.target is operator.getitem):
+            if "spec" in result.meta:
+                self.held[result] = _Held(self._bytes(result.meta["spec"]), GRADIENTS, result.meta["spec"])
+            else:
+                size = self._summed(segment) if segment.sharded else self._pushed(segment)
+                self.held[result] = _Held(size, GRADIENTS)
+
+    def _gathered(self, segment: Segment, present: Sequence[bool], micro_batch: int, micro_batches: int) -> int:
+        """Bytes of the gradients of all micro-batches before this one: their parts, or their sums."""
+        total = 0
+        for spec, there in zip(segment.block.operands, present, strict=True):
+            if there and micro_batch:
+                whole, size = spec.detached().bytes(self.program.bindings), spec.gradient_dtype.itemsize
+                total += whole * micro_batch // micro_batches if spec.splits else whole * max(size, 4) // size
+        return total
+
+    def _summed(self, segment: Segment) -> int:
+        """Bytes of a bundle that is still to be reduced over ranks: it has the width of its sums, 32 bits at least."""
+        trained = [w for w in segment.block.weights if w.differentiable]
+        return sum(w.bytes(self.program.bindings) // w.dtype.itemsize * max(w.dtype.itemsize, 4) for w in trained)
+
+    def _pushed(self, segment: Segment) -> int:
+        trained = [w for w in segment.block.weights if w.differentiable]
+        count = lambda spec: spec.bytes(self.program.bindings) // spec.dtype.itemsize  # noqa: E731
+        return sum(count(w) * gradient_dtype(w, self.options.gradients_on_link).itemsize for w in trained)
+
+    def _sizes(self, segment: Segment) -> Bindings:
+        return block_bindings(segment.block, self.program.bindings, self.captured.batch, self.options.micro_batches)[0]
+
+
+def _kind_of(node: fx.Node) -> str:
+    """The purpose of a value on the device."""
+    source = nodes.operands(node).x if node.target is nodes.restore else node
+    kind = source.meta.get("kind")
+    if kind == "gradient" or str(node.meta.get("value", "")).startswith("d "):
+        return GRADIENTS
+    if kind == "stash" or any(user.target is nodes.stash for user in node.users):
+        return STASHES
+    return ACTIVATIONS
+
+
+def _why(kind: str, options: Options) -> str:
+    if kind == STASHES and options.stash == "device":
+        return "the option stash is 'device': 'host' sends them to the host"
+    return "later layers read all of them"

@@ -1,0 +1,262 @@
+"""The host memory that a program needs, by purpose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from l2l_compile.devices.registry import kind_of
+from l2l_compile.devices.staging import edge_bytes, ring_bytes
+from l2l_compile.host.compiled_step.compiled_step import why_not_compiled
+from l2l_compile.host.server import segments_in_flight
+from l2l_compile.host.step.torch_step import state_bytes_of_trial
+from l2l_compile.host.wire import is_locked, on_wire, shape_on_host
+from l2l_compile.ir.precision import gradient_dtype
+from l2l_compile.ir.program import Program
+from l2l_compile.ir.segments import Segment
+from l2l_compile.ir.values import TensorSpec
+from l2l_compile.memory.in_place import PAGE
+from l2l_compile.memory.layout import aligned
+from l2l_compile.options import Options
+from l2l_compile.units import format_bytes
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes on the host; `print` shows them in all and for each parameter.
+
+    parameters       number of entries of all parameters, on all ranks
+    master           the parameters, in their own dtypes
+    wire             copies of those that cross the link in another dtype, one per segment, two with `delay`
+    gradients        gradients for `p.grad`, or gradients that wait for `optimizer.step()`
+    ring             gradients of a few segments at most, between the link and their place in `gradients`, or their update
+    optimizer_state  None without the option `optimizer`, and if it cannot be known: LBFGS needs a closure
+    pinned           page-locked memory that the device copies from: parts of the wire and of the master, and staging buffers, which
+                     `total` does not count
+    shared           the part of the wire in memory that gradients take in backward; a loop that still holds the gradients of
+                     the last step during forward (`zero_grad` after it, several backwards a step) needs memory for both
+    stashes          values that wait on the host for backward, when forward has ended
+    """
+
+    parameters: int
+    master: int
+    wire: int
+    gradients: int
+    ring: int
+    optimizer_state: int | None
+    pinned: int
+    shared: int
+    stashes: int = 0
+
+    @property
+    def total(self) -> int:
+        """The most that a step needs: everything above, with memory that two purposes share counted once."""
+        return self.of_parameters + self.stashes
+
+    @property
+    def of_parameters(self) -> int:
+        """The part of `total` that does not depend on the batch."""
+        return self.master + self.wire - self.shared + self.gradients + self.ring + (self.optimizer_state or 0)
+
+    def __str__(self) -> str:
+        rows = [("master", self.master), ("wire", self.wire), ("gradients", self.gradients)]
+        rows += [("gradients on their way", self.ring)] if self.ring else []
+        rows += [("optimizer state", self.optimizer_state)] if self.optimizer_state is not None else []
+        shown = ", ".join(f"{name} {format_bytes(count)} ({count / max(self.parameters, 1):.1f})" for name, count in rows)
+        shown += f", stashes {format_bytes(self.stashes)}" if self.stashes else ""
+        shown += f", in all {format_bytes(self.total)}"
+        shared = f"; {format_bytes(self.shared)} of the wire are where gradients go later" if self.shared else ""
+        pinned = (
+            f"; {format_bytes(self.pinned)} of these and of staging buffers beside them are page-locked" if self.pinned else ""
+        )
+        return f"host memory (bytes a parameter): {shown}{shared}{pinned}"
+
+
+def host_memory(programs: Sequence[Program], options: Options) -> HostMemory:
+    """The host memory that these programs of one model need."""
+    segments = [_SegmentMemory.of(segment, program, options) for program in programs for segment in program.segments]
+    parameters = {name: spec for segment in segments for name, spec in segment.parameters}
+    trained = [spec for spec in parameters.values() if spec.differentiable]
+    sent = _sent(segments, options)
+    kept, ring = _gradients(trained, max((segment.pushed for segment in segments), default=0), options)
+    ring += _widened_for_an_update(segments, options)
+    return HostMemory(
+        parameters=sum(_entries(programs).values()),
+        master=sum(map(_master_bytes, parameters.values())),
+        wire=sum(wire.size for wire in sent.wires),
+        gradients=kept,
+        ring=ring,
+        optimizer_state=_optimizer_state(trained, options),
+        pinned=_pinned(sent, options),
+        shared=_shared(sent.wires, options),
+        stashes=sum(sum(program.host_stashes.values()) for program in programs),
+    )
+
+
+def _entries(programs: Sequence[Program]) -> dict[str, int]:
+    """Entries of each parameter, on all ranks."""
+    return {
+        weight.name: math.prod(spec.sizes(program.bindings))
+        for program in programs
+        for segment in program.segments
+        for weight, spec in zip(segment.weights, segment.block.weights, strict=True)
+        if weight.kind == "parameter"
+    }
+
+
+@dataclass(frozen=True)
+class _SegmentMemory:
+    """Bytes for one segment's parameters, by purpose.
+
+    parameters  each by its name
+    on_wire     the dtypes of those that cross the link as copies, by their names
+    wire        of these copies
+    own         of the parameters that are page-locked where they are, by their names
+    room        of the gradients that get memory as wide as their parameters
+    pushed      of all their gradients on the link
+    """
+
+    parameters: tuple[tuple[str, TensorSpec], ...]
+    on_wire: tuple[tuple[str, torch.dtype], ...]
+    wire: int
+    own: tuple[tuple[str, int], ...]
+    room: int
+    pushed: int
+
+    @classmethod
+    def of(cls, segment: Segment, program: Program, options: Options) -> _SegmentMemory:
+        weights = enumerate(zip(segment.weights, segment.block.weights, strict=True))
+        parameters = {  # a weight of a model that is a plain function may have symbolic sizes
+            position: (weight.name, replace(spec, shape=shape_on_host(weight, spec, program.bindings)))
+            for position, (weight, spec) in weights
+            if weight.kind == "parameter"
+        }
+        trained = [spec for _, spec in parameters.values() if spec.differentiable]
+        copied = [parameters.pop(position) for position in on_wire(segment, program.bindings, options)]
+        own = parameters.values()
+        return cls(
+            (*copied, *own),
+            on_wire=tuple((name, spec.dtype) for name, spec in copied),
+            wire=sum(aligned(spec.bytes({})) for _, spec in copied),
+            own=tuple((name, _whole_pages(spec)) for name, spec in own if is_locked(spec, options)),
+            room=sum(_master_bytes(spec) for spec in trained if _is_widened(spec, options)),
+            pushed=sum(_on_link(spec, options) for spec in trained),
+        )
+
+
+def _whole_pages(spec: TensorSpec) -> int:
+    """Bytes of a parameter that are page-locked in place: its memory does not begin with a page."""
+    return max(0, spec.bytes({}) // PAGE - 1) * PAGE
+
+
+@dataclass(frozen=True)
+class _WireMemory:
+    """The bytes of a wire, the bytes that gradients will need in its memory, and whether it is page-locked."""
+
+    size: int
+    room: int
+    pinned: bool
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """How the parameters of all segments reach the link: on wires, in the order of the program, or from their own memory.
+
+    in_place  bytes of parameters that are page-locked where they are, and of the ring for their ends
+    """
+
+    wires: tuple[_WireMemory, ...]
+    in_place: int
+
+    @property
+    def pinned(self) -> int:
+        return self.in_place + sum(wire.size for wire in self.wires if wire.pinned)
+
+
+def _sent(segments: Sequence[_SegmentMemory], options: Options) -> _Sent:
+    """The wires, and the bytes locked in place, within the budget. Segments with the same parameters share a wire."""
+    pins, versions = kind_of(options.device).pins_memory, 2 if options.delay else 1
+    wires: dict[tuple, _WireMemory] = {}
+    in_place: dict[str, int] = {}
+    locked = ring_bytes(options.pinned_memory)
+    for segment in segments:
+        if segment.wire and segment.on_wire not in wires:
+            size = versions * segment.wire
+            pinned = pins and _has_room(locked + size, options)
+            locked += size if pinned else 0
+            wires[segment.on_wire] = _WireMemory(size, segment.room, pinned)
+        for name, size in segment.own:
+            if pins and name not in in_place and _has_room(locked + size, options):
+                locked += size
+                in_place[name] = size
+    edges = edge_bytes() if in_place and _has_room(locked + edge_bytes(), options) else 0
+    return _Sent(tuple(wires.values()), sum(in_place.values()) + edges)
+
+
+def _has_room(locked: int, options: Options) -> bool:
+    return options.pinned_memory is None or locked <= options.pinned_memory
+
+
+def _pinned(sent: _Sent, options: Options) -> int:
+    if not kind_of(options.device).pins_memory:
+        return 0
+    return ring_bytes(options.pinned_memory) + sent.pinned
+
+
+def _shared(wires: Sequence[_WireMemory], options: Options) -> int:
+    if options.mode.is_overlapped:
+        return 0
+    return sum(min(wire.size, wire.room) for wire in wires if not wire.pinned)
+
+
+def _gradients(trained: Sequence[TensorSpec], largest_push: int, options: Options) -> tuple[int, int]:
+    """Bytes of gradients that stay on the host, and of gradients that are not yet at their place or updated."""
+    wide, on_link = sum(map(_master_bytes, trained)), sum(_on_link(spec, options) for spec in trained)
+    if not options.mode.is_overlapped or options.accumulate != 1:
+        kept, stay_as_they_come = wide, on_link == wide
+    elif options.mode.sees_all:
+        kept, stay_as_they_come = on_link, True
+    else:
+        kept, stay_as_they_come = 0, False
+    return kept, 0 if stay_as_they_come else min(on_link, segments_in_flight(options) * largest_push)
+
+
+def _widened_for_an_update(segments: Sequence[_SegmentMemory], options: Options) -> int:
+    """Bytes of gradients that stay as they came over the link and are widened for a while, where updates wait for the norm.
+
+    The norm is taken of one widened gradient at a time. A step that is not compiled takes the widened gradients of a segment.
+    """
+    if not options.mode.keeps_gradients or options.accumulate != 1:
+        return 0
+    if options.optimizer is None or not options.compile_update or why_not_compiled(options.optimizer) is not None:
+        return max((segment.room for segment in segments), default=0)
+    trained = (spec for segment in segments for _, spec in segment.parameters if spec.differentiable)
+    return max((_master_bytes(spec) for spec in trained if _is_widened(spec, options)), default=0)
+
+
+def _optimizer_state(trained: Sequence[TensorSpec], options: Options) -> int | None:
+    if options.optimizer is None:
+        return None
+    of_entry = state_bytes_of_trial(options.optimizer)
+    return of_entry * sum(map(_count, trained)) if of_entry is not None else None
+
+
+def _is_widened(spec: TensorSpec, options: Options) -> bool:
+    """Whether a gradient from the link is copied to memory as wide as its parameter."""
+    return _on_link(spec, options) < _master_bytes(spec)
+
+
+def _count(spec: TensorSpec) -> int:
+    return spec.bytes({}) // spec.dtype.itemsize
+
+
+def _master_bytes(spec: TensorSpec) -> int:
+    """A parameter on the host, in the dtype that the user gave it: a parameter that is cast for the link is wider than there."""
+    return _count(spec) * (spec.compute_dtype or spec.dtype).itemsize
+
+
+def _on_link(spec: TensorSpec, options: Options) -> int:
+    return _count(spec) * gradient_dtype(spec, options.gradients_on_link).itemsize

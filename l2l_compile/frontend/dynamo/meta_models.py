@@ -1,0 +1,78 @@
+"""Treats a model on `torch.device("meta")` as a model on the host, without memory: `explain` needs only sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_any, tree_map_only
+
+from l2l_compile.devices.host import HOST
+from l2l_compile.ranks.sharded import is_sharded, local, sharded_as
+
+
+@dataclass(frozen=True)
+class OnTheHost:
+    """Arguments of a model, with tensors that stand for tensors on the host. `fake` gives the stand-in for a tensor."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    fake: Callable[[torch.Tensor], torch.Tensor]
+
+
+@contextmanager
+def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fake: bool = False) -> Iterator[OnTheHost]:
+    """Within it, fake tensors on the host replace meta tensors (with `all_fake`, all tensors) of a module and of the arguments.
+
+    Nothing changes if there are no meta tensors and `all_fake` is False. Afterwards, the module has its own tensors again.
+    """
+    module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
+    chosen = _is_tensor if all_fake else _is_meta
+    places = list(_tensors_of(module, chosen)) if isinstance(module, torch.nn.Module) else []
+    if not places and not tree_any(chosen, (args, kwargs)) and not all_fake:
+        yield OnTheHost(args, kwargs, lambda tensor: tensor)
+        return
+    made: dict[int, torch.Tensor] = {}  # by identity: a tensor that is in several places stays one tensor
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in made:
+                made[id(tensor)] = _on_the_host(tensor) if tensor.is_meta or is_sharded(tensor) else mode.from_tensor(tensor)
+            return made[id(tensor)]
+
+        try:
+            for values, name, tensor in places:
+                values[name] = fake(tensor)
+            args, kwargs = tree_map_only(torch.Tensor, fake, (args, kwargs))
+            yield OnTheHost(args, kwargs, fake)
+        finally:
+            for values, name, tensor in places:
+                values[name] = tensor
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _tensors_of(module: torch.nn.Module, chosen: Callable[[object], bool]) -> Iterator[tuple[dict, str, torch.Tensor]]:
+    """The chosen tensors of a module and its submodules (parameters, buffers, attributes), and the dictionaries they are in."""
+    for part in module.modules():
+        for values in (part._parameters, part._buffers, part.__dict__):
+            yield from ((values, name, value) for name, value in list(values.items()) if chosen(value))
+
+
+def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor on the host like `tensor`, which is on meta or sharded over ranks. Must be called in a fake mode."""
+    piece = local(tensor)
+    made = sharded_as(torch.empty_strided(piece.size(), piece.stride(), dtype=piece.dtype, device=HOST), tensor)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)

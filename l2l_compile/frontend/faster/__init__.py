@@ -1,0 +1,1 @@
+"""Only for a faster first step: without these files, the same programs take longer to make."""

@@ -1,0 +1,1 @@
+"""An elementwise optimizer's step, recorded and compiled to one pass over memory."""

@@ -1,1 +1,0 @@
-"""The optimizer on the host: when a parameter is updated, and how."""

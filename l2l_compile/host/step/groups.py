@@ -1,0 +1,90 @@
+"""The hyperparameters and counts of an optimizer whose layers are updated one by one, beside its own `step`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from l2l_compile.host.step.copies import copied, same
+from l2l_compile.host.step.torch_step import Hyperparameters, hyperparameters
+
+
+class Groups:
+    """Keeps the counts right that an optimizer has in its param_groups, or under names in its state.
+
+    The optimizer's own `step` finds no gradients of the compiled model, so its changes of the counts are undone. The step of
+    every layer counts the same from the same start, so the counts after the layers are put into the groups, once a step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = optimizer
+        self._before = Hyperparameters()
+        self._after: Hyperparameters | None = None
+        self._snapshots: list[Hyperparameters | None] = []  # one for each running `step`, which may call its base class's `step`
+
+    def counted(self, before: Hyperparameters, after: Hyperparameters) -> None:
+        """The step of a layer has turned the hyperparameters `before` into `after`."""
+        of_this_step = self._after is not None and self._before is before
+        self._before, self._after = before, self._after.joined(after) if of_this_step and self._after is not None else after
+
+    def commit(self) -> None:
+        """Put the changes of the layers' steps into the groups and the state."""
+        if self._after is None:
+            return
+        for group, before, after in zip(self._optimizer.param_groups, self._before.groups, self._after.groups, strict=False):
+            _put(group, before, after)
+        _put(self._optimizer.state, self._before.named, self._after.named)
+        self._after = None
+
+    def begin_own_step(self, is_undone: bool = True) -> Hyperparameters:
+        """The optimizer's own `step` begins, whose changes are undone, or kept. Returns the hyperparameters now."""
+        now = hyperparameters(self._optimizer)
+        self._snapshots.append(now if is_undone else None)
+        return now
+
+    def end_own_step(self) -> None:
+        """The optimizer's own `step` is over: undo its changes, if it found no gradients."""
+        before = self._snapshots.pop() if self._snapshots else None
+        if before is None:
+            return
+        now = hyperparameters(self._optimizer)
+        for group, own, changed in zip(self._optimizer.param_groups, before.groups, now.groups, strict=True):
+            _put(group, changed, own)
+        _put(self._optimizer.state, now.named, before.named)
+
+    def forget_own_steps(self) -> None:
+        """Drop the snapshots of own steps that failed, and so were never ended."""
+        self._snapshots.clear()
+
+
+def _put(held: MutableMapping[Any, Any], before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
+    """Change entries of `held` as they have changed from `before` to `after`. Tensors stay the same objects."""
+    for name in before.keys() - after.keys():
+        held.pop(name, None)
+    for name, value in after.items():
+        if name in before and same(before[name], value):
+            continue
+        mine = held.get(name)
+        if (
+            isinstance(mine, torch.Tensor)
+            and isinstance(value, torch.Tensor)
+            and (mine.shape, mine.dtype) == (value.shape, value.dtype)
+        ):
+            with torch.no_grad():
+                mine.copy_(value)
+        else:
+            held[name] = copied(value)
+
+
+def names_of_differences(a: Hyperparameters, b: Hyperparameters) -> tuple[list[str], list[str]]:
+    """The entries of groups, and the named entries of the state, that differ."""
+    in_groups = {
+        name for one, other in zip(a.groups, b.groups, strict=True) for name in one.keys() | other.keys()
+        if name not in one or name not in other or not same(one[name], other[name])
+    }  # fmt: skip
+    named = {
+        k for k in a.named.keys() | b.named.keys() if k not in a.named or k not in b.named or not same(a.named[k], b.named[k])
+    }
+    return sorted(in_groups), sorted(map(str, named))

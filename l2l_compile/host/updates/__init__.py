@@ -1,0 +1,1 @@
+"""When a parameter is updated: the values of the option `update`, and what they share."""

@@ -1,0 +1,54 @@
+"""Parameters whose update was put off: no code may write into them before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from l2l_compile.errors import L2LError
+from l2l_compile.host.updates.gradient_ledger import Parameter
+from l2l_compile.host.wire import identity
+from l2l_compile.ranks.sharded import local
+
+_ENTRIES = 1024  # of each parameter, that are compared
+
+
+class PutOff:
+    """Parameters of an optimizer as they are now.
+
+    PyTorch records writes into a parameter, but not writes through `.data` (`p.data.mul_()`, `vector_to_parameters`). These are
+    found by comparing some entries, so a write that changes few entries may be missed.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Parameter]):
+        self._optimizer = optimizer
+        self._before = {p: (identity(p), _some_entries(p), optimizer.state.get(p)) for p in parameters}
+
+    def check(self, parameters: Iterable[Parameter]) -> None:
+        """Raise `L2LError` if one of these was written since, has new state, or was taken out of the optimizer."""
+        there = {p for group in self._optimizer.param_groups for p in group["params"]}
+        for parameter in parameters:
+            if parameter not in there:
+                raise L2LError(
+                    f"a parameter of shape {tuple(parameter.shape)} was taken out of the optimizer while its update was still to come: "
+                    "with update='in_forward', call l2l_compile.synchronize(model) before you change param_groups"
+                )
+            known, entries, state = self._before[parameter]
+            if self._optimizer.state.get(parameter) is not state:
+                raise L2LError(
+                    f"the optimizer's state of a parameter of shape {tuple(parameter.shape)} was replaced while its update was still to "
+                    "come: with update='in_forward', call l2l_compile.synchronize(model) before you change optimizer.state"
+                )
+            if identity(parameter) != known or not torch.equal(_some_entries(parameter), entries):
+                raise L2LError(
+                    f"a parameter of shape {tuple(parameter.shape)} was written while its update was still to come: with "
+                    "update='in_forward', call l2l_compile.synchronize(model) before you write into parameters"
+                )
+
+
+def _some_entries(parameter: Parameter) -> torch.Tensor:
+    """The bytes of some entries, an odd number apart: from many rows and columns."""
+    entries = local(parameter).detach().reshape(-1)
+    stride = entries.numel() // _ENTRIES | 1
+    return entries[::stride].clone().view(torch.uint8)

@@ -1,0 +1,290 @@
+"""`update="in_forward"`: `optimizer.step()` looks at all gradients, and parameters are updated while the next forward runs."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from l2l_compile.host.gradients import GradientMemory
+from l2l_compile.host.step.sharded_state import counts_here, summed_over
+from l2l_compile.host.step.torch_step import Hyperparameters
+from l2l_compile.host.updates.deferred import PutOff
+from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward, Pushed
+from l2l_compile.host.updates.loss_scale import LossScale
+from l2l_compile.host.updates.norms import norm_of, total_norm
+from l2l_compile.host.updates.overlapped import OverlappedUpdates
+from l2l_compile.host.watched_parameters import unwatched
+from l2l_compile.host.wire import Wires
+from l2l_compile.host.worker import Ticket, Worker
+from l2l_compile.options import Options
+from l2l_compile.races import Place
+from l2l_compile.ranks.announcements import Kind
+from l2l_compile.ranks.sharded import local, sharded_as
+from l2l_compile.runtime.step import Stats
+
+_Norms = dict[Parameter, tuple[torch.Tensor, torch.Tensor]]  # complete gradients of a step, and their norms
+
+
+@dataclass(eq=False)
+class _Step:
+    """A step whose updates are put off. It holds no gradients, so the gradients of a segment are freed after its update.
+
+    groups    the hyperparameters at `optimizer.step()`
+    put_off   the parameters as they were then
+    max_norm  the norm to which gradients are clipped, None for no clipping
+    factor    multiplies all gradients; set by `_look_at`: clipping, 1 / loss scale; 0 if the step is skipped
+    """
+
+    groups: Hyperparameters
+    put_off: PutOff
+    max_norm: float | None
+    factor: float = 0.0
+
+
+class UpdatesInForward(OverlappedUpdates):
+    """Puts the updates of a step off to the next forward, which waits for a segment's updates before it fetches the segment."""
+
+    def __init__(self, options: Options, worker: Worker, wires: Wires, threads: int, memory: GradientMemory):
+        super().__init__(options, worker, wires, threads, memory)
+        self._updating = worker  # the thread for updates that are put off
+        self._memory, self._max_norm_of_all = memory, options.max_grad_norm
+        self._max_norm = self._max_norm_of_all  # of this step
+        self.scale = LossScale().keep_with(self.optimizer) if options.precision == "fp16" else None
+        self._norm: float | None = None  # of the last step
+        self._norms: _Norms = {}
+        self._skipped = 0
+        self._order: dict[Parameter, int] = {}  # of the model's parameters, in which norms are summed
+        self._segments: dict[tuple[Parameter, ...], None] = {}  # of this step, in the order of backward
+        self._tickets: dict[Parameter, Ticket] = {}
+        self._tickets_change = threading.RLock()
+        self._looked: Ticket | None = None  # done when the last step's gradients have been looked at
+        self._place_of_norm = Place("the norm of a step")
+        self._read: set[Parameter] = set()  # whose gradients of this step are in `p.grad`, since the caller has read them there
+        self._outside: set[Parameter] = set()  # those that have a gradient from outside of the compiled model as well
+
+    # ---- called on the user's thread ---------------------------------------------------------------------------------
+
+    def watch(self, modules: Iterable[torch.nn.Module]) -> None:
+        roots = list(modules)
+        super().watch(roots)
+        for parameter in (p for root in roots for p in root.parameters()):
+            self._order.setdefault(parameter, len(self._order))
+
+    def describe(self, stats: Stats) -> None:
+        """Waits until the gradients of the last step have been looked at, and adds their figures."""
+        if self._looked is not None:
+            self._looked.wait()
+        self.worker.accesses.read(self._place_of_norm)
+        super().describe(stats)
+        stats.gradient_squares = None if self._norm is None else self._norm * self._norm
+        stats.skipped_steps = self._skipped
+
+    def wait(self, parameters: Iterable[Parameter]) -> None:
+        for parameter in parameters:
+            if (ticket := self._tickets.get(parameter)) is not None:
+                ticket.wait()
+        super().wait(parameters)
+
+    def clip(self, max_norm: float) -> None:
+        self._max_norm = max_norm
+
+    @property
+    def clips(self) -> bool:
+        return self._max_norm is not None
+
+    def _before_step_of_others(self) -> None:
+        """Clip gradients in `p.grad`, as in a step that has gradients of the compiled model as well."""
+        outside = [p for p in self.managed if p.grad is not None]
+        if outside and self._max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(outside, self._max_norm)
+            self._max_norm = self._max_norm_of_all
+
+    def _drain(self) -> None:
+        waited_for = set(self._tickets.values())
+        super()._drain()
+        with self._tickets_change:  # another thread may have called, and a step may have given new ones meanwhile
+            for parameter in [p for p, ticket in self._tickets.items() if ticket in waited_for]:
+                del self._tickets[parameter]
+
+    def forget(self, pending: PendingBackward | None = None) -> None:
+        super().forget(pending)
+        self._segments.clear()
+        with self._tickets_change:
+            self._tickets.clear()
+        self._norms.clear()
+        self._read.clear()
+        self._outside.clear()
+
+    def is_at_work(self) -> bool:
+        return super().is_at_work() or self._updating.is_here
+
+    def _being_updated(self) -> Iterable[Parameter]:
+        with self._tickets_change:
+            tickets = dict(self._tickets)
+        done = {ticket: ticket.look() for ticket in set(tickets.values())}
+        return [p for p, ticket in tickets.items() if not done[ticket]]
+
+    def hand_over(self) -> None:
+        if self._ledger.has_begun and not self.is_clipped_by_the_loop:
+            for parameter in self._ledger.trained:
+                found = parameter.grad  # the property of a watched parameter moves the gradient there
+                del found
+
+    def _read_in_step(self, parameter: Parameter, own: torch.Tensor | None) -> torch.Tensor | None:
+        """Move the gradient to `p.grad`, where the caller may also change it. The step takes it back."""
+        if parameter in self._read:
+            return own
+        self._read.add(parameter)
+        gradient = self._collected(parameter)
+        if gradient is None:
+            return own
+        wide = self._memory.widened(gradient, parameter.dtype)
+        wide = wide.div_(self.scale.value) if self.scale is not None else wide
+        if own is not None:
+            self._outside.add(parameter)
+            wide.add_(local(own))
+        return sharded_as(wide, parameter)
+
+    def _write_in_step(self, parameter: Parameter) -> None:
+        """The gradient that was collected so far is replaced."""
+        if parameter not in self._read:
+            self._read.add(parameter)
+            self._collected(parameter)
+
+    def _collected(self, parameter: Parameter) -> torch.Tensor | None:
+        """Take the gradient of this step so far, when all of it is on the host."""
+        OverlappedUpdates._drain(self)  # of the host lane alone
+        self.worker.accesses.write(self._place)
+        self._norms.pop(parameter, None)
+        return self._ledger.gradients.pop(parameter, None)
+
+    def _take_back(self) -> None:
+        read, self._read = self._read, set()
+        for parameter in read:
+            if parameter.grad is None:  # the caller has dropped it
+                self._ledger.arrived.discard(parameter)
+            elif parameter not in self._outside:
+                gradient = local(parameter.grad)
+                self._ledger.gradients[parameter] = gradient * self.scale.value if self.scale is not None else gradient
+                parameter.grad = None
+
+    def _end_step(self, groups: Hyperparameters, zeros: Sequence[Parameter]) -> None:
+        """Queue a look at all gradients, and then an update for each segment, in the order of the next forward.
+
+        Parameters with a gradient from outside of the compiled model are updated at once: code that reads them there
+        does not wait.
+        """
+        gradients = self._ledger.take_all()
+        outside = self._take_gradients_from_outside(gradients)
+        self._outside.clear()
+        gradients.update({p: torch.zeros_like(local(p).detach()) for p in zeros})
+        summed_over(self.ranks, Kind.STEP, ())
+        step = _Step(groups, PutOff(self.optimizer, gradients), self._max_norm)
+        self._max_norm = self._max_norm_of_all
+        norms, self._norms = self._norms, {}
+        self._looked = self._updating.submit(functools.partial(self._look_at, step, gradients, norms))
+        if outside:
+            at_once = self._updating.submit(functools.partial(self._update, step, {p: gradients[p] for p in outside}))
+            at_once.wait()
+        for mine in self._in_order_of_forward(gradients, but=outside):
+            ticket = self._updating.submit(functools.partial(self._update, step, {p: gradients[p] for p in mine}))
+            with self._tickets_change:
+                self._tickets.update(dict.fromkeys(mine, ticket))
+        self._segments.clear()
+
+    def _take_gradients_from_outside(self, gradients: dict[Parameter, torch.Tensor]) -> list[Parameter]:
+        """Move gradients in `p.grad`, from outside of the model, to `gradients`, in their scale. Returns their parameters."""
+        managed = (p for group in self.optimizer.param_groups for p in group["params"])
+        outside = [p for p in managed if p.grad is not None]
+        for parameter in outside:
+            theirs = local(parameter.grad) * (self.scale.value if self.scale is not None else 1.0)
+            ours = gradients.get(parameter)
+            gradients[parameter] = theirs if ours is None else ours.to(parameter.dtype) + theirs
+            parameter.grad = None
+        return outside
+
+    def _in_order_of_forward(
+        self, gradients: Mapping[Parameter, torch.Tensor], but: Iterable[Parameter]
+    ) -> Iterator[list[Parameter]]:
+        """The parameters of each segment, without those in `but`. A shared parameter goes with its first reader."""
+        taken = set(but)
+        for segment in [*reversed(self._segments), tuple(gradients)]:
+            mine = [p for p in dict.fromkeys(segment) if p in gradients and p not in taken]
+            taken.update(mine)
+            yield mine
+
+    # ---- called on the host lane -------------------------------------------------------------------------------------
+
+    def collect(self, pending: PendingBackward, segment: Sequence[Pushed]) -> None:
+        """Take norms as gradients arrive, so that none is left to take between the last gradient and the first update."""
+        parameters = tuple(pushed.parameter for pushed in segment)
+        self._segments.setdefault(parameters)
+        super().collect(pending, segment)
+        for parameter in self._ledger.settled(pending, parameters):
+            gradient = self._ledger.gradients[parameter]
+            self._norms[parameter] = gradient, self._norm_of_one(parameter, gradient)
+
+    def _look_at(self, step: _Step, gradients: Mapping[Parameter, torch.Tensor], norms: _Norms) -> None:
+        """Set the factor for all gradients of a step. `norms` has the norms that are known already."""
+        self.worker.accesses.write(self._place_of_norm)
+        scale = self.scale.value if self.scale is not None else 1.0
+        norm = self._norm_over_ranks(gradients, norms) / scale
+        finite = bool(torch.isfinite(norm))
+        if self.scale is not None:
+            self.scale.update(overflow=not finite)
+        self._norm = float(norm)
+        if not finite:
+            self._skip_step()
+            return
+        clip = torch.clamp(step.max_norm / (norm + 1e-6), max=1.0) if step.max_norm is not None else 1.0  # as clip_grad_norm_
+        step.factor = float(clip / scale)
+
+    def _norm_over_ranks(self, gradients: Mapping[Parameter, torch.Tensor], known: _Norms) -> torch.Tensor:
+        """The global norm of gradients of which each rank has pieces, with the same bits on every rank."""
+        ranks = self.ranks
+        norm = self._norm_of({p: g for p, g in gradients.items() if counts_here(p, ranks)}, known)
+        if ranks is None:
+            return norm
+        (squares,) = ranks.sum_on_host([float(norm.double() ** 2)])
+        return torch.tensor(squares, dtype=torch.float64).sqrt()
+
+    def _norm_of(self, gradients: Mapping[Parameter, torch.Tensor], known: _Norms) -> torch.Tensor:
+        """The global norm, summed in the order of the model's parameters."""
+        ordered = sorted(gradients, key=lambda p: self._order.get(p, len(self._order)))
+        norms = []
+        for parameter in ordered:
+            gradient, taken = gradients[parameter], known.get(parameter)
+            if taken is not None and taken[0] is gradient:  # not so if a gradient from outside was added
+                norms.append(taken[1])
+            else:
+                norms.append(self._norm_of_one(parameter, gradient))
+        return total_norm(norms)
+
+    def _norm_of_one(self, parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        """The norm of a gradient, taken in the dtype of its parameter. Only one gradient is widened at a time."""
+        entries = gradient.coalesce().values() if gradient.is_sparse else gradient  # an embedding outside of the compiled model
+        wide = self._memory.widened(entries, parameter.dtype)
+        norm = torch.linalg.vector_norm(wide)
+        return norm if torch.isfinite(norm) else norm_of(wide)
+
+    def _skip_step(self) -> None:
+        self._skipped += 1
+        if self.scale is None:  # fp16: a loss scale that was too large is normal
+            warnings.warn(
+                f"the gradients' norm is {self._norm}, so this step updates nothing (stats().skipped_steps counts such steps)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _update(self, step: _Step, gradients: Mapping[Parameter, torch.Tensor]) -> None:
+        """Update the parameters of a segment. Raises `L2LError` if any code has written into one of them since."""
+        if step.factor == 0.0:
+            return
+        with unwatched():
+            step.put_off.check(gradients)
+            self._step_layer(gradients, step.factor, step.groups)

@@ -1,0 +1,94 @@
+"""When parameters are updated: the interface between the param-server and the three values of the option `update`.
+
+at_step       `optimizer.step()` updates; gradients go to `p.grad` (at_step.py)
+in_backward   a parameter is updated as soon as its last gradient of the last round is on the host (in_backward.py)
+in_forward    `optimizer.step()` looks at all gradients (their norm, whether they are finite), and the parameters are
+              updated in the order in which the next forward fetches them (in_forward.py)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from l2l_compile.host.hooks import WeakHook
+from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward, Pushed
+from l2l_compile.host.updates.loss_scale import LossScale
+from l2l_compile.host.worker import Ticket
+from l2l_compile.reentry import COMPILATION, check, whole
+from l2l_compile.runtime.step import Stats
+
+
+class Updates:
+    """The interface for the param-server. This base class updates nothing: all gradients go to `p.grad`.
+
+    keeps_wires   whether a wire is needed after backward has read it: an update writes it together with the parameters
+    scale         the factor on the loss (fp16), None for none
+    wants_norms   whether the norm of each gradient is needed when it arrives
+    """
+
+    keeps_wires: ClassVar[bool] = False
+    scale: LossScale | None = None
+    wants_norms: ClassVar[bool] = False
+    _watched: weakref.WeakSet[torch.nn.Module]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step is under way: begun, and not yet ended here."""
+        return True
+
+    def watch(self, modules: Iterable[torch.nn.Module]) -> None:
+        """The modules that own the parameters. A `state_dict` of them within a compilation would be of fake tensors: it is refused."""
+        for module in modules:
+            if module not in self._watched:
+                self._watched.add(module)
+                module.register_state_dict_pre_hook(WeakHook(self._before_saving))
+
+    @whole("state_dict()")
+    def _before_saving(self, *_: Any) -> None:
+        check(within=COMPILATION)
+
+    def describe(self, stats: Stats) -> None:
+        """Add the figures of the updates."""
+        if self.scale is not None:
+            stats.loss_scale = self.scale.value
+
+    def synchronize(self) -> None:
+        """Block until every update made so far can be seen. Raises the error of an update that failed."""
+
+    def forget(self, pending: PendingBackward | None = None) -> None:
+        """After a failure: drop the gradients of the failed step. No backward of the forward `pending` will run."""
+
+    def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
+        """A forward through these parameters begins. Returns its pending backward; None if all gradients go to `p.grad`."""
+        return None
+
+    def wait(self, parameters: Iterable[Parameter]) -> None:
+        """Block until the updates of these parameters that were put off are done."""
+
+    def begin_backward(self, pending: PendingBackward | None, pushes: Counter[Parameter]) -> None:
+        """A backward begins, which will hand over gradients `pushes[p]` times for each parameter."""
+
+    def collect(self, pending: PendingBackward, segment: Sequence[Pushed]) -> None:
+        """The gradients of a segment are on the host (host lane)."""
+
+    def update(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> Ticket | None:
+        """These parameters have had a gradient collected: update the parameters whose gradients are complete, on the host lane.
+
+        Returns the ticket of this work; None if there is no work.
+        """
+        return None
+
+    def end_backward(self, pending: PendingBackward) -> None:
+        """All gradients of a backward are on their way."""
+
+    def clip(self, max_norm: float) -> None:
+        """Clip the gradients of this step as `clip_grad_norm_` does, after backward. Replaces `max_grad_norm` for this step."""
+
+    def squares_of_returned(self, gradients: Iterable[torch.Tensor]) -> float | None:
+        """The sum of the squares of gradients that go to `p.grad`. None where they do not count for the norm of the step."""
+        return None

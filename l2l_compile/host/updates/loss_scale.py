@@ -1,0 +1,51 @@
+"""Dynamic loss scaling for fp16, with the rules and defaults of `torch.amp.GradScaler`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from l2l_compile.host.hooks import WeakHook, remove_with
+
+_SAVED = "l2l_loss_scale"  # in the first param_group of an optimizer's state_dict: the scale and the number of good steps
+
+
+@dataclass(eq=False)
+class LossScale:
+    """The factor on the loss. An overflow halves it; `growth_interval` steps in a row without one double it."""
+
+    value: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    good_steps: int = 0
+
+    def update(self, overflow: bool) -> None:
+        """A step is over; `overflow` says whether one of its gradients was not finite."""
+        if overflow:
+            self.value *= self.backoff_factor
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.value *= self.growth_factor
+            self.good_steps = 0
+
+    def keep_with(self, optimizer: torch.optim.Optimizer) -> LossScale:
+        """Save the scale in the `state_dict` of an optimizer, and load it from there; begin with a scale loaded before."""
+        self._load(optimizer)
+        handles = [
+            optimizer.register_state_dict_pre_hook(WeakHook(self._save)),
+            optimizer.register_load_state_dict_post_hook(WeakHook(self._load)),
+        ]
+        for handle in handles:
+            remove_with(self, handle.remove)
+        return self
+
+    def _save(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        optimizer.param_groups[0][_SAVED] = (self.value, self.good_steps)
+
+    def _load(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.value, self.good_steps = optimizer.param_groups[0].get(_SAVED, (self.value, self.good_steps))

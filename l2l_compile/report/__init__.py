@@ -1,0 +1,1 @@
+"""`explain`: how the backend would compile a model, as text and as a page."""

@@ -1,0 +1,327 @@
+"""A device whose clock is simulated: the executor, the programs, slabs, waits and releases are the real ones, the time is not.
+
+Tensors are fake: they have sizes and no memory. Lanes and threads have clocks. A piece of work of a lane begins when the lane has
+done all earlier work, when the events that it waits for have happened, and when the thread that gives the work has reached this
+point. All three are known when the lane receives the work. So times are computed at that moment, and no queue is simulated.
+
+Memory of the device is marked, and results computed from marked memory are marked as well. The marks tell whether an operation
+runs on the device or on the host.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from l2l_compile.devices.accelerator import Accelerator
+from l2l_compile.devices.counted import Counted
+from l2l_compile.devices.cpu import CpuDevice
+from l2l_compile.devices.device import LaneQueue
+from l2l_compile.devices.host import HOST
+from l2l_compile.devices.labels import label_of, label_of_micro_batch
+from l2l_compile.devices.ledger import Ledger
+from l2l_compile.devices.staging import Staging
+from l2l_compile.ir.segments import Segment
+from l2l_compile.lanes import OF_DEVICE, Lane
+from l2l_compile.memory.address import memory_of_storage
+from l2l_compile.memory.pages import Lease, PinnedMemory, Pool, _Buffer
+from l2l_compile.simulation.machine import Machine
+from l2l_compile.timeline import Piece, Timeline
+
+
+@dataclass(frozen=True)
+class SimulatedEvent:
+    """The time when all work of a lane or a thread so far is done, and the label of the last piece."""
+
+    time: float
+    label: str
+
+
+class Clock:
+    """The time at which a lane or a thread can begin new work, and the label of its last wait since its last piece of work."""
+
+    def __init__(self, name: str):
+        self.name, self.now, self.waited_for, self.label = name, 0.0, "", ""
+
+    def wait(self, event: SimulatedEvent) -> None:
+        """No new work begins before the event."""
+        if event.time > self.now:
+            self.now, self.waited_for = event.time, event.label
+
+    def event(self) -> SimulatedEvent:
+        return SimulatedEvent(self.now, self.label)
+
+
+class Clocks:
+    """The clocks of a machine, and the work that has run on them.
+
+    thread  the clock of the thread whose code runs: the caller, or the thread that updates
+    lane    the clock of the lane that receives work now, None outside of a lane
+    label   of the work that the caller does now
+    """
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.lanes = {name: Clock(name) for name in OF_DEVICE}
+        self.thread = self.caller = Clock(Lane.CALLER)
+        self.lane: Clock | None = None
+        self.label = ""
+        self._pieces: list[list] = []  # as in `Piece`; the last one of each clock may still grow
+        self._last: dict[str, list] = {}
+
+    def spend(self, seconds: float, label: str = "") -> None:
+        """The running thread works for `seconds`."""
+        self._note(self.thread, self.thread.now, seconds, label or self.label, self.thread.waited_for)
+
+    def queue(self, seconds: float, launches: int = 1) -> None:
+        """The thread gives the lane work of `seconds`. If the host is the device, the thread does this work itself."""
+        assert self.lane is not None, "device memory is touched outside of a lane"
+        if not self.machine.overlaps:
+            self.spend(launches * self.machine.launch + seconds)
+            return
+        self.spend(launches * self.machine.launch)
+        thread, lane = self.thread, self.lane
+        by_thread = thread.now > lane.now
+        waited_for = f"{thread.name}: {thread.waited_for or self.label}" if by_thread else lane.waited_for
+        self._note(lane, max(thread.now, lane.now), seconds, self.label, waited_for)
+
+    def copy(self, size: int, bandwidth: float, asynchronous: bool) -> None:
+        """The lane copies bytes over the link; unless `asynchronous`, the thread waits for the copy."""
+        if not asynchronous:
+            bandwidth = self.machine.pageable
+        self.queue(self.machine.latency + size / bandwidth)
+        if not asynchronous and self.lane is not None:
+            self.thread.wait(self.lane.event())
+
+    @contextmanager
+    def on_thread(self, clock: Clock) -> Iterator[None]:
+        """Context whose work the current thread gives to another thread, which does it after all its earlier work."""
+        before, label = (self.thread, self.lane), self.label
+        clock.wait(SimulatedEvent(self.thread.now, f"{self.thread.name}: {self.label}"))
+        self.thread, self.lane = clock, None
+        try:
+            yield
+        finally:
+            (self.thread, self.lane), self.label = before, label
+
+    def timeline(self, start: float, end: float) -> Timeline:
+        """The work that ran between two times."""
+        return Timeline(0.0, end, tuple(Piece(*piece) for piece in self._pieces)).between(start, end)
+
+    def _note(self, clock: Clock, start: float, seconds: float, label: str, waited_for: str) -> None:
+        end, last = start + seconds, self._last.get(clock.name)
+        if last is not None and last[1] == label and last[3] == start:
+            last[3] = end
+        elif seconds > 0:
+            self._last[clock.name] = piece = [clock.name, label, start, end, waited_for if last and start > last[3] else ""]
+            self._pieces.append(piece)
+        clock.now, clock.label = end, label
+        if seconds > 0:
+            clock.waited_for = ""
+
+
+class _SimulatedLane(LaneQueue):
+    """Runs work immediately. The work adds its duration to the lane's clock."""
+
+    def __init__(self, clocks: Clocks, name: Lane):
+        self._clocks, self._clock = clocks, clocks.lanes[name] if clocks.machine.overlaps else clocks.caller
+
+    def run(self, work: Callable[[], None]) -> None:
+        before, label, self._clocks.lane = self._clocks.lane, self._clocks.label, self._clock
+        try:
+            work()
+        finally:
+            self._clocks.lane, self._clocks.label = before, label
+
+    def record(self) -> SimulatedEvent:
+        return self._clock.event()
+
+    def wait(self, event: SimulatedEvent) -> None:
+        self._clock.wait(event)
+
+    def synchronize(self) -> None:
+        self._clocks.thread.wait(self._clock.event())
+
+
+def mark(tensor: torch.Tensor) -> torch.Tensor:
+    """Mark this memory as the device's."""
+    tensor.untyped_storage().on_device = True  # type: ignore[attr-defined]  # an attribute of this file; storages keep it
+    return tensor
+
+
+def is_marked(tensor: torch.Tensor) -> bool:
+    """Whether memory is the device's."""
+    return getattr(tensor.untyped_storage(), "on_device", False)
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether memory is the host's, and page-locked."""
+    storage = tensor.untyped_storage()
+    lease = getattr(storage, "lease", None)
+    return getattr(lease.buffer.memory.untyped_storage() if lease is not None else storage, "pinned", False)
+
+
+class SimulatedMemory(PinnedMemory):
+    """Host memory that is counted but does not exist. `taken` counts all bytes, `locked` the page-locked bytes."""
+
+    def __init__(self, budget: int | None, taken: Ledger, locked: Ledger):
+        super().__init__(budget, lambda address, size: None, lambda address: None)
+        self._taken, self._locked = taken, locked
+
+    def take(self, size: int, purpose: str) -> tuple[torch.Tensor, bool]:
+        buffer = torch.empty(max(size, 1), dtype=torch.uint8)[:size]
+        pinned = self.has_room(size)
+        buffer.untyped_storage().pinned = pinned  # type: ignore[attr-defined]
+        for ledger in (self._taken, self._locked)[: 1 + pinned]:
+            ledger.take(size)
+            weakref.finalize(buffer.untyped_storage(), ledger.give, size)
+        if pinned:
+            self._used += size
+            weakref.finalize(buffer.untyped_storage(), self._given_back.append, size)
+        return buffer, pinned
+
+    def lock_in_place(self, storage: torch.UntypedStorage, address: int, size: int) -> None:
+        super().lock_in_place(storage, address, size)
+        storage.pinned = True  # type: ignore[attr-defined]
+        self._locked.take(size)
+
+    def unlock_in_place(self, address: int, size: int) -> None:
+        super().unlock_in_place(address, size)
+        self._locked.give(size)
+
+
+class _SimulatedLease:
+    """A buffer in use: the storages of its fake tensors keep the lease alive."""
+
+    buffer: _Buffer
+
+    def tensor(self, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with a storage of its own."""
+        made = torch.empty(shape, dtype=dtype)
+        made.untyped_storage().lease = self  # type: ignore[attr-defined]
+        return made
+
+
+class SimulatedPool(Pool):
+    """A pool without memory. It reuses the same buffers at the same moments as the real pool."""
+
+    def _lease(self, buffer: _Buffer, size: int) -> Lease:
+        lease = _SimulatedLease()
+        self._note(lease, buffer, size)
+        return lease  # type: ignore[return-value]  # the same interface
+
+    def _buffer_of(self, tensor: torch.Tensor) -> _Buffer | None:
+        lease = getattr(tensor.untyped_storage(), "lease", None)
+        return lease.buffer if lease is not None else None
+
+
+class _InVirtualTime(Counted):
+    """The part of a simulated device that does not depend on where its memory is. To be opened, and used, in a fake mode.
+
+    clocks  of lanes and threads, with the work that has run
+    node    the label of the node whose work lanes receive
+    taken, locked  bytes of host memory that were taken for wires, buffers and gradients; the page-locked part of them
+    """
+
+    machine: Machine
+    clocks: Clocks
+    node: str = ""
+    ledger: Ledger
+    taken: Ledger
+    locked: Ledger
+
+    @abstractmethod
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """New memory for a result of a block."""
+
+    def unlocked_pool(self) -> Pool:
+        return SimulatedPool(SimulatedMemory(0, self.taken, self.locked))
+
+    def wait_on_host(self, event: SimulatedEvent) -> None:
+        self.clocks.thread.wait(event)
+
+    def now(self) -> float:
+        return self.clocks.caller.now
+
+    def begins(self, node: fx.Node, segments: Sequence[Segment]) -> None:
+        self.node = self.clocks.label = label_of(node, segments)
+        self.clocks.spend(self.machine.node)
+
+    def begins_micro_batch(self, number: int) -> None:
+        self.clocks.label = label_of_micro_batch(self.node, number)
+        self.clocks.spend(self.machine.micro_batch)
+
+    def host_threads(self) -> int:
+        return 1
+
+
+class SimulatedStaging(Staging):
+    """A ring that copies part by part like the real one, without an operation on fake tensors for each part."""
+
+    clocks: Clocks
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        entries, ring, machine = source.detach().reshape(-1), self._slots[0].numel(), self.clocks.machine
+        total, most = target.numel(), ring // entries.element_size() * entries.element_size()
+        for start in range(0, total, most):
+            size = min(most, total - start)
+            slot, self._next = self._next, (self._next + 1) % len(self._slots)
+            if self._events[slot] is not None:
+                self._wait(self._events[slot])
+            self.clocks.spend(2 * size / machine.host_bandwidth)
+            self.clocks.copy(size, machine.h2d, asynchronous=is_pinned(self._slots[slot]))
+            self._events[slot] = self._record()
+
+
+class SimulatedDevice(_InVirtualTime, Accelerator):
+    """The accelerator of a machine."""
+
+    def __init__(self, machine: Machine, pinned_memory: int | None = None):
+        self.torch_device, self.machine, self.clocks = HOST, machine, Clocks(machine)
+        self.ledger, self.taken, self.locked = (Ledger(memory_of_storage) for _ in range(3))
+        pinned, thread = SimulatedMemory(pinned_memory, self.taken, self.locked), self.clocks
+        pool = SimulatedPool(pinned, lambda event: event.time <= thread.thread.now)
+        super().__init__({name: _SimulatedLane(self.clocks, name) for name in OF_DEVICE}, pinned, pool)
+
+    def _new_staging(self) -> Staging:
+        staging = SimulatedStaging(self.pinned, self.lanes[Lane.H2D].record, self.wait_on_host)
+        staging.clocks = self.clocks
+        return staging
+
+    def reserve_slabs(self, count: int, size: int) -> None:
+        before = self._slabs
+        super().reserve_slabs(count, size)
+        if self._slabs is not before:
+            self.ledger.reserve(self._slabs)
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return mark(torch.empty(shape, dtype=dtype))
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return is_pinned(tensor)
+
+
+class SimulatedHost(_InVirtualTime, CpuDevice):
+    """A machine whose host is the device: one thread does everything but updates, and nothing is copied."""
+
+    def __init__(self, machine: Machine):
+        super().__init__()
+        self.machine, self.clocks = machine, Clocks(machine)
+        self.ledger, self.taken, self.locked = (Ledger(memory_of_storage) for _ in range(3))
+        self.lanes = {name: _SimulatedLane(self.clocks, name) for name in OF_DEVICE}
+        self.pinned = SimulatedMemory(0, self.taken, self.locked)
+        self._pool = SimulatedPool(self.pinned)
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+
+def open_simulated(machine: Machine, pinned_memory: int | None) -> SimulatedDevice | SimulatedHost:
+    """The device of a machine, with a budget of page-locked host memory in bytes (None: no bound)."""
+    return SimulatedDevice(machine, pinned_memory) if machine.overlaps else SimulatedHost(machine)

@@ -1,0 +1,126 @@
+"""The adapter to calls of compiled functions, before Dynamo looks at its guards and behind it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo import eval_frame, guards
+from torch._dynamo.eval_frame import innermost_backend
+
+from l2l_compile import reentry
+from l2l_compile.torch_internals.patches import is_replaced, replace
+
+
+def look_at_calls(is_ours: Callable[[Any], bool], called: Callable[[Any], None]) -> None:
+    """From now on, a `torch.compile` call with a backend that `is_ours` calls `called` with the backend object of the call.
+
+    An error of `called` is raised by the `torch.compile` call. The backend itself is called only with the first graph, which
+    may be much later.
+    """
+    original = eval_frame.get_compiler_fn
+    if is_replaced(original):
+        return
+
+    @functools.wraps(original)
+    def get_compiler_fn(compiler_fn: Any) -> Any:
+        if is_ours(compiler_fn):
+            called(compiler_fn)
+        return original(compiler_fn)
+
+    replace(eval_frame, "get_compiler_fn", get_compiler_fn)
+
+
+def watch_regions(entered: Callable[[Any], None], left: Callable[[], None]) -> None:
+    """From now on, `entered` is called with its callback before any compiled function looks at its guards, and `left` after it.
+
+    `left` is also called where a part of compiled code, or other code, runs under `torch.compiler.disable`.
+    """
+    if (entered, left) not in _watching_regions:
+        _watching_regions.append((entered, left))
+    original = eval_frame._maybe_set_eval_frame
+    if is_replaced(original):
+        return
+
+    @functools.wraps(original)
+    def set_callback(callback: Any) -> Any:
+        if is_frame_of_region(sys._getframe(1)):
+            _calls.number += callback is not None and not _calls.is_inside
+            _calls.is_inside = callback is not None
+        if callback is not None:
+            for entering, _ in _watching_regions:
+                entering(callback)
+            return original(callback)
+        before = original(callback)
+        for _, leaving in _watching_regions:
+            leaving()
+        return before
+
+    replace(eval_frame, "_maybe_set_eval_frame", set_callback)
+
+
+_watching_regions: list[tuple[Callable[[Any], None], Callable[[], None]]] = []
+
+
+def refuse_calls_within_dynamo(is_ours: Callable[[Any], bool]) -> None:
+    """From now on, a compiled function is refused in the middle of Dynamo's own work, if its backend `is_ours`.
+
+    Dynamo holds a lock while it looks at guards, some of which are Python functions: a signal handler that runs there and calls
+    the model would wait for that lock for ever. It takes programs apart in `reset`, where a call would read what is gone.
+    """
+
+    def check(callback: Any) -> None:
+        if threading.current_thread() is threading.main_thread() and is_ours(backend_of(callback)):
+            reentry.check_not_within(_work_of_dynamo)
+
+    watch_regions(check, lambda: None)
+
+
+def _work_of_dynamo(code: types.CodeType) -> str | None:
+    """What Dynamo does in a function: one of its guards, which it writes as text, or `reset`. None for any other function."""
+    if code.co_filename == guards.__file__ or code.co_filename == "<string>" and code.co_name == "guard":
+        return "a look at Dynamo's guards"
+    return "torch._dynamo.reset()" if code is _RESET else None
+
+
+_RESET = torch._dynamo.reset_code_caches.__code__
+
+
+class _Calls(threading.local):
+    """Calls of compiled functions on a thread, those from within compiled code not counted."""
+
+    number = 0
+    is_inside = False
+
+
+_calls = _Calls()
+
+
+def number_of_call() -> int:
+    """The number of the call of a compiled function that runs on this thread, counted since `watch_regions`."""
+    return _calls.number
+
+
+def is_frame_of_region(frame: types.FrameType) -> bool:
+    """Whether a frame is PyTorch's own around a compiled function."""
+    return frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename == eval_frame.__file__
+
+
+def backend_of(callback: Any) -> Any:
+    """The backend object of the `torch.compile` call with a callback of Dynamo, as `watch_regions` hands it over; None for none."""
+    return innermost_backend(callback) if callable(callback) else None
+
+
+def streams_layers(backend: Any) -> bool:
+    """Whether a backend, or the wrapper that `torch.compile` made for it, belongs to this package (`explain`'s included)."""
+    return getattr(getattr(backend, "compiler_fn", backend), "streams_layers", False)
+
+
+def streams(callback: Any) -> bool:
+    """Whether a callback of Dynamo belongs to this backend."""
+    return streams_layers(backend_of(callback))

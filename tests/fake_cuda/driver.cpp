@@ -1,0 +1,145 @@
+// libcuda.so.1 for runtime.cpp: the calls of the CUDA driver that PyTorch and Triton make. Modules and functions are empty handles,
+// and launches are counted there. A function that is missing here is missing in cudaGetDriverEntryPointByVersion as well.
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+typedef int Result;
+typedef void* Handle;
+
+namespace {
+
+constexpr Result kSuccess = 0, kNotFound = 500, kNotSupported = 801;
+int context;
+
+Result launched() {
+  static auto count = (void (*)())dlsym(RTLD_DEFAULT, "fake_launch");
+  if (count) count();
+  return kSuccess;
+}
+
+Result new_handle(Handle* handle) {
+  *handle = malloc(8);
+  return kSuccess;
+}
+
+}  // namespace
+
+extern "C" {
+
+Result cuInit(unsigned) { return kSuccess; }
+Result cuDriverGetVersion(int* version) { return *version = 13000, kSuccess; }
+Result cuGetErrorString(Result, const char** text) { return *text = "an error of the driver", kSuccess; }
+Result cuGetErrorName(Result, const char** text) { return *text = "CUDA_ERROR", kSuccess; }
+Result cuGetProcAddress(const char*, Handle* function, int, uint64_t) { return *function = nullptr, kNotFound; }
+
+Result cuGetProcAddress_v2(const char*, Handle* function, int, uint64_t, int* status) {
+  *function = nullptr;
+  if (status) *status = 1;
+  return kNotFound;
+}
+
+Result cuGetExportTable(const void** table, const void*) { return *table = nullptr, kNotFound; }
+
+// ---- devices and contexts -----------------------------------------------------------------------------------------------------
+
+Result cuDeviceGet(int* device, int index) { return *device = index, kSuccess; }
+
+Result cuDeviceGetCount(int* number) {
+  const char* given = getenv("FAKE_CUDA_DEVICES");
+  return *number = given ? atoi(given) : 1, kSuccess;
+}
+
+Result cuDeviceGetUuid(Handle uuid, int device) { return memset(uuid, device + 1, 16), kSuccess; }
+Result cuDeviceGetUuid_v2(Handle uuid, int device) { return cuDeviceGetUuid(uuid, device); }
+Result cuDeviceGetName(char* name, int size, int) { return snprintf(name, size, "GPU without kernels"), kSuccess; }
+
+Result cuDeviceGetAttribute(int* value, int attribute, int) {  // of an H100; the numbers are those of CUdevice_attribute
+  switch (attribute) {
+    case 1: *value = 1024; break;     // threads a block
+    case 8: *value = 49152; break;    // shared memory a block
+    case 10: *value = 32; break;      // threads a warp
+    case 12: case 82: *value = 65536; break;  // registers a block, a multiprocessor
+    case 13: *value = 1980000; break; // clock, kHz
+    case 16: *value = 132; break;     // multiprocessors
+    case 36: *value = 2619000; break; // clock of the memory, kHz
+    case 37: *value = 5120; break;    // width of its bus
+    case 39: *value = 2048; break;    // threads a multiprocessor
+    case 75: *value = 9; break;       // compute capability 9.0
+    case 76: *value = 0; break;
+    case 81: *value = 233472; break;  // shared memory a multiprocessor
+    case 97: *value = 232448; break;  // shared memory a block, by request
+    default: *value = 1;
+  }
+  return kSuccess;
+}
+
+Result cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) { return *flags = 0, *active = 1, kSuccess; }
+Result cuDevicePrimaryCtxRetain(Handle* handle, int) { return *handle = &context, kSuccess; }
+Result cuCtxGetCurrent(Handle* handle) { return *handle = &context, kSuccess; }
+Result cuCtxGetDevice(int* device) { return *device = 0, kSuccess; }
+Result cuCtxGetDevice_v2(int* device) { return *device = 0, kSuccess; }
+Result cuCtxSetCurrent(Handle) { return kSuccess; }
+Result cuCtxPushCurrent(Handle) { return kSuccess; }
+Result cuCtxPushCurrent_v2(Handle) { return kSuccess; }
+Result cuCtxPopCurrent(Handle* handle) { return *handle = &context, kSuccess; }
+Result cuCtxPopCurrent_v2(Handle* handle) { return *handle = &context, kSuccess; }
+Result cuCtxGetLimit(size_t* value, int) { return *value = 1024, kSuccess; }
+Result cuCtxSetLimit(int, size_t) { return kSuccess; }
+
+Result cuPointerGetAttribute(Handle value, int attribute, unsigned long long address) {
+  if (attribute == 2) *(int*)value = 2;  // the memory is of a device
+  else if (attribute == 3 || attribute == 4) *(unsigned long long*)value = address;
+  else *(int*)value = 1;
+  return kSuccess;
+}
+
+Result cuPointerGetAttributes(unsigned, int*, Handle*, unsigned long long) { return kSuccess; }
+
+// ---- modules and launches -----------------------------------------------------------------------------------------------------
+
+Result cuModuleLoad(Handle* module, const char*) { return new_handle(module); }
+Result cuModuleLoadData(Handle* module, const void*) { return new_handle(module); }
+Result cuModuleLoadDataEx(Handle* module, const void*, unsigned, Handle, Handle) { return new_handle(module); }
+Result cuModuleUnload(Handle) { return kSuccess; }
+Result cuModuleGetFunction(Handle* function, Handle, const char*) { return new_handle(function); }
+Result cuFuncGetModule(Handle* module, Handle) { return new_handle(module); }
+Result cuFuncLoad(Handle) { return kSuccess; }
+Result cuFuncSetAttribute(Handle, int, int) { return kSuccess; }
+Result cuFuncSetCacheConfig(Handle, int) { return kSuccess; }
+
+Result cuFuncGetAttribute(int* value, int attribute, Handle) {
+  *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0;  // threads a block, registers a thread, nothing spilled
+  return kSuccess;
+}
+
+Result cuLaunchKernel(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, Handle*, Handle*) {
+  return launched();
+}
+
+Result cuLaunchKernelEx(Handle, Handle, Handle*, Handle*) { return launched(); }
+Result cuLaunchCooperativeKernel() { return launched(); }
+Result cuOccupancyMaxActiveBlocksPerMultiprocessor(int* number, Handle, int, size_t) { return *number = 2, kSuccess; }
+Result cuOccupancyMaxActiveClusters(int* number, Handle, Handle) { return *number = 2, kSuccess; }
+Result cuTensorMapEncodeTiled() { return kSuccess; }
+Result cuTensorMapEncodeIm2col() { return kSuccess; }
+
+// PyTorch looks these up when it loads, and refuses to load without one of them.
+#define NOT_SUPPORTED(name) \
+  Result name() { return kNotSupported; }
+NOT_SUPPORTED(cuCtxFromGreenCtx) NOT_SUPPORTED(cuDevResourceGenerateDesc) NOT_SUPPORTED(cuDevSmResourceSplitByCount)
+NOT_SUPPORTED(cuDeviceGetDevResource) NOT_SUPPORTED(cuGreenCtxCreate) NOT_SUPPORTED(cuGreenCtxDestroy)
+NOT_SUPPORTED(cuGreenCtxRecordEvent) NOT_SUPPORTED(cuGreenCtxStreamCreate) NOT_SUPPORTED(cuLaunchKernelExHandle)
+NOT_SUPPORTED(cuLinkAddData_v2) NOT_SUPPORTED(cuLogsRegisterCallback) NOT_SUPPORTED(cuLogsUnregisterCallback)
+NOT_SUPPORTED(cuMemAddressFree) NOT_SUPPORTED(cuMemAddressReserve) NOT_SUPPORTED(cuMemCreate)
+NOT_SUPPORTED(cuMemExportToShareableHandle) NOT_SUPPORTED(cuMemGetAddressRange) NOT_SUPPORTED(cuMemGetAddressRange_v2)
+NOT_SUPPORTED(cuMemGetAllocationGranularity) NOT_SUPPORTED(cuMemGetAllocationPropertiesFromHandle)
+NOT_SUPPORTED(cuMemImportFromShareableHandle) NOT_SUPPORTED(cuMemMap) NOT_SUPPORTED(cuMemRelease)
+NOT_SUPPORTED(cuMemRetainAllocationHandle) NOT_SUPPORTED(cuMemSetAccess) NOT_SUPPORTED(cuMemUnmap)
+NOT_SUPPORTED(cuMemsetD32Async) NOT_SUPPORTED(cuMulticastAddDevice) NOT_SUPPORTED(cuMulticastBindAddr)
+NOT_SUPPORTED(cuMulticastBindMem) NOT_SUPPORTED(cuMulticastCreate) NOT_SUPPORTED(cuMulticastGetGranularity)
+NOT_SUPPORTED(cuMulticastUnbind) NOT_SUPPORTED(cuStreamWriteValue32) NOT_SUPPORTED(cuStreamWriteValue32_v2)
+}
