@@ -1,4 +1,8 @@
-"""After the first steps of equal shape, a step takes no more memory for slabs, wires, stashes and gradients."""
+"""After the first steps of equal shape, steps take no more memory for slabs, wires, stashes and gradients.
+
+How many gradients are on their way at once depends on which thread is ahead, so a later step may be the first that needs one
+more buffer. That can happen as often as a step has gradients, and never again.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,12 @@ WAYS = {
     "delay": {"update": "in_forward", "delay": 1},
     "one row at a time, stashes on the device": {"micro_batches": 6, "stash": "device"},
 }
+MOST_STEPS = 20
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("way", WAYS)
-def test_no_memory_is_taken_after_the_second_step(threaded, monkeypatch, way, precision):
+def test_steps_stop_taking_memory(threaded, monkeypatch, way, precision):
     threaded.delay = 0.0
     model = Stack(5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -38,14 +43,14 @@ def test_no_memory_is_taken_after_the_second_step(threaded, monkeypatch, way, pr
         pages.PinnedMemory, "take", lambda memory, size, purpose: taken.append(purpose) or take(memory, size, purpose)
     )
     per_step, slabs = [], []
-    for _ in range(5):
+    while len(per_step) < 5 or (any(per_step[-3:]) and len(per_step) < MOST_STEPS):
         taken.clear()
         step(torch.randn(6, 5)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         per_step.append(list(taken))
         slabs.append([slab.data_ptr() for slab in session_of(step).device._slabs])
-    assert per_step[0] and not any(per_step[2:])
+    assert per_step[0] and not any(per_step[-3:]), per_step
     assert slabs[1] == slabs[-1]
 
 
