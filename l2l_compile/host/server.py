@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -48,7 +49,7 @@ class ParameterServer:
         self.worker = self.workers[0]
         for each in self.workers:
             weakref.finalize(self, each.close)
-        self._in_flight: deque[Ticket] = deque()  # the last work on each segment's gradients
+        self._in_flight: deque[_InFlight] = deque()
         self._memory = GradientMemory(device.unlocked_pool())
         self.wires: Wires
         self.updates: Updates
@@ -180,9 +181,11 @@ class ParameterServer:
         if _collecting(step) is None and gradients.absent:
             return
         while len(self._in_flight) >= segments_in_flight(self.options):
-            self._in_flight.popleft().wait()
+            self._in_flight.popleft().last.wait()
         pending = _collecting(step)  # now: when the work is done, another backward of the step may be under way
-        self._in_flight.append(self.worker.submit(lambda: self._collect(step, segment, gradients, pending)))
+        ticket = self.worker.submit(lambda: self._collect(step, segment, gradients, pending))
+        gradients.in_flight = _InFlight(ticket)
+        self._in_flight.append(gradients.in_flight)
 
     def _collect(self, step: Step, segment: Segment, gradients: RuntimeValue, pending: PendingBackward | None) -> None:
         """Wait for the gradients, and give each to the updates or to `p.grad` (host lane)."""
@@ -214,12 +217,12 @@ class ParameterServer:
                 total, owner = step.returned.get(weight.owner), step.arguments[weight.owner]
                 step.returned[weight.owner] = self._memory.collected(total, gradient, owner, weight.part)
 
-    def update(self, step: Step, segment: Segment) -> None:
-        """The segment has pushed its gradients: parameters whose gradients are complete may be updated."""
+    def update(self, step: Step, segment: Segment, pushed: RuntimeValue | None) -> None:
+        """Update the parameters of a segment whose gradients are complete; `pushed` are the gradients that came last."""
         if (pending := _collecting(step)) is not None:
             ticket = self.updates.update(pending, _managed(step, segment, pending).values())
-            if ticket is not None:
-                self._in_flight[-1] = ticket
+            if ticket is not None and pushed is not None:
+                pushed.in_flight.last = ticket
 
     def end_backward(self, step: Step) -> dict[int, torch.Tensor]:
         """All gradients of a backward are on their way. Returns the gradients for `p.grad`, by index of the argument."""
@@ -265,6 +268,13 @@ class ParameterServer:
         finally:
             self._in_flight.clear()
             self.updates.forget(step.pending)
+
+
+@dataclass
+class _InFlight:
+    """Gradients that a node `push_gradients` has given to the host: `last` is the last work that reads them."""
+
+    last: Ticket
 
 
 def _by_weight(arrived: Iterable[Input], norms: Sequence[torch.Tensor | None]) -> dict[Input, float]:

@@ -415,5 +415,5 @@ def _push_gradients(run: Executor, node: fx.Node, segment: int, gradients: Runti
 
 @handles(nodes.update)
 def _update(run: Executor, node: fx.Node, segment: int, after: RuntimeValue | None = None) -> RuntimeValue:
-    run.step.server.update(run.step, run.segments[segment])
+    run.step.server.update(run.step, run.segments[segment], after)
     return RuntimeValue(absent=True)

@@ -30,10 +30,11 @@ class RuntimeValue:
     results      for a node with several results, a value each
     slab         for weights: the number of their slab
     unfetched    positions of weights whose entries were left out of the fetch, since nothing reads them
+    in_flight    for gradients on the host: the work there that reads them
     place        its memory, watched for races
     """
 
-    __slots__ = ("absent", "event", "lane", "place", "readers", "results", "slab", "tensors", "unfetched")
+    __slots__ = ("absent", "event", "in_flight", "lane", "place", "readers", "results", "slab", "tensors", "unfetched")
 
     def __init__(self, tensors: list[torch.Tensor] | None = None, absent: bool = False, results: Sequence[RuntimeValue] = ()):
         self.tensors: Any = tensors  # None until its lane fills it, and after its release
@@ -43,6 +44,7 @@ class RuntimeValue:
         self.readers: dict[str, Any] = {}
         self.slab: int | None = None
         self.unfetched: frozenset[int] = frozenset()
+        self.in_flight: Any = None
         self.place = Place()
 
     def copy(self) -> RuntimeValue:
@@ -150,7 +152,7 @@ class Host(Protocol):
 
     def collect(self, step: Step, segment: Segment, gradients: RuntimeValue, /) -> None: ...
 
-    def update(self, step: Step, segment: Segment) -> None: ...
+    def update(self, step: Step, segment: Segment, pushed: RuntimeValue | None, /) -> None: ...
 
     def end_backward(self, step: Step) -> dict[int, torch.Tensor]: ...
 

@@ -360,7 +360,7 @@ ELSEWHERE = {
     "runtime.executor.Executor.submit_comm: self.device.lanes[Lane.COMM].wait(released)": "tests/ranks/test_memory_taken_again.py",
 }
 NO_RACE = {
-    "host.server.ParameterServer.collect: self._in_flight.popleft().wait()": "bounds the memory of gradients",
+    "host.server.ParameterServer.collect: self._in_flight.popleft().last.wait()": "bounds the memory of gradients",
     "host.updates.in_forward.UpdatesInForward.wait: super().wait(parameters)": "raises what failed, and waits for nothing",
 }
 
