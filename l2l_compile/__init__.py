@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from l2l_compile.ranks.sharded import shard
     from l2l_compile.report.explain import Report, explain
     from l2l_compile.report.view import view
-    from l2l_compile.runtime.step import Stats
+    from l2l_compile.runtime.stats import Stats
     from l2l_compile.simulation.machine import Machine
     from l2l_compile.simulation.measure import measure_machine
     from l2l_compile.simulation.result import Simulation
@@ -91,7 +91,7 @@ _MODULES = {
     "options": ["Options"],
     "ranks.sharded": ["shard"],
     "report.explain": ["Report", "explain"],
-    "runtime.step": ["Stats"],
+    "runtime.stats": ["Stats"],
     "simulation.measure": ["measure_machine"],
     "simulation.result": ["Simulation"],
     "simulation.simulate": ["simulate"],

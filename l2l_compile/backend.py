@@ -26,8 +26,7 @@ from l2l_compile.passes.compilation import Compilation
 from l2l_compile.passes.pipeline import PIPELINE, PREPARATION, SEGMENTATION, STREAMING, After, run
 from l2l_compile.passes.streaming.place_ranks import check_ranks
 from l2l_compile.passes.streaming.place_rows import check_rows
-from l2l_compile.runtime.runner import Runner
-from l2l_compile.runtime.step import block_bindings
+from l2l_compile.runtime.runner import Backwards, Runner
 from l2l_compile.session import Session, frame_begins, frame_skipped, function_recompiled, model_inlined, session_for
 from l2l_compile.torch_internals import autograd, calls, threads
 from l2l_compile.torch_internals.calls import streams_layers
@@ -73,20 +72,10 @@ def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
 
 def new_runner(gm: fx.GraphModule, session: Session) -> Runner:
     """As `make_runner`, without hooks on the user's modules."""
-    program, compilation = compile_program(capture(gm), session.options, session.lowering)
-    runner = Runner(
-        program,
-        session.options,
-        session.device,
-        session.lowering,
-        session.server,
-        gradient_mask=compilation.gradient_mask,
-        differentiable=compilation.gradients.differentiable,
-        rebuild=lambda mask: _rebuild_backward(compilation, mask),
-        started=session.started,
-        waiting=session.waiting,
-        check=session.check,
-    )
+    captured, ranks = capture(gm)
+    program, compilation = compile_program(captured, session.options, session.lowering)
+    backwards = Backwards(compilation.gradient_mask, program.backward, lambda mask: _rebuild_backward(compilation, mask))
+    runner = Runner(program, session, backwards, compilation.gradients.differentiable, ranks)
     session.add(runner)
     return runner
 
@@ -101,11 +90,7 @@ def compile_program(
         try_other_batch_dimension(captured, compilation.segments)
     check_rows(compilation)
     check_ranks(compilation)
-    program = compilation.program()
-    for block in compilation.blocks:
-        block.lowering, block.static = lowering, batch_marks.sizes_are_fixed()
-        block.sizes_now = lambda b: block_bindings(b, program.bindings, captured.batch, options.micro_batches)[0]
-    return program, compilation
+    return replace(compilation.program(), lowering=lowering), compilation
 
 
 def _rebuild_backward(compilation: Compilation, gradient_mask: tuple[bool, ...]) -> fx.GraphModule:

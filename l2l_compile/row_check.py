@@ -24,8 +24,9 @@ from l2l_compile.lowering.lower import Lowering, one_at_a_time
 from l2l_compile.lowering.probes import probe
 from l2l_compile.passes.batching.batch_rules import Partial, ResultState, Rows, same_program, states_of_nodes
 from l2l_compile.passes.batching.proof import probes, states_of_operands
+from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.segment_run import gradient_of, joined, micro_batch_of
-from l2l_compile.runtime.step import RuntimeValue, Step
+from l2l_compile.runtime.step import Step
 
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}  # narrower: 3e-2
 
@@ -77,7 +78,7 @@ class Check:
 
     def _begins(self, step: Step, key: tuple) -> bool:
         begun = self._begun.setdefault(step, set())
-        if not key[0].inner_looped or len(step.sizes) < 2 or key in self._passed | begun:
+        if not key[0].inner_looped or len(step.rows.sizes) < 2 or key in self._passed | begun:
             return False
         begun.add(key)
         return True
@@ -88,10 +89,11 @@ class _Pair:
 
     def __init__(self, step: Step, segment: Segment, what: str, lower: Callable[[Lowering, dict], Lowered], plain: Lowering):
         self.segment, self.what = segment, what
-        bindings = segment.bindings(step.bindings)
-        self.step = replace(step, micro_batches=2, bindings={**bindings, step.batch: sum(step.sizes[:2])})
-        self.bindings = [{**bindings, step.batch: size} for size in (*self.step.sizes, sum(self.step.sizes))]
-        self.apart = [lower(step.lowering, b) for b in self.bindings[:2]]
+        bindings = segment.bindings(step.rows.bindings)
+        rows = replace(step.rows, micro_batches=2, bindings={**bindings, step.rows.batch: sum(step.rows.sizes[:2])})
+        self.step = replace(step, rows=rows)
+        self.bindings = [{**bindings, rows.batch: size} for size in (*self.step.rows.sizes, sum(self.step.rows.sizes))]
+        self.apart = [lower(step.engine.lowering, b) for b in self.bindings[:2]]
         self.together = lower(plain, self.bindings[2])
 
     def compare(
@@ -135,7 +137,7 @@ class _Pair:
         if spec.batch is not None:
             return [torch.cat(pieces, spec.batch.dim)]
         if spec.partial is not None:
-            return [self.step.summed(pieces, spec.partial)]
+            return [self.step.rows.summed(pieces, spec.partial)]
         return pieces
 
     def _message(self, index: int, error: float, apart: list[list], together: list) -> str:
@@ -145,9 +147,9 @@ class _Pair:
             targets = {n.target for n in self.together.graph.graph.nodes}
             custom = sorted(str(target) for target in targets if getattr(target, "namespace", "aten") not in ("aten", "prims"))
             name = f"an operation in its backward{': ' + ', '.join(custom) if custom else ''}"
-        rows = " and ".join(map(str, self.step.sizes))
+        rows = " and ".join(map(str, self.step.rows.sizes))
         return (
-            f"check=True: segment '{self.segment.name}' gives other {self.what} for {sum(self.step.sizes)} rows together than for {rows} rows "
+            f"check=True: segment '{self.segment.name}' gives other {self.what} for {sum(self.step.rows.sizes)} rows together than for {rows} rows "
             f"apart ({self.what} {index} differ by {error:.1e}): {name} mixes the rows of the batch, but is not known to. "
             "Use micro_batches=1, or take the tag torch.Tag.pointwise off a custom operator that is not pointwise"
         )
@@ -160,11 +162,11 @@ class _Pair:
         """
         block = self.segment.block
         with one_at_a_time:  # the caller's thread may trace at the same time
-            small, large, primes, _ = probes(block, self.step.bindings, self.step.batch)
+            small, large, primes, _ = probes(block, self.step.rows.bindings, self.step.rows.batch)
             graphs = [probe(block, b)[0] for b in self.bindings]
         if not all(same_program(small, g.graph) for g in graphs):
             return None
-        states = states_of_nodes(small, large, *primes, states_of_operands(block, self.step.bindings))
+        states = states_of_nodes(small, large, *primes, states_of_operands(block, self.step.rows.bindings))
         try:
             one, other, whole = (_values_of(g, a) for g, a in zip(graphs, [*apart, together], strict=True))
         except NotImplementedError:
@@ -181,7 +183,7 @@ class _Pair:
         if state is None:
             return pieces
         if isinstance(state, Partial):
-            return [self.step.summed(pieces, state.how)]
+            return [self.step.rows.summed(pieces, state.how)]
         if not isinstance(state, Rows) or state.order is not None:
             return []  # the proof knows that this value mixes or sorts rows
         opened = [p.unflatten(state.dim, (state.outer, -1, state.multiple)) for p in pieces]

@@ -28,7 +28,7 @@ from l2l_compile.ranks.ranks import anything_is_sharded
 from l2l_compile.row_check import Check
 from l2l_compile.runtime.runner import Runner
 from l2l_compile.runtime.stashes import StashQueue
-from l2l_compile.runtime.step import Stats
+from l2l_compile.runtime.stats import Stats
 from l2l_compile.timeline import Timeline
 from l2l_compile.torch_internals import calls
 

@@ -105,7 +105,7 @@ class Compilation:
     @property
     def is_global(self) -> bool:
         """Whether the batches of several ranks form one batch (`ranks="global"`)."""
-        return self.options.ranks == "global" and self.captured.ranks > 1
+        return self.options.ranks == "global" and self.captured.shards > 1
 
     @property
     def splits_rows(self) -> bool:

@@ -295,8 +295,8 @@ def finalizers_at_every_line(update: str, steps: int = 4) -> str:
 def _finalized(session, count: int) -> list:
     """Objects whose finalizers touch what the lanes use: three in one list, so that they go at once."""
     from l2l_compile.host.updates.gradient_ledger import PendingBackward
+    from l2l_compile.runtime.runtime_value import RuntimeValue
     from l2l_compile.runtime.stashes import Stashes
-    from l2l_compile.runtime.step import RuntimeValue
 
     found: list = []
     ledger = getattr(session.server.updates, "_ledger", None)

@@ -280,7 +280,7 @@ class _Recorder:
         self.options, self.passes, self.found = options, passes, []
 
     def __call__(self, gm, example_inputs):
-        compilation = Compilation(capture(gm), self.options)
+        compilation = Compilation(capture(gm)[0], self.options)
         run(compilation, PREPARATION)
         run(compilation, self.passes, PREPARED)
         self.found.append(compilation)

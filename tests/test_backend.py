@@ -392,7 +392,8 @@ def test_another_name_of_a_value_is_no_operation_of_a_block():
             return torch.ops.aten.alias(super().forward(x)) + x.detach()
 
     step = assert_parity(Stack([Renaming() for _ in range(3)]).double(), rows(6))
-    graphs = [lowered.graph for block in programs_of(step)[0].blocks for lowered in (block.forward, block.backward)]
+    program = programs_of(step)[0]
+    graphs = [lower(block).graph for block in program.blocks for lower in (program.forward_of, program.backward_of)]
     called = {node.target for graph in graphs for node in graph.nodes}
     assert torch.ops.aten.addmm.default in called
     assert not called & {torch.ops.aten.alias.default, torch.ops.aten.detach.default}

@@ -160,7 +160,7 @@ def test_types_of_what_programs_gives():
     for block in program.blocks:
         assert isinstance(block, l2l_compile.Block)
         assert block.repeats == sum(s.block is block for s in program.segments)
-        for graph in (block.forward, block.backward):
+        for graph in (program.forward_of(block), program.backward_of(block)):
             assert isinstance(graph, fx.GraphModule)
             assert any(isinstance(n.target, torch._ops.OpOverload) for n in graph.graph.nodes)
     assert "forward('layers.1'" in str(program)

@@ -69,11 +69,11 @@ def capture_twice(cuts: list[Compilation], gm: fx.GraphModule) -> Captured:
         copied.__dict__ |= {name: value for name, value in vars(node).items() if name == "_dynamo_source"}
     copy = fx.GraphModule(gm, graph)
     copy.compile_subgraph_reason = gm.compile_subgraph_reason
-    found = Compilation(capture(copy), Options.build({**OPTIONS, "device": "cpu"}))
+    found = Compilation(capture(copy)[0], Options.build({**OPTIONS, "device": "cpu"}))
     run(found, PREPARATION)
     run(found, CUT, PREPARED)
     cuts.append(found)
-    return capture(gm)
+    return capture(gm)[0]
 
 
 def cut_without_names(name: str, depth: int, monkeypatch) -> Compilation:

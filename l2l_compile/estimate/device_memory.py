@@ -20,12 +20,11 @@ from l2l_compile.devices.registry import kind_of
 from l2l_compile.ir import nodes
 from l2l_compile.ir.precision import gradient_dtype
 from l2l_compile.ir.program import Program
-from l2l_compile.ir.segments import Segment
+from l2l_compile.ir.segments import Segment, block_bindings
 from l2l_compile.ir.values import Bindings, TensorSpec
 from l2l_compile.lowering.lower import Lowering
 from l2l_compile.options import Options
 from l2l_compile.runtime.slab import slab_bytes
-from l2l_compile.runtime.step import block_bindings
 from l2l_compile.units import format_bytes
 
 WEIGHTS, STASHES, ACTIVATIONS, GRADIENTS = "weights", "stashes", "activations", "gradients"
@@ -167,7 +166,7 @@ class _DryRun:
             self.held[node] = self.held.pop(source)
         elif nodes.carries(node) is nodes.Carries.GRADIENTS:  # of this rank
             segment = self.program.segments[nodes.operands(node).segment]
-            self.held[node] = _Held(self._pushed(segment) // self.captured.ranks, GRADIENTS)
+            self.held[node] = _Held(self._pushed(segment) // self.captured.shards, GRADIENTS)
         elif node.target is not operator.getitem and "spec" in node.meta:  # else the segment has made it
             self.held[node] = _Held(self._bytes(node.meta["spec"]), _kind_of(node), node.meta["spec"])
 

@@ -12,7 +12,7 @@ from l2l_compile.devices.host import HOST
 from l2l_compile.devices.registry import KINDS
 from l2l_compile.errors import L2LError
 from l2l_compile.frontend.draft import Draft, Fact, Rewrite, rewrite
-from l2l_compile.frontend.dynamo import adapter
+from l2l_compile.frontend.dynamo import adapter, batch_marks
 from l2l_compile.frontend.index_checks.indices import IndexCheck
 from l2l_compile.frontend.inputs import describe, symbols_of
 from l2l_compile.frontend.refusals import check_on_host, refuse, refuse_written_constants
@@ -23,21 +23,23 @@ from l2l_compile.frontend.rewrites.stacked_weights import take_slices_apart
 from l2l_compile.frontend.rewrites.tensor_parallel import make_local
 from l2l_compile.frontend.rewrites.views import take_views
 from l2l_compile.frontend.rewrites.writes import settle_writes
-from l2l_compile.ir.captured import Captured
+from l2l_compile.ir.captured import Captured, Mesh
 from l2l_compile.ir.fx_types import attribute, name_of
 from l2l_compile.ir.values import TensorSpec
+from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.ranks.sharded import count_steps
 from l2l_compile.ranks.sharing import ranks_sharing
 
 _CLONES = ("clone", torch.clone, torch.ops.aten.clone.default)
 
 
-def capture(gm: fx.GraphModule) -> Captured:
-    """Rewrite Dynamo's graph module in place, and describe it for the passes.
+def capture(gm: fx.GraphModule) -> tuple[Captured, Ranks | None]:
+    """Rewrite Dynamo's graph module in place, and describe it for the passes. Also returns the ranks that run it together.
 
     Raises `DeviceError` if an input is not on the host, and `L2LError` for a graph that cannot be streamed.
     """
-    return _captured(rewrite(Draft(gm), REWRITES))
+    draft = rewrite(Draft(gm), REWRITES)
+    return _captured(draft), draft.world
 
 
 def inline(draft: Draft) -> None:
@@ -131,14 +133,18 @@ def _captured(draft: Draft) -> Captured:
         break_reason=draft.break_reason,
         parts=draft.parts,
         views=draft.views,
-        ranks=draft.world.size if draft.world is not None else 1,
-        world=draft.world,
+        fixed_sizes=batch_marks.sizes_are_fixed(),
+        mesh=_mesh(draft.world),
         parallel_layer=draft.parallel_layer,
         snapshots=frozenset(i.index for i in draft.inputs if i.node in draft.cloned and i.kind in ("buffer", "value")),
     )
     _lift_constants(captured)
     captured.indices = IndexCheck(captured)
     return captured
+
+
+def _mesh(ranks: Ranks | None) -> Mesh | None:
+    return Mesh(ranks.size, ranks.replicas, ranks.shards, ranks.described) if ranks is not None else None
 
 
 def _autocast() -> torch.dtype | None:

@@ -31,7 +31,9 @@ from l2l_compile.memory.finalizers import members
 from l2l_compile.options import Options
 from l2l_compile.races import Unwatched
 from l2l_compile.ranks.sharded import sharded_as
-from l2l_compile.runtime.step import RuntimeValue, Stats, Step
+from l2l_compile.runtime.runtime_value import RuntimeValue
+from l2l_compile.runtime.stats import Stats
+from l2l_compile.runtime.step import Step
 from l2l_compile.user_line import warn
 
 
@@ -84,12 +86,12 @@ class ParameterServer:
         """A forward begins: updates of the step before are done or will be waited for, and wires are checked again."""
         remove_left()
         watched_parameters.suspend()
-        step.gradient_wire = self.options.gradients_on_link
+        step.host.gradient_wire = self.options.gradients_on_link
         self.wires.begin_forward()
         if to_train:
             self._check_optimizer(parameters)
         wait_for_other_models(self.updates, parameters)
-        step.pending = self.updates.begin_forward(parameters, to_train)
+        step.host.pending = self.updates.begin_forward(parameters, to_train)
 
     def _check_optimizer(self, parameters: Sequence[Parameter]) -> None:
         """Raise `L2LError` if fp16 lacks the option `optimizer`, or if that optimizer has no parameter of the model."""
@@ -122,8 +124,8 @@ class ParameterServer:
         if not self.options.delay:
             self.device.accesses.read_parameters(owners)
         key = _indices(segment)
-        if key in step.last_fetches:
-            step.last_fetches[key] -= 1
+        if key in step.host.last_fetches:
+            step.host.last_fetches[key] -= 1
         copied = self.on_wire(step, segment)
         wire = self._wire(step, segment, weights, copied, key, ready) if copied else None
         on_wire = set(copied)
@@ -132,7 +134,7 @@ class ParameterServer:
 
     def on_wire(self, step: Step, segment: Segment) -> list[int]:
         """Positions of the weights of a segment that cross the link on its wire."""
-        return on_wire(segment, step.bindings, self.options)
+        return on_wire(segment, step.rows.bindings, self.options)
 
     def _is_locked(self, segment: Segment, position: int) -> bool:
         """Whether a weight that crosses the link from its own memory is to be page-locked there."""
@@ -152,26 +154,26 @@ class ParameterServer:
             [w if i.pieces is None else step.given[i.index] for i, w, _ in on_wire],
             [spec.dtype for _, _, spec in on_wire],
             [step.given[i.owner] for i, _, _ in on_wire],
-            keep=step.last_fetches.get(key) != 0,
-            newest=step.pending is None,
+            keep=step.host.last_fetches.get(key) != 0,
+            newest=step.host.pending is None,
             ready=ready,
         )
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, step: Step, graph: fx.Graph, segments: Sequence[Segment]) -> None:
-        """A backward begins; sets `step.scale`, the factor by which the gradients of its outputs are to be multiplied."""
+        """A backward begins; sets `step.host.scale`, the factor by which the gradients of its outputs are to be multiplied."""
         watched_parameters.suspend()
-        step.returned = {}
+        step.host.returned = {}
         if not self.updates.keeps_wires:
             fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
-            step.last_fetches = Counter(_indices(segments[nodes.operands(n).segment]) for n in fetches)
+            step.host.last_fetches = Counter(_indices(segments[nodes.operands(n).segment]) for n in fetches)
         pushing = [segments[nodes.operands(n).segment] for n in graph.find_nodes(op="call_function", target=nodes.push_gradients)]
         is_final = step.world is None or step.world.replicas == 1  # no mean over replicas follows behind the link
-        step.wants_norms = self.updates.wants_norms and _collecting(step) is not None and is_final
+        step.host.wants_norms = self.updates.wants_norms and _collecting(step) is not None and is_final
         pending = _collecting(step)
         self.updates.begin_backward(pending, Counter(p for s in pushing for p in _managed(step, s, pending).values()))
-        step.scale = self.updates.scale.value if self.updates.scale is not None else 1.0
+        step.host.scale = self.updates.scale.value if self.updates.scale is not None else 1.0
 
     def collect(self, step: Step, segment: Segment, gradients: RuntimeValue) -> None:
         """Take the gradients of a segment: they are on the host after the event of their value, or absent.
@@ -212,10 +214,10 @@ class ParameterServer:
         self._memory.widen_together(gradients, [step.arguments[w.index] for w in weights])
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is not None:
-                self.device.accesses.write(step.places[1])
-                gradient = gradient.div_(step.scale) if step.scale != 1.0 else gradient
-                total, owner = step.returned.get(weight.owner), step.arguments[weight.owner]
-                step.returned[weight.owner] = self._memory.collected(total, gradient, owner, weight.part)
+                self.device.accesses.write(step.host.place)
+                gradient = gradient.div_(step.host.scale) if step.host.scale != 1.0 else gradient
+                total, owner = step.host.returned.get(weight.owner), step.arguments[weight.owner]
+                step.host.returned[weight.owner] = self._memory.collected(total, gradient, owner, weight.part)
 
     def update(self, step: Step, segment: Segment, pushed: RuntimeValue | None) -> None:
         """Update the parameters of a segment whose gradients are complete; `pushed` are the gradients that came last."""
@@ -234,8 +236,8 @@ class ParameterServer:
             except BaseException:
                 self.recover(step)
                 raise
-            self.device.accesses.write(step.places[1])
-        found, step.returned = step.returned, {}
+            self.device.accesses.write(step.host.place)
+        found, step.host.returned = step.host.returned, {}
         returned = (sharded_as(g, step.given[i]) for i, g in found.items())
         step.stats.add_squares(self.updates.squares_of_returned(returned))
         self._warn_of_parameters_in_no_optimizer(step, found)
@@ -267,7 +269,7 @@ class ParameterServer:
                 worker.settle()  # the first error is on its way to the user already
         finally:
             self._in_flight.clear()
-            self.updates.forget(step.pending)
+            self.updates.forget(step.host.pending)
 
 
 @dataclass
@@ -293,7 +295,7 @@ def segments_in_flight(options: Options) -> int:
 
 def _collecting(step: Step) -> PendingBackward | None:
     """The pending backward that collects gradients of the current backward; None if they are not for the optimizer."""
-    return step.pending if step.for_optimizer else None
+    return step.host.pending if step.host.for_optimizer else None
 
 
 def _managed(step: Step, segment: Segment, pending: PendingBackward | None) -> dict[Input, Parameter]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from l2l_compile.ir.program import Program
 from l2l_compile.reentry import check, whole
-from l2l_compile.runtime.step import Stats
+from l2l_compile.runtime.stats import Stats
 from l2l_compile.session import session_of
 
 

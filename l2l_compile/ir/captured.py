@@ -12,7 +12,6 @@ from torch import fx
 
 from l2l_compile.ir.values import Bindings, Dim, TensorSpec, evaluate, float_operand, is_float
 from l2l_compile.ranks.pieces import Pieces
-from l2l_compile.ranks.ranks import Ranks
 
 LOSS_TERM = "loss_term"  # in the meta of a node with the rows' contributions to a loss: never rounded to 16 bits
 
@@ -89,6 +88,22 @@ class View:
         return base.as_strided(shape, stride, base.storage_offset() + evaluate(self.start, bindings))
 
 
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks that run a program together.
+
+    shards    how many ranks the parameters are sharded over; 1 for ranks that share parallel layers alone
+    replicas  how many times the mesh has the whole model
+    sharded   whether `shard` has sharded a model over it
+    text      the mesh as text
+    """
+
+    shards: int
+    replicas: int = 1
+    sharded: bool = True
+    text: str = ""
+
+
 @dataclass
 class Captured:
     """Dynamo's graph, ready for the passes.
@@ -108,8 +123,8 @@ class Captured:
     dropped      outputs that are not computed, by position: the graph has None in their place
     views        outputs that are views of an argument or of another output, by position: the graph has None in their place too
     indices      the check of the indices in the arguments of a call; None if there is none
-    ranks        the number of ranks that the parameters are sharded over
-    world        these ranks, or the ranks that share parallel layers; None for one rank, and in a program that was parsed
+    fixed_sizes  whether each size has a program of its own (`torch.compile(dynamic=False)`)
+    mesh         the ranks that run the program together; None for one rank
     snapshots    indices of the buffers and values that the graph clones: somebody may write into them between forward and backward
     parallel_layer  text that names a parameter of a tensor parallel layer; "" if there is none
     """
@@ -131,10 +146,15 @@ class Captured:
     views: dict[int, View] = field(default_factory=dict)
     parts: tuple[Input, ...] = ()
     indices: Callable[[Sequence, Bindings], None] | None = None
-    ranks: int = 1
-    world: Ranks | None = None
+    fixed_sizes: bool = False
+    mesh: Mesh | None = None
     parallel_layer: str = ""
     snapshots: frozenset[int] = frozenset()
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that the parameters are sharded over."""
+        return self.mesh.shards if self.mesh is not None else 1
 
     @property
     def weights(self) -> tuple[Input, ...]:

@@ -9,23 +9,26 @@ from typing import Any
 import torch
 from torch import fx
 
+from l2l_compile.errors import L2LError
 from l2l_compile.ir import nodes
-from l2l_compile.ir.captured import Captured, Input
+from l2l_compile.ir.captured import Captured, Input, Mesh
 from l2l_compile.ir.graph_modules import graph_module
 from l2l_compile.ir.parse import Parsed, parse
-from l2l_compile.ir.segments import Block, Segment, Uncut
+from l2l_compile.ir.segments import Block, BlockLowering, Segment, Uncut, block_bindings
 from l2l_compile.ir.text import print_program
 from l2l_compile.ir.values import Bindings
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Program:
     """The layer-streamed forward and backward graphs of one captured graph; `print(program)` shows them.
 
     `forward` and `backward` are `torch.fx.GraphModule`s of the vocabulary in `l2l_compile.ir.nodes`; `backward` is
     the graph of the last backward call, or before the first call a prediction. It is None where nothing requires a gradient.
+    `bindings` are the sizes of the last forward, or before the first step those of the capture.
     `uncut` has the segments that hold several layers. `carried` has the indices of the inputs that the model writes into with
-    a gradient: the last outputs of `forward` are their new contents.
+    a gradient: the last outputs of `forward` are their new contents. `lowering` makes the ATen graphs of blocks; a program that
+    was parsed from text has none.
     """
 
     captured: Captured
@@ -36,9 +39,32 @@ class Program:
     bindings: Bindings
     uncut: tuple[Uncut, ...] = ()
     carried: tuple[int, ...] = ()
+    lowering: BlockLowering | None = None
 
     def __repr__(self) -> str:
         return f"<Program of {len(self.segments)} segments, instances of {len(self.blocks)} blocks>"
+
+    def forward_of(self, block: Block) -> fx.GraphModule:
+        """The ATen graph of one micro-batch forward of a block, for the sizes in `bindings`.
+
+        Raises `L2LError` if the program was parsed from text.
+        """
+        return self._lowering_of(block).forward(block, self.sizes_of(block)).graph
+
+    def backward_of(self, block: Block) -> fx.GraphModule:
+        """As `forward_of`, the recompute and the gradients for one micro-batch, for all differentiable outputs."""
+        mask = tuple(spec.differentiable for spec in block.outputs)
+        return self._lowering_of(block).backward(block, self.sizes_of(block), mask).graph
+
+    def sizes_of(self, block: Block) -> Bindings:
+        """The sizes of the first run of a block: of the first micro-batch, or of the whole batch."""
+        micro_batches = max(s.micro_batches for s in self.segments if s.block is block)
+        return block_bindings(block, self.bindings, self.captured.batch, micro_batches)[0]
+
+    def _lowering_of(self, block: Block) -> BlockLowering:
+        if self.lowering is None:
+            raise L2LError(f"block '{block.name}' was parsed from text, which does not have its operations")
+        return self.lowering
 
     @property
     def break_reason(self) -> str | None:
@@ -60,7 +86,7 @@ class Program:
     def __str__(self) -> str:
         names = {i.index: i.name for i in self.captured.inputs}
         return print_program(
-            self.graphs, self.blocks, self.segments, names, self.bindings, self.captured.batch, self.captured.ranks
+            self.graphs, self.blocks, self.segments, names, self.bindings, self.captured.batch, self.captured.shards
         )
 
     @property
@@ -97,5 +123,5 @@ def _captured(found: Parsed) -> Captured:
         {},
         grad_enabled=True,
         autocast=None,
-        ranks=found.ranks,
+        mesh=Mesh(found.ranks) if found.ranks > 1 else None,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -84,8 +83,6 @@ class Block:
     repeats: int = 0
     static: bool = False
     forms: dict[tuple, BlockForm] = field(default_factory=dict)
-    lowering: BlockLowering | None = None
-    sizes_now: Callable[[Block], Bindings] | None = None
 
     def __repr__(self) -> str:
         return f"<Block {self.name}, x{self.repeats}, {'inner loop' if self.inner_looped else 'whole batch'}>"
@@ -94,7 +91,7 @@ class Block:
     def graph(self) -> fx.GraphModule:
         """The torch-level operations, as a graph module of its operands: first the weights, then the values."""
         if self.module is None:
-            raise self._without_operations()
+            raise L2LError(f"block '{self.name}' was parsed from text, which does not have its operations")
         return self.module
 
     @property
@@ -125,28 +122,18 @@ class Block:
         """The symbols that are sizes; the others are floats that the user gives. Not to be read before the last pass."""
         return tuple(symbol for symbol in self.symbols if not is_float(symbol))
 
-    @property
-    def forward(self) -> fx.GraphModule:
-        """The ATen graph of one micro-batch forward, for the sizes of the last step (before the first step, of the capture)."""
-        return self._lowering().forward(self, self._bindings()).graph
 
-    @property
-    def backward(self) -> fx.GraphModule:
-        """The ATen graph of recompute and gradients for one micro-batch, for all differentiable outputs."""
-        mask = tuple(spec.differentiable for spec in self.outputs)
-        return self._lowering().backward(self, self._bindings(), mask).graph
+def micro_batch_sizes(rows: int, micro_batches: int) -> list[int]:
+    """Rows of each micro-batch: as equal as can be, none empty, the larger ones first."""
+    count = min(micro_batches, rows)
+    return [rows // count + (i < rows % count) for i in range(count)]
 
-    def _lowering(self) -> BlockLowering:
-        if self.lowering is None:
-            raise self._without_operations()
-        return self.lowering
 
-    def _without_operations(self) -> L2LError:
-        return L2LError(f"block '{self.name}' was parsed from text, which does not have its operations")
-
-    def _bindings(self) -> Bindings:
-        assert self.sizes_now is not None, "set with the lowering"
-        return self.sizes_now(self)
+def block_bindings(block: Block, bindings: Bindings, batch: sympy.Symbol | None, micro_batches: int) -> list[Bindings]:
+    """The sizes of each run of a block in a step with these bindings."""
+    if not block.inner_looped:
+        return [bindings]
+    return [{**bindings, batch: size} for size in micro_batch_sizes(bindings[batch], micro_batches)]
 
 
 @dataclass(frozen=True)

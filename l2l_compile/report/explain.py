@@ -203,7 +203,7 @@ class _Explainer:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
         lowering = Lowering(self.options.device, self.options.block_compiler)
         after = self.dump.next_program() if self.dump is not None else log_artifact
-        program, compilation = compile_program(capture(gm), self.options, lowering, after)
+        program, compilation = compile_program(capture(gm)[0], self.options, lowering, after)
         self.programs.append(program)
         self.compilations.append(compilation)
         return lambda *arguments: _placeholders(program, arguments)

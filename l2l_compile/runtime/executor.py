@@ -25,10 +25,11 @@ from l2l_compile.ranks.pieces import Pieces
 from l2l_compile.runtime.fetch import load, unread
 from l2l_compile.runtime.instructions import Instructions
 from l2l_compile.runtime.overlapped_copies import GradientStream, OutputStream, StreamedGradient
+from l2l_compile.runtime.runtime_value import RuntimeValue, bytes_of, copies
 from l2l_compile.runtime.segment_run import for_the_link, norms, run_backward, run_forward
 from l2l_compile.runtime.slab import slots
 from l2l_compile.runtime.slabs import Slabs
-from l2l_compile.runtime.step import RuntimeValue, Step, bytes_of, copies
+from l2l_compile.runtime.step import Step
 
 Handler = Callable[..., RuntimeValue]
 HANDLERS: dict[Callable, Handler] = {}
@@ -121,7 +122,7 @@ def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeVal
 
     def work() -> None:
         if kept is not None:
-            run.step.server.load(run.step, fetched, weights)  # the server counts fetches
+            run.step.engine.server.load(run.step, fetched, weights)  # the server counts fetches
             result.tensors = kept.tensors
             return
         result.tensors = load(run.step, run.device, fetched, slab, weights, result.unfetched)
@@ -138,7 +139,7 @@ def _all_gather_weights(run: Executor, node: fx.Node, segment: int, slab: Runtim
     result.slab, result.place = slab.slab, slab.place
 
     def work() -> None:
-        weights = list(zip(slab.tensors, slots(gathered, run.step.bindings), strict=True))
+        weights = list(zip(slab.tensors, slots(gathered, run.step.rows.bindings), strict=True))
         ranks.gather([weight for weight, slot in weights if slot.is_gathered])
         run.step.stats.gathered_bytes += sum(slot.bytes - slot.bytes // ranks.size for _, slot in weights if slot.is_gathered)
         result.tensors = [weight if slot.pieces is None else _unpadded(weight, slot.pieces) for weight, slot in weights]
@@ -183,7 +184,7 @@ def _offload(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
 @handles(nodes.write_back)
 def _write_back(run: Executor, node: fx.Node, input: int, contents: RuntimeValue) -> RuntimeValue:
     def work() -> None:
-        run.device.accesses.write(run.step.places[0])
+        run.device.accesses.write(run.step.place)
         run.step.writes[input] = run.device.download(contents.tensors[0])
 
     run.submit(Lane.D2H, (contents,), (), work)
@@ -200,14 +201,14 @@ def _stash(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
 
 @handles(nodes.split)
 def _split(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
-    return run.reform(x, lambda tensors: run.step.split(tensors[0], node.meta["spec"]))
+    return run.reform(x, lambda tensors: run.step.rows.split(tensors[0], node.meta["spec"]))
 
 
 @handles(nodes.merge)
 def _merge(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     spec: TensorSpec = node.meta["spec"]
     if spec.batch is None:
-        return run.reform(x, lambda parts: [run.step.summed(parts, spec.partial)])
+        return run.reform(x, lambda parts: [run.step.rows.summed(parts, spec.partial)])
     return run.reform(x, lambda parts: [torch.cat(parts, spec.rows.dim) if len(parts) > 1 else parts[0]])
 
 
@@ -324,7 +325,7 @@ def _reduce_scatter_gradients(run: Executor, node: fx.Node, segment: int, gradie
         return result
 
     def work() -> None:
-        is_mean = not run.step.is_global
+        is_mean = not run.step.rows.is_global
         pieces = ranks.sum_pieces(gradients.tensors, [weight.pieces for weight in reduced.weights], is_mean)
         run.step.stats.reduced_bytes += sum(bytes_of([g]) for g in gradients.tensors if g is not None)
         _fill_pieces(run, reduced, result, pieces)
@@ -352,7 +353,7 @@ def _fill_pieces(run: Executor, segment: Segment, result: RuntimeValue, pieces: 
     """Fill `result` with this rank's pieces of a segment's gradients, in the dtypes that cross the link."""
     weights = zip(segment.block.weights, pieces, strict=True)
     result.tensors = [for_the_link(run.step, spec, piece) for spec, piece in weights]
-    if run.step.wants_norms and run.device.takes_norms:
+    if run.step.host.wants_norms and run.device.takes_norms:
         result.tensors.append(norms(result.tensors))
     run.device.hold([piece for piece in result.tensors if piece is not None])
 
@@ -376,13 +377,13 @@ def _exchanged(run: Executor, x: RuntimeValue, change: Callable[[torch.Tensor], 
 
 @handles(nodes.all_gather_rows)
 def _all_gather_rows(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
-    dim, rows = run.step.rows_in(node.meta["spec"])
+    dim, rows = run.step.rows.in_value(node.meta["spec"])
     return _exchanged(run, x, lambda own: run.step.ranks.all_gather_rows(own, dim, rows))
 
 
 @handles(nodes.local_rows)
 def _local_rows(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
-    dim, rows = run.step.rows_in(node.meta["spec"])
+    dim, rows = run.step.rows.in_value(node.meta["spec"])
     rank = run.step.ranks.rank
     start, count = sum(rows[:rank]), rows[rank]
     return run.reform(x, lambda whole: [whole[0].narrow(dim, start, count).clone(memory_format=torch.contiguous_format)])
@@ -409,11 +410,11 @@ def _push_gradients(run: Executor, node: fx.Node, segment: int, gradients: Runti
 
     if not result.absent:
         run.submit(Lane.D2H, (gradients,), (result,), work)
-    run.step.server.collect(run.step, run.segments[segment], result)
+    run.step.engine.server.collect(run.step, run.segments[segment], result)
     return result
 
 
 @handles(nodes.update)
 def _update(run: Executor, node: fx.Node, segment: int, after: RuntimeValue | None = None) -> RuntimeValue:
-    run.step.server.update(run.step, run.segments[segment], after)
+    run.step.engine.server.update(run.step, run.segments[segment], after)
     return RuntimeValue(absent=True)

@@ -11,9 +11,10 @@ from l2l_compile.devices.device import Device, HostWeights, Piece
 from l2l_compile.ir import nodes
 from l2l_compile.ir.segments import Segment
 from l2l_compile.memory.layout import joined
+from l2l_compile.runtime.runtime_value import bytes_of
 from l2l_compile.runtime.segment_run import requests
 from l2l_compile.runtime.slab import slots
-from l2l_compile.runtime.step import Step, bytes_of
+from l2l_compile.runtime.step import Step
 
 LARGE = 1 << 20  # bytes; to copy fewer over a link takes hardly longer than to start another copy
 
@@ -25,12 +26,12 @@ def unread(step: Step, node: fx.Node, segments: Sequence[Segment]) -> frozenset[
     code reads the weights as well (sums over the whole batch, the option `check`).
     """
     segment = segments[nodes.operands(node).segment]
-    if segment.parameter_bytes < LARGE or segment.sharded or segment.block.summed_whole or step.check is not None:
+    if segment.parameter_bytes < LARGE or segment.sharded or segment.block.summed_whole or step.engine.check is not None:
         return frozenset()
-    found = frozenset(i for i, weight in enumerate(segment.block.weights) if weight.bytes(step.bindings) >= LARGE)
+    found = frozenset(i for i, weight in enumerate(segment.block.weights) if weight.bytes(step.rows.bindings) >= LARGE)
     for reader in filter(nodes.runs_segment, node.users):
         for request in requests(step, reader, segments):
-            code = step.lowering.known(request)
+            code = step.engine.lowering.known(request)
             if code is None or not (found := found & code.unread(len(segment.weights))):
                 return frozenset()
     return found
@@ -41,15 +42,15 @@ def load(
 ) -> list[torch.Tensor]:
     """Fetch a segment's weights, except the entries of the weights in `unread` (h2d lane)."""
     if segment.sharded:
-        return _load_pieces(step, device, segment, slab, *step.server.load(step, segment, weights))
-    on_wire = step.server.on_wire(step, segment)
+        return _load_pieces(step, device, segment, slab, *step.engine.server.load(step, segment, weights))
+    on_wire = step.engine.server.on_wire(step, segment)
 
     def send(wire: HostWeights, start: int, end: int) -> None:
         for first, last in joined([span for i, span in zip(on_wire, wire.spans, strict=True) if i not in unread]):
             if first < end and start < last:
                 device.send(slab, wire, max(first, start), min(last, end))
 
-    wire, loose = step.server.load(step, segment, weights, send)
+    wire, loose = step.engine.server.load(step, segment, weights, send)
     order = [*on_wire, *(i for i in range(len(weights)) if i not in on_wire)]  # a slab begins with the wire
     loaded = device.load_weights(slab, wire, loose, frozenset(place for place, i in enumerate(order) if i in unread))
     by_position = dict(zip(order, loaded, strict=True))
@@ -62,10 +63,10 @@ def _load_pieces(
 ) -> list[torch.Tensor]:
     """Fetch this rank's pieces of a segment's weights. Returns the whole weights, with padding, as they will be gathered."""
     from_wire, others = iter(wire.views if wire is not None else ()), iter(loose)
-    positions = set(step.server.on_wire(step, segment))
+    positions = set(step.engine.server.on_wire(step, segment))
     on_wire = [i in positions for i in range(len(segment.weights))]
     sources = [next(from_wire if is_on_wire else others) for is_on_wire in on_wire]
-    places = slots(segment, step.bindings)
+    places = slots(segment, step.rows.bindings)
     pieces = [
         Piece(source.detach(), slot.own(step.ranks.rank), pinned=is_on_wire and wire is not None and wire.pinned)
         for source, slot, is_on_wire in zip(sources, places, on_wire, strict=True)

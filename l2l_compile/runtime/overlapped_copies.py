@@ -13,7 +13,8 @@ from typing import Any
 from l2l_compile.devices.device import Device
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.lanes import Lane
-from l2l_compile.runtime.step import RuntimeValue, Step, bytes_of
+from l2l_compile.runtime.runtime_value import RuntimeValue, bytes_of
+from l2l_compile.runtime.step import Step
 
 Work = Callable[[], None]
 Submit = Callable[[str, Sequence[RuntimeValue], Sequence[RuntimeValue], Callable[[], Any]], None]
@@ -94,7 +95,7 @@ class GradientStream:
         for micro_batch, work in enumerate(inner_loop):
             if micro_batch + 1 < len(inner_loop):  # two are on the device at once
                 events.append(self._bring(micro_batch + 1))
-            needed = 2 if self.step.check and micro_batch == 0 else 1
+            needed = 2 if self.step.engine.check and micro_batch == 0 else 1
             for event in events[micro_batch : micro_batch + needed]:
                 if event is not None:
                     compute.wait(event)
@@ -112,7 +113,7 @@ class GradientStream:
                 arriving = gradient.arriving
                 arriving.tensors = arriving.tensors or []
                 self.device.accesses.read(gradient.source.place)
-                rows = self.step.part(gradient.source.tensors[0], gradient.spec, micro_batch)
+                rows = self.step.rows.slice(gradient.source.tensors[0], gradient.spec, micro_batch)
                 arriving.tensors.append(self.device.upload(rows))
                 self.device.hold(arriving.tensors[micro_batch:])
                 self.step.stats.restored_bytes += bytes_of(arriving.tensors[micro_batch:])

@@ -21,7 +21,8 @@ from l2l_compile.ir.values import Bindings, TensorSpec
 from l2l_compile.lowering.code_cache import Lowered
 from l2l_compile.lowering.lower import Request, wanted_of
 from l2l_compile.lowering.randomness import derived_seed
-from l2l_compile.runtime.step import RuntimeValue, Step
+from l2l_compile.runtime.runtime_value import RuntimeValue
+from l2l_compile.runtime.step import Step
 
 
 def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]:
@@ -31,7 +32,7 @@ def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]
         for node in filter(nodes.runs_segment, graph.nodes if graph is not None else ()):
             for request in requests(step, node, program.segments):
                 block, bindings, which, wanted = request
-                key = block, which, wanted, bindings.get(step.batch)
+                key = block, which, wanted, bindings.get(step.rows.batch)
                 if key not in seen:
                     seen.add(key)
                     yield request
@@ -41,7 +42,7 @@ def requests(step: Step, node: fx.Node, segments: Sequence[Segment]) -> Iterator
     """The lowerings that a node which runs a segment needs, one a micro-batch, if every gradient arrives that may arrive."""
     segment = segments[nodes.operands(node).segment]
     block = segment.block
-    for number, bindings in enumerate(step.bindings_of(segment)):
+    for number, bindings in enumerate(step.rows.bindings_of(segment)):
         if node.target is nodes.forward:
             yield block, bindings, "forward", wanted_of(block, again=number > 0)
         else:
@@ -88,7 +89,7 @@ class _Run(ABC):
     def __init__(self, step: Step, device: Device, segment: Segment, weights: RuntimeValue, operands: Sequence[RuntimeValue]):
         self.step, self.device, self.segment, self.block = step, device, segment, segment.block
         self.weights, self.operands = weights, operands
-        self.lowered = [self.lower(number, bindings) for number, bindings in enumerate(step.bindings_of(segment))]
+        self.lowered = [self.lower(number, bindings) for number, bindings in enumerate(step.rows.bindings_of(segment))]
         self._check_fetched()
         self.seeds = self._seeds()
 
@@ -126,7 +127,7 @@ class _Run(ABC):
         if not any(code.random for code in self.lowered):
             return []
         base = self.step.base_seed()
-        first = self.step.first_micro_batch if self.block.inner_looped else 0
+        first = self.step.rows.first if self.block.inner_looped else 0
         return [derived_seed(base, self.segment.index, first + number) for number in range(len(self.lowered))]
 
     def arguments(self, number: int) -> list[torch.Tensor]:
@@ -171,12 +172,12 @@ class _Forward(_Run):
     ):
         super().__init__(step, device, segment, weights, operands)
         self.results = results
-        self.compare = step.check.forward(step, segment, weights, operands) if step.check else None
+        self.compare = step.engine.check.forward(step, segment, weights, operands) if step.engine.check else None
         for result in results:
             result.tensors = []
 
     def _lower(self, number: int, bindings: Bindings) -> Lowered:
-        return self.step.lowering.forward(self.block, bindings, number > 0)
+        return self.step.engine.lowering.forward(self.block, bindings, number > 0)
 
     def micro_batch(self, number: int) -> None:
         if self.compare and number == 0:
@@ -191,7 +192,7 @@ class _Forward(_Run):
     def _add(self, result: RuntimeValue, spec: TensorSpec, tensor: torch.Tensor, number: int) -> None:
         """Add a micro-batch's part to an output. If it is computed once, the first micro-batch's part counts for all."""
         if number == 0 or not spec.computed_once:
-            parts = self.step.replicate(tensor, spec) if spec.equal_rows else [tensor]
+            parts = self.step.rows.replicate(tensor, spec) if spec.equal_rows else [tensor]
             result.tensors += parts
             self.device.hold(parts)
 
@@ -226,13 +227,13 @@ class _Backward(_Run):
         *self.of_values, self.bundle = results
         self._mark_absent()
         self.whole = self._lower_whole()
-        self.compare = step.check.backward(step, segment, weights, operands, gradients) if step.check else None
+        self.compare = step.engine.check.backward(step, segment, weights, operands, gradients) if step.engine.check else None
         self.parts: dict[int, list[torch.Tensor]] = {}
         self.sums: dict[int, torch.Tensor] = {}
         self.gathered: list[torch.Tensor] = []
 
     def _lower(self, number: int, bindings: Bindings) -> Lowered:
-        return self.step.lowering.backward(self.block, bindings, self.gradient_mask)
+        return self.step.engine.lowering.backward(self.block, bindings, self.gradient_mask)
 
     def _mark_absent(self) -> None:
         """Mark the results that will not exist as absent: the program runs without them."""
@@ -245,7 +246,7 @@ class _Backward(_Run):
         """Code for all micro-batches at once, where a sum over the batch must have the same order as in eager."""
         if not self.block.summed_whole or len(self.lowered) == 1 or self.lowered[0].random:
             return None
-        return self.lower(0, self.segment.bindings(self.step.bindings))
+        return self.lower(0, self.segment.bindings(self.step.rows.bindings))
 
     def micro_batch(self, number: int) -> None:
         if self.compare and number == 0:
@@ -303,13 +304,13 @@ class _Backward(_Run):
     def _finish_bundle(self) -> None:
         bundle = zip(self.block.weights, self.bundle.tensors, strict=True)
         self.bundle.tensors = [for_the_link(self.step, spec, gradient) for spec, gradient in bundle]
-        if self.step.wants_norms and self.device.takes_norms:
+        if self.step.host.wants_norms and self.device.takes_norms:
             self.bundle.tensors.append(norms(self.bundle.tensors))
 
 
 def for_the_link(step: Step, spec: TensorSpec, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """The gradient of a weight in the dtype in which it crosses the link."""
-    return gradient if gradient is None else gradient.to(gradient_dtype(spec, step.gradient_wire))
+    return gradient if gradient is None else gradient.to(gradient_dtype(spec, step.host.gradient_wire))
 
 
 def norms(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -340,7 +341,7 @@ def gradient_of(step: Step, block: Block, tensors: Sequence[torch.Tensor], micro
     share counts in the first one, and is zero in the others.
     """
     if block.inner_looped and spec.partial is not None:
-        return tensors[0] * step.partial_weight(micro_batch, spec.partial)
+        return tensors[0] * step.rows.partial_weight(micro_batch, spec.partial)
     if _split(block, spec) or micro_batch == 0:
         return tensors[micro_batch]
     return torch.zeros_like(tensors[0])

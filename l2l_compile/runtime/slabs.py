@@ -12,7 +12,8 @@ from typing import Any
 from l2l_compile.devices.device import Device, Kept
 from l2l_compile.lanes import Lane
 from l2l_compile.races import Place
-from l2l_compile.runtime.step import RuntimeValue, Step
+from l2l_compile.runtime.runtime_value import RuntimeValue
+from l2l_compile.runtime.step import Step
 
 
 class Slabs:

@@ -14,7 +14,7 @@ import torch
 
 from l2l_compile.devices.device import Device
 from l2l_compile.lanes import Lane
-from l2l_compile.runtime.step import RuntimeValue, copies
+from l2l_compile.runtime.runtime_value import RuntimeValue, copies
 
 _NEAR = 2  # forwards whose stashes may stay on the device: a model whose loss is a program of its own copies nothing more
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from l2l_compile.lanes import AT_WORK, OF_DEVICE
-from l2l_compile.runtime.step import Stats
+from l2l_compile.runtime.stats import Stats
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.timeline import Gap, Timeline
 from l2l_compile.units import format_bytes

@@ -170,6 +170,7 @@ def build_block(sequence: OperationSequence, piece: Piece, name: str) -> Block:
         weights=tuple(_weight_spec(sequence, piece, w.node) for w in piece.weights),
         values=tuple(specs[v] for v in piece.values),
         outputs=tuple(specs[o] for o in piece.outputs),
+        static=sequence.captured.fixed_sizes,
     )
 
 

@@ -37,7 +37,7 @@ class PlaceRanks:
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.RANKS_PLACED})
 
     def apply(self, compilation: Compilation) -> None:
-        if compilation.captured.ranks == 1:
+        if compilation.captured.shards == 1:
             return
         for segment in compilation.segments:
             segment.sharded = any(w.pieces is not None for w in segment.weights)
@@ -81,10 +81,10 @@ def _own_bytes(segment: Segment, trained: bool = False) -> int:
 
 def check_ranks(compilation: Compilation) -> None:
     """Raise `L2LError` for options that replicas, or layers of `parallelize_module`, do not support."""
-    world = compilation.captured.world
-    if world is not None and world.replicas > 1 and compilation.is_global:
+    mesh = compilation.captured.mesh
+    if mesh is not None and mesh.replicas > 1 and compilation.is_global:
         raise L2LError(
-            f"ranks='global' is one batch of all ranks, and {world.described} has {world.replicas} replicas, whose gradients are averaged: "
+            f"ranks='global' is one batch of all ranks, and {mesh.text} has {mesh.replicas} replicas, whose gradients are averaged: "
             "use ranks='mean', or a mesh of one dimension"
         )
     _check_parallel_layers(compilation)
@@ -94,8 +94,8 @@ def _check_parallel_layers(compilation: Compilation) -> None:
     layer, options = compilation.captured.parallel_layer, compilation.options
     if not layer:
         return
-    world = compilation.captured.world
-    if options.optimizer is not None and (world is None or not world.shards):
+    mesh = compilation.captured.mesh
+    if options.optimizer is not None and (mesh is None or not mesh.sharded):
         raise L2LError(
             f"{layer}: the option 'optimizer' needs to know the ranks of a parallel layer. Call l2l_compile.shard with a mesh of two "
             "dimensions, of which that of the layer is the second (the first may have the size 1), or update the model without the option"

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import l2l_compile
+from l2l_compile.ir.segments import block_bindings
 from l2l_compile.lowering import trace
 from l2l_compile.lowering.sizes import Sizes
-from l2l_compile.runtime.step import block_bindings
 from models import compiled, rows
 
 GPU = torch.device("cuda", 0)

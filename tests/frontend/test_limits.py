@@ -60,7 +60,7 @@ def run(step, label):
 
 def streamed(output: torch.Tensor) -> bool:
     """Whether a program of ours made it."""
-    return type(output.grad_fn).__name__ == "_StreamedBackward"
+    return type(output.grad_fn).__name__ == "StreamedFunctionBackward"
 
 
 def refused(step, label) -> str:

@@ -10,7 +10,7 @@ from test_updates import OPTIMIZERS, data, frozen_in_the_middle
 from torch import nn
 
 import l2l_compile
-from l2l_compile.runtime.step import micro_batch_sizes
+from l2l_compile.ir.segments import micro_batch_sizes
 from models import Stack, compiled
 
 

@@ -132,7 +132,7 @@ def test_a_parsed_program_is_verified_by_the_same_rules(case):
 def test_a_parsed_program_says_its_blocks_have_no_operations():
     parsed = Program.parse(str(explained(*CASES["stack"])))
     with pytest.raises(l2l_compile.L2LError, match="block 'block_0' was parsed from text, which does not have its operations"):
-        parsed.blocks[0].forward  # noqa: B018
+        parsed.forward_of(parsed.blocks[0])
 
 
 HAND_WRITTEN = """\

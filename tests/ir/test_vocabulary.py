@@ -20,7 +20,7 @@ from l2l_compile.passes.pipeline import PIPELINE
 from l2l_compile.passes.streaming.place_stash import PlaceStash
 from l2l_compile.passes.verify import verify
 from l2l_compile.runtime import executor
-from l2l_compile.runtime.step import RuntimeValue
+from l2l_compile.runtime.runtime_value import RuntimeValue
 from models import Stack, compilation, compiled, rows
 
 FACTS = frozenset().union(*(step.provides for step in PIPELINE))

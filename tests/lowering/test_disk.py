@@ -151,11 +151,12 @@ def test_graphs_from_disk_have_values_as_traced_ones_have(traced):
         run = compiled(copy.deepcopy(model), block_compiler="inductor")
         for length in (9, 8):
             run(rows(6, length, WIDTH)).sum().backward()
-        for block in l2l_compile.programs(run)[-1].blocks:
+        program = l2l_compile.programs(run)[-1]
+        for block in program.blocks:
             found.append(
                 [
                     (node.name, *map(str, tree_leaves(node.meta.get("val"))))
-                    for graph in (block.forward, block.backward)
+                    for graph in (program.forward_of(block), program.backward_of(block))
                     for node in graph.graph.nodes
                     if node.op != "output"
                 ]
@@ -180,7 +181,8 @@ def test_check_knows_how_exactly_a_graph_from_disk_computes(traced):
         del traced[:]
         run = compiled(nn.Sequential(Narrow(), Narrow()).double(), block_compiler="inductor", check=True)
         run(rows(6, WIDTH)).sum().backward()
-        found.append([row_check._tolerance(block.forward) for block in l2l_compile.programs(run)[0].blocks])
+        program = l2l_compile.programs(run)[0]
+        found.append([row_check._tolerance(program.forward_of(block)) for block in program.blocks])
         amount.append(len(traced))
     assert amount[1] < amount[0]
     assert found[0] == found[1] and found[0][0][0] > 1e-2

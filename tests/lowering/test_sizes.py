@@ -88,8 +88,13 @@ def test_nothing_is_lowered_from_the_third_length_on(lowered):
 def test_nodes_keep_values_alone_and_those_of_others_everything(lowered):
     step = compiled(model_of())
     step(rows(6, 9, WIDTH)).sum().backward()
-    for block in l2l_compile.programs(step)[0].blocks:
-        made = [n for graph in (block.forward, block.backward) for n in graph.graph.find_nodes(op="placeholder")]
+    (program,) = l2l_compile.programs(step)
+    for block in program.blocks:
+        made = [
+            n
+            for graph in (program.forward_of(block), program.backward_of(block))
+            for n in graph.graph.find_nodes(op="placeholder")
+        ]
         assert made and all("val" in n.meta and "tensor_meta" not in n.meta for n in made)
     (other,) = make_fx(torch.tanh, tracing_mode="fake")(rows(2)).graph.find_nodes(op="placeholder")
     assert other.meta["tensor_meta"].shape == (2, 5)

@@ -226,6 +226,6 @@ def test_a_layer_sums_over_ranks_as_often_as_it_has_to(two_ranks):
     block = next(s.block for s in program.segments if "layers" in s.name)
     sums = [
         len(module.graph.find_nodes(op="call_function", target=torch.ops.l2l_compile.sum_over_ranks.default))
-        for module in (block.forward, block.backward)
+        for module in (program.forward_of(block), program.backward_of(block))
     ]
     assert sums == [2, 3]

@@ -249,7 +249,7 @@ CASES = [
             "runtime.overlapped_copies.OutputStream._send: d2h.wait(made)": "compute",
             "runtime.overlapped_copies.OutputStream._free: compute.wait(copied)": "d2h",
             "runtime.overlapped_copies.GradientStream.run: compute.wait(event)": "h2d",
-            "runtime.runner.Runner._run: self.device.synchronize()": "d2h",
+            "runtime.runner.Runner._run: device.synchronize()": "d2h",
             "host.server.ParameterServer._collect: self.device.wait_on_host(gradients.event)": "d2h",
             "host.server.ParameterServer.end_backward: self.worker.drain()": "host",
         },
@@ -264,7 +264,7 @@ CASES = [
     Case(
         "a buffer",
         one_step,
-        {"runtime.runner.Runner._run: self.device.synchronize()": "d2h"},
+        {"runtime.runner.Runner._run: device.synchronize()": "d2h"},
         model=lambda: WithBuffer().double(),
     ),
     Case("several forwards", four_forwards, {"runtime.stashes.Stashes._move: self.device.synchronize()": "d2h h2d"}),

@@ -10,8 +10,8 @@ from torch import nn
 
 import l2l_compile
 from l2l_compile.devices.cpu import CpuDevice
+from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.stashes import Stashes
-from l2l_compile.runtime.step import RuntimeValue
 from models import WIDTH, Layer, backward_twice, compiled, pair_of, rows
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from l2l_compile.runtime.step import Stats
+from l2l_compile.runtime.stats import Stats
 from l2l_compile.timeline import Piece, Timeline
 
 from .cases import Report

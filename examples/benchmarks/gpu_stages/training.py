@@ -10,7 +10,7 @@ import torch
 from l2l_compile.backend import make_runner
 from l2l_compile.devices.device import Device
 from l2l_compile.options import Options
-from l2l_compile.runtime.step import Stats
+from l2l_compile.runtime.stats import Stats
 from l2l_compile.session import Session, open_device
 from l2l_compile.testing.strict_device import ThreadedDevice
 

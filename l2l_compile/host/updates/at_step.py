@@ -20,7 +20,7 @@ from l2l_compile.host.worker import Worker
 from l2l_compile.options import Options
 from l2l_compile.ranks.announcements import Kind
 from l2l_compile.ranks.sharded import local
-from l2l_compile.runtime.step import Stats
+from l2l_compile.runtime.stats import Stats
 
 
 class UpdatesAtStep(Updates):

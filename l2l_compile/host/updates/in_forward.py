@@ -25,7 +25,7 @@ from l2l_compile.options import Options
 from l2l_compile.races import Place
 from l2l_compile.ranks.announcements import Kind
 from l2l_compile.ranks.sharded import local, sharded_as
-from l2l_compile.runtime.step import Stats
+from l2l_compile.runtime.stats import Stats
 
 _Norms = dict[Parameter, tuple[torch.Tensor, torch.Tensor]]  # complete gradients of a step, and their norms
 

@@ -20,7 +20,7 @@ from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward,
 from l2l_compile.host.updates.loss_scale import LossScale
 from l2l_compile.host.worker import Ticket
 from l2l_compile.reentry import COMPILATION, check, whole
-from l2l_compile.runtime.step import Stats
+from l2l_compile.runtime.stats import Stats
 
 
 class Updates:

@@ -114,7 +114,7 @@ def _steps_in(timeline: Timeline, programs: Sequence[Program]) -> int:
 
 def _rate(report: Any, seconds: float) -> tuple[str, str]:
     """The name and the text of the rate of all ranks: tokens a second, or samples a second without tokens."""
-    ranks = max((p.captured.ranks for p in report.programs), default=1)
+    ranks = max((p.captured.shards for p in report.programs), default=1)
     count, name = (report.tokens, "tokens/s") if report.tokens is not None else (rows_of(report.programs), "samples/s")
     rate = ranks * count / seconds
     return name, f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

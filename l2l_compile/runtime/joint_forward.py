@@ -1,0 +1,91 @@
+"""What ranks tell one another before a forward: their collectives, rows, micro-batches, seeds, and whether their inputs are equal."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from l2l_compile.devices.host import is_host
+from l2l_compile.errors import L2LError
+from l2l_compile.ir import nodes
+from l2l_compile.ir.captured import Captured
+from l2l_compile.ir.segments import Segment
+from l2l_compile.lanes import Lane
+from l2l_compile.ranks.announcements import Kind, number_of
+from l2l_compile.ranks.ranks import Ranks
+from l2l_compile.runtime.step import Step
+
+_COMPARED = 256  # entries of each input, about, that ranks which share parallel layers compare
+
+
+def begin_together(
+    ranks: Ranks, step: Step, collectives: Sequence[str], captured: Captured, to_train: bool, is_global: bool
+) -> None:
+    """Begin a forward together with the other ranks, and set the step's rows and seed by those of all.
+
+    Raises `RankError` and, for a rank without rows, `L2LError`.
+    """
+    ranks.forwards += 1
+    rows = step.rows
+    count = rows.count if rows.batch is not None else _rows_of(captured, step.given)
+    told = (
+        count,
+        len(rows.sizes),
+        step.base_seed(),
+        _number_of_inputs(captured, step.given) if to_train and ranks.parts > 1 else 0,
+    )
+    announced = ranks.announce(Kind.FORWARD, tuple(collectives), to_train, told, functools.partial(_refuse_rows, ranks.parts))
+    step.seed = announced[0][2]
+    each = announced[ranks.part :: ranks.parts]  # ranks that share parallel layers have the same micro-batches
+    first = sum(micro_batches for _, micro_batches, *_ in each[: ranks.number // ranks.parts])
+    of_ranks = tuple(count for count, *_ in announced) if is_global else ()
+    step.rows = replace(rows, first=first, of_ranks=of_ranks)
+
+
+def _number_of_inputs(captured: Captured, arguments: Sequence) -> int:
+    """A hash that differs for another batch, of up to some hundred entries of each input in host memory."""
+    values = (arguments[i.index].detach() for i in captured.inputs if i.kind == "value" and not arguments[i.index].requires_grad)
+    seen = (v.flatten()[:: max(1, v.numel() // _COMPARED)] for v in values if is_host(v.device))
+    return number_of(b"".join(v.contiguous().view(torch.uint8).numpy().tobytes() for v in seen))
+
+
+def _rows_of(captured: Captured, arguments: Sequence) -> int:
+    """Rows of a batch that cannot be split: the size of the first dimension of the first value that has one."""
+    values = (arguments[i.index] for i in captured.inputs if i.kind == "value")
+    return next((v.shape[0] for v in values if v.dim()), 1)
+
+
+def _refuse_rows(parts: int, told: list[list[int]]) -> None:
+    """Raise `L2LError` if a rank has no rows, or if ranks that share parallel layers have different batches.
+
+    `told` has the numbers that each rank announces before a forward: rows, micro-batches, seed, hash of its inputs.
+    """
+    for rank, (count, *_, own) in enumerate(told):
+        if count == 0:
+            raise L2LError(f"rank {rank} has a batch of no rows: every rank needs one row at least (drop_last=True, or pad)")
+        first = rank - rank % parts
+        if count != told[first][0]:
+            raise L2LError(
+                f"ranks {first} and {rank} share parallel layers and have batches of {told[first][0]} and {count} rows: they compute parts "
+                "of the same rows, so give both the same batch"
+            )
+        if own and told[first][3] and own != told[first][3]:  # 0 without gradients
+            raise L2LError(
+                f"ranks {first} and {rank} share parallel layers and have other inputs than each other: they compute parts of the same rows, "
+                "so give both the same batch (a DistributedSampler takes the rank and size of the first dimension of the mesh)"
+            )
+
+
+def collectives_of(graph: fx.Graph, segments: Sequence[Segment]) -> tuple[str, ...]:
+    """The collectives of a graph, in order."""
+    found = (node for node in graph.nodes if nodes.lane_of(node) == Lane.COMM)
+    return tuple(_collective(node, segments) for node in found)
+
+
+def _collective(node: fx.Node, segments: Sequence[Segment]) -> str:
+    index = nodes.segment_of(node)
+    return f"{nodes.called(node).name} {node.meta['value'] if index is None else segments[index].name}"

@@ -1,0 +1,113 @@
+"""How the outputs of a program reach the caller: as eager would return them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from l2l_compile.devices.device import Device
+from l2l_compile.ir import nodes
+from l2l_compile.ir.graph import dims_of_memory
+from l2l_compile.ir.program import Program
+from l2l_compile.ir.values import TensorSpec, dim_of, evaluate
+from l2l_compile.memory.address import memory_of
+from l2l_compile.runtime.runtime_value import RuntimeValue
+
+
+class Outputs:
+    """The outputs of one program.
+
+    differentiable  which of those that the program makes can have a gradient
+    """
+
+    def __init__(self, program: Program, differentiable: Sequence[bool]):
+        captured = self.captured = program.captured
+        self.carried = program.carried
+        made = nodes.returned(program.forward.graph).outputs
+        first = {node: position for position, node in reversed(list(enumerate(made))) if node is not None}
+        self._nodes = [*captured.outputs, *(captured.inputs[index].node for index in program.carried)]
+        self._made = sorted(first.values())  # positions among the outputs, each value once
+        self._source = [None if node is None else self._made.index(first[node]) for node in made]
+        self._viewed = {view.base for view in captured.views.values() if not view.of_argument}
+        self._layouts = self._layouts_in_eager()
+        self._argument_of = {i.node: i.index for i in captured.inputs}
+        self.differentiable = [differentiable[position] for position in self._made]
+
+    def _layouts_in_eager(self) -> dict[int, tuple[int, ...]]:
+        """The dimensions of outputs in the order of eager's memory (channels_last), by position; blocks make contiguous ones."""
+        found = {}
+        for position in self._made:
+            example = self._nodes[position].meta.get("example_value")
+            plain = isinstance(example, FakeTensor) and example.layout is torch.strided and position not in self._viewed
+            dims = dims_of_memory(example) if plain else None
+            if dims is not None and sorted(dims) != dims:
+                found[position] = tuple(dims)
+        return found
+
+    def gradient_mask(self, gradients: Sequence[torch.Tensor | None]) -> tuple[bool, ...]:
+        """Which outputs have a gradient, from the gradients of those that the program makes."""
+        mask = [False] * len(self._nodes)
+        for position, gradient in zip(self._made, gradients, strict=True):
+            mask[position] = gradient is not None
+        return tuple(mask)
+
+    def made(self, values: Sequence[RuntimeValue], kept: Sequence[RuntimeValue], device: Device) -> list[torch.Tensor]:
+        """The tensors that the program has made, on the host. `kept` are the stashes, whose memory the caller must not get."""
+        for position in self._made:
+            device.accesses.read(values[position].place)
+        made = [_joined(values[position], self.captured.specs[self._nodes[position]]) for position in self._made]
+        made = [t.contiguous() if position in self._viewed else t for position, t in zip(self._made, made, strict=True)]
+        kept_memory = {memory_of(t) for value in kept for t in value.tensors}
+        made = [t.clone() if memory_of(t) in kept_memory else device.handed_over(t) for t in made]
+        return [_no_view(_laid_out(t, self._layouts.get(position))) for position, t in zip(self._made, made, strict=True)]
+
+    def complete(self, made: Sequence[torch.Tensor], arguments: Sequence) -> list:
+        """All outputs of a call. Arguments that the model writes into with a gradient get their new contents here."""
+        outputs = [
+            self._not_made(node, arguments) if source is None else made[source]
+            for node, source in zip(self._nodes, self._source, strict=True)
+        ]
+        for index in reversed(self.carried):
+            arguments[index].copy_(outputs.pop())  # recorded by autograd: gradients of later readers of the argument lead here
+        for position, spec in self.captured.dropped.items():
+            outputs[position] = torch.empty(spec.sizes(self.captured.bindings(arguments)), dtype=spec.dtype, device="meta")
+        if self.captured.views:
+            self.captured.fill_views(outputs, arguments, self.captured.bindings(arguments))
+        return outputs
+
+    def _not_made(self, node: Any, arguments: Sequence) -> Any:
+        """An output that no segment makes: an argument as it came, a size, a constant."""
+        if not isinstance(node, fx.Node):
+            return node
+        if node in self._argument_of:
+            return arguments[self._argument_of[node]]
+        if node.target in self.captured.constants:
+            return self.captured.constants[node.target]
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.SymInt):
+            return evaluate(dim_of(value), self.captured.bindings(arguments))
+        return value
+
+
+def _joined(value: RuntimeValue, spec: TensorSpec) -> torch.Tensor:
+    """A value on the host as one tensor, for all micro-batches."""
+    return torch.cat(value.tensors, spec.rows.dim) if len(value.tensors) > 1 else value.tensors[0]
+
+
+def _laid_out(tensor: torch.Tensor, dims: tuple[int, ...] | None) -> torch.Tensor:
+    """The tensor with its dimensions in this order in memory; None for the order that it has."""
+    if dims is None:
+        return tensor
+    inverse = sorted(range(len(dims)), key=dims.__getitem__)
+    return tensor.permute(dims).contiguous().permute(inverse)
+
+
+def _no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that is no view: autograd forbids writes into a view that a Function returns."""
+    if not tensor._is_view():
+        return tensor
+    return tensor.new_empty(0).set_(tensor)  # type: ignore[call-overload]  # PyTorch's stubs lack set_(Tensor)

@@ -1,0 +1,60 @@
+"""The tensors of a value while a program runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from l2l_compile.memory.address import address
+from l2l_compile.races import Place
+
+
+class RuntimeValue:
+    """The tensors of a value: one if it is whole, one per micro-batch if it is split.
+
+    tensors      None before it is filled and after its release; a gradient that a weight does not get is None as well
+    lane, event  the lane that fills it, and the event when it is filled; None means at once
+    readers      the last event of each other lane that reads it
+    absent       a gradient that does not exist
+    results      for a node with several results, a value each
+    slab         for weights: the number of their slab
+    unfetched    positions of weights whose entries were left out of the fetch, since nothing reads them
+    in_flight    for gradients on the host: the work there that reads them
+    place        its memory, watched for races
+    """
+
+    __slots__ = ("absent", "event", "in_flight", "lane", "place", "readers", "results", "slab", "tensors", "unfetched")
+
+    def __init__(self, tensors: list[torch.Tensor] | None = None, absent: bool = False, results: Sequence[RuntimeValue] = ()):
+        self.tensors: Any = tensors  # None until its lane fills it, and after its release
+        self.absent, self.results = absent, results
+        self.lane: str | None = None
+        self.event: Any = None
+        self.readers: dict[str, Any] = {}
+        self.slab: int | None = None
+        self.unfetched: frozenset[int] = frozenset()
+        self.in_flight: Any = None
+        self.place = Place()
+
+    def copy(self) -> RuntimeValue:
+        """Another value with the same, complete, tensors."""
+        copy = RuntimeValue(self.tensors, self.absent)
+        copy.lane, copy.place = self.lane, self.place
+        return copy
+
+
+def copies(tensors: Sequence[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[torch.Tensor], int]:
+    """Copies of tensors, and the bytes copied. A tensor that several micro-batches share is copied once."""
+    made: dict[tuple, torch.Tensor] = {}
+    keys = [(*address(t), t.shape) for t in tensors]
+    for key, tensor in zip(keys, tensors, strict=True):
+        if key not in made:
+            made[key] = copy(tensor)
+    return [made[key] for key in keys], bytes_of(list(made.values()))
+
+
+def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of all entries."""
+    return sum(t.numel() * t.element_size() for t in tensors)
