@@ -32,7 +32,7 @@ _READ_ONLY = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC
 _FOLDER = _READ_ONLY | getattr(os, "O_DIRECTORY", 0)
 
 
-class Refused(Exception):
+class FolderRefused(Exception):
     """The folder, or an entry, cannot be used. The message says why."""
 
 
@@ -56,7 +56,7 @@ class CacheFolder:
         self.path = base / f"l2l_compile_{os.geteuid()}"
 
     def names(self, digest: str, suffix: str) -> list[str]:
-        """The names of the entries of a digest, in order. Raises `Refused`, or `OSError`, where they cannot be read."""
+        """The names of the entries of a digest, in order. Raises `FolderRefused`, or `OSError`, where they cannot be read."""
         try:
             with self._opened(digest) as folder:
                 return sorted(name for name in os.listdir(folder) if name.endswith(suffix))
@@ -64,14 +64,14 @@ class CacheFolder:
             return []
 
     def read(self, digest: str, name: str) -> bytes:
-        """The content of an entry. Raises `Refused` for one that another user could have written, or `OSError`."""
+        """The content of an entry. Raises `FolderRefused` for one that another user could have written, or `OSError`."""
         with self._opened(digest) as folder, _file(name, folder) as file:
             _note_use(file)
             with os.fdopen(os.dup(file), "rb") as opened:
                 return opened.read(_MOST_BYTES + 1)
 
     def write(self, digest: str, name: str, content: bytes) -> None:
-        """Write an entry, as a whole or not at all. Raises `Refused`, or `OSError`."""
+        """Write an entry, as a whole or not at all. Raises `FolderRefused`, or `OSError`."""
         try:
             self._write(digest, name, content)
         except FileNotFoundError:  # another process has removed the empty folder since it was opened
@@ -92,16 +92,16 @@ class CacheFolder:
 
     def drop(self, digest: str, name: str) -> None:
         """Delete an entry, if it is there and can be deleted."""
-        with suppress(OSError, Refused), self._opened(digest) as folder:
+        with suppress(OSError, FolderRefused), self._opened(digest) as folder:
             os.unlink(name, dir_fd=folder)
 
     def usage(self) -> Usage:
-        """The number of entries, and their bytes. Raises `Refused`, or `OSError`."""
+        """The number of entries, and their bytes. Raises `FolderRefused`, or `OSError`."""
         found = self._entries()
         return Usage(len(found), sum(entry.bytes for entry in found))
 
     def clear(self) -> Usage:
-        """Delete all entries, and return how many there were. Raises `Refused`, or `OSError`."""
+        """Delete all entries, and return how many there were. Raises `FolderRefused`, or `OSError`."""
         found = self._entries()
         for entry in found:
             self._remove(entry)
@@ -110,7 +110,7 @@ class CacheFolder:
     def prune(self, limit: int) -> Usage:
         """Delete the entries that were used longest ago if all take more than `limit` bytes, and files of killed processes.
 
-        Returns what was deleted. Other processes may do the same at once. Raises `Refused`, or `OSError`.
+        Returns what was deleted. Other processes may do the same at once. Raises `FolderRefused`, or `OSError`.
         """
         found = self._entries()
         now, total = time.time(), sum(entry.bytes for entry in found)
@@ -130,15 +130,15 @@ class CacheFolder:
         found: list[_Entry] = []
         with suppress(FileNotFoundError), _folder(self.path) as root:
             for group in os.listdir(root):
-                with suppress(OSError, Refused), _folder(group, root) as inner:
+                with suppress(OSError, FolderRefused), _folder(group, root) as inner:
                     for digest in os.listdir(inner):
-                        with suppress(OSError, Refused), _folder(digest, inner) as folder:
+                        with suppress(OSError, FolderRefused), _folder(digest, inner) as folder:
                             found += _entries_of(folder, digest)
         return found
 
     def _remove(self, entry: _Entry) -> None:
         self.drop(entry.digest, entry.name)
-        with suppress(OSError, Refused), _folder(self.path) as root, _folder(entry.digest[:2], root) as group:
+        with suppress(OSError, FolderRefused), _folder(self.path) as root, _folder(entry.digest[:2], root) as group:
             os.rmdir(entry.digest, dir_fd=group)  # if it was the last one of its digest
 
     @contextmanager
@@ -192,7 +192,7 @@ def _open_folder(name: str | Path, parent: int | None) -> int:
         return os.open(name, _FOLDER, dir_fd=parent)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise Refused(f"{name} is a link, or no folder") from error
+            raise FolderRefused(f"{name} is a link, or no folder") from error
         raise
 
 
@@ -203,12 +203,12 @@ def _file(name: str, folder: int) -> Iterator[int]:
         opened = os.open(name, _READ_ONLY, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise Refused(f"{name} is a link") from error
+            raise FolderRefused(f"{name} is a link") from error
         raise
     try:
         found = os.fstat(opened)
         if not stat.S_ISREG(found.st_mode):
-            raise Refused(f"{name} is no file")
+            raise FolderRefused(f"{name} is no file")
         _check(found, name)
         yield opened
     finally:
@@ -216,11 +216,11 @@ def _file(name: str, folder: int) -> Iterator[int]:
 
 
 def _check(found: os.stat_result, name: str | Path) -> None:
-    """Raise `Refused` for what another user owns or may write into."""
+    """Raise `FolderRefused` for what another user owns or may write into."""
     if found.st_uid != os.geteuid():
-        raise Refused(f"{name} belongs to another user (id {found.st_uid}), who could change what it holds")
+        raise FolderRefused(f"{name} belongs to another user (id {found.st_uid}), who could change what it holds")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise Refused(f"others may write into {name} (mode {stat.S_IMODE(found.st_mode):04o})")
+        raise FolderRefused(f"others may write into {name} (mode {stat.S_IMODE(found.st_mode):04o})")
 
 
 def _note_use(file: int) -> None:

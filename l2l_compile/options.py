@@ -14,7 +14,7 @@ import torch
 from l2l_compile.devices.host import HOST
 from l2l_compile.devices.registry import KINDS, default_device
 from l2l_compile.errors import OptionError
-from l2l_compile.update_modes import MODES, Place, UpdateMode
+from l2l_compile.update_modes import MODES, UpdateMode, UpdatePlace
 
 _LEAST_PINNED = 1 << 20  # bytes: the staging ring needs some
 _PRECISIONS = ("fp32", "bf16", "fp16")
@@ -194,7 +194,7 @@ def _check_optimizer(settings: dict) -> None:
         raise OptionError(f"option update={update!r} needs the option 'optimizer', the one of the training loop")
     if not mode.is_overlapped and settings.get("accumulate", 1) != 1:
         raise OptionError("option 'accumulate' is for update='in_backward' and 'in_forward'; at_step accumulates as PyTorch does")
-    if settings.get("delay") and mode.place is not Place.BEFORE_FETCH:
+    if settings.get("delay") and mode.place is not UpdatePlace.BEFORE_FETCH:
         raise OptionError(
             f"option delay=1 puts updates off to the next step, which update={update!r} does not. Use update='in_forward'"
         )

@@ -2,7 +2,7 @@
 
 A *place* is a unit of memory: a value of the program, a weight slab, a buffer of the host, or a parameter. The *actors* are the
 lanes of the device, the thread of the host, and the user, whose threads count as one actor. Each piece of work has a vector
-clock: for every actor, how much of its work is certainly done when this piece begins. Work given to a lane comes after all work
+clock: for every actor, how much of its work is certainly done when this work begins. Work given to a lane comes after all work
 that its giver knows of. Waiting for an event adds the clock of the event. An access is a race if its clock does not cover an
 earlier access to the same place, even if the two did not collide in this run.
 
@@ -47,7 +47,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Order:
+class VectorClock:
     """A vector clock: the work that is certainly done at some point."""
 
     clock: Clock = field(default_factory=dict)
@@ -76,28 +76,28 @@ class Unwatched:
     def begins(self, what: str) -> None:
         """The caller gives work for this node of a program from now on."""
 
-    def give(self, actor: str, work: Work) -> tuple[Work, Order]:
+    def give(self, actor: str, work: Work) -> tuple[Work, VectorClock]:
         """Wrap work that is queued for an actor, which works in order. Also returns the order when it is done."""
         return work, _NOTHING
 
-    def reached(self, actor: str) -> Order:
+    def reached(self, actor: str) -> VectorClock:
         """The order when an actor has done all work that it received so far."""
         return _NOTHING
 
-    def hold(self, actor: str, order: Order) -> None:
+    def hold(self, actor: str, order: VectorClock) -> None:
         """Work that the actor receives from now on comes after `order`."""
 
-    def follow(self, order: Order) -> None:
+    def follow(self, order: VectorClock) -> None:
         """Work of the caller from now on comes after `order`: the caller has waited for it."""
 
-    def here(self) -> Order:
+    def here(self) -> VectorClock:
         """The order of all work that the caller has done, or knows to be done."""
         return _NOTHING
 
     def read(self, place: Place) -> None:
         """The caller reads a place. Raises `RaceError`."""
 
-    def write(self, place: Place, knowing: Iterable[Order] = ()) -> None:
+    def write(self, place: Place, knowing: Iterable[VectorClock] = ()) -> None:
         """The caller writes into a place, or frees it. It also comes after the orders `knowing`. Raises `RaceError`."""
 
     def read_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -111,7 +111,7 @@ class Unwatched:
         return work
 
 
-_NOTHING = Order()
+_NOTHING = VectorClock()
 UNWATCHED = Unwatched()
 
 
@@ -132,7 +132,7 @@ class Accesses(Unwatched):
     def begins(self, what: str) -> None:
         self._during = what
 
-    def give(self, actor: str, work: Work) -> tuple[Work, Order]:
+    def give(self, actor: str, work: Work) -> tuple[Work, VectorClock]:
         with self._lock:
             clock = self._clock_of(actor)
             _join(clock, self.here().clock)
@@ -149,17 +149,17 @@ class Accesses(Unwatched):
             finally:
                 self._thread.running = None if before is self._user else before
 
-        return do, Order(running.clock)  # the clock grows while the work runs; after a failure, work may be dropped
+        return do, VectorClock(running.clock)  # the clock grows while the work runs; after a failure, work may be dropped
 
-    def reached(self, actor: str) -> Order:
+    def reached(self, actor: str) -> VectorClock:
         with self._lock:
-            return Order(dict(self._clock_of(actor)))
+            return VectorClock(dict(self._clock_of(actor)))
 
-    def hold(self, actor: str, order: Order) -> None:
+    def hold(self, actor: str, order: VectorClock) -> None:
         with self._lock:
             _join(self._clock_of(actor), order.clock)
 
-    def follow(self, order: Order) -> None:
+    def follow(self, order: VectorClock) -> None:
         with self._lock:
             running = self._running()
             _join(running.clock, order.clock)
@@ -167,10 +167,10 @@ class Accesses(Unwatched):
                 _join(self._clock_of(running.actor), order.clock)
                 _join(self._learnt.setdefault(running.actor, {}), order.clock)
 
-    def here(self) -> Order:
+    def here(self) -> VectorClock:
         """Takes no lock, since a finalizer may call it: a copy of a dictionary of words and numbers is one step."""
         running = self._running()
-        order = Order(dict(running.clock))
+        order = VectorClock(dict(running.clock))
         if running is self._user:
             running.clock[USER] += 1  # later work of the user is not part of this order
         return order
@@ -181,7 +181,7 @@ class Accesses(Unwatched):
             _check(running, running.clock, "reads", place, place.written, "writes")
             place.read[running.actor] = self._access(running)
 
-    def write(self, place: Place, knowing: Iterable[Order] = ()) -> None:
+    def write(self, place: Place, knowing: Iterable[VectorClock] = ()) -> None:
         with self._lock:
             running = self._running()
             known = dict(running.clock)

@@ -31,7 +31,7 @@ from l2l_compile.runtime.step import Step
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}  # narrower: 3e-2
 
 
-class Check:
+class RowCheck:
     """Compares every block once, forward and backward. Raises `CheckError`, which names segment and operation."""
 
     def __init__(self, device: torch.device):
@@ -132,13 +132,13 @@ class _Pair:
                 if error > tolerance * norm + noise:
                     raise CheckError(self._message(index, error / norm if norm else error, apart, together))
 
-    def _values(self, pieces: list[torch.Tensor], spec: TensorSpec) -> list[torch.Tensor]:
+    def _values(self, per_micro_batch: list[torch.Tensor], spec: TensorSpec) -> list[torch.Tensor]:
         """The value, from the two micro-batches, that the joint run should give; two values if it should equal both."""
         if spec.batch is not None:
-            return [torch.cat(pieces, spec.batch.dim)]
+            return [torch.cat(per_micro_batch, spec.batch.dim)]
         if spec.partial is not None:
-            return [self.step.rows.summed(pieces, spec.partial)]
-        return pieces
+            return [self.step.rows.summed(per_micro_batch, spec.partial)]
+        return per_micro_batch
 
     def _message(self, index: int, error: float, apart: list[list], together: list) -> str:
         count = len(self.segment.block.operands)
@@ -179,14 +179,14 @@ class _Pair:
                     return str(node.target)
         return None
 
-    def _by_state(self, pieces: list[torch.Tensor], state: ResultState) -> list[torch.Tensor]:
+    def _by_state(self, per_micro_batch: list[torch.Tensor], state: ResultState) -> list[torch.Tensor]:
         if state is None:
-            return pieces
+            return per_micro_batch
         if isinstance(state, Partial):
-            return [self.step.rows.summed(pieces, state.how)]
+            return [self.step.rows.summed(per_micro_batch, state.how)]
         if not isinstance(state, Rows) or state.order is not None:
             return []  # the proof knows that this value mixes or sorts rows
-        opened = [p.unflatten(state.dim, (state.outer, -1, state.multiple)) for p in pieces]
+        opened = [t.unflatten(state.dim, (state.outer, -1, state.multiple)) for t in per_micro_batch]
         return [torch.cat(opened, state.dim + 1).flatten(state.dim, state.dim + 2)]
 
 

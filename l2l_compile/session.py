@@ -25,7 +25,7 @@ from l2l_compile.memory.finalizers import members
 from l2l_compile.options import Options
 from l2l_compile.races import Unwatched
 from l2l_compile.ranks.ranks import anything_is_sharded
-from l2l_compile.row_check import Check
+from l2l_compile.row_check import RowCheck
 from l2l_compile.runtime.runner import Runner
 from l2l_compile.runtime.stashes import StashQueue
 from l2l_compile.runtime.stats import Stats
@@ -53,7 +53,7 @@ class Session:
         if options.check and not self.device.accesses.watches:
             watch(self.device)
         self.lowering = lowering or Lowering(self.device.torch_device, options.block_compiler)
-        self.check = Check(self.device.torch_device) if options.check else None
+        self.check = RowCheck(self.device.torch_device) if options.check else None
         self.server = ParameterServer(options, self.device, worker)
         self.waiting = StashQueue() if options.stash == "host" else StashQueue(near=None)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: a program that it forgets is gone here too

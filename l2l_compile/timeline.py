@@ -14,14 +14,14 @@ _US = 1e6  # microseconds a second: the unit of a Chrome trace
 
 
 @dataclass(frozen=True)
-class Piece:
+class Span:
     """A piece of work of a lane or a thread.
 
     lane       "compute", "h2d", "d2h", "comm"; "caller" is the thread of the training loop, "host" the thread of gradients
                and updates, "update" the thread of updates that are one step late
-    label      the node that the piece executes, with its segment and micro-batch
+    label      the node that the span executes, with its segment and micro-batch
     start, end seconds since the timeline began
-    waited_for the work whose end the piece had to wait for, "" if its lane was busy until the piece began
+    waited_for the work whose end the span had to wait for, "" if its lane was busy until the span began
     """
 
     lane: str
@@ -37,7 +37,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Gap:
-    """A time in which a lane was idle between two pieces of its work: `before` the second, which waited for `waited_for`."""
+    """A time in which a lane was idle between two spans of its work: `before` the second, which waited for `waited_for`."""
 
     lane: str
     start: float
@@ -55,23 +55,23 @@ class Gap:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Pieces of work from `start` to `end` in seconds, for example a step. The pieces of a lane are in order."""
+    """Pieces of work from `start` to `end` in seconds, for example a step. The spans of a lane are in order."""
 
     start: float
     end: float
-    pieces: tuple[Piece, ...] = field(repr=False)
+    spans: tuple[Span, ...] = field(repr=False)
 
     @property
     def seconds(self) -> float:
         return self.end - self.start
 
-    def of(self, lane: str) -> list[Piece]:
-        """The pieces of a lane, in their order."""
-        return [piece for piece in self.pieces if piece.lane == lane]
+    def of(self, lane: str) -> list[Span]:
+        """The spans of a lane, in their order."""
+        return [span for span in self.spans if span.lane == lane]
 
     def busy(self, lane: str) -> float:
         """Seconds in which a lane is at work."""
-        return sum(piece.seconds for piece in self.of(lane))
+        return sum(span.seconds for span in self.of(lane))
 
     def gaps(self, lane: str) -> list[Gap]:
         """The gaps of a lane between its first and its last piece of work, the longest first."""
@@ -81,9 +81,9 @@ class Timeline:
         return sorted(found, key=lambda gap: -gap.seconds)
 
     def between(self, start: float, end: float) -> Timeline:
-        """The part of the timeline between two times; pieces are cut at its ends."""
-        inside = (p for p in self.pieces if p.end > start and p.start < end)
-        cut = (Piece(p.lane, p.label, max(p.start, start), min(p.end, end), p.waited_for) for p in inside)
+        """The part of the timeline between two times; spans are cut at its ends."""
+        inside = (p for p in self.spans if p.end > start and p.start < end)
+        cut = (Span(p.lane, p.label, max(p.start, start), min(p.end, end), p.waited_for) for p in inside)
         return Timeline(start, end, tuple(cut))
 
     def save(self, path: str | Path, name: str = "l2l") -> None:
@@ -97,10 +97,10 @@ class Timeline:
         for number, lane in enumerate(AT_WORK):
             yield {"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": {"name": lane}}
             yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": number, "args": {"sort_index": number}}
-        for piece in self.pieces:
-            event = {"ph": "X", "name": piece.label, "cat": piece.lane, "pid": process, "tid": AT_WORK.index(piece.lane)}
-            event |= {"ts": (piece.start - self.start) * _US, "dur": piece.seconds * _US}
-            yield event | ({"args": {"waited for": piece.waited_for}} if piece.waited_for else {})
+        for span in self.spans:
+            event = {"ph": "X", "name": span.label, "cat": span.lane, "pid": process, "tid": AT_WORK.index(span.lane)}
+            event |= {"ts": (span.start - self.start) * _US, "dur": span.seconds * _US}
+            yield event | ({"args": {"waited for": span.waited_for}} if span.waited_for else {})
 
 
 def save_together(timelines: dict[str, Timeline], path: str | Path) -> None:

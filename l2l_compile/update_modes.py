@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Place(Enum):
+class UpdatePlace(Enum):
     """Where a program updates a segment: its node `update`."""
 
     OUTSIDE = "no node: optimizer.step() updates"
@@ -30,7 +30,7 @@ class UpdateMode:
     """
 
     name: str
-    place: Place
+    place: UpdatePlace
     sees_all: bool
     host_work: str
     left_out: str
@@ -38,7 +38,7 @@ class UpdateMode:
     @property
     def is_overlapped(self) -> bool:
         """Whether updates run while the device computes. Such a mode needs the option `optimizer`."""
-        return self.place is not Place.OUTSIDE
+        return self.place is not UpdatePlace.OUTSIDE
 
     @property
     def keeps_gradients(self) -> bool:
@@ -51,21 +51,21 @@ MODES = {
     for mode in (
         UpdateMode(
             "at_step",
-            place=Place.OUTSIDE,
+            place=UpdatePlace.OUTSIDE,
             sees_all=True,
             host_work="takes gradients from the link, for optimizer.step()",
             left_out="To leave a step out, do not call optimizer.step()",
         ),
         UpdateMode(
             "in_backward",
-            place=Place.AFTER_PUSH,
+            place=UpdatePlace.AFTER_PUSH,
             sees_all=False,
             host_work="takes gradients from the link, and updates each layer while the device computes the layers before it",
             left_out="A step cannot be left out after its backward, which has made its updates: end it with optimizer.step()",
         ),
         UpdateMode(
             "in_forward",
-            place=Place.BEFORE_FETCH,
+            place=UpdatePlace.BEFORE_FETCH,
             sees_all=True,
             host_work="takes gradients from the link, and updates the layers after optimizer.step(), while the next forward runs",
             left_out="To leave a step out, call optimizer.zero_grad() after its backward",

@@ -5,9 +5,9 @@ defined           a node reads only nodes that stand before it
 lane              every operand is where its kind requires it, on the host or on the device
 weights           a segment runs on the weights that were fetched for it
 gathered          a segment whose weights are sharded over ranks runs on a gathered slab, and only the gather reads the
-                  fetched pieces; other segments have no gather
+                  fetched shards; other segments have no gather
 reduced_once      a sharded segment pushes reduced gradients, and reduces each bundle exactly once; with ranks='global', if it
-                  ran on the rows of all ranks, it pushes this rank's pieces of gradients that are the same on all ranks
+                  ran on the rows of all ranks, it pushes this rank's shards of gradients that are the same on all ranks
 rows_of_ranks     with ranks='global', a segment that mixes rows reads the rows of all ranks, and no other segment does; a
                   sum over rows is summed over the ranks
 form              an inner-looped segment reads its batched operands split, any other segment reads them whole; only
@@ -36,7 +36,7 @@ from l2l_compile.ir.segments import Segment
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.passes.compilation import Compilation, Fact
 from l2l_compile.passes.streaming.place_stash import stash_inputs
-from l2l_compile.update_modes import Place
+from l2l_compile.update_modes import UpdatePlace
 
 
 def verify(compilation: Compilation, facts: frozenset[Fact]) -> None:
@@ -283,9 +283,9 @@ def _is_for_a_reader(node: fx.Node) -> bool:
 def _updated(graph: fx.Graph, compilation: Compilation) -> None:
     mode, is_forward = compilation.options.mode, graph is compilation.forward
     updates = graph.find_nodes(op="call_function", target=nodes.update)
-    if mode.place is Place.BEFORE_FETCH and is_forward:
+    if mode.place is UpdatePlace.BEFORE_FETCH and is_forward:
         _updated_before_fetches(graph, updates, compilation)
-    elif mode.place is Place.AFTER_PUSH and not is_forward:
+    elif mode.place is UpdatePlace.AFTER_PUSH and not is_forward:
         _updated_after_pushes(graph, updates, compilation)
     elif updates:
         raise VerifyError("updated", updates[0].name, f"has no place in this graph with update={mode.name!r}")

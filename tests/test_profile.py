@@ -1,4 +1,4 @@
-"""A profiled step has the pieces of a simulated one, computes the same numbers, and leaves the lanes as they were."""
+"""A profiled step has the spans of a simulated one, computes the same numbers, and leaves the lanes as they were."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIONS = [
     {"micro_batches": 2, "prefetch": 0, "stash": "device"},
     {"micro_batches": 3, "update": "in_backward", "precision": "fp32"},
 ]
-KEPT = "fetch_weights layers.3"  # forward leaves it in its slab: in backward, the lane has a piece that copies nothing
+KEPT = "fetch_weights layers.3"  # forward leaves it in its slab: in backward, the lane has a span that copies nothing
 KINDS = ("fetch_weights", "restore", "offload", "forward", "backward", "push_gradients", "update", "accumulate")
 
 
@@ -66,7 +66,7 @@ def traced_step(options, x):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_pieces_are_those_of_a_simulation(threaded, options):
+def test_spans_are_those_of_a_simulation(threaded, options):
     x = rows(6, dtype=torch.float32)
     plain, timeline = traced_step(options, x)
     if "update" in options:
@@ -90,18 +90,18 @@ def test_where_the_host_is_the_device_lanes_are_the_callers_work(options):
         options = {**options, "optimizer": torch.optim.SGD(plain.parameters(), lr=0.1)}
     machine = dataclasses.replace(MACHINE, overlaps=False)
     simulated = simulate(plain, machine, {"block_compiler": "eager", **options}, loss=loss_of)(x).timeline
-    assert {piece.lane for piece in timeline.pieces} == {"caller", "host"}
+    assert {span.lane for span in timeline.spans} == {"caller", "host"}
     assert labels(timeline, "caller") == labels(simulated, "caller") and labels(timeline, "caller")
     assert micro_batches(timeline, "caller") == micro_batches(simulated, "caller")
 
 
-def test_pieces_of_a_lane_are_in_order_within_the_step(threaded):
+def test_spans_of_a_lane_are_in_order_within_the_step(threaded):
     threaded.delay = 0.01
     _, timeline = traced_step({"micro_batches": 3, "prefetch": 0}, rows(6, dtype=torch.float32))
     for lane in ("compute", "h2d", "d2h", "caller", "host"):
-        pieces = timeline.of(lane)
-        assert pieces and all(a.end <= b.start for a, b in itertools.pairwise(pieces))
-        assert all(0 <= piece.start <= piece.end <= timeline.seconds for piece in pieces)
+        spans = timeline.of(lane)
+        assert spans and all(a.end <= b.start for a, b in itertools.pairwise(spans))
+        assert all(0 <= span.start <= span.end <= timeline.seconds for span in spans)
     assert any("fetch_weights" in gap.waited_for for gap in timeline.gaps("compute"))  # delays of the lanes are random
 
 
@@ -129,7 +129,7 @@ def test_a_traced_model_computes_the_same_on_its_own_lanes(threaded, tmp_path):
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     saved = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    assert sum(event["ph"] == "X" for event in saved) == len(measured.timeline.pieces) > 20
+    assert sum(event["ph"] == "X" for event in saved) == len(measured.timeline.spans) > 20
 
 
 def test_a_measured_and_a_simulated_timeline_go_into_one_file(tmp_path):

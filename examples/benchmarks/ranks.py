@@ -38,7 +38,7 @@ STEPS, WARM = 5, 2
 
 
 def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of this rank's pieces of parameters, gradients and optimizer state."""
+    """Bytes of this rank's shards of parameters, gradients and optimizer state."""
     tensors = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values()) if isinstance(t, torch.Tensor)]
     return sum(t.numel() * t.element_size() for t in (getattr(t, "_local_tensor", t) for t in tensors))
 

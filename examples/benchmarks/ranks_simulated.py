@@ -28,7 +28,7 @@ HELD = 4 * 3  # bytes of a parameter and of AdamW's state in fp32; gradients and
 
 
 def simulated(ranks: int, options: argparse.Namespace) -> tuple[l2l_compile.Simulation, int]:
-    """A simulated step of rank 0 of `ranks`, and the number of parameters in its pieces."""
+    """A simulated step of rank 0 of `ranks`, and the number of parameters in its shards."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)  # the other ranks do not exist
     try:
         model = l2l_compile.shard(model_of(options.layers), init_device_mesh("cpu", (ranks,)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from l2l_compile import Program
 from l2l_compile.ir import nodes
 from l2l_compile.ir.segments import Segment
-from l2l_compile.ranks.pieces import Pieces
+from l2l_compile.ranks.shard_spec import ShardSpec
 
 STATE = 3  # fp32 numbers for each entry of a trained parameter: the gradient, and the two moments of AdamW
 
@@ -17,7 +17,7 @@ STATE = 3  # fp32 numbers for each entry of a trained parameter: the gradient, a
 class Share:
     """Bytes of one rank.
 
-    host     its pieces of parameters, gradients and AdamW's state
+    host     its shards of parameters, gradients and AdamW's state
     slabs    device memory of all slabs, `prefetch` + 1 of the largest segment
     link     bytes that a step fetches and pushes
     between  bytes of weights that a step receives from other ranks, and of gradients that it reduces with them
@@ -33,18 +33,18 @@ def share_of(program: Program, ranks: int, prefetch: int = 1) -> Share:
     """The share of rank 0, the largest, of a step in fp32 with AdamW."""
     held, link, between = {}, 0, 0
     for segment in program.segments:
-        for weight, pieces, size, trained in _weights(segment, ranks):
-            own = math.prod(pieces.shape_of(0)) if weight.kind == "parameter" else math.prod(pieces.shape)
+        for weight, spec, size, trained in _weights(segment, ranks):
+            own = math.prod(spec.shape_of(0)) if weight.kind == "parameter" else math.prod(spec.shape)
             held[weight.index] = own * (size + 4 * STATE * trained)
     for graph in program.graphs.values():
         for node in graph.nodes:
             if node.target in (nodes.fetch_weights, nodes.push_gradients):
                 fetches = node.target is nodes.fetch_weights
-                for _, pieces, size, trained in _weights(program.segments[nodes.operands(node).segment], ranks):
+                for _, spec, size, trained in _weights(program.segments[nodes.operands(node).segment], ranks):
                     if fetches or trained:
-                        link += pieces.entries * size
-                        whole = math.prod(pieces.padded if fetches else pieces.shape) * size
-                        between += 0 if ranks == 1 or pieces.replicated and fetches else whole - whole // ranks * fetches
+                        link += spec.entries * size
+                        whole = math.prod(spec.padded if fetches else spec.shape) * size
+                        between += 0 if ranks == 1 or spec.replicated and fetches else whole - whole // ranks * fetches
     whole = (sum(math.prod(p.padded) * size for _, p, size, _ in _weights(s, ranks)) for s in program.segments)
     return Share(sum(held.values()), (prefetch + 1) * max(whole), link, between)
 
@@ -54,4 +54,4 @@ def _weights(segment: Segment, ranks: int):
     for weight, spec in zip(segment.weights, segment.block.weights, strict=True):
         shape = spec.sizes({})
         sharded = weight.kind == "parameter" and len(shape) > 0
-        yield weight, Pieces(shape, ranks, replicated=not sharded), spec.dtype.itemsize, spec.differentiable
+        yield weight, ShardSpec(shape, ranks, replicated=not sharded), spec.dtype.itemsize, spec.differentiable

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from l2l_compile.host.watched_parameters import Watch
+from l2l_compile.host.watched_parameters import ParameterWatch
 from measuring import Limit, arguments, report, seconds
 from overhead import deep_stack
 
@@ -36,13 +36,13 @@ def main() -> int:
 
     for _ in range(3):
         step()
-    begin = Watch.begin
+    begin = ParameterWatch.begin
     taken: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * options.repeats):
         watched = number % 2 == 0
-        Watch.begin = begin if watched else lambda self, gradients, entries: self.end()  # type: ignore[method-assign]
+        ParameterWatch.begin = begin if watched else lambda self, gradients, entries: self.end()  # type: ignore[method-assign]
         taken[watched].append(seconds(step))
-    Watch.begin = begin  # type: ignore[method-assign]
+    ParameterWatch.begin = begin  # type: ignore[method-assign]
     medians = {watched: statistics.median(found) for watched, found in taken.items()}
     count = sum(1 for _ in model.parameters())
     rows = [

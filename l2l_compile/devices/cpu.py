@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from l2l_compile.devices.counted import Counted
-from l2l_compile.devices.device import DeviceKind, HostWeights, LaneQueue, Piece
+from l2l_compile.devices.device import DeviceKind, HostCopy, HostWeights, LaneQueue
 from l2l_compile.devices.host import HOST, half_of_the_cores
 from l2l_compile.devices.ledger import Ledger
 from l2l_compile.lanes import OF_DEVICE
@@ -55,14 +55,14 @@ class CpuDevice(Counted):
         if count == 0:
             self.ledger.clear()
         if len(self._slabs) != count or not count:
-            self._slabs = [torch.empty(0, dtype=torch.uint8)] * count  # empty until `load_pieces`: nothing else needs memory
+            self._slabs = [torch.empty(0, dtype=torch.uint8)] * count  # empty until `load_copies`: nothing else needs memory
 
-    def load_pieces(self, slab: int, pieces: Sequence[Piece], size: int) -> torch.Tensor:
+    def load_copies(self, slab: int, copies: Sequence[HostCopy], size: int) -> torch.Tensor:
         if self._slabs[slab].numel() < size:
             self._slabs[slab] = torch.empty(size, dtype=torch.uint8)
-        for piece in pieces:
-            flat = piece.tensor.detach().reshape(-1).view(torch.uint8)
-            self._slabs[slab][piece.start : piece.start + flat.numel()] = flat
+        for copy in copies:
+            flat = copy.tensor.detach().reshape(-1).view(torch.uint8)
+            self._slabs[slab][copy.start : copy.start + flat.numel()] = flat
         return self._slabs[slab][:size]
 
     def send(self, slab: int, wire: HostWeights, start: int, end: int) -> None:

@@ -88,7 +88,7 @@ class HostWeights(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class HostCopy:
     """A contiguous host tensor to copy into a slab: its offset there in bytes, and whether a device copies from it directly."""
 
     tensor: torch.Tensor
@@ -172,15 +172,15 @@ class Device(ABC):
             offset += aligned(part.numel())
         return loaded
 
-    def load_pieces(self, slab: int, pieces: Sequence[Piece], size: int) -> torch.Tensor:
+    def load_copies(self, slab: int, copies: Sequence[HostCopy], size: int) -> torch.Tensor:
         """Copy host tensors into a slab, each to its offset. Returns the first `size` bytes of the slab, uint8 (h2d lane)."""
         target = self._slabs[slab]
-        for piece in pieces:
-            part = target[piece.start : piece.start + piece.tensor.numel() * piece.tensor.element_size()]
-            if piece.pinned:
-                part.copy_(piece.tensor.view(-1).view(torch.uint8), non_blocking=True)
+        for copy in copies:
+            part = target[copy.start : copy.start + copy.tensor.numel() * copy.tensor.element_size()]
+            if copy.pinned:
+                part.copy_(copy.tensor.view(-1).view(torch.uint8), non_blocking=True)
             elif part.numel():
-                self._send_weight(piece.tensor, part)
+                self._send_weight(copy.tensor, part)
         return target[:size]
 
     def lock(self, weights: Sequence[torch.Tensor]) -> None:

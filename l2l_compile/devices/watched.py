@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from l2l_compile.devices.device import Device, LaneQueue
-from l2l_compile.races import Accesses, Order
+from l2l_compile.races import Accesses, VectorClock
 
 
 class _Event:
     """An event of a lane (None if the lane works immediately), and the order of the work that is done when it happens."""
 
-    def __init__(self, event: Any, order: Order):
+    def __init__(self, event: Any, order: VectorClock):
         self.event, self.order = event, order
 
     def __getattr__(self, name: str) -> Any:

@@ -11,7 +11,7 @@ from torch import fx
 from l2l_compile.devices.host import HOST
 from l2l_compile.devices.registry import KINDS
 from l2l_compile.errors import L2LError
-from l2l_compile.frontend.draft import Draft, Fact, Rewrite, rewrite
+from l2l_compile.frontend.draft import Draft, DraftFact, Rewrite, rewrite
 from l2l_compile.frontend.dynamo import adapter, batch_marks
 from l2l_compile.frontend.index_checks.indices import IndexCheck
 from l2l_compile.frontend.inputs import describe, symbols_of
@@ -95,25 +95,31 @@ def specify(draft: Draft) -> None:
     }
 
 
-def _of(*facts: Fact) -> frozenset[Fact]:
+def _of(*facts: DraftFact) -> frozenset[DraftFact]:
     return frozenset(facts)
 
 
 REWRITES = (
-    Rewrite(inline, provides=_of(Fact.INLINED)),
-    Rewrite(name_owner, provides=_of(Fact.NAMED)),
-    Rewrite(unshard, requires=_of(Fact.INLINED, Fact.NAMED), provides=_of(Fact.UNSHARDED)),
-    Rewrite(localise, requires=_of(Fact.UNSHARDED), provides=_of(Fact.LOCAL)),
-    Rewrite(refuse, requires=_of(Fact.INLINED, Fact.LOCAL), provides=_of(Fact.ACCEPTED)),
-    Rewrite(note_clones, requires=_of(Fact.INLINED), provides=_of(Fact.CLONES_NOTED)),
-    Rewrite(make_explicit, requires=_of(Fact.LOCAL, Fact.ACCEPTED, Fact.CLONES_NOTED), provides=_of(Fact.EXPLICIT)),
-    Rewrite(settle, requires=_of(Fact.EXPLICIT), provides=_of(Fact.WRITES_SETTLED)),
-    Rewrite(refuse_written_constants, requires=_of(Fact.EXPLICIT)),
-    Rewrite(check_on_host, requires=_of(Fact.NAMED)),
-    Rewrite(describe, requires=_of(Fact.NAMED, Fact.UNSHARDED, Fact.WRITES_SETTLED), provides=_of(Fact.INPUTS)),
-    Rewrite(take_views_out, requires=_of(Fact.INPUTS, Fact.WRITES_SETTLED), provides=_of(Fact.VIEWS_TAKEN)),
-    Rewrite(take_slices, requires=_of(Fact.INPUTS, Fact.VIEWS_TAKEN), provides=_of(Fact.SLICES_APART)),
-    Rewrite(specify, requires=_of(Fact.INPUTS, Fact.VIEWS_TAKEN, Fact.SLICES_APART), provides=_of(Fact.SPECS)),
+    Rewrite(inline, provides=_of(DraftFact.INLINED)),
+    Rewrite(name_owner, provides=_of(DraftFact.NAMED)),
+    Rewrite(unshard, requires=_of(DraftFact.INLINED, DraftFact.NAMED), provides=_of(DraftFact.UNSHARDED)),
+    Rewrite(localise, requires=_of(DraftFact.UNSHARDED), provides=_of(DraftFact.LOCAL)),
+    Rewrite(refuse, requires=_of(DraftFact.INLINED, DraftFact.LOCAL), provides=_of(DraftFact.ACCEPTED)),
+    Rewrite(note_clones, requires=_of(DraftFact.INLINED), provides=_of(DraftFact.CLONES_NOTED)),
+    Rewrite(
+        make_explicit, requires=_of(DraftFact.LOCAL, DraftFact.ACCEPTED, DraftFact.CLONES_NOTED), provides=_of(DraftFact.EXPLICIT)
+    ),
+    Rewrite(settle, requires=_of(DraftFact.EXPLICIT), provides=_of(DraftFact.WRITES_SETTLED)),
+    Rewrite(refuse_written_constants, requires=_of(DraftFact.EXPLICIT)),
+    Rewrite(check_on_host, requires=_of(DraftFact.NAMED)),
+    Rewrite(
+        describe, requires=_of(DraftFact.NAMED, DraftFact.UNSHARDED, DraftFact.WRITES_SETTLED), provides=_of(DraftFact.INPUTS)
+    ),
+    Rewrite(take_views_out, requires=_of(DraftFact.INPUTS, DraftFact.WRITES_SETTLED), provides=_of(DraftFact.VIEWS_TAKEN)),
+    Rewrite(take_slices, requires=_of(DraftFact.INPUTS, DraftFact.VIEWS_TAKEN), provides=_of(DraftFact.SLICES_APART)),
+    Rewrite(
+        specify, requires=_of(DraftFact.INPUTS, DraftFact.VIEWS_TAKEN, DraftFact.SLICES_APART), provides=_of(DraftFact.SPECS)
+    ),
 )
 
 

@@ -12,11 +12,11 @@ from torch import fx
 from l2l_compile.errors import L2LError
 from l2l_compile.ir.captured import Input, View
 from l2l_compile.ir.values import TensorSpec
-from l2l_compile.ranks.pieces import Pieces
 from l2l_compile.ranks.ranks import Ranks
+from l2l_compile.ranks.shard_spec import ShardSpec
 
 
-class Fact(enum.StrEnum):
+class DraftFact(enum.StrEnum):
     """What later rewrites rely on."""
 
     INLINED = "inlined"  # no node calls another graph
@@ -51,7 +51,7 @@ class Draft:
     """
 
     module: fx.GraphModule
-    sharded: dict[fx.Node, Pieces] = field(default_factory=dict)
+    sharded: dict[fx.Node, ShardSpec] = field(default_factory=dict)
     ranks: Ranks | None = None
     parallel_layer: str = ""
     break_reason: str | None = None
@@ -78,8 +78,8 @@ class Rewrite:
     """A step from Dynamo's graph to a `Captured` graph: a function of a draft, the facts that it requires and provides."""
 
     apply: Callable[[Draft], None]
-    requires: frozenset[Fact] = frozenset()
-    provides: frozenset[Fact] = frozenset()
+    requires: frozenset[DraftFact] = frozenset()
+    provides: frozenset[DraftFact] = frozenset()
 
     @property
     def name(self) -> str:
@@ -88,7 +88,7 @@ class Rewrite:
 
 def rewrite(draft: Draft, rewrites: Sequence[Rewrite]) -> Draft:
     """Apply rewrites in order. Raises `L2LError` if one requires a fact that none before it provides."""
-    facts: set[Fact] = set()
+    facts: set[DraftFact] = set()
     for each in rewrites:
         if missing := each.requires - facts:
             raise L2LError(f"rewrite '{each.name}' requires {', '.join(sorted(missing))}, which no rewrite before it provides")

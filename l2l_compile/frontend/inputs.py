@@ -22,7 +22,7 @@ from l2l_compile.ir.values import dim_of
 def describe(draft: Draft) -> None:
     """Sort the placeholders by kind, and find the batch."""
     nodes = draft.graph.find_nodes(op="placeholder")
-    inputs = tuple(replace(_describe(i, n), pieces=draft.sharded.get(n)) for i, n in enumerate(nodes))
+    inputs = tuple(replace(_describe(i, n), shard_spec=draft.sharded.get(n)) for i, n in enumerate(nodes))
     draft.batch, draft.why_static = _batch_symbol(inputs)
     draft.inputs = with_states([_functional_weight(i, draft.batch) for i in inputs], draft.graph)
 

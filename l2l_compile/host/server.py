@@ -151,7 +151,7 @@ class ParameterServer:
     ) -> Wire:
         on_wire = [(segment.weights[i], weights[i], segment.block.weights[i]) for i in copied]
         return self.wires.load(
-            [w if i.pieces is None else step.given[i.index] for i, w, _ in on_wire],
+            [w if i.shard_spec is None else step.given[i.index] for i, w, _ in on_wire],
             [spec.dtype for _, _, spec in on_wire],
             [step.given[i.owner] for i, _, _ in on_wire],
             keep=step.host.last_fetches.get(key) != 0,

@@ -62,7 +62,7 @@ class Watcher(Protocol):
         """Watch the parameters that are to be watched now: compiled code has run."""
 
 
-class Watch:
+class ParameterWatch:
     """The parameters that one watcher watches.
 
     waits_for_entries  whether entries of some are watched
@@ -163,7 +163,7 @@ def _suspend_for(callback: Any) -> None:
             watch.end() if streams(callback) else watch.end_for_others()
 
 
-def _concerns(callback: Any, watch: Watch) -> bool:
+def _concerns(callback: Any, watch: ParameterWatch) -> bool:
     """Whether compiled code on this thread may read parameters that are watched. False if it is another training on another thread."""
     session = getattr(backend_of(callback), "_l2l_session", None)
     theirs = getattr(session.server.updates, "_watch", None) if session is not None else None
@@ -177,7 +177,7 @@ def _resume() -> None:
         watch.again()
 
 
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_watches: weakref.WeakSet[ParameterWatch] = weakref.WeakSet()
 _own_class: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()  # of a class that is made here
 
 

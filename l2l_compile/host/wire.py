@@ -53,8 +53,8 @@ def is_locked(spec: TensorSpec, options: Options) -> bool:
 
 
 def shape_on_host(weight: Input, spec: TensorSpec, bindings: Bindings) -> tuple[int, ...]:
-    """The shape of a parameter on this host; for a sharded parameter, the shape of the largest piece."""
-    return spec.sizes(bindings) if weight.pieces is None else weight.pieces.shape_of(0)
+    """The shape of a parameter on this host; for a sharded parameter, the shape of the largest shard."""
+    return spec.sizes(bindings) if weight.shard_spec is None else weight.shard_spec.shape_of(0)
 
 
 def nobody(wire: Wire, start: int, end: int) -> None:
@@ -66,7 +66,7 @@ class Wire:
 
     buffer   uint8
     pinned   whether the device can copy from it directly
-    views    the copies, one per parameter, in the order given; for a sharded parameter, the copy of this rank's piece
+    views    the copies, one per parameter, in the order given; for a sharded parameter, the copy of this rank's shard
 
     spare   the source of memory if none can be page-locked; the wire gives this memory back when it is freed
     """
@@ -79,15 +79,15 @@ class Wire:
         spare: GradientMemory | None = None,
     ):
         self.parameters = tuple(parameters)
-        pieces = [local(p) for p in parameters]
-        sizes = [p.numel() * dtype.itemsize for p, dtype in zip(pieces, dtypes, strict=True)]
-        self.shapes = [p.shape for p in pieces]
+        shards = [local(p) for p in parameters]
+        sizes = [p.numel() * dtype.itemsize for p, dtype in zip(shards, dtypes, strict=True)]
+        self.shapes = [p.shape for p in shards]
         self.spans, end = [], 0
         for size in sizes:
             self.spans.append((end, end + size))
             end += aligned(size)
         if spare is not None and end and not memory.has_room(end):
-            self.buffer, self.pinned = spare.wire(pieces, end), False
+            self.buffer, self.pinned = spare.wire(shards, end), False
         else:
             self.buffer, self.pinned = memory.take(end, "the weights that cross the link")
         self.dtypes = tuple(dtypes)
@@ -241,7 +241,7 @@ def _some_entries(tensor: torch.Tensor, generation: int) -> torch.Tensor:
 
 def identity(parameter: torch.Tensor) -> tuple[int, ...]:
     """A key that changes when a parameter moves, or when PyTorch records a write into it."""
-    piece = local(parameter)
-    if piece.is_inference():  # made under inference mode, for which PyTorch records no writes; no update writes it either
-        return address(piece)
-    return parameter._version, piece._version, *address(piece)
+    shard = local(parameter)
+    if shard.is_inference():  # made under inference mode, for which PyTorch records no writes; no update writes it either
+        return address(shard)
+    return parameter._version, shard._version, *address(shard)

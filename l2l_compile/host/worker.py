@@ -17,14 +17,14 @@ import torch
 from l2l_compile import reentry
 from l2l_compile.lanes import Lane
 from l2l_compile.memory.finalizers import items
-from l2l_compile.races import UNWATCHED, Order, Unwatched
+from l2l_compile.races import UNWATCHED, Unwatched, VectorClock
 from l2l_compile.torch_internals.threads import compiles_here
 
 
 class Ticket:
     """A piece of work of the host lane. `wait` returns when it is done; `order` is the order of accesses then."""
 
-    def __init__(self, worker: Worker, order: Order) -> None:
+    def __init__(self, worker: Worker, order: VectorClock) -> None:
         self._is_done = False
         # Held until the work is done. An Event would not do: a signal handler that runs within its `wait` finds its lock taken.
         self._undone = threading.Lock()

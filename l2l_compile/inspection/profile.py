@@ -73,7 +73,7 @@ class Profile:
             self._save()
 
     def _save(self) -> None:
-        if not self.timeline.pieces:
+        if not self.timeline.spans:
             raise L2LError(
                 "the model did not run within the profile. If another model was compiled with equal options, run a step before the profile"
             )

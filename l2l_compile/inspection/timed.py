@@ -20,7 +20,7 @@ from l2l_compile.devices.device import Device
 from l2l_compile.devices.labels import label_of_micro_batch
 from l2l_compile.devices.observed import Observer, Work
 from l2l_compile.lanes import Lane
-from l2l_compile.timeline import Piece, Timeline
+from l2l_compile.timeline import Span, Timeline
 
 
 @dataclass(eq=False)
@@ -164,17 +164,17 @@ class Timing(Observer):
         for given in self._given:
             if given.end is not None:
                 lanes.setdefault(given.lane, []).append(given)
-        return Timeline(0.0, end, tuple(piece for lane in lanes.values() for piece in self._pieces(lane)))
+        return Timeline(0.0, end, tuple(span for lane in lanes.values() for span in self._spans(lane)))
 
-    def _pieces(self, lane: list[_Given]) -> Iterator[Piece]:
-        """The pieces of a lane, in order."""
+    def _spans(self, lane: list[_Given]) -> Iterator[Span]:
+        """The spans of a lane, in order."""
         before = 0.0
         for given in sorted(lane, key=lambda given: self._seconds(given.begun[0][1])):
             waited_for = self._waited_for(given, before)
             ends = [*(at for _, at in given.begun[1:]), given.end]
             for (label, start), end in zip(given.begun, ends, strict=True):
                 before = self._seconds(end)
-                yield Piece(given.lane, label, self._seconds(start), before, waited_for)
+                yield Span(given.lane, label, self._seconds(start), before, waited_for)
                 waited_for = ""
 
     def _waited_for(self, given: _Given, before: float) -> str:

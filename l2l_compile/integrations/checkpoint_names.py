@@ -15,19 +15,19 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from l2l_compile.integrations.stored_weights import Conversion, Names, Stored
+from l2l_compile.integrations.stored_weights import Conversion, Stored, TensorNames
 from l2l_compile.ranks.sharded import local, whole_of_rank_0
 
 _IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # buffers that checkpoints had once, as in from_pretrained
 
 
-def names_of(model: PreTrainedModel, stored: Mapping[str, Stored], tensors: Mapping[str, torch.Tensor]) -> Names:
+def names_of(model: PreTrainedModel, stored: Mapping[str, Stored], tensors: Mapping[str, torch.Tensor]) -> TensorNames:
     """Map names as `convert_and_load_state_dict_in_model` does: rename, and add or remove the prefix of the base model."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    found = Names({}, [], _ignored(model), functools.partial(_initialise, model))
+    found = TensorNames({}, [], _ignored(model), functools.partial(_initialise, model))
     made: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
     prefix = model.base_model_prefix
     for key in sorted(stored, key=dot_natural_key):

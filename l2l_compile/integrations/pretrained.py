@@ -28,8 +28,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from l2l_compile.errors import L2LError
 from l2l_compile.integrations.stored_files import SHOWN, stored_in
-from l2l_compile.integrations.stored_weights import Conversion, Names, Stored
-from l2l_compile.ranks.sharded import is_sharded, local, pieces_of, sharded_as
+from l2l_compile.integrations.stored_weights import Conversion, Stored, TensorNames
+from l2l_compile.ranks.sharded import is_sharded, local, shard_spec_of, sharded_as
 
 _COMPARED = 1 << 22  # entries of two tensors that are compared at once
 
@@ -82,7 +82,7 @@ class _Plan:
 
     stored: dict[str, Stored]
     tensors: dict[str, torch.Tensor]
-    names: Names
+    names: TensorNames
     missing: list[str]
     unexpected: list[str]
 
@@ -149,7 +149,7 @@ def _refuse_meta(model: nn.Module, names: list[str]) -> None:
         )
 
 
-def _names(model: nn.Module, stored: Mapping[str, Stored], tensors: Mapping[str, torch.Tensor]) -> Names:
+def _names(model: nn.Module, stored: Mapping[str, Stored], tensors: Mapping[str, torch.Tensor]) -> TensorNames:
     if hasattr(model, "base_model_prefix"):  # transformers is imported only for its own models
         from transformers import PreTrainedModel
 
@@ -157,7 +157,7 @@ def _names(model: nn.Module, stored: Mapping[str, Stored], tensors: Mapping[str,
 
         if isinstance(model, PreTrainedModel):
             return names_of(model, stored, tensors)
-    return Names({name: name for name in stored if name in tensors}, [], lambda name: False, None)
+    return TensorNames({name: name for name in stored if name in tensors}, [], lambda name: False, None)
 
 
 def _check(folder: Path, key: str, stored: Stored, name: str, tensor: torch.Tensor) -> None:
@@ -262,8 +262,8 @@ def _make(plan: _Plan) -> None:
 def _own_rows(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     if not is_sharded(tensor):
         return whole
-    pieces = pieces_of(tensor)
-    if pieces.replicated:
+    spec = shard_spec_of(tensor)
+    if spec.replicated:
         return whole
-    span = pieces.span(tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1))
+    span = spec.span(tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1))
     return whole[span.start : span.stop]

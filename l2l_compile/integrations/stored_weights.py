@@ -27,7 +27,7 @@ class Conversion:
 
 
 @dataclass(frozen=True)
-class Names:
+class TensorNames:
     """The map from tensors in files to tensors of a model."""
 
     same: dict[str, str]  # name in the files -> name in the model

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from l2l_compile.ir.values import Bindings, Dim, TensorSpec, evaluate, float_operand, is_float
-from l2l_compile.ranks.pieces import Pieces
+from l2l_compile.ranks.shard_spec import ShardSpec
 
 LOSS_TERM = "loss_term"  # in the meta of a node with the rows' contributions to a loss: never rounded to 16 bits
 
@@ -37,7 +37,7 @@ class Input:
             `frontend/rewrites/writes.py`), "value" or "symbol"
     index   its position among the arguments of a call; parts are numbered after the arguments
     part    the slice of a parameter that it is; None for an argument
-    pieces  how it is sharded over ranks; None if every rank has all of it
+    shard_spec  how it is sharded over ranks; None if every rank has all of it
     """
 
     index: int
@@ -45,7 +45,7 @@ class Input:
     name: str
     kind: str
     part: Part | None = None
-    pieces: Pieces | None = None
+    shard_spec: ShardSpec | None = None
 
     @property
     def is_weight(self) -> bool:

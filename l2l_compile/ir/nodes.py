@@ -204,7 +204,7 @@ def fetch_weights(segment: SegmentIndex, after: Done | None = None) -> typing.No
 
 @operation(Lane.COMM, Result.TAKEN, Carries.WEIGHTS)
 def all_gather_weights(segment: SegmentIndex, slab: OnDevice) -> typing.NoReturn:
-    """Complete a slab in place with the pieces of all ranks; the fetch has copied this rank's pieces; asynchronous."""
+    """Complete a slab in place with the shards of all ranks; the fetch has copied this rank's shards; asynchronous."""
     _not_run("all_gather_weights")
 
 
@@ -288,13 +288,13 @@ def mask_to_first_rank(x: OnDevice) -> typing.NoReturn:
 
 @operation(Lane.COMPUTE, Result.DEVICE)
 def local_shard(segment: SegmentIndex, gradients: OnDevice) -> typing.NoReturn:
-    """This rank's pieces of weight gradients that are equal on all ranks, because the segment ran on all rows."""
+    """This rank's shards of weight gradients that are equal on all ranks, because the segment ran on all rows."""
     _not_run("local_shard")
 
 
 @operation(Lane.COMM, Result.DEVICE, Carries.GRADIENTS)
 def reduce_scatter_gradients(segment: SegmentIndex, gradients: OnDevice) -> typing.NoReturn:
-    """This rank's pieces of the mean over all ranks (ranks='global': sum) of a segment's weight gradients; asynchronous."""
+    """This rank's shards of the mean over all ranks (ranks='global': sum) of a segment's weight gradients; asynchronous."""
     _not_run("reduce_scatter_gradients")
 
 

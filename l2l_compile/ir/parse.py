@@ -187,11 +187,11 @@ class _Parser:
                     self._describe(self._segment_of(node).block, node)
         for graph in self.graphs.values():
             for node in graph.nodes:
-                if "bytes" in node.meta and not self._is_of_pieces(node):
+                if "bytes" in node.meta and not self._is_of_shards(node):
                     self._weigh(self._segment_of(node).block, nodes.carries(node), node.meta.pop("bytes"))
 
-    def _is_of_pieces(self, node: fx.Node) -> bool:
-        """Whether a node moves this rank's pieces of a sharded segment. Its bytes then do not describe the whole weights."""
+    def _is_of_shards(self, node: fx.Node) -> bool:
+        """Whether a node moves this rank's shards of a sharded segment. Its bytes then do not describe the whole weights."""
         segment = self._segment_of(node)
         segment.sharded = segment.sharded or any(map(_is_between_ranks, (node, *node.users)))
         return segment.sharded and not _is_between_ranks(node)

@@ -21,7 +21,7 @@ def symbolic_size(expression: str) -> int:
     raise NotImplementedError(expression)
 
 
-class Lowered(Protocol):
+class LoweredBlock(Protocol):
     """A block as ATen operations."""
 
     @property
@@ -31,9 +31,9 @@ class Lowered(Protocol):
 class BlockLowering(Protocol):
     """Lowers blocks for given sizes, each once (`lowering/lower.py`)."""
 
-    def forward(self, block: Block, bindings: Bindings) -> Lowered: ...
+    def forward(self, block: Block, bindings: Bindings) -> LoweredBlock: ...
 
-    def backward(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...], /) -> Lowered: ...
+    def backward(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...], /) -> LoweredBlock: ...
 
 
 @dataclass(frozen=True)

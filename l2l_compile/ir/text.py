@@ -113,7 +113,7 @@ class _Printer:
         block, count = self.segments[index].block, self.segments[index].micro_batches
         if nodes.runs_segment(node):
             return f"{block.name} x {count} micro-batches" if block.inner_looped else block.name
-        if "bytes" in node.meta:  # of this rank's pieces
+        if "bytes" in node.meta:  # of this rank's shards
             return format_bytes(node.meta["bytes"])
         match nodes.carries(node):
             case nodes.Carries.WEIGHTS:

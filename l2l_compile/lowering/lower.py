@@ -28,7 +28,7 @@ from l2l_compile.ir.segments import Block
 from l2l_compile.ir.values import Bindings, is_float
 from l2l_compile.lowering.code_cache import Code, Lowered, Traced, lifetimes, store
 from l2l_compile.lowering.faster import compile_ahead, stored_traces, trace_cache
-from l2l_compile.lowering.faster.compile_ahead import Begun, Progress
+from l2l_compile.lowering.faster.compile_ahead import Begun, CompileProgress
 from l2l_compile.lowering.inductor import LOOKUPS, compile_graph, reshape_where_needed
 from l2l_compile.lowering.randomness import hoist_draws
 from l2l_compile.lowering.sizes import Guards, Sizes
@@ -99,7 +99,7 @@ class Lowering:
         self._done: dict[tuple, Lowered] = {}
         self._with_floats: dict[tuple, tuple[Code, Lowered, tuple[sympy.Symbol, ...]]] = {}  # of blocks that read floats
         self._ahead: dict[tuple, _Waiting | None] = {}
-        self._progress = Progress()
+        self._progress = CompileProgress()
 
     def forward(self, block: Block, bindings: Bindings, again: bool = False) -> Lowered:
         """The block's forward at these sizes. Raises `LoweringError`.

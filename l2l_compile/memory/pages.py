@@ -22,7 +22,7 @@ import torch
 from l2l_compile.errors import L2LError
 from l2l_compile.memory.address import memory_of
 from l2l_compile.memory.finalizers import taken
-from l2l_compile.races import UNWATCHED, Order, Place, Unwatched
+from l2l_compile.races import UNWATCHED, Place, Unwatched, VectorClock
 from l2l_compile.units import format_bytes
 
 _WIDEST = 8  # times the bytes of a tensor: larger buffers are left for larger tensors
@@ -252,7 +252,7 @@ class _Buffer:
         self.memory, self.size, self.address = memory, memory.numel(), memory_of(memory)
         self.events: list[Any] = []
         self.since = 0
-        self.put_back = Order()
+        self.put_back = VectorClock()
         self.place = Place("a buffer of the host")
 
 

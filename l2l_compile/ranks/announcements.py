@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
-class Kind(enum.IntEnum):
+class ActionKind(enum.IntEnum):
     """The kind of action that a rank is about to begin."""
 
     FORWARD = 1
@@ -30,7 +30,7 @@ class Path:
     settings     numbers of the parameter groups of the optimizer that stepped last, as "lr=0.1"
     """
 
-    kind: Kind
+    kind: ActionKind
     collectives: tuple[str, ...]
     forwards: int
     steps: int
@@ -49,10 +49,10 @@ class Path:
 
     def __str__(self) -> str:
         what = {
-            Kind.FORWARD: f"begins forward {self.forwards}, {'to train' if self.train else 'without gradients'}",
-            Kind.BACKWARD: f"begins a backward after forward {self.forwards}",
-            Kind.NORM: f"sums the norm of the gradients of forward {self.forwards}",
-            Kind.STEP: f"begins optimizer step {self.steps + 1}",
+            ActionKind.FORWARD: f"begins forward {self.forwards}, {'to train' if self.train else 'without gradients'}",
+            ActionKind.BACKWARD: f"begins a backward after forward {self.forwards}",
+            ActionKind.NORM: f"sums the norm of the gradients of forward {self.forwards}",
+            ActionKind.STEP: f"begins optimizer step {self.steps + 1}",
         }[self.kind]
         return f"{what}, after {self.steps} optimizer step{'s' * (self.steps != 1)}"
 

@@ -77,37 +77,37 @@ def finish(work: dist.Work, check: Callable[[], None], explain: Callable[[Except
         raise explain(error) from error
 
 
-def all_gather(whole: torch.Tensor, piece: torch.Tensor, group: Group, done: Finish) -> None:
-    """Fill the contiguous tensor `whole` with the pieces of all ranks, in rank order; `piece` may be a view of `whole`."""
+def all_gather(whole: torch.Tensor, shard: torch.Tensor, group: Group, done: Finish) -> None:
+    """Fill the contiguous tensor `whole` with the shards of all ranks, in rank order; `shard` may be a view of `whole`."""
     if whole.device.type != "cpu":
         with _giving:
-            _all_gather(_bytes_of(whole), _bytes_of(piece), group=group)  # NCCL lacks some of the dtypes
+            _all_gather(_bytes_of(whole), _bytes_of(shard), group=group)  # NCCL lacks some of the dtypes
         return
     with _giving:
-        work = _all_gather(_bytes_of(whole), _bytes_of(piece), group=group, async_op=True)
+        work = _all_gather(_bytes_of(whole), _bytes_of(shard), group=group, async_op=True)
     done(work)
 
 
-def all_gather_each(wholes: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], group: Group, done: Finish) -> None:
+def all_gather_each(wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: Group, done: Finish) -> None:
     """`all_gather` of several tensors. All are in flight at the same time, so the latency of the hops is paid once."""
     if not wholes:
         return
     if wholes[0].device.type != "cpu":
-        all_gather_in_one(wholes, pieces, group)
+        all_gather_in_one(wholes, shards, group)
         return
     works = []
-    for whole, piece in zip(wholes, pieces, strict=True):
+    for whole, shard in zip(wholes, shards, strict=True):
         with _giving:
-            works.append(_all_gather(_bytes_of(whole), _bytes_of(piece), group=group, async_op=True))
+            works.append(_all_gather(_bytes_of(whole), _bytes_of(shard), group=group, async_op=True))
     for work in works:
         done(work)
 
 
-def all_gather_in_one(wholes: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], group: Group) -> None:
+def all_gather_in_one(wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: Group) -> None:
     """`all_gather` of several tensors in one NCCL launch, without a copy: the results arrive in `wholes` directly."""
     with _giving, distributed_c10d._coalescing_manager(group):
-        for whole, piece in zip(wholes, pieces, strict=True):
-            _all_gather(_bytes_of(whole), _bytes_of(piece), group=group)
+        for whole, shard in zip(wholes, shards, strict=True):
+            _all_gather(_bytes_of(whole), _bytes_of(shard), group=group)
 
 
 def sum_to_owners(rows: torch.Tensor, group: Group, done: Finish) -> torch.Tensor:

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from l2l_compile.errors import L2LError, RankError
 from l2l_compile.ranks import collectives as exchange
-from l2l_compile.ranks.announcements import Kind, Path, difference
+from l2l_compile.ranks.announcements import ActionKind, Path, difference
 from l2l_compile.ranks.collectives import BorrowedGroup, finish, own_store
-from l2l_compile.ranks.pieces import Pieces
+from l2l_compile.ranks.shard_spec import ShardSpec
 from l2l_compile.ranks.watch import Watch
 
 _TOLD = 4  # whole numbers that an announcement carries beside its path
@@ -36,7 +36,7 @@ class Ranks:
 
     Each thread has process groups of its own, so that collectives of different threads cannot be mixed up: `device` for weights
     and gradients (the lane `comm`), `sums` for sums of parallel layers (the lane `compute`), `host` for the thread that updates
-    (and `replica` for the same piece in all replicas), `control` for the caller. The groups of the mesh belong to the user.
+    (and `replica` for the same shard in all replicas), `control` for the caller. The groups of the mesh belong to the user.
     """
 
     replicas = parts = 1
@@ -98,7 +98,7 @@ class Ranks:
 
     def announce(
         self,
-        kind: Kind,
+        kind: ActionKind,
         collectives: tuple[str, ...] = (),
         train: bool = False,
         told: Sequence[int] = (),
@@ -135,7 +135,7 @@ class Ranks:
         return exchange.in_order(gathered).tolist()
 
     def average_replicas(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Replace gradients of this rank's pieces by their means over the replicas, with the same bits in each (host lane).
+        """Replace gradients of this rank's shards by their means over the replicas, with the same bits in each (host lane).
 
         The means are computed in a buffer of bounded size, in at least float32.
         """
@@ -154,7 +154,7 @@ class Ranks:
     # ---- the lane comm -------------------------------------------------------------------------------------------------
 
     def gather(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Complete contiguous tensors in place, all together. Each rank has filled its own piece of each tensor."""
+        """Complete contiguous tensors in place, all together. Each rank has filled its own shard of each tensor."""
         filled = [whole for whole in wholes if whole.numel()]
         self._all_gather_each(filled, [whole.view(self.size, -1)[self.rank] for whole in filled])
 
@@ -173,13 +173,13 @@ class Ranks:
         wide = part.to(torch.promote_types(part.dtype, torch.float32))
         return self._sum_everywhere(wide).to(part.dtype)
 
-    def _all_gather(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """As `collectives.all_gather`."""
-        exchange.all_gather(whole, piece, self.device_group, self.finish)
+        exchange.all_gather(whole, shard, self.device_group, self.finish)
 
-    def _all_gather_each(self, wholes: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
+    def _all_gather_each(self, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
         """As `collectives.all_gather_each`."""
-        exchange.all_gather_each(wholes, pieces, self.device_group, self.finish)
+        exchange.all_gather_each(wholes, shards, self.device_group, self.finish)
 
     def _sum_to_owners(self, rows: torch.Tensor) -> torch.Tensor:
         """As `collectives.sum_to_owners`."""
@@ -191,25 +191,27 @@ class Ranks:
         self._all_gather(gathered, values.contiguous())
         return exchange.in_order(gathered)
 
-    def local_shard(self, gradients: Sequence[torch.Tensor | None], pieces: Sequence[Pieces | None]) -> list[torch.Tensor | None]:
-        """Copies of this rank's pieces of gradients that are equal on all ranks."""
+    def local_shard(
+        self, gradients: Sequence[torch.Tensor | None], specs: Sequence[ShardSpec | None]
+    ) -> list[torch.Tensor | None]:
+        """Copies of this rank's shards of gradients that are equal on all ranks."""
         found: list[torch.Tensor | None] = []
-        for gradient, piece in zip(gradients, pieces, strict=True):
+        for gradient, spec in zip(gradients, specs, strict=True):
             mine = gradient
-            if gradient is not None and piece is not None and not piece.replicated:
-                span = piece.span(self.rank)
+            if gradient is not None and spec is not None and not spec.replicated:
+                span = spec.span(self.rank)
                 mine = gradient[span.start : span.stop]
             found.append(mine.clone(memory_format=torch.contiguous_format) if mine is not None else None)
         return found
 
-    def sum_pieces(
-        self, gradients: Sequence[torch.Tensor | None], pieces: Sequence[Pieces | None], mean: bool
+    def reduce_scatter(
+        self, gradients: Sequence[torch.Tensor | None], specs: Sequence[ShardSpec | None], mean: bool
     ) -> list[torch.Tensor | None]:
-        """This rank's piece of the sum (with `mean`, of the mean) of each gradient over all ranks, in at least float32.
+        """This rank's shard of the sum (with `mean`, of the mean) of each gradient over all ranks, in at least float32.
 
         Gradients go through a buffer of bounded size. If one rank lacks a gradient, all do: they run the same program.
         """
-        there = [(g, p) for g, p in zip(gradients, pieces, strict=True) if g is not None and p is not None]
+        there = [(g, p) for g, p in zip(gradients, specs, strict=True) if g is not None and p is not None]
         found: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(torch.promote_types(g.dtype, torch.float32) for g, _ in there):
             mine = [(g, p) for g, p in there if torch.promote_types(g.dtype, torch.float32) == dtype]
@@ -228,10 +230,10 @@ class Ranks:
         parts = total.split([g.numel() for g in gradients])
         return {id(g): part.view(g.shape) for g, part in zip(gradients, parts, strict=True)}
 
-    def _sum_sharded(self, gradients: Sequence[tuple[torch.Tensor, Pieces]], dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        """This rank's pieces of the sums of gradients of sharded parameters, by `id` of the gradient.
+    def _sum_sharded(self, gradients: Sequence[tuple[torch.Tensor, ShardSpec]], dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """This rank's shards of the sums of gradients of sharded parameters, by `id` of the gradient.
 
-        The gradients form a matrix: row r is the pieces of rank r, concatenated. The buffer takes some columns at a time.
+        The gradients form a matrix: row r is the shards of rank r, concatenated. The buffer takes some columns at a time.
         """
         total = sum(p.entries for _, p in gradients)
         if not total:
@@ -245,13 +247,13 @@ class Ranks:
             rows = columns.contiguous()
             mine[first : first + rows.shape[1]] = self._sum_to_owners(rows)
         found, start = {}, 0
-        for gradient, piece in gradients:
-            shape = piece.shape_of(self.rank)
+        for gradient, spec in gradients:
+            shape = spec.shape_of(self.rank)
             found[id(gradient)] = mine[start : start + torch.Size(shape).numel()].view(shape)
-            start += piece.entries
+            start += spec.entries
         return found
 
-    def _fill(self, columns: torch.Tensor, first: int, gradients: Sequence[tuple[torch.Tensor, Pieces]]) -> None:
+    def _fill(self, columns: torch.Tensor, first: int, gradients: Sequence[tuple[torch.Tensor, ShardSpec]]) -> None:
         """Copy the columns of the matrix, from `first` on, into the buffer; padding is zero.
 
         The rows that a gradient fills completely take one copy, and the row that it fills in part takes another. On a device,
@@ -259,17 +261,17 @@ class Ranks:
         """
         start, end = 0, first + columns.shape[1]
         columns.zero_()
-        for gradient, piece in gradients:
-            low, high = max(start, first), min(start + piece.entries, end)
+        for gradient, spec in gradients:
+            low, high = max(start, first), min(start + spec.entries, end)
             if low < high:
                 flat = gradient.reshape(-1)
-                whole = len(flat) // piece.entries
+                whole = len(flat) // spec.entries
                 inside, here = slice(low - start, high - start), slice(low - first, high - first)
-                columns[:whole, here] = flat[: whole * piece.entries].view(whole, piece.entries)[:, inside]
-                part = flat[whole * piece.entries :][inside]
+                columns[:whole, here] = flat[: whole * spec.entries].view(whole, spec.entries)[:, inside]
+                part = flat[whole * spec.entries :][inside]
                 if len(part):
                     columns[whole, here][: len(part)] = part
-            start += piece.entries
+            start += spec.entries
 
 
 def _reduced_entries(ranks: int, dtype: torch.dtype) -> int:
@@ -293,7 +295,7 @@ def floats_of(numbers: Sequence[int]) -> list[float]:
 
 
 def replicates(mesh: DeviceMesh) -> bool:
-    """Whether a mesh has two dimensions whose names end in "replicate" (copies of the model) and "shard" (its pieces)."""
+    """Whether a mesh has two dimensions whose names end in "replicate" (copies of the model) and "shard" (its shards)."""
     names = mesh.mesh_dim_names
     return mesh.ndim == 2 and names is not None and names[0].endswith("replicate") and names[1].endswith("shard")
 

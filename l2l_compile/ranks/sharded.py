@@ -22,20 +22,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from l2l_compile.errors import L2LError
 from l2l_compile.ranks.gathered import gathered
-from l2l_compile.ranks.pieces import Pieces, stride_of
 from l2l_compile.ranks.ranks import Ranks, is_known, parts_of, ranks_of, replicates
+from l2l_compile.ranks.shard_spec import ShardSpec, stride_of
 from l2l_compile.ranks.sharing import ranks_sharing
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Divide the parameters of a model among the ranks of a mesh, in pieces of `ceil(rows / ranks)` rows. Returns the model.
+    """Divide the parameters of a model among the ranks of a mesh, in shards of `ceil(rows / ranks)` rows. Returns the model.
 
     All ranks must call this, before the optimizer is made from `model.parameters()` and before `torch.compile`. Every rank
     keeps its own rows of the values that rank 0 has. A model on the meta device stays there, and `to_empty(device="cpu")` then
-    allocates only the pieces. Parameters without dimensions and buffers are whole on every rank. Shared parameters stay shared.
+    allocates only the shards. Parameters without dimensions and buffers are whole on every rank. Shared parameters stay shared.
 
     With a mesh of the dimensions ("replicate", "shard"), also with a prefix as in "dp_replicate", parameters are sharded along
-    the second dimension. The gradients of a piece are averaged along the first dimension, on the host. With another mesh of two
+    the second dimension. The gradients of a shard are averaged along the first dimension, on the host. With another mesh of two
     dimensions, such as ("dp", "tp"), parameters are sharded along the first one. Layers that `parallelize_module` has sharded
     along the second dimension are sharded along both.
 
@@ -80,8 +80,8 @@ def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
                     "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict"
                 )
             if whole.shape == parameter.shape:
-                pieces, ranks = pieces_of(parameter), ranks_behind(parameter)
-                span = slice(None) if pieces.replicated else slice(pieces.span(ranks.rank).start, pieces.span(ranks.rank).stop)
+                spec, ranks = shard_spec_of(parameter), ranks_behind(parameter)
+                span = slice(None) if spec.replicated else slice(spec.span(ranks.rank).start, spec.span(ranks.rank).stop)
                 state_dict[prefix + name] = sharded_as((whole[span] if whole.dim() else whole).clone(), parameter)
 
 
@@ -193,11 +193,11 @@ def _sharded_twice(parameter: DTensor, mesh: DeviceMesh) -> nn.Parameter:
     """This rank's rows of its part of a parallel layer's parameter."""
     (placement,), data, part = parameter.placements, _data(mesh), parameter.to_local().detach()
     rows: Shard | _StridedShard = Shard(0)
-    if placement.is_shard(0):  # the rows of each part are sharded: the piece of rank (0, 1) does not follow that of rank (0, 0)
+    if placement.is_shard(0):  # the rows of each part are sharded: the shard of rank (0, 1) does not follow that of rank (0, 0)
         rows = _StridedShard(0, split_factor=parameter.device_mesh.size())
-    piece = distribute_tensor(part, data, [Shard(0)]).to_local()
+    shard = distribute_tensor(part, data, [Shard(0)]).to_local()
     shape = parameter.shape
-    made = DTensor.from_local(piece, mesh, [rows, placement], run_check=False, shape=shape, stride=stride_of(shape))
+    made = DTensor.from_local(shard, mesh, [rows, placement], run_check=False, shape=shape, stride=stride_of(shape))
     sharded = nn.Parameter(made, requires_grad=parameter.requires_grad)
     sharded.__dict__.update(attributes(parameter))
     return sharded
@@ -268,20 +268,20 @@ def is_of_a_parallel_layer(tensor: Any) -> TypeGuard[DTensor]:
     return mesh.ndim > 2 or mesh.ndim == 2 and not mesh.mesh_dim_names or not is_known(_data(mesh))
 
 
-def pieces_of(tensor: DTensor) -> Pieces:
+def shard_spec_of(tensor: DTensor) -> ShardSpec:
     """How a parameter is sharded. Raises `L2LError` if `shard` has not sharded it."""
     placements = tensor.placements
     if is_sharded_twice(tensor):
-        return Pieces(tuple(_shape_of_part(tensor)), tensor.device_mesh.size(0))
+        return ShardSpec(tuple(_shape_of_part(tensor)), tensor.device_mesh.size(0))
     if replicates(tensor.device_mesh) and placements[0].is_replicate():
         placements = placements[1:]
     if len(placements) != 1 or not (placements[0].is_replicate() or placements[0].is_shard(0)):
         raise L2LError(f"a parameter is a DTensor with {placements}: backend 'l2l' takes those of l2l_compile.shard, [Shard(0)]")
-    return Pieces(tuple(tensor.shape), tensor.device_mesh.size(tensor.device_mesh.ndim - 1), placements[0].is_replicate())
+    return ShardSpec(tuple(tensor.shape), tensor.device_mesh.size(tensor.device_mesh.ndim - 1), placements[0].is_replicate())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's piece of a sharded tensor, the same object in every call. Any other tensor is returned as it is."""
+    """This rank's shard of a sharded tensor, the same object in every call. Any other tensor is returned as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -290,13 +290,13 @@ def attributes(parameter: torch.Tensor) -> dict[str, Any]:
     return {k: v for k, v in parameter.__dict__.items() if k != "_is_param" and not k.startswith("_dynamo_")}
 
 
-def sharded_as(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A `DTensor` sharded as `parameter` is, with `piece` as its local piece; `piece` itself if `parameter` is not sharded."""
+def sharded_as(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A `DTensor` sharded as `parameter` is, with `shard` as its local shard; `shard` itself if `parameter` is not sharded."""
     if not isinstance(parameter, DTensor):
-        return piece
+        return shard
     shape = parameter.shape
     return DTensor.from_local(
-        piece, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride_of(shape)
+        shard, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride_of(shape)
     )
 
 

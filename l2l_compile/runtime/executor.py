@@ -21,7 +21,7 @@ from l2l_compile.ir.segments import Segment
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.lanes import Lane
 from l2l_compile.races import Place
-from l2l_compile.ranks.pieces import Pieces
+from l2l_compile.ranks.shard_spec import ShardSpec
 from l2l_compile.runtime.fetch import load, unread
 from l2l_compile.runtime.instructions import Instructions
 from l2l_compile.runtime.overlapped_copies import GradientStream, OutputStream, StreamedGradient
@@ -142,14 +142,14 @@ def _all_gather_weights(run: Executor, node: fx.Node, segment: int, slab: Runtim
         weights = list(zip(slab.tensors, slots(gathered, run.step.rows.bindings), strict=True))
         ranks.gather([weight for weight, slot in weights if slot.is_gathered])
         run.step.stats.gathered_bytes += sum(slot.bytes - slot.bytes // ranks.size for _, slot in weights if slot.is_gathered)
-        result.tensors = [weight if slot.pieces is None else _unpadded(weight, slot.pieces) for weight, slot in weights]
+        result.tensors = [weight if slot.shard_spec is None else _unpadded(weight, slot.shard_spec) for weight, slot in weights]
 
     run.submit(Lane.COMM, (slab,), (result,), work)
     return result
 
 
-def _unpadded(weight: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-    return weight if pieces.replicated else weight[: pieces.shape[0]]
+def _unpadded(weight: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    return weight if spec.replicated else weight[: spec.shape[0]]
 
 
 @handles(nodes.restore)
@@ -326,9 +326,9 @@ def _reduce_scatter_gradients(run: Executor, node: fx.Node, segment: int, gradie
 
     def work() -> None:
         is_mean = not run.step.rows.is_global
-        pieces = ranks.sum_pieces(gradients.tensors, [weight.pieces for weight in reduced.weights], is_mean)
+        shards = ranks.reduce_scatter(gradients.tensors, [weight.shard_spec for weight in reduced.weights], is_mean)
         run.step.stats.reduced_bytes += sum(bytes_of([g]) for g in gradients.tensors if g is not None)
-        _fill_pieces(run, reduced, result, pieces)
+        _fill_shards(run, reduced, result, shards)
 
     run.submit_comm(gradients, result, work)
     return result
@@ -342,20 +342,20 @@ def _local_shard(run: Executor, node: fx.Node, segment: int, gradients: RuntimeV
         return result
 
     def work() -> None:
-        pieces = ranks.local_shard(gradients.tensors, [weight.pieces for weight in taken.weights])
-        _fill_pieces(run, taken, result, pieces)
+        shards = ranks.local_shard(gradients.tensors, [weight.shard_spec for weight in taken.weights])
+        _fill_shards(run, taken, result, shards)
 
     run.submit(Lane.COMPUTE, (gradients,), (result,), work)
     return result
 
 
-def _fill_pieces(run: Executor, segment: Segment, result: RuntimeValue, pieces: Sequence[torch.Tensor | None]) -> None:
-    """Fill `result` with this rank's pieces of a segment's gradients, in the dtypes that cross the link."""
-    weights = zip(segment.block.weights, pieces, strict=True)
-    result.tensors = [for_the_link(run.step, spec, piece) for spec, piece in weights]
+def _fill_shards(run: Executor, segment: Segment, result: RuntimeValue, shards: Sequence[torch.Tensor | None]) -> None:
+    """Fill `result` with this rank's shards of a segment's gradients, in the dtypes that cross the link."""
+    weights = zip(segment.block.weights, shards, strict=True)
+    result.tensors = [for_the_link(run.step, spec, shard) for spec, shard in weights]
     if run.step.host.wants_norms and run.device.takes_norms:
         result.tensors.append(norms(result.tensors))
-    run.device.hold([piece for piece in result.tensors if piece is not None])
+    run.device.hold([shard for shard in result.tensors if shard is not None])
 
 
 # ---- rows of all ranks ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Copies the weights of a segment into a slab: the weights that the node after it reads, or this rank's pieces of all."""
+"""Copies the weights of a segment into a slab: the weights that the node after it reads, or this rank's shards of all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from l2l_compile.devices.device import Device, HostWeights, Piece
+from l2l_compile.devices.device import Device, HostCopy, HostWeights
 from l2l_compile.ir import nodes
 from l2l_compile.ir.segments import Segment
 from l2l_compile.memory.layout import joined
@@ -42,7 +42,7 @@ def load(
 ) -> list[torch.Tensor]:
     """Fetch a segment's weights, except the entries of the weights in `unread` (h2d lane)."""
     if segment.sharded:
-        return _load_pieces(step, device, segment, slab, *step.engine.server.load(step, segment, weights))
+        return _load_shards(step, device, segment, slab, *step.engine.server.load(step, segment, weights))
     on_wire = step.engine.server.on_wire(step, segment)
 
     def send(wire: HostWeights, start: int, end: int) -> None:
@@ -58,20 +58,20 @@ def load(
     return [by_position[i] for i in range(len(order))]
 
 
-def _load_pieces(
+def _load_shards(
     step: Step, device: Device, segment: Segment, slab: int, wire: HostWeights | None, loose: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Fetch this rank's pieces of a segment's weights. Returns the whole weights, with padding, as they will be gathered."""
+    """Fetch this rank's shards of a segment's weights. Returns the whole weights, with padding, as they will be gathered."""
     from_wire, others = iter(wire.views if wire is not None else ()), iter(loose)
     positions = set(step.engine.server.on_wire(step, segment))
     on_wire = [i in positions for i in range(len(segment.weights))]
     sources = [next(from_wire if is_on_wire else others) for is_on_wire in on_wire]
     places = slots(segment, step.rows.bindings)
-    pieces = [
-        Piece(source.detach(), slot.own(step.ranks.rank), pinned=is_on_wire and wire is not None and wire.pinned)
+    shards = [
+        HostCopy(source.detach(), slot.own(step.ranks.rank), pinned=is_on_wire and wire is not None and wire.pinned)
         for source, slot, is_on_wire in zip(sources, places, on_wire, strict=True)
     ]
     last = places[-1]
-    memory = device.load_pieces(slab, pieces, last.start + last.bytes)
+    memory = device.load_copies(slab, shards, last.start + last.bytes)
     step.stats.fetched_bytes += bytes_of(sources)
     return [slot.padded(memory) for slot in places]

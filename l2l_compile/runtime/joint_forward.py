@@ -15,7 +15,7 @@ from l2l_compile.ir import nodes
 from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.segments import Segment
 from l2l_compile.lanes import Lane
-from l2l_compile.ranks.announcements import Kind, number_of
+from l2l_compile.ranks.announcements import ActionKind, number_of
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.runtime.step import Step
 
@@ -38,7 +38,9 @@ def begin_together(
         step.base_seed(),
         _number_of_inputs(captured, step.given) if to_train and ranks.parts > 1 else 0,
     )
-    announced = ranks.announce(Kind.FORWARD, tuple(collectives), to_train, told, functools.partial(_refuse_rows, ranks.parts))
+    announced = ranks.announce(
+        ActionKind.FORWARD, tuple(collectives), to_train, told, functools.partial(_refuse_rows, ranks.parts)
+    )
     step.seed = announced[0][2]
     each = announced[ranks.part :: ranks.parts]  # ranks that share parallel layers have the same micro-batches
     first = sum(micro_batches for _, micro_batches, *_ in each[: ranks.number // ranks.parts])

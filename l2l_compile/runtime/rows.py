@@ -14,7 +14,7 @@ from l2l_compile.ir.values import Bindings, TensorSpec, evaluate
 
 
 @dataclass(frozen=True)
-class Rows:
+class StepRows:
     """The sizes of one step.
 
     bindings       the values of the program's symbols

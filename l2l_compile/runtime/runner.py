@@ -14,7 +14,7 @@ from l2l_compile.devices.ranges import ranges
 from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.values import is_float
-from l2l_compile.ranks.announcements import Kind
+from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.ranks.sharded import sharded_as
 from l2l_compile.reentry import check, whole
@@ -23,7 +23,7 @@ from l2l_compile.runtime.executor import Executor
 from l2l_compile.runtime.instructions import instructions_of
 from l2l_compile.runtime.joint_forward import begin_together, collectives_of
 from l2l_compile.runtime.outputs import Outputs
-from l2l_compile.runtime.rows import Rows
+from l2l_compile.runtime.rows import StepRows
 from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.segment_run import lowerings
 from l2l_compile.runtime.slab import slab_bytes
@@ -122,7 +122,7 @@ class Runner:
         """A new step: its arguments, its rows, agreed with the other ranks, and the compilation of blocks for new sizes."""
         captured, options = self.captured, self.engine.options
         read = self.arguments.read(arguments, to_train)
-        rows = Rows(captured.bindings(arguments), captured.batch, options.micro_batches)
+        rows = StepRows(captured.bindings(arguments), captured.batch, options.micro_batches)
         step = Step(self.engine, read, arguments, captured.constants, rows, self.stats, self.ranks)
         if self.ranks is not None:
             collectives = collectives_of(self._program.forward.graph, self._program.segments)
@@ -145,7 +145,7 @@ class Runner:
         self.stats = step.stats  # torch.utils.checkpoint has run another forward since
         module = self._backwards.of(self.outputs.gradient_mask(gradients))
         if step.world is not None:
-            step.world.announce(Kind.BACKWARD, collectives_of(module.graph, self._program.segments))
+            step.world.announce(ActionKind.BACKWARD, collectives_of(module.graph, self._program.segments))
         server.begin_backward(step, module.graph, self._program.segments)
         scale = step.host.scale
         gradients = [g if g is None else g * scale for g in gradients] if scale != 1.0 else gradients

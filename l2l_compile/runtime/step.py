@@ -15,7 +15,7 @@ from l2l_compile.lowering.lower import Lowering
 from l2l_compile.options import Options
 from l2l_compile.races import Place
 from l2l_compile.ranks.ranks import Ranks
-from l2l_compile.runtime.rows import Rows
+from l2l_compile.runtime.rows import StepRows
 from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.stashes import StashQueue
 from l2l_compile.runtime.stats import Stats
@@ -127,7 +127,7 @@ class Step:
     arguments: Sequence
     given: Sequence
     constants: dict[str, torch.Tensor]
-    rows: Rows
+    rows: StepRows
     stats: Stats
     world: Ranks | None = None
     seed: int | None = None

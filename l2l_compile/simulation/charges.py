@@ -32,7 +32,7 @@ class Charges(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor runs operations on its local piece, which come back here
+            return NotImplemented  # DTensor runs operations on its local shard, which come back here
         if operation.namespace == "_c10d_functional":
             raise L2LError(f"{operation} is called outside of the program: simulate knows the collectives of programs alone")
         if operation is aten._local_scalar_dense.default:

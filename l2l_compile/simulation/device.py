@@ -32,12 +32,12 @@ from l2l_compile.lanes import OF_DEVICE, Lane
 from l2l_compile.memory.address import memory_of_storage
 from l2l_compile.memory.pages import Lease, PinnedMemory, Pool, _Buffer
 from l2l_compile.simulation.machine import Machine
-from l2l_compile.timeline import Piece, Timeline
+from l2l_compile.timeline import Span, Timeline
 
 
 @dataclass(frozen=True)
 class SimulatedEvent:
-    """The time when all work of a lane or a thread so far is done, and the label of the last piece."""
+    """The time when all work of a lane or a thread so far is done, and the label of the last span."""
 
     time: float
     label: str
@@ -72,7 +72,7 @@ class Clocks:
         self.thread = self.caller = Clock(Lane.CALLER)
         self.lane: Clock | None = None
         self.label = ""
-        self._pieces: list[list] = []  # as in `Piece`; the last one of each clock may still grow
+        self._spans: list[list] = []  # as in `Span`; the last one of each clock may still grow
         self._last: dict[str, list] = {}
 
     def spend(self, seconds: float, label: str = "") -> None:
@@ -112,15 +112,15 @@ class Clocks:
 
     def timeline(self, start: float, end: float) -> Timeline:
         """The work that ran between two times."""
-        return Timeline(0.0, end, tuple(Piece(*piece) for piece in self._pieces)).between(start, end)
+        return Timeline(0.0, end, tuple(Span(*span) for span in self._spans)).between(start, end)
 
     def _note(self, clock: Clock, start: float, seconds: float, label: str, waited_for: str) -> None:
         end, last = start + seconds, self._last.get(clock.name)
         if last is not None and last[1] == label and last[3] == start:
             last[3] = end
         elif seconds > 0:
-            self._last[clock.name] = piece = [clock.name, label, start, end, waited_for if last and start > last[3] else ""]
-            self._pieces.append(piece)
+            self._last[clock.name] = span = [clock.name, label, start, end, waited_for if last and start > last[3] else ""]
+            self._spans.append(span)
         clock.now, clock.label = end, label
         if seconds > 0:
             clock.waited_for = ""

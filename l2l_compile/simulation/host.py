@@ -9,7 +9,7 @@ import torch
 from l2l_compile.host.step.torch_step import Hyperparameters
 from l2l_compile.host.wire import Wires
 from l2l_compile.host.worker import Ticket, Worker
-from l2l_compile.races import Order, Unwatched
+from l2l_compile.races import Unwatched, VectorClock
 from l2l_compile.ranks.sharded import local
 from l2l_compile.simulation.costs import nbytes
 from l2l_compile.simulation.device import Clock, Clocks, SimulatedEvent
@@ -19,7 +19,7 @@ class SimulatedTicket(Ticket):
     """A piece of work that is done at a known virtual time."""
 
     def __init__(self, worker: Worker, clocks: Clocks, done: SimulatedEvent):
-        super().__init__(worker, Order())
+        super().__init__(worker, VectorClock())
         self._clocks, self._at = clocks, done
 
     def wait(self) -> None:
@@ -73,8 +73,8 @@ class OnePass:
         """As `CompiledStep.on`."""
         moved = 0
         for parameter, gradient in gradients.items():
-            piece = local(parameter)
-            moved += nbytes([gradient]) + 2 * nbytes([piece]) + 2 * self._state_bytes * piece.numel()
+            shard = local(parameter)
+            moved += nbytes([gradient]) + 2 * nbytes([shard]) + 2 * self._state_bytes * shard.numel()
             copy = self._wires.latest(parameter)
             moved += nbytes([copy.view]) if copy is not None else 0
         self._clocks.spend(moved / self._clocks.machine.host_bandwidth)

@@ -38,7 +38,7 @@ class Overhead:
 
 
 @dataclass(frozen=True)
-class Own:
+class CallerTime:
     """Of one step: the number of nodes, the number of calls of blocks, and the caller's seconds outside of the blocks."""
 
     nodes: int
@@ -51,7 +51,7 @@ def measured_overhead(device: torch.device) -> Overhead:
     return overhead_of(*(_own(device, micro_batches) for micro_batches in _MICRO_BATCHES))
 
 
-def overhead_of(few: Own, many: Own) -> Overhead:
+def overhead_of(few: CallerTime, many: CallerTime) -> Overhead:
     """The overhead from two steps of one model, which differ only in the number of micro-batches, so in the calls of blocks."""
     micro_batch = max((many.seconds - few.seconds) / (many.calls - few.calls), 1e-9)
     return Overhead(max((few.seconds - few.calls * micro_batch) / few.nodes, 1e-9), micro_batch)
@@ -108,7 +108,7 @@ class _Backend:
         return self.runners[-1]
 
 
-def _own(device: torch.device, micro_batches: int) -> Own:
+def _own(device: torch.device, micro_batches: int) -> CallerTime:
     options = Options.build({"device": device, "micro_batches": micro_batches, "block_compiler": "eager"})
     clock = caller_clock()
     counted = _Counted(device, clock)
@@ -124,4 +124,4 @@ def _own(device: torch.device, micro_batches: int) -> Own:
     (runner,) = backend.runners
     graphs = (runner.program.forward, runner.program.backward)
     nodes = sum(node.op == "call_function" for module in graphs if module is not None for node in module.graph.nodes)
-    return Own(nodes, counted.calls, statistics.median(seconds[2:]))
+    return CallerTime(nodes, counted.calls, statistics.median(seconds[2:]))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from l2l_compile.errors import L2LError
-from l2l_compile.ranks.announcements import Kind
+from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.ranks import Ranks, standing_in
 from l2l_compile.ranks.sharded import is_of_a_parallel_layer, is_sharded
 from l2l_compile.simulation.costs import nbytes
@@ -40,7 +40,7 @@ class SimulatedRanks(Ranks):
 
     def announce(
         self,
-        kind: Kind,
+        kind: ActionKind,
         collectives: tuple[str, ...] = (),
         train: bool = False,
         told: Sequence[int] = (),
@@ -57,10 +57,10 @@ class SimulatedRanks(Ranks):
         self._clocks.spend(self._ring.latency)
         return [self.size * value for value in values]
 
-    def _all_gather(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         self._clocks.queue(self._ring.seconds(nbytes([whole])))
 
-    def _all_gather_each(self, wholes: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
+    def _all_gather_each(self, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
         if wholes:
             self._clocks.queue(self._ring.seconds(nbytes(wholes)))
 

@@ -1,7 +1,7 @@
-"""The cost of collectives in a ring: each rank passes the pieces that it receives from the previous rank on to the next rank.
+"""The cost of collectives in a ring: each rank passes the shards that it receives from the previous rank on to the next rank.
 
-A tensor of B bytes on N ranks is cut into N pieces. A piece takes N - 1 hops. All links work at the same time, and each link
-carries N - 1 pieces (Thakur, Rabenseifner and Gropp, IJHPCA 2005, section 4.1):
+A tensor of B bytes on N ranks is cut into N shards. A shard takes N - 1 hops. All links work at the same time, and each link
+carries N - 1 shards (Thakur, Rabenseifner and Gropp, IJHPCA 2005, section 4.1):
 
     (N - 1) / N * B / bandwidth + (N - 1) * latency
 """

@@ -18,14 +18,14 @@ from l2l_compile.testing.difference import GRADIENT, INPUT_GRADIENT, LOSS, OUTPU
 from l2l_compile.testing.moves import Move
 from l2l_compile.testing.observation import Call, State, Step, observe, put_back, random_state, restore
 from l2l_compile.testing.reversal import Reversed
-from l2l_compile.testing.verdicts import DEPENDS, Own
+from l2l_compile.testing.verdicts import DEPENDS, EagerError
 
 TOGETHER = Key(GRADIENT, "all parameters together")
 MOVES = 3  # one move alone may by chance give nearly the same rounding
 
 
 @dataclass(frozen=True)
-class Repeat:
+class RepeatableStep:
     """A step that eager can repeat: its model, the state before it, and all its arguments.
 
     expected   results, gradients and state after the step
@@ -41,7 +41,7 @@ class Repeat:
     expected: Mapping[Key, Any]
     results: Sequence[Any]
 
-    def reversed(self, narrowest: torch.dtype) -> Own:
+    def reversed(self, narrowest: torch.dtype) -> EagerError:
         """The error with the rows in reverse order; no `errors` if half of the digits (of the narrowest dtype) depend on it."""
         limit = torch.finfo(narrowest).eps ** 0.5
         noise = self._noise(limit)
@@ -51,8 +51,8 @@ class Repeat:
             except Exception:  # noqa: BLE001 - a model may fail with anything if the reversed dimension has no rows
                 continue
             if self._is_rounding(errors, limit):
-                return Own(self._small(errors, limit), noise)
-        return Own(noise=noise, why=DEPENDS)
+                return EagerError(self._small(errors, limit), noise)
+        return EagerError(noise=noise, why=DEPENDS)
 
     def _noise(self, limit: float) -> dict[Key, float]:
         """The largest errors of `MOVES` steps with parameters and batch moved by one unit in the last place.
@@ -69,7 +69,7 @@ class Repeat:
     def _moved(self, move: Move) -> dict[Key, float]:
         return self._errors(self.module, move.state(self.before, self.expected), move.inputs((self.args, dict(self.kwargs))))
 
-    def autocast(self, dtype: torch.dtype) -> Own:
+    def autocast(self, dtype: torch.dtype) -> EagerError:
         """The error of the model under autocast to `dtype`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ class Repeat:
                 return self.module(*args, **kwargs)
 
         errors = self._errors(call)
-        return Own({**errors, TOGETHER: total(e for key, e in errors.items() if key.kind == GRADIENT)})
+        return EagerError({**errors, TOGETHER: total(e for key, e in errors.items() if key.kind == GRADIENT)})
 
     def _errors(
         self, call: Call, state: State | None = None, inputs: tuple[tuple, Mapping[str, Any]] | None = None

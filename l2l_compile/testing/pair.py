@@ -19,11 +19,11 @@ from l2l_compile.testing.difference import BUFFER, GRADIENT, INPUT, PARAMETER, D
 from l2l_compile.testing.draws import Watched
 from l2l_compile.testing.leaves import converted, inputs_of
 from l2l_compile.testing.observation import Step, observe, random_state, restore, state_of, step_with
-from l2l_compile.testing.own_error import NARROW, TOGETHER, Repeat, computed_in, total
+from l2l_compile.testing.own_error import NARROW, TOGETHER, RepeatableStep, computed_in, total
 from l2l_compile.testing.reversal import Recorded
 from l2l_compile.testing.rules import AsAutocast, Rule, promise
 from l2l_compile.testing.segments import Places
-from l2l_compile.testing.verdicts import Own
+from l2l_compile.testing.verdicts import EagerError
 
 _WRITTEN = (BUFFER, PARAMETER, INPUT)
 
@@ -98,7 +98,7 @@ class Pair:
         expected = observe(self.eager, recorded, step, args, kwargs)
         with random_state(random):
             actual = self._streamed(step, args, kwargs, before)
-        repeat = Repeat(self.eager, step, args, kwargs, before, random, expected, recorded.results)
+        repeat = RepeatableStep(self.eager, step, args, kwargs, before, random, expected, recorded.results)
         found = differences(actual, expected, Places(self.programs))
         inputs = {Key(INPUT, name): value for name, value in inputs_of(args, kwargs).items()}
         return self._compared([d for d in found if _says_something(d, expected, {**before, **inputs})], repeat)
@@ -113,12 +113,12 @@ class Pair:
             found = observe(self.streamed, self.compiled, step, args, kwargs)
         return found
 
-    def _compared(self, found: Sequence[Difference], repeat: Repeat) -> Comparison:
+    def _compared(self, found: Sequence[Difference], repeat: RepeatableStep) -> Comparison:
         dtype, number = _dtype_of(repeat), self._count
         title = f"streamed against eager in {str(dtype).removeprefix('torch.')}"
 
-        def measured(how: Callable[[Repeat], Own]) -> Callable[[], Own]:
-            return lambda: how(repeat) if number == self._count else Own(why="not measured before the next step")
+        def measured(how: Callable[[RepeatableStep], EagerError]) -> Callable[[], EagerError]:
+            return lambda: how(repeat) if number == self._count else EagerError(why="not measured before the next step")
 
         if self.options.precision != "fp32":
             narrow = NARROW[self.options.precision]
@@ -155,7 +155,7 @@ def _together(found: Sequence[Difference]) -> Difference:
     return Difference(TOGETHER, (), total(d.error for d in gradients), total(d.norm for d in gradients))
 
 
-def _dtype_of(repeat: Repeat) -> torch.dtype:
+def _dtype_of(repeat: RepeatableStep) -> torch.dtype:
     """The narrowest floating-point dtype of the parameters, or of the inputs if there are no parameters."""
     parameters: list[torch.Tensor] = list(repeat.module.parameters()) if isinstance(repeat.module, nn.Module) else []
     tensors = parameters or [t for t in inputs_of(repeat.args, repeat.kwargs).values() if isinstance(t, torch.Tensor)]

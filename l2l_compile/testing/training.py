@@ -27,7 +27,7 @@ from l2l_compile.testing.own_error import computed_in
 from l2l_compile.testing.reversal import Recorded, Reversed
 from l2l_compile.testing.rules import NO_DIGITS, Rule, SameUpdates, promise
 from l2l_compile.testing.segments import Places
-from l2l_compile.testing.verdicts import DEPENDS, Own
+from l2l_compile.testing.verdicts import DEPENDS, EagerError
 from l2l_compile.update_modes import MODES
 
 COMPILED_UPDATE = 1e-6  # relative error of an update compiled into one pass over memory; other updates have the same bits
@@ -183,7 +183,7 @@ class _Trainings:
                 norm, least = error_of(theirs, self.before[key]), rounding * norm_of(theirs)
             found.append(difference(key, actual, theirs, segments, norm, least))
 
-        def own() -> Own:
+        def own() -> EagerError:
             return self._reversed(expected, call_with, self._computed_in(streamed))
 
         return Comparison(title, tuple(found), rule, programs(streamed.call), own)
@@ -196,7 +196,7 @@ class _Trainings:
         """Parameters and buffers before training."""
         return state_of(copied(self.model, self.dtype))
 
-    def _reversed(self, run: Run, call_with: CallWith, narrowest: torch.dtype) -> Own:
+    def _reversed(self, run: Run, call_with: CallWith, narrowest: torch.dtype) -> EagerError:
         """Errors of a run with the rows of every batch reversed; none if that changes half the digits of the first loss."""
         first = Key(LOSS, "of batch 0")
         limit = torch.finfo(narrowest).eps ** 0.5 * norm_of(run.values[first])
@@ -208,8 +208,8 @@ class _Trainings:
             pairs = {key: (found.get(key), value) for key, value in run.values.items() if isinstance(value, torch.Tensor)}
             errors = {key: error_of(a, e) for key, (a, e) in pairs.items() if isinstance(a, torch.Tensor)}
             if errors[first] <= limit:
-                return Own(errors | _losses(errors, run.values))
-        return Own(why=DEPENDS)
+                return EagerError(errors | _losses(errors, run.values))
+        return EagerError(why=DEPENDS)
 
 
 def _losses(errors: Mapping[Key, float], values: Mapping[Key, Any]) -> dict[Key, float]:

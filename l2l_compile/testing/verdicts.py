@@ -14,7 +14,7 @@ DEPENDS = "not known, since the numbers depend on the order of the rows"
 
 
 @dataclass(frozen=True)
-class Own:
+class EagerError:
     """The error of eager itself, as norms.
 
     errors  on the same batch with its rows reversed, or under autocast
@@ -62,11 +62,11 @@ class Verdicts:
     differences: tuple[Difference, ...]
     rule: Rule
     programs: tuple[Program, ...] = field(repr=False)
-    measure: Callable[[], Own] = field(repr=False)
+    measure: Callable[[], EagerError] = field(repr=False)
     shown: tuple[Difference, ...] = ()
 
     @functools.cached_property
-    def own(self) -> Own:
+    def own(self) -> EagerError:
         """The error of eager itself, measured at the first access. That must come before the next step of the same pair."""
         return self.measure()
 

@@ -1,12 +1,12 @@
 """Write the collectives of a program whose parameters are sharded over ranks.
 
-    %w = fetch_weights(segment)                    %w = fetch_weights(segment)                 this rank's pieces
-    ...                                      =>    %c = all_gather_weights(segment, %w)            the pieces of all ranks
+    %w = fetch_weights(segment)                    %w = fetch_weights(segment)                 this rank's shards
+    ...                                      =>    %c = all_gather_weights(segment, %w)            the shards of all ranks
     forward(segment, %w, ...)                      ...
                                                    forward(segment, %c, ...)
 
     push_gradients(segment, %g)              =>    %r = reduce_scatter_gradients(segment, %g)          the mean over the ranks
-                                                   push_gradients(segment, %r)                 this rank's pieces of it
+                                                   push_gradients(segment, %r)                 this rank's shards of it
 
 Under `ranks="global"`, the gradients of a segment that ran on all rows are the same on all ranks: `local_shard` replaces the
 reduction.
@@ -40,7 +40,7 @@ class PlaceRanks:
         if compilation.captured.shards == 1:
             return
         for segment in compilation.segments:
-            segment.sharded = any(w.pieces is not None for w in segment.weights)
+            segment.sharded = any(w.shard_spec is not None for w in segment.weights)
         for graph in filter(None, (compilation.forward, compilation.backward)):
             _gather(graph, compilation.segments)
             _reduce(graph, compilation.segments, compilation.is_global)
@@ -71,11 +71,11 @@ def _reduce(graph: fx.Graph, segments: list[Segment], is_global: bool) -> None:
 
 
 def _own_bytes(segment: Segment, trained: bool = False) -> int:
-    """Bytes on the link of this rank's padded pieces and of unsharded weights; `trained` leaves out frozen weights."""
+    """Bytes on the link of this rank's padded shards and of unsharded weights; `trained` leaves out frozen weights."""
     total = 0
     for weight, spec in zip(segment.weights, segment.block.weights, strict=True):
         if spec.differentiable or not trained:
-            total += weight.pieces.entries * spec.dtype.itemsize if weight.pieces is not None else spec.bytes({})
+            total += weight.shard_spec.entries * spec.dtype.itemsize if weight.shard_spec is not None else spec.bytes({})
     return total
 
 

@@ -32,7 +32,7 @@ from l2l_compile.ir.values import TensorSpec
 from l2l_compile.passes.compilation import Compilation, Fact
 
 
-class State(enum.Enum):
+class GradientState(enum.Enum):
     """The state of a gradient without rows."""
 
     SAME = "the same on all ranks"
@@ -74,7 +74,7 @@ class _Rows:
 
     def __init__(self, graph: fx.Graph, segments: list[Segment]):
         self.graph, self.segments = graph, segments
-        self.states: dict[fx.Node, State] = {}
+        self.states: dict[fx.Node, GradientState] = {}
         self.whole: dict[fx.Node, fx.Node] = {}  # the node with all rows, by the node with this rank's rows
 
     def place(self) -> None:
@@ -85,8 +85,8 @@ class _Rows:
                 self._behind(node, nodes.all_reduce)
             elif node.target is nodes.accumulate:
                 self._accumulate(node)
-            elif node.target is nodes.offload and self._state(nodes.operands(node).x) is State.PART:
-                nodes.set_operands(node, x=self._as(State.SAME, nodes.operands(node).x, node))
+            elif node.target is nodes.offload and self._state(nodes.operands(node).x) is GradientState.PART:
+                nodes.set_operands(node, x=self._as(GradientState.SAME, nodes.operands(node).x, node))
 
     def _run(self, node: fx.Node, segment: Segment) -> None:
         block, mixes = segment.block, not segment.block.inner_looped
@@ -98,7 +98,7 @@ class _Rows:
             nodes.set_operands(node, gradients=tuple(self._arriving(g, spec, mixes, node) for g, spec in arriving))
         for made in [user for user in node.users if user.target is operator.getitem and "spec" in user.meta]:
             if made.meta["spec"].batch is None:
-                self.states[made] = State.SAME if mixes or node.target is nodes.forward else State.PART
+                self.states[made] = GradientState.SAME if mixes or node.target is nodes.forward else GradientState.PART
             elif mixes:
                 self._behind(made, nodes.local_rows)
 
@@ -109,7 +109,7 @@ class _Rows:
         if spec.batch is not None:
             return self._all_rows(gradient, spec, reader) if mixes else gradient
         # the gradient of a sum is the gradient of each of its parts; the gradient of any other value counts once over all ranks
-        return self._as(State.SAME if mixes or spec.partial is not None else State.PART, gradient, reader)
+        return self._as(GradientState.SAME if mixes or spec.partial is not None else GradientState.PART, gradient, reader)
 
     def _all_rows(self, own: fx.Node, spec: TensorSpec, reader: fx.Node) -> fx.Node:
         if spec.batch is None:
@@ -122,20 +122,20 @@ class _Rows:
         a, b = nodes.operands(node).a, nodes.operands(node).b
         if node.meta["spec"].batch is not None:
             return
-        state = State.SAME if self._state(a) is self._state(b) is State.SAME else State.PART
+        state = GradientState.SAME if self._state(a) is self._state(b) is GradientState.SAME else GradientState.PART
         nodes.set_operands(node, a=self._as(state, a, node), b=self._as(state, b, node))
         self.states[node] = state
 
-    def _state(self, node: fx.Node) -> State:
+    def _state(self, node: fx.Node) -> GradientState:
         """The state of a value. A copy has the state of its source; a value from outside is the same on all ranks."""
         while node not in self.states and node.target in (nodes.restore, nodes.offload, nodes.stash):
             node = nodes.operands(node).x
-        return self.states.get(node, State.SAME)
+        return self.states.get(node, GradientState.SAME)
 
-    def _as(self, state: State, node: fx.Node, reader: fx.Node) -> fx.Node:
+    def _as(self, state: GradientState, node: fx.Node, reader: fx.Node) -> fx.Node:
         if self._state(node) is state:
             return node
-        made = self._before(reader, nodes.all_reduce if state is State.SAME else nodes.mask_to_first_rank, node)
+        made = self._before(reader, nodes.all_reduce if state is GradientState.SAME else nodes.mask_to_first_rank, node)
         self.states[made] = state
         return made
 

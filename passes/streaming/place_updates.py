@@ -17,7 +17,7 @@ from torch import fx
 
 from l2l_compile.ir import nodes
 from l2l_compile.passes.compilation import Compilation, Fact
-from l2l_compile.update_modes import Place
+from l2l_compile.update_modes import UpdatePlace
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class PlaceUpdates:
 
     def apply(self, compilation: Compilation) -> None:
         place = compilation.options.mode.place
-        if place is Place.AFTER_PUSH and compilation.backward is not None:
+        if place is UpdatePlace.AFTER_PUSH and compilation.backward is not None:
             _after_pushes(compilation.backward)
-        if place is Place.BEFORE_FETCH:
+        if place is UpdatePlace.BEFORE_FETCH:
             _before_fetches(compilation)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from l2l_compile import L2LError
 from l2l_compile.frontend.capture import REWRITES
-from l2l_compile.frontend.draft import Draft, Fact, Rewrite, rewrite
+from l2l_compile.frontend.draft import Draft, DraftFact, Rewrite, rewrite
 
 IN_PLACE = tuple(Rewrite(lambda draft: None, each.requires, each.provides) for each in REWRITES)
 
@@ -21,9 +21,9 @@ def test_every_rewrite_comes_behind_what_it_requires():
 
 def test_every_fact_is_provided_once_and_required_later():
     provided = [fact for each in REWRITES for fact in each.provides]
-    assert sorted(provided) == sorted(Fact)
+    assert sorted(provided) == sorted(DraftFact)
     required = {fact for each in REWRITES for fact in each.requires}
-    assert set(Fact) - required == {Fact.SPECS}  # for the passes
+    assert set(DraftFact) - required == {DraftFact.SPECS}  # for the passes
 
 
 def test_a_rewrite_is_named_by_its_function():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from l2l_compile import IndexRangeError, L2LError
-from l2l_compile.frontend.index_checks.indices import Check
+from l2l_compile.frontend.index_checks.indices import LookupCheck
 from models import WIDTH, Layer, Stack, assert_parity, assert_same_state, compiled, rows
 from test_huggingface import VOCAB, build
 
@@ -202,13 +202,13 @@ def test_learned_positions(stand_in):
 
 def test_indices_made_of_sizes_are_checked_once(stand_in):
     ran = []
-    run = Check.run
+    run = LookupCheck.run
 
     def count(check, *arguments):
         ran.append(check.lookup.operation)
         run(check, *arguments)
 
-    with mock.patch.object(Check, "run", count):
+    with mock.patch.object(LookupCheck, "run", count):
         step = compiled(Reader(learned_positions).double(), device=stand_in)
         for _ in range(3):
             step(tokens_of(4))

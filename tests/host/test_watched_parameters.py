@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from l2l_compile.host import watched_parameters
-from l2l_compile.host.watched_parameters import Watch
+from l2l_compile.host.watched_parameters import ParameterWatch
 
 CHANGES = ("begin", "end", "_watch")
 
@@ -18,7 +18,7 @@ class Watcher:
 
     def __init__(self):
         self.parameters = [nn.Parameter(None) for _ in range(3)]
-        self.watch = Watch(self)
+        self.watch = ParameterWatch(self)
 
     def before_reading(self):
         self.watch.end()

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from l2l_compile import L2LError, cache_folder
-from l2l_compile.cache_folder import CacheFolder, Refused
+from l2l_compile.cache_folder import CacheFolder, FolderRefused
 from l2l_compile.command.main import main
 from l2l_compile.host.compiled_step import library
 from l2l_compile.lowering import inductor_folder
@@ -394,7 +394,7 @@ def test_size_and_clear():
     assert path == trace_cache._folder().path and found.entries == 1 and found.bytes > 60
     assert trace_cache.clear()[1] == found and trace_cache.size()[1].entries == 0 and entries() == []
     path.chmod(0o777)
-    with pytest.raises(Refused, match="others may write into"):
+    with pytest.raises(FolderRefused, match="others may write into"):
         trace_cache.clear()
 
 

@@ -111,7 +111,7 @@ def test_the_compiler_is_asked_while_dynamo_looks_at_the_model(monkeypatch, opti
 def test_progress(monkeypatch, capsys, shown):
     monkeypatch.setenv("L2L_COMPILE_PROGRESS", shown)
     monkeypatch.setattr(compile_ahead, "PATIENCE", -1.0)
-    progress = compile_ahead.Progress()
+    progress = compile_ahead.CompileProgress()
     progress.expect(2)
     for _ in range(3):
         progress.step()

@@ -22,7 +22,7 @@ from l2l_compile.options import Options
 from l2l_compile.report.page.data import lane_texts
 from l2l_compile.report.page.write import page_of
 from l2l_compile.simulation.machine import Machine
-from l2l_compile.timeline import Piece, Timeline
+from l2l_compile.timeline import Span, Timeline
 from models import Broken, Stack, compiled, loss_of, rows
 
 OPTIONS = {"micro_batches": 2, "device": "cpu"}
@@ -57,10 +57,10 @@ def test_a_page_has_segments_lanes_memory_and_options():
     layers = [s for s in data["segments"] if s["repeats"] == 4]
     assert len({s["block"] for s in layers}) == 1 and all(s["how"] == "2 micro-batches" and s["bytes"] for s in layers)
     lanes = data["timeline"]["lanes"]
-    labels = {(lanes[row], data["timeline"]["labels"][label]) for row, _, _, label, _ in data["timeline"]["pieces"]}
+    labels = {(lanes[row], data["timeline"]["labels"][label]) for row, _, _, label, _ in data["timeline"]["spans"]}
     assert {("h2d", "fetch_weights layers.0"), ("compute", "backward layers.3, micro-batch 2")} <= labels
     assert all(
-        0 <= start <= start + length <= data["timeline"]["end"] * 1.001 for _, start, length, *_ in data["timeline"]["pieces"]
+        0 <= start <= start + length <= data["timeline"]["end"] * 1.001 for _, start, length, *_ in data["timeline"]["spans"]
     )
     options = {name: (value, change) for name, value, change in data["options"]}
     assert options["micro_batches"][0] == "2" and options["optimizer"][0] == "AdamW" and "of host memory" in options["update"][1]
@@ -87,7 +87,7 @@ UPDATES = ["at_step", "in_backward", "in_forward"]
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_measured_step_on_the_host_shows_memory_over_time(tmp_path, update):
-    """Pieces of the host lane, which updates, do not hide the caller's, which computes."""
+    """ShardSpec of the host lane, which updates, do not hide the caller's, which computes."""
     model = Stack(4)
     optimizer = torch.optim.AdamW(model.parameters())
     behind = {"optimizer": optimizer, "update": update} if update != "at_step" else {}
@@ -102,8 +102,8 @@ def test_a_measured_step_on_the_host_shows_memory_over_time(tmp_path, update):
     curve = data["memory"]["device"]
     held = list(map(sum, curve["bytes"]))
     assert len(curve["times"]) > 20 and held[0] == 0 and max(held) == curve["counted"]
-    pieces = data["timeline"]["pieces"]
-    backwards = [start for _, start, _, label, _ in pieces if data["timeline"]["labels"][label].startswith("backward")]
+    spans = data["timeline"]["spans"]
+    backwards = [start for _, start, _, label, _ in spans if data["timeline"]["labels"][label].startswith("backward")]
     assert backwards and curve["times"][-1] >= max(backwards) and min(held[1:]) < 0.5 * max(held)
 
 
@@ -207,7 +207,7 @@ def test_view_shows_the_step_that_was_measured(tmp_path, monkeypatch):
     where = l2l_compile.view(step)
     assert opened == [where.as_uri()]
     data = data_in(where.read_text())
-    assert data["title"].endswith("a measured step") and data["timeline"]["pieces"]
+    assert data["title"].endswith("a measured step") and data["timeline"]["spans"]
     assert max(map(sum, data["memory"]["device"]["bytes"])) > 0
 
 
@@ -335,9 +335,9 @@ def test_a_page_of_96_layers_in_a_browser(tab, errors, tmp_path):
     page.hover("#strip div:nth-child(3)")
     assert page.inner_text("#tip").startswith("layers.1\n") and "2 micro-batches" in page.inner_text("#tip")
     box = page.locator("#lanes").bounding_box()
-    first = "data.timeline.pieces.find((piece) => piece[0] === 1 && piece[1] > 0)"
-    piece = page.evaluate(f"(([, start, length]) => xOf(byId('lanes'), start + length / 2))({first})")
-    page.mouse.move(box["x"] + piece, box["y"] + 54)
+    first = "data.timeline.spans.find((span) => span[0] === 1 && span[1] > 0)"
+    span = page.evaluate(f"(([, start, length]) => xOf(byId('lanes'), start + length / 2))({first})")
+    page.mouse.move(box["x"] + span, box["y"] + 54)
     assert "micro-batch" in page.inner_text("#tip") and "from" in page.inner_text("#tip")
     span = "view.to - view.from"
     whole = page.evaluate(span)
@@ -346,7 +346,7 @@ def test_a_page_of_96_layers_in_a_browser(tab, errors, tmp_path):
     page.wait_for_function(f"{span} < {whole} / 2")
     before = page.evaluate("view.from")
     page.mouse.down()
-    page.mouse.move(box["x"] + piece - 40, box["y"] + 54)
+    page.mouse.move(box["x"] + span - 40, box["y"] + 54)
     page.mouse.up()
     assert page.evaluate("view.from") > before, "dragging moves"
     page.locator("#lanes").dblclick(position={"x": 200, "y": 50})
@@ -369,14 +369,14 @@ def ink_of_row(page, row: int) -> float:
 
 
 def test_a_lane_that_is_hardly_busy_is_not_drawn_solid(tab, tmp_path):
-    """Ten thousand pieces, of which each is narrower than a pixel: ink is about the share of the time that they take."""
+    """Ten thousand spans, of which each is narrower than a pixel: ink is about the share of the time that they take."""
     count, shares = 10_000, {"caller": 0.001, "compute": 0.5, "h2d": 0.05}
-    pieces = [
-        Piece(lane, f"forward layers.{n % 4}", n / count, (n + share) / count)
+    spans = [
+        Span(lane, f"forward layers.{n % 4}", n / count, (n + share) / count)
         for lane, share in shares.items()
         for n in range(count)
     ]
-    (tmp_path / "report.html").write_text(page_of(explained(Stack(4)), Timeline(0.0, 1.0, tuple(pieces)), "a step"))
+    (tmp_path / "report.html").write_text(page_of(explained(Stack(4)), Timeline(0.0, 1.0, tuple(spans)), "a step"))
     page = tab
     page.goto((tmp_path / "report.html").as_uri())
     assert page.evaluate("data.timeline.busy") == ["0.1 %", "50 %", "5 %"]

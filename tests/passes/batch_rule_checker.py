@@ -15,7 +15,7 @@ from l2l_compile.passes.batching.batch_rules import Mixing, Partial, Rows, analy
 
 SMALL, LARGE = 7, 11
 CUTS = ([2, 2, 2], [2, 4], [1, 5])  # micro-batches of a batch of six rows
-SAME = rules.Rule(lambda call: next(v.state for v in call.values() if v.state is not None))  # a rule that is often wrong
+SAME = rules.BatchRule(lambda call: next(v.state for v in call.values() if v.state is not None))  # a rule that is often wrong
 
 
 class Drawn(Protocol):

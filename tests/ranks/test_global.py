@@ -177,7 +177,7 @@ def test_dropout_has_the_masks_of_a_single_process(ranks):
 
 
 def updates_on_all_rows(rank, world, update):
-    """Gradients that are the same on all ranks, parts and pieces, through each way to update."""
+    """Gradients that are the same on all ranks, parts and shards, through each way to update."""
     torch.manual_seed(0)
     model = Convolutions()
     l2l_compile.shard(model, init_device_mesh("cpu", (world,)))

@@ -113,7 +113,7 @@ def updates_as_eager_does(rank, world):
         torch.testing.assert_close(step(numbers(0, 9)), eager(numbers(0, 9)), rtol=1e-9, atol=1e-12)
 
 
-def test_an_optimizer_steps_on_pieces_as_it_does_on_the_whole(ranks):
+def test_an_optimizer_steps_on_shards_as_it_does_on_the_whole(ranks):
     ranks.run(updates_as_eager_does)
 
 

@@ -110,7 +110,7 @@ def trained(rank, world, update):
 
 
 def updates_are_as_without_threads(rank, world):
-    """16 bits on the link: pieces go through a wire."""
+    """16 bits on the link: shards go through a wire."""
     for update in ("in_backward", "in_forward"):
         expected = trained(rank, world, update)
         with threads(rank):

@@ -58,7 +58,7 @@ KINDS = {
 
 
 def loads(rank, world, folder, name, dtype):
-    """On ranks, the pieces of what `from_pretrained` gives."""
+    """On ranks, the shards of what `from_pretrained` gives."""
     kind, config, changes = KINDS[name]
     model = on_meta(kind, config(**changes), dtype=dtype)
     if world > 1:
@@ -73,7 +73,7 @@ def loads(rank, world, folder, name, dtype):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("size", ["5GB", "6KB"])  # one file, and several with an index
 @pytest.mark.slow(but=("6KB-tied", "6KB-experts", "5GB-bert"))
-def test_pieces_equal_from_pretrained(ranks, tmp_path, name, size):
+def test_shards_equal_from_pretrained(ranks, tmp_path, name, size):
     kind, config, changes = KINDS[name]
     kind(config(**changes)).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size=size)
     assert (size == "5GB") == (tmp_path / "model.safetensors").exists()

@@ -21,7 +21,7 @@ from l2l_compile.options import Options
 from l2l_compile.passes.compilation import Compilation, Fact
 from l2l_compile.passes.pipeline import PIPELINE
 from l2l_compile.passes.verify import verify
-from l2l_compile.ranks.pieces import Pieces
+from l2l_compile.ranks.shard_spec import ShardSpec
 from l2l_compile.testing import compare
 from models import Stack, rows
 
@@ -196,17 +196,17 @@ def test_one_micro_batch_takes_no_rows_apart_unless_ranks_do(world):
 
 
 @pytest.mark.parametrize("world", [4], indirect=True)
-def test_a_model_on_meta_takes_memory_for_its_pieces_alone(world):
+def test_a_model_on_meta_takes_memory_for_its_shards_alone(world):
     with torch.device("meta"):
         model = Stack(3)
     found = program(world, model)
     assert str(found) == str(program(world))
     model.to_empty(device="cpu")
     for parameter in model.parameters():
-        piece = parameter.to_local()
+        shard = parameter.to_local()
         assert (
-            piece.device.type == "cpu"
-            and piece.untyped_storage().nbytes() <= -(-parameter.shape[0] // world) * parameter[0:1].numel() * 4
+            shard.device.type == "cpu"
+            and shard.untyped_storage().nbytes() <= -(-parameter.shape[0] // world) * parameter[0:1].numel() * 4
         )
 
 
@@ -273,12 +273,12 @@ def test_a_sharded_model_is_not_compared(world):
         compare(model, OPTIONS)(rows(4, dtype=torch.float32))
 
 
-def test_pieces_of_all_ranks_are_the_tensor_with_padding():
+def test_shards_of_all_ranks_are_the_tensor_with_padding():
     for count in range(12):
         for ranks in range(1, 7):
-            pieces = Pieces((count, 3), ranks)
-            covered = [row for rank in range(ranks) for row in pieces.span(rank)]
+            shards = ShardSpec((count, 3), ranks)
+            covered = [row for rank in range(ranks) for row in shards.span(rank)]
             assert covered == list(range(count))
             own = [len(chunk) for chunk in torch.arange(count).chunk(ranks)] if count else []
-            assert [len(pieces.span(rank)) for rank in range(ranks)] == own + [0] * (ranks - len(own))
-            assert pieces.padded == (pieces.rows * ranks, 3) and pieces.entries == pieces.rows * 3
+            assert [len(shards.span(rank)) for rank in range(ranks)] == own + [0] * (ranks - len(own))
+            assert shards.padded == (shards.rows * ranks, 3) and shards.entries == shards.rows * 3

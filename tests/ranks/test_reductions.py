@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from l2l_compile.ranks import ranks as module
-from l2l_compile.ranks.pieces import Pieces
 from l2l_compile.ranks.ranks import Ranks
+from l2l_compile.ranks.shard_spec import ShardSpec
 
 MIB = 1 << 20
 
@@ -28,22 +28,22 @@ class Alone(Ranks):
         self.sent.append(rows.shape)
         return rows[self.rank] * 3
 
-    def _all_gather_each(self, wholes, pieces) -> None:
-        self.sent.append([piece.data_ptr() - whole.data_ptr() for whole, piece in zip(wholes, pieces, strict=True)])
+    def _all_gather_each(self, wholes, shards) -> None:
+        self.sent.append([shard.data_ptr() - whole.data_ptr() for whole, shard in zip(wholes, shards, strict=True)])
 
 
 @pytest.mark.parametrize("entries", [1, 5, 1000])
-def test_pieces_do_not_depend_on_the_size_of_the_buffer(monkeypatch, entries):
+def test_shards_do_not_depend_on_the_size_of_the_buffer(monkeypatch, entries):
     shapes = [(7, 3), (2,), (1, 4), (12, 2)]  # uneven rows; ranks without any
     gradients = [torch.randn(shape) for shape in shapes]
     monkeypatch.setattr(module, "_reduced_entries", lambda ranks, dtype: entries)
     for rank in range(4):
-        ranks, pieces = Alone(4, rank), [Pieces(shape, 4) for shape in shapes]
-        found = ranks.sum_pieces(gradients, pieces, mean=False)
-        for piece, gradient, pieces_of in zip(found, gradients, pieces, strict=True):
-            span = pieces_of.span(rank)
-            assert torch.equal(piece, gradient[span.start : span.stop] * 3)
-        assert len(ranks.sent) == -(-sum(p.entries for p in pieces) // entries)
+        ranks, shards = Alone(4, rank), [ShardSpec(shape, 4) for shape in shapes]
+        found = ranks.reduce_scatter(gradients, shards, mean=False)
+        for shard, gradient, shard_spec_of in zip(found, gradients, shards, strict=True):
+            span = shard_spec_of.span(rank)
+            assert torch.equal(shard, gradient[span.start : span.stop] * 3)
+        assert len(ranks.sent) == -(-sum(p.entries for p in shards) // entries)
 
 
 def test_all_weights_of_a_segment_are_gathered_together():

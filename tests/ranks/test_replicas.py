@@ -1,4 +1,4 @@
-"""A mesh ("replicate", "shard"): each replica shards the model, and the gradients of a piece are averaged over the replicas."""
+"""A mesh ("replicate", "shard"): each replica shards the model, and the gradients of a shard are averaged over the replicas."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_replicas_draw_as_ranks_of_one_dimension(ranks):
 
 
 def clips_as_one_process(rank, world):
-    """`clip_grad_norm_` of PyTorch counts each piece once."""
+    """`clip_grad_norm_` of PyTorch counts each shard once."""
     torch.manual_seed(0)
     model, x = Stack(3).double(), numbers(0, 0)
     eager = copy.deepcopy(model)
@@ -101,7 +101,7 @@ def clips_as_one_process(rank, world):
     assert_same(whole(model, gradients=True), {name: p.grad for name, p in eager.named_parameters()}, FLOOR)
 
 
-def test_clipping_counts_a_piece_once(ranks):
+def test_clipping_counts_a_shard_once(ranks):
     ranks.run(clips_as_one_process, world=4)
 
 

@@ -1,4 +1,4 @@
-"""The three values of `update` on sharded parameters: each rank updates its pieces, and all decide from the same numbers."""
+"""The three values of `update` on sharded parameters: each rank updates its shards, and all decide from the same numbers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def clipped(rank, world, delay):
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_clipping_takes_the_norm_of_all_pieces(ranks, delay):
+def test_clipping_takes_the_norm_of_all_shards(ranks, delay):
     first, second = ranks.run(clipped, delay)
     assert first == second
 

@@ -111,8 +111,8 @@ def equals_the_mean_of_the_rows(rank, world):
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
     parallel_layers(model, mesh["tp"])
     l2l_compile.shard(model, mesh)
-    pieces = [p.to_local().numel() for p in model.parameters()]
-    assert sum(pieces) < 0.4 * sum(p.numel() for p in plain.parameters())
+    shards = [p.to_local().numel() for p in model.parameters()]
+    assert sum(shards) < 0.4 * sum(p.numel() for p in plain.parameters())
     step = torch.compile(model, backend="l2l", fullgraph=True, options=OPTIONS)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, foreach=False) for m in (plain, model)]
     for number in range(2):

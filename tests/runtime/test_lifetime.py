@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import l2l_compile
-from l2l_compile.frontend.faster.propagation import Result
+from l2l_compile.frontend.faster.propagation import FakeResult
 from models import Stack, compiled, rows
 
 
@@ -33,4 +33,4 @@ def test_graphs_of_programs_go_with_the_model(update):
 
 def test_captures_remember_nothing_once_they_are_over():
     compiled(Stack(2))(rows(6).float()).sum().backward()
-    assert not [found for found in gc.get_objects() if type(found) is Result]
+    assert not [found for found in gc.get_objects() if type(found) is FakeResult]

@@ -12,7 +12,7 @@ import l2l_compile
 from l2l_compile import Machine
 from l2l_compile.simulation.clocks import Stopwatch
 from l2l_compile.simulation.measure import elementwise_bandwidth, flops, link, link_of
-from l2l_compile.simulation.overhead import Own, overhead_of
+from l2l_compile.simulation.overhead import CallerTime, overhead_of
 from models import Stack, rows
 
 HOST = torch.device("cpu")
@@ -56,6 +56,9 @@ def test_a_link_has_a_latency_and_a_bandwidth():
 
 
 def test_overhead_of_nodes_and_rows_adds_up_to_that_of_steps():
-    few, many = Own(nodes=100, calls=10, seconds=100 * 3e-5 + 10 * 4e-5), Own(nodes=100, calls=80, seconds=100 * 3e-5 + 80 * 4e-5)
+    few, many = (
+        CallerTime(nodes=100, calls=10, seconds=100 * 3e-5 + 10 * 4e-5),
+        CallerTime(nodes=100, calls=80, seconds=100 * 3e-5 + 80 * 4e-5),
+    )
     found = overhead_of(few, many)
     assert (found.node, found.micro_batch) == (pytest.approx(3e-5), pytest.approx(4e-5))

@@ -20,8 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import l2l_compile
 from l2l_compile import L2LError, Machine, OptionError, simulate
-from l2l_compile.ranks.pieces import Pieces
 from l2l_compile.ranks.ranks import Ranks
+from l2l_compile.ranks.shard_spec import ShardSpec
 from l2l_compile.simulation.ring import ring_of
 from models import Stack, rows
 
@@ -77,10 +77,10 @@ def test_collectives_take_the_seconds_of_their_rings_on_comm(tmp_path):
     ring = ring_of(on, 4)
     gather = ring.seconds(4 * (8 * WIDTH * WIDTH + 5 * WIDTH))  # all weights of a layer together: hops are waited for once
     reduce = ring.seconds(4 * PARAMETERS)
-    pieces = {piece.label: piece.seconds for piece in found.timeline.of("comm")}
-    assert pieces["all_gather_weights layers.0"] == pytest.approx(gather, rel=1e-9)
+    spans = {span.label: span.seconds for span in found.timeline.of("comm")}
+    assert spans["all_gather_weights layers.0"] == pytest.approx(gather, rel=1e-9)
     # buffers are filled and sums divided on the lane as well: here they cost next to nothing
-    assert pieces["reduce_scatter_gradients layers.0"] == pytest.approx(reduce, rel=1e-3)
+    assert spans["reduce_scatter_gradients layers.0"] == pytest.approx(reduce, rel=1e-3)
     assert found.ranks == 4 and found.busy("comm") > 0 and str(found).startswith("simulated on one of 4 ranks on test: ")
     found.save(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -94,7 +94,7 @@ def test_one_rank_takes_as_long_as_a_model_that_is_not_sharded(options):
     alone, plain = step(1, machine(), **options), step(None, machine(), **options)
     exact = options.get("update") != "at_step"  # where a DTensor's operations are charged one by one: sums round otherwise
     assert alone.seconds == (plain.seconds if exact else pytest.approx(plain.seconds, rel=1e-12))
-    assert [(p.lane, p.label) for p in alone.timeline.pieces] == [(p.lane, p.label) for p in plain.timeline.pieces]
+    assert [(p.lane, p.label) for p in alone.timeline.spans] == [(p.lane, p.label) for p in plain.timeline.spans]
     assert (alone.taken_bytes, alone.stats.fetched_bytes) == (plain.taken_bytes, plain.stats.fetched_bytes)
     assert not alone.timeline.of("comm")
 
@@ -134,13 +134,13 @@ def test_tokens_are_those_of_all_ranks():
 
 
 def test_global_rows_and_padding_of_a_large_world_are_simulated():
-    """64 ranks have pieces of a layer with 8 rows; the rows of all of them run in one segment."""
+    """64 ranks have shards of a layer with 8 rows; the rows of all of them run in one segment."""
     found = []
     for ranks in ("mean", "global"):
         with world(64) as mesh:
             model = l2l_compile.shard(Mixing(3).float(), mesh)
             found.append(simulate(model, joined(), {"micro_batches": 2, "ranks": ranks})(rows(6, dtype=torch.float32)))
-    labels = [{piece.label.split()[0] for piece in each.timeline.of("comm")} for each in found]
+    labels = [{span.label.split()[0] for span in each.timeline.of("comm")} for each in found]
     assert "all_gather_rows" in labels[1] - labels[0] and labels[0] <= labels[1] | {"reduce_scatter_gradients"}
     assert found[1].timeline.busy("compute") > found[0].timeline.busy("compute")
 
@@ -168,12 +168,12 @@ def test_other_meshes_are_refused():
 
 @pytest.mark.parametrize("count", [1, 5, 8, 9])
 @pytest.mark.parametrize("width", [1, 4, 100])
-def test_a_buffer_has_the_pieces_of_each_rank_in_its_row(count, width):
+def test_a_buffer_has_the_shards_of_each_rank_in_its_row(count, width):
     """Of a gradient with so many rows of three, and of one with five entries, on four ranks; a range of columns at a time."""
     ranks = Ranks.__new__(Ranks)
     ranks.size = 4
-    gradients = [(torch.rand(count, 3), Pieces((count, 3), 4)), (torch.rand(5), Pieces((5,), 4))]
-    total = sum(piece.entries for _, piece in gradients)
+    gradients = [(torch.rand(count, 3), ShardSpec((count, 3), 4)), (torch.rand(5), ShardSpec((5,), 4))]
+    total = sum(spec.entries for _, spec in gradients)
     filled = []
     for first in range(0, total, width):
         columns = torch.full((4, min(width, total - first)), torch.nan)

@@ -127,16 +127,16 @@ def test_an_optimizer_that_is_not_compiled_takes_longer():
 def test_where_the_host_is_the_device_nothing_overlaps():
     model, x = Stack(3), rows(6, dtype=torch.float32)
     found = simulate(model, dataclasses.replace(MACHINE, overlaps=False), {"micro_batches": 3})(x)
-    assert {piece.lane for piece in found.timeline.pieces} <= {"caller", "host"}
+    assert {span.lane for span in found.timeline.spans} <= {"caller", "host"}
     assert found.timeline.busy("caller") <= found.seconds
 
 
-def test_pieces_of_a_lane_are_in_order_and_gaps_have_causes():
+def test_spans_of_a_lane_are_in_order_and_gaps_have_causes():
     model, x = Stack(6), rows(12, dtype=torch.float32)
     found = simulate(model, dataclasses.replace(MACHINE, h2d=1e6), {"micro_batches": 3, "precision": "bf16"})(x)
     for lane in ("compute", "h2d", "d2h", "caller"):
-        pieces = found.timeline.of(lane)
-        assert pieces and all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(pieces))
+        spans = found.timeline.of(lane)
+        assert spans and all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(spans))
         assert all(gap.waited_for for gap in found.gaps(lane))
     assert any("fetch_weights" in gap.waited_for for gap in found.gaps("compute"))  # the link is slow
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from l2l_compile.runtime.stats import Stats
-from l2l_compile.timeline import Piece, Timeline
+from l2l_compile.timeline import Span, Timeline
 
 from .cases import Report
 
@@ -15,7 +15,7 @@ def tell_lanes(timeline: Timeline, stats: Stats, report: Report) -> None:
     busy, gaps = timeline.busy("compute"), timeline.gaps("compute")
     idle = sum(gap.seconds for gap in gaps)
     report.fact("compute at work", busy, "s")
-    report.fact("compute idle between pieces", idle, "s", should="near 0: copies and updates are hidden")
+    report.fact("compute idle between spans", idle, "s", should="near 0: copies and updates are hidden")
     report.fact("idle, of the step", idle / max(busy + idle, 1e-12), "", should="below 0.05")
     for number, gap in enumerate(gaps[:LONGEST], 1):
         report.fact(f"gap {number}", gap.seconds * 1e3, "ms", note=f"before {gap.before}, which waits for {gap.waited_for}")
@@ -30,10 +30,10 @@ def tell_lanes(timeline: Timeline, stats: Stats, report: Report) -> None:
         report.fact(f"compute in {name}", seconds, "s")
 
 
-def by_kind(pieces: list[Piece]) -> dict[str, float]:
-    """Seconds of all pieces of each kind of node."""
+def by_kind(spans: list[Span]) -> dict[str, float]:
+    """Seconds of all spans of each kind of node."""
     found: dict[str, float] = {}
-    for piece in pieces:
-        kind = piece.label.split(" ")[0]
-        found[kind] = found.get(kind, 0.0) + piece.seconds
+    for span in spans:
+        kind = span.label.split(" ")[0]
+        found[kind] = found.get(kind, 0.0) + span.seconds
     return found

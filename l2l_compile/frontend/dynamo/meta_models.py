@@ -71,8 +71,8 @@ def _tensors_of(module: torch.nn.Module, chosen: Callable[[object], bool]) -> It
 
 def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
     """A fake tensor on the host like `tensor`, which is on meta or sharded over ranks. Must be called in a fake mode."""
-    piece = local(tensor)
-    made = sharded_as(torch.empty_strided(piece.size(), piece.stride(), dtype=piece.dtype, device=HOST), tensor)
+    shard = local(tensor)
+    made = sharded_as(torch.empty_strided(shard.size(), shard.stride(), dtype=shard.dtype, device=HOST), tensor)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)

@@ -85,7 +85,7 @@ def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
     replace(dynamo_utils, "run_node", run_node)
 
 
-def _memory_of(tracer: Any) -> dict[Hashable, Result]:
+def _memory_of(tracer: Any) -> dict[Hashable, FakeResult]:
     """The kept results of a frame, dropped once it is captured: they hold symbols in a way that the collector cannot see."""
     attributes = vars(tracer.shape_env)
     if _MEMORY not in attributes:
@@ -94,7 +94,7 @@ def _memory_of(tracer: Any) -> dict[Hashable, Result]:
     return attributes[_MEMORY]
 
 
-def propagate(memory: dict[Hashable, Result], target: Hashable, operands: Any, run: Callable[[], Any]) -> Any:
+def propagate(memory: dict[Hashable, FakeResult], target: Hashable, operands: Any, run: Callable[[], Any]) -> Any:
     """The result of `run`, an operation on fake tensors. It is made from `memory` if the key is in it."""
     tensors: list[FakeTensor] = []
     try:
@@ -189,7 +189,7 @@ class _Made:
 
 
 @dataclass(frozen=True)
-class Result:
+class FakeResult:
     """The result of an operation: one tensor (`kind` is None), or a tuple or list of tensors."""
 
     kind: type | None
@@ -201,7 +201,7 @@ class Result:
         return made[0] if self.kind is None else self.kind(made)
 
 
-def _learn(result: Any, operands: Sequence[FakeTensor]) -> Result | None:
+def _learn(result: Any, operands: Sequence[FakeTensor]) -> FakeResult | None:
     """How to make a result again; None if its metadata is not enough for that."""
     kind = type(result) if type(result) in (tuple, list) else None
     leaves = [result] if kind is None else result
@@ -216,7 +216,7 @@ def _learn(result: Any, operands: Sequence[FakeTensor]) -> Result | None:
     ]
     if len(set(own)) < len(own):  # two results in one storage
         return None
-    return Result(kind, tuple(parts))
+    return FakeResult(kind, tuple(parts))
 
 
 def _learn_part(leaf: Any, operands: Sequence[FakeTensor]) -> _Same | _Made | None:

@@ -30,7 +30,7 @@ Operand: TypeAlias = Input | Dim  # an argument of a call, or a size
 
 
 @dataclass(frozen=True)
-class Check:
+class LookupCheck:
     """The check of one look-up.
 
     reader   the operation that looks up
@@ -92,7 +92,7 @@ class IndexCheck:
         self._of_inputs.run(arguments, bindings)
 
 
-def _checks(captured: Captured) -> Iterator[Check]:
+def _checks(captured: Captured) -> Iterator[LookupCheck]:
     """A check for each look-up with a known index, in order. Equal look-ups get one check."""
     known, seen = KnownValues(captured), set()
     for node in captured.graph.nodes:
@@ -102,21 +102,21 @@ def _checks(captured: Captured) -> Iterator[Check]:
                 seen.add(same)
                 needed = known.leads_to(lookup.index)
                 inputs = tuple(i for i in captured.inputs if i.node in needed)
-                yield Check(lookup, node, frozenset(needed), inputs)
+                yield LookupCheck(lookup, node, frozenset(needed), inputs)
         known.visit(node)
 
 
 class _Checks:
     """A graph with some checks and the operations that make their indices. A check stands in the place of its look-up."""
 
-    def __init__(self, captured: Captured, checks: Sequence[Check]):
+    def __init__(self, captured: Captured, checks: Sequence[LookupCheck]):
         self._module, self._graph = captured.module, fx.Graph()
         self._operands: list[Operand] = []  # one for each placeholder of the graph
         self._inputs = {i.node: i for i in captured.inputs}
         self._copies: dict[fx.Node, fx.Node] = {}
         self._sizes: dict[Dim, fx.Node] = {}
         needed = frozenset[fx.Node]().union(*(check.needed for check in checks))
-        of_reader: defaultdict[fx.Node, list[Check]] = defaultdict(list)
+        of_reader: defaultdict[fx.Node, list[LookupCheck]] = defaultdict(list)
         for check in checks:
             of_reader[check.reader].append(check)
         for node in captured.graph.nodes:

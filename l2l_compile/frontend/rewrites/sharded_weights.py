@@ -16,19 +16,19 @@ from torch import fx
 
 from l2l_compile.errors import L2LError
 from l2l_compile.frontend.dynamo import adapter
-from l2l_compile.ranks.pieces import Pieces
 from l2l_compile.ranks.ranks import Ranks
-from l2l_compile.ranks.sharded import is_of_a_parallel_layer, is_sharded, is_sharded_twice, local, pieces_of, ranks_behind
+from l2l_compile.ranks.shard_spec import ShardSpec
+from l2l_compile.ranks.sharded import is_of_a_parallel_layer, is_sharded, is_sharded_twice, local, ranks_behind, shard_spec_of
 
 PART_OF = "part_of"  # in the meta of an input that is a rank's part of a parallel layer's parameter: the DTensor of that layer
 
 
-def make_whole(graph: fx.Graph) -> tuple[dict[fx.Node, Pieces], Ranks | None]:
+def make_whole(graph: fx.Graph) -> tuple[dict[fx.Node, ShardSpec], Ranks | None]:
     """Take the calls out. Returns how each sharded input is sharded, and the ranks; None if no input is sharded.
 
     Raises `L2LError` for a parameter that is sharded or read in another way, or is sharded over other ranks than the rest.
     """
-    sharded: dict[fx.Node, Pieces] = {}
+    sharded: dict[fx.Node, ShardSpec] = {}
     ranks: Ranks | None = None
     for placeholder in graph.find_nodes(op="placeholder"):
         example = placeholder.meta.get("example_value")
@@ -37,7 +37,7 @@ def make_whole(graph: fx.Graph) -> tuple[dict[fx.Node, Pieces], Ranks | None]:
         behind = ranks_behind(example)
         if ranks is not None and behind is not ranks:
             raise L2LError(f"parameter '{_name(placeholder)}' is sharded over other ranks than those before it: use one mesh")
-        ranks, sharded[placeholder] = behind, pieces_of(example)
+        ranks, sharded[placeholder] = behind, shard_spec_of(example)
         _peel(graph, placeholder)
     if ranks is not None:
         _refuse_whole_parameters(graph, sharded)
@@ -62,7 +62,7 @@ def _peel(graph: fx.Graph, placeholder: fx.Node) -> None:
             if method_of(reader) != method:
                 raise _read_otherwise(placeholder, reader)
         made = readers
-    whole = example.to_local().new_empty(pieces_of(example).shape)  # used if the parameter has no reader
+    whole = example.to_local().new_empty(shard_spec_of(example).shape)  # used if the parameter has no reader
     for node in made:
         whole = node.meta["example_value"]
         if is_sharded(whole):
@@ -88,7 +88,7 @@ def _read_otherwise(placeholder: fx.Node, reader: fx.Node) -> L2LError:
     )
 
 
-def _refuse_whole_parameters(graph: fx.Graph, sharded: dict[fx.Node, Pieces]) -> None:
+def _refuse_whole_parameters(graph: fx.Graph, sharded: dict[fx.Node, ShardSpec]) -> None:
     """Raise for a trained parameter that is not sharded: its gradients would differ among the ranks."""
     for node in graph.find_nodes(op="placeholder"):
         example = node.meta.get("example_value")

@@ -32,7 +32,7 @@ def take_slices_apart(graph: fx.Graph, inputs: tuple[Input, ...]) -> tuple[Input
     """Give each slice of a stacked parameter its own node. Returns these, as inputs of kind "parameter" after `inputs`."""
     found: list[Input] = []
     for whole in inputs:
-        if whole.kind == "parameter" and whole.pieces is None:  # with pieces, a slice of the parameter is no slice of a piece
+        if whole.kind == "parameter" and whole.shard_spec is None:  # with shards, a slice of the parameter is no slice of a shard
             found += _slices(graph, whole, len(inputs) + len(found))
     return tuple(found)
 

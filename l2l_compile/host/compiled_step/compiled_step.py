@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from l2l_compile.errors import L2LError
-from l2l_compile.host.compiled_step.kernel import Kernel, Launch, address_of, run_all
+from l2l_compile.host.compiled_step.kernel import Launch, UpdateKernel, address_of, run_all
 from l2l_compile.host.compiled_step.record import NotElementwise, Recipe, has_simple_state, record, vectors
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.step.sharded_state import own_state
@@ -52,25 +52,25 @@ class CompiledStep:
         return functools.reduce(Hyperparameters.joined, [*left.values(), *after], shared)
 
     def _recipe(self, group: int, parameter: Parameter, gradient: torch.Tensor) -> Recipe | None:
-        state, piece = own_state(self.optimizer.state.get(parameter, {}), parameter), local(parameter)
+        state, shard = own_state(self.optimizer.state.get(parameter, {}), parameter), local(parameter)
         if not has_simple_state(state):
             return None
-        names = vectors(piece, state)
-        if piece.dtype not in _WIDTHS or not all(t.is_contiguous() for t in (piece, gradient, *map(state.get, names))):
+        names = vectors(shard, state)
+        if shard.dtype not in _WIDTHS or not all(t.is_contiguous() for t in (shard, gradient, *map(state.get, names))):
             return None
         rest = tuple(
             v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in state.items() if k not in names
         )
         special = id(parameter) if attributes(parameter) else 0  # attributes that the optimizer may look at
         key = (group, parameter.dtype, tuple(state), str(rest), special)
-        for place in ((*key, "any shape"), (*key, piece.shape)):
+        for place in ((*key, "any shape"), (*key, shard.shape)):
             if place in self._recipes:
                 return self._recipes[place]
         try:
             recipe = record(self.optimizer, self._shared, group, parameter)
         except NotElementwise:
             recipe = None
-        self._recipes[*key, "any shape" if recipe is not None and recipe.any_shape else piece.shape] = recipe
+        self._recipes[*key, "any shape" if recipe is not None and recipe.any_shape else shard.shape] = recipe
         return recipe
 
     def _launch(self, recipe: Recipe, parameter: Parameter, gradient: torch.Tensor, factor: float) -> Launch:
@@ -91,7 +91,7 @@ class CompiledStep:
         """The address of a recipe's machine code, and its scalars."""
         key = id(recipe), gradient, wire, factor
         if key not in self._kernels:
-            function = address_of(Kernel(recipe.formula, real, gradient, wire, factor != 1.0))
+            function = address_of(UpdateKernel(recipe.formula, real, gradient, wire, factor != 1.0))
             self._kernels[key] = function, torch.tensor([*recipe.scalars, factor], dtype=real)
         return self._kernels[key]
 

@@ -52,7 +52,7 @@ static inline bf16 to_bf16(float f) {{
 
 
 @dataclass(frozen=True)
-class Kernel:
+class UpdateKernel:
     """All that the C text of an update depends on: the formula, the dtypes in memory, whether gradients are scaled."""
 
     formula: Formula
@@ -63,12 +63,12 @@ class Kernel:
 
 
 @functools.cache
-def address_of(kernel: Kernel) -> int:
+def address_of(kernel: UpdateKernel) -> int:
     """The address of the C function `update(n, s, {g, p, x0, …, w})`. Raises `LoweringError` without a working C compiler."""
     return ctypes.c_size_t.from_buffer(build(source(kernel)).update).value
 
 
-def source(kernel: Kernel) -> str:
+def source(kernel: UpdateKernel) -> str:
     """The C text of an update.
 
     The function returns whether an element of the wire was not the copy of its parameter before the update. `s` ends with the

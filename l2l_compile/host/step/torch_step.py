@@ -114,7 +114,7 @@ def step_on(
                 shadow.state[stand_in], parameter, before, lambda: _names_of_entries(optimizer)
             )
         if is_sharded(parameter):
-            torch.autograd.graph.increment_version(parameter)  # the step wrote its piece
+            torch.autograd.graph.increment_version(parameter)  # the step wrote its shard
     after = left_by(shadow)
     for settings, given in zip(after.groups, shared.groups, strict=True):
         if "param_names" in given:

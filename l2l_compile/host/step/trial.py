@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from l2l_compile.errors import L2LError
 from l2l_compile.host.step.copies import copied, same
 from l2l_compile.host.step.groups import Groups, names_of_differences
-from l2l_compile.host.step.sharded_state import check_pieces_are_independent
+from l2l_compile.host.step.sharded_state import check_shards_are_independent
 from l2l_compile.host.step.small_copies import (
     Small,
     class_values,
@@ -65,7 +65,7 @@ def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
     if reason is not None:
         raise L2LError(f"{name} {reason}, so it cannot update layer by layer: use update='at_step'")
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    check_pieces_are_independent(optimizer, functools.partial(_in_pieces, optimizer), trained)
+    check_shards_are_independent(optimizer, functools.partial(_in_shards, optimizer), trained)
 
 
 def check_steps_on_the_host(optimizer: torch.optim.Optimizer) -> None:
@@ -340,8 +340,8 @@ def _counted_by(before: Any, after: Any) -> int:
     return int(after - before) if numbers and after - before in (1, -1) else 0
 
 
-def _in_pieces(optimizer: torch.optim.Optimizer, sizes: Sequence[int], dim: int) -> torch.Tensor:
-    """A small matrix after three steps, in pieces of `sizes` rows (`dim` 0) or columns."""
+def _in_shards(optimizer: torch.optim.Optimizer, sizes: Sequence[int], dim: int) -> torch.Tensor:
+    """A small matrix after three steps, in shards of `sizes` rows (`dim` 0) or columns."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(size, 6) if dim == 0 else (6, size) for size in sizes]
     chosen = [[Small(shape) for shape in shapes], *([] for _ in optimizer.param_groups[1:])]

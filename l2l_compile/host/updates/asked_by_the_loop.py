@@ -17,7 +17,7 @@ from l2l_compile.errors import L2LError
 from l2l_compile.host.hooks import optimizers_of, running_steps
 from l2l_compile.host.updates.eager_gradients import EagerGradients
 from l2l_compile.host.updates.gradient_ledger import GradientLedger, Parameter
-from l2l_compile.host.watched_parameters import Watch, is_read_by
+from l2l_compile.host.watched_parameters import ParameterWatch, is_read_by
 from l2l_compile.host.worker import Worker
 from l2l_compile.user_line import warn
 
@@ -36,7 +36,7 @@ class AskedByTheLoop(ABC):
     worker: Worker
     _ledger: GradientLedger
     _eager: EagerGradients
-    _watch: Watch
+    _watch: ParameterWatch
     _said: set[str]
 
     @property

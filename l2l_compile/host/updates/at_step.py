@@ -18,7 +18,7 @@ from l2l_compile.host.updates.scaled_step import ScaledStep
 from l2l_compile.host.wire import Wires
 from l2l_compile.host.worker import Worker
 from l2l_compile.options import Options
-from l2l_compile.ranks.announcements import Kind
+from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.sharded import local
 from l2l_compile.runtime.stats import Stats
 
@@ -55,4 +55,4 @@ class UpdatesAtStep(Updates):
         found = list(gradients)
         ranks = ranks_among(found)
         here = sum_of_squares(local(g) for g in found if counts_here(g, ranks))
-        return summed_over(ranks, Kind.NORM, (here,))[0]
+        return summed_over(ranks, ActionKind.NORM, (here,))[0]

@@ -21,7 +21,7 @@ from l2l_compile.host.watched_parameters import is_read_by, is_within_compiled_c
 from l2l_compile.host.wire import Wires
 from l2l_compile.host.worker import Ticket, Worker
 from l2l_compile.options import Options
-from l2l_compile.ranks.announcements import Kind
+from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.sharded import local
 from l2l_compile.runtime.stats import Stats
 
@@ -99,7 +99,7 @@ class UpdatesInBackward(OverlappedUpdates):
             self.worker.submit(lambda: self._apply(left, groups))
             self._drain()
         self.worker.accesses.write(self._place)
-        (squares,) = summed_over(self.ranks, Kind.STEP, (self._squares,))
+        (squares,) = summed_over(self.ranks, ActionKind.STEP, (self._squares,))
         self._norm, self._squares = math.sqrt(squares), 0.0
 
     def _check_gradients_from_outside(self) -> None:

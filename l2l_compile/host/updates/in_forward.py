@@ -23,7 +23,7 @@ from l2l_compile.host.wire import Wires
 from l2l_compile.host.worker import Ticket, Worker
 from l2l_compile.options import Options
 from l2l_compile.races import Place
-from l2l_compile.ranks.announcements import Kind
+from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.sharded import local, sharded_as
 from l2l_compile.runtime.stats import Stats
 
@@ -183,7 +183,7 @@ class UpdatesInForward(OverlappedUpdates):
         outside = self._take_gradients_from_outside(gradients)
         self._outside.clear()
         gradients.update({p: torch.zeros_like(local(p).detach()) for p in zeros})
-        summed_over(self.ranks, Kind.STEP, ())
+        summed_over(self.ranks, ActionKind.STEP, ())
         step = _Step(groups, PutOff(self.optimizer, gradients), self._max_norm)
         self._max_norm = self._max_norm_of_all
         norms, self._norms = self._norms, {}
@@ -245,7 +245,7 @@ class UpdatesInForward(OverlappedUpdates):
         step.factor = float(clip / scale)
 
     def _norm_over_ranks(self, gradients: Mapping[Parameter, torch.Tensor], known: _Norms) -> torch.Tensor:
-        """The global norm of gradients of which each rank has pieces, with the same bits on every rank."""
+        """The global norm of gradients of which each rank has shards, with the same bits on every rank."""
         ranks = self.ranks
         norm = self._norm_of({p: g for p, g in gradients.items() if counts_here(p, ranks)}, known)
         if ranks is None:

@@ -24,7 +24,7 @@ from l2l_compile.host.updates.asked_by_the_loop import AskedByTheLoop
 from l2l_compile.host.updates.eager_gradients import EagerGradients
 from l2l_compile.host.updates.gradient_ledger import GradientLedger, Parameter, PendingBackward, Pushed
 from l2l_compile.host.updates.interface import Updates
-from l2l_compile.host.watched_parameters import Watch, watch_compiled_code
+from l2l_compile.host.watched_parameters import ParameterWatch, watch_compiled_code
 from l2l_compile.host.wire import Wires
 from l2l_compile.host.worker import Worker
 from l2l_compile.memory.finalizers import items, members
@@ -52,7 +52,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         )
         self._ledger = GradientLedger(options.update, options.accumulate, memory, WeakHook(self._another_optimizer_has_them))
         self._groups = Groups(self.optimizer)
-        self._eager, self._watch = EagerGradients(), Watch(self)
+        self._eager, self._watch = EagerGradients(), ParameterWatch(self)
         self._said: set[str] = set()
         self._place = Place("the gradients of a step")
         self._watched = weakref.WeakSet()

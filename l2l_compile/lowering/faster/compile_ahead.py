@@ -126,7 +126,7 @@ def _wait_later() -> None:
 _wait_later()
 
 
-class Progress:
+class CompileProgress:
     """A line on stderr that counts compiled graphs, after two seconds, on a terminal or with `L2L_COMPILE_PROGRESS=1`."""
 
     def __init__(self) -> None:

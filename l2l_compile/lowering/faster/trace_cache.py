@@ -32,7 +32,7 @@ import torch
 from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from l2l_compile.cache_folder import CacheFolder, Refused, Usage, supported
+from l2l_compile.cache_folder import CacheFolder, FolderRefused, Usage, supported
 from l2l_compile.user_line import warn
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ def write_library(name: str, library: bytes) -> None:
 
 
 def size() -> tuple[Path, Usage]:
-    """The folder of this user's entries, and what it holds. Raises `Refused` or `OSError` for a folder that is not used."""
+    """The folder of this user's entries, and what it holds. Raises `FolderRefused` or `OSError` for a folder that is not used."""
     folder = _folder()
     return folder.path, folder.usage()
 
@@ -165,9 +165,9 @@ def _drop(folder: CacheFolder, name: str, file: str, why: str) -> None:
 
 
 def _folder() -> CacheFolder:
-    """The folder of this user's entries, beside Inductor's. Raises `Refused` on a system without users, and `OSError`."""
+    """The folder of this user's entries, beside Inductor's. Raises `FolderRefused` on a system without users, and `OSError`."""
     if not supported():
-        raise Refused("this system does not say who owns a file")
+        raise FolderRefused("this system does not say who owns a file")
     return CacheFolder(Path(cache_dir()))
 
 
@@ -175,7 +175,7 @@ def _usable() -> CacheFolder | None:
     """The folder of this user's entries; None if there can be none, which is said once."""
     try:
         return _folder()
-    except (Refused, OSError) as error:
+    except (FolderRefused, OSError) as error:
         _say_unused(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "of Inductor's cache"), error)
         return None
 
@@ -186,7 +186,7 @@ def _tried(folder: CacheFolder, use: Callable[[], T]) -> T | None:
         return use()
     except FileNotFoundError as error:  # deleted by another process, or by the user: what it held is made again
         _log.debug("not found: %s", error)
-    except (Refused, OSError) as error:
+    except (FolderRefused, OSError) as error:
         _say_unused(str(folder.path), error)
     return None
 

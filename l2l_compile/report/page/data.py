@@ -108,7 +108,7 @@ def rows_of(programs: Sequence[Program]) -> int:
 def _steps_in(timeline: Timeline, programs: Sequence[Program]) -> int:
     """The number of steps in a timeline: how often it has the first forward, at least 1."""
     first = {f"forward {p.segments[0].name}" for p in programs if p.segments}
-    counts = Counter((p.lane, p.label) for p in timeline.pieces if p.label.removesuffix(", micro-batch 1") in first)
+    counts = Counter((p.lane, p.label) for p in timeline.spans if p.label.removesuffix(", micro-batch 1") in first)
     return max(counts.values(), default=1)
 
 
@@ -161,16 +161,16 @@ def _segment(segment: Any, program: int) -> dict[str, Any]:
 
 
 def _timeline(timeline: Timeline, options: Options) -> dict[str, Any]:
-    """The pieces of the lanes that have work, in microseconds. Each label is listed once; pieces refer to labels by number."""
-    at_work = {piece.lane for piece in timeline.pieces}
+    """The spans of the lanes that have work, in microseconds. Each label is listed once; spans refer to labels by number."""
+    at_work = {span.lane for span in timeline.spans}
     lanes: list[str] = [lane for lane in AT_WORK if lane in at_work]
     labels: dict[str, int] = {}
-    pieces = []
-    for piece in timeline.pieces:
-        texts = (piece.label, piece.waited_for)
+    spans = []
+    for span in timeline.spans:
+        texts = (span.label, span.waited_for)
         label, waited_for = (labels.setdefault(text, len(labels)) for text in texts)
-        start = round((piece.start - timeline.start) * _US, 2)
-        pieces.append([lanes.index(piece.lane), start, round(piece.seconds * _US, 2), label, waited_for])
+        start = round((span.start - timeline.start) * _US, 2)
+        spans.append([lanes.index(span.lane), start, round(span.seconds * _US, 2), label, waited_for])
     busy = [_share(timeline.busy(lane) / timeline.seconds) for lane in lanes]
     texts_of_lanes = lane_texts(options, host_computes=Lane.COMPUTE not in lanes)
     return {
@@ -178,7 +178,7 @@ def _timeline(timeline: Timeline, options: Options) -> dict[str, Any]:
         "about": [texts_of_lanes[lane] for lane in lanes],
         "end": timeline.seconds * _US,
         "labels": list(labels),
-        "pieces": pieces,
+        "spans": spans,
         "busy": busy,
     }
 

@@ -110,11 +110,11 @@ class _Clock:
 
     def __init__(self, timeline: Timeline):
         self._times: dict[str, deque[float]] = defaultdict(deque)
-        by_lanes = [p for p in timeline.pieces if p.lane in OF_DEVICE]  # none where the host is the device: the caller computes
-        for piece in sorted(by_lanes or timeline.of(Lane.CALLER), key=lambda p: p.start):
-            label, _, micro_batch = piece.label.partition(", micro-batch ")
+        by_lanes = [p for p in timeline.spans if p.lane in OF_DEVICE]  # none where the host is the device: the caller computes
+        for span in sorted(by_lanes or timeline.of(Lane.CALLER), key=lambda p: p.start):
+            label, _, micro_batch = span.label.partition(", micro-batch ")
             if micro_batch in ("", "1"):
-                self._times[label].append(piece.start - timeline.start)
+                self._times[label].append(span.start - timeline.start)
         self._now = 0.0
 
     def at(self, node: fx.Node, program: Program) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from l2l_compile.passes.batching.batch_rules.rules import Rule
+from l2l_compile.passes.batching.batch_rules.rules import BatchRule
 from l2l_compile.passes.batching.batch_rules.states import Mixing, ResultState, ValueState, change_rows, each, flat
 
 
@@ -48,7 +48,7 @@ class States:
         memory.invariant_source |= invariant_source
         self.of[node] = state if memory.unproven is None else each(memory.unproven, node.meta.get("val"))
 
-    def write(self, node: fx.Node, rule: Rule) -> None:
+    def write(self, node: fx.Node, rule: BatchRule) -> None:
         """Accounts for the writes of an operation, once its result is recorded."""
         result = self.of[node]
         for write in _writes_of(node, rule):
@@ -120,7 +120,7 @@ class _Write:
     is_result: bool
 
 
-def _writes_of(node: fx.Node, rule: Rule) -> list[_Write]:
+def _writes_of(node: fx.Node, rule: BatchRule) -> list[_Write]:
     op = node.target
     if not isinstance(op, torch._ops.OpOverload):  # a higher-order op: may write into any of its arguments
         return [_Write(n, False) for n in node.all_input_nodes]
@@ -138,7 +138,7 @@ def _declares_write(argument: torch.Argument) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _gives_back(op: torch._ops.OpOverload, position: int, rule: Rule) -> bool:
+def _gives_back(op: torch._ops.OpOverload, position: int, rule: BatchRule) -> bool:
     """Whether the single result of an operation is the argument that it writes into, in the same view of its memory."""
     is_written_one = position == 0 or op._schema.arguments[position].is_out
     keeps_view = torch.Tag.inplace_view not in op.tags or rule.leaves_sizes

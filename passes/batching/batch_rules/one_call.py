@@ -9,7 +9,7 @@ import torch
 
 from l2l_compile.passes.batching.batch_rules.orders import of_orders
 from l2l_compile.passes.batching.batch_rules.ranges import with_range
-from l2l_compile.passes.batching.batch_rules.rules import Apply, Rule
+from l2l_compile.passes.batching.batch_rules.rules import Apply, BatchRule
 from l2l_compile.passes.batching.batch_rules.states import Kind, Mixing, ResultState, RowIds, Rows, ValueState, change_rows, flat
 from l2l_compile.passes.batching.batch_rules.sums import of_sums
 from l2l_compile.passes.batching.batch_rules.values import (
@@ -26,7 +26,7 @@ SHARED_DRAWS = "draws random numbers that every row shares"
 NO_RULE = "has no rule"
 
 
-def state_of(call: Call, known: Rule, follow_orders: bool) -> ResultState:
+def state_of(call: Call, known: BatchRule, follow_orders: bool) -> ResultState:
     """The state of a call without a Mixing argument. Raises `Refused` where it mixes rows.
 
     Without `follow_orders`, a call that sorts entries counts as a call that mixes rows.
@@ -64,7 +64,7 @@ def _refuse_orders(result: ResultState) -> None:
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _of_rows(call: Call, known: Rule) -> ResultState:
+def _of_rows(call: Call, known: BatchRule) -> ResultState:
     """The result by the rule, with the known facts: equal rows, equal entries and the range of entries."""
     if known.rows is None:
         raise Refused(NO_RULE)
@@ -77,7 +77,7 @@ def _of_rows(call: Call, known: Rule) -> ResultState:
     return _with_equal_rows(result, not call.is_random and _reads_equal_rows(call))
 
 
-def _by_rule(call: Call, known: Rule, apply: Apply) -> ResultState:
+def _by_rule(call: Call, known: BatchRule, apply: Apply) -> ResultState:
     """The result by the rule. A rule that only moves entries takes row numbers as rows, and its results are row numbers."""
     if not call.reads_row_ids or known.reads_row_ids:
         return apply(call)

@@ -21,19 +21,19 @@ from typing import Any, TypeVar
 from l2l_compile.passes.batching.batch_rules.indexing import advanced_index
 from l2l_compile.passes.batching.batch_rules.ranges import holds_whole_numbers, positions, unbounded, with_range
 from l2l_compile.passes.batching.batch_rules.reductions import along
-from l2l_compile.passes.batching.batch_rules.rules import Rule, rule
+from l2l_compile.passes.batching.batch_rules.rules import BatchRule, rule
 from l2l_compile.passes.batching.batch_rules.states import (
     MOVED,
     Counts,
     Empty,
     EntryIds,
-    Key,
     Kind,
     Order,
     ResultState,
     RowIds,
     Rows,
     Sorted,
+    SortKey,
     State,
     ValueState,
 )
@@ -42,12 +42,12 @@ from l2l_compile.passes.batching.batch_rules.values import Call, Refused, Traced
 S = TypeVar("S", bound=State)
 
 
-def of_orders(call: Call, known: Rule) -> ResultState:
+def of_orders(call: Call, known: BatchRule) -> ResultState:
     """The state of a call that reads sorted entries, their order or their counts."""
     return known.orders(call) if known.orders is not None else _entry_by_entry(call, known)
 
 
-def _entry_by_entry(call: Call, known: Rule) -> ResultState:
+def _entry_by_entry(call: Call, known: BatchRule) -> ResultState:
     """The state if the operation treats an entry alike in every place, and its arguments are sorted in one order."""
     for state in call.states:
         if isinstance(state, EntryIds):
@@ -91,7 +91,7 @@ def sort(call: Call) -> ResultState:
     value, rows = call.batched()
     if value.ndim != 1 or rows.upper_bound is None or rows.outer != 1 or call["descending"]:
         return along(call)
-    key = Key(rows.upper_bound, rows.factor)
+    key = SortKey(rows.upper_bound, rows.factor)
     return Sorted(key), Order(key)
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from l2l_compile.passes.batching.batch_rules.rules import Rule
+from l2l_compile.passes.batching.batch_rules.rules import BatchRule
 from l2l_compile.passes.batching.batch_rules.states import ResultState, Rows, change_rows, flat
 from l2l_compile.passes.batching.batch_rules.values import Call, dims
 
 
-def with_range(call: Call, known: Rule, result: ResultState, moves: bool) -> ResultState:
+def with_range(call: Call, known: BatchRule, result: ResultState, moves: bool) -> ResultState:
     """The result with its range, which is known for positions, and for entries that the call only `moves`."""
     if known.gives_positions and call["self"].ndim and call["dim"] is not None:
         return positions(call, result)

@@ -29,7 +29,7 @@ Apply = Callable[[Call], ResultState]
 
 
 @dataclass(frozen=True)
-class Rule:
+class BatchRule:
     """The functions of an operation, and the properties of its function for rows."""
 
     rows: Apply | None = None
@@ -46,7 +46,7 @@ class Rule:
     writes_if: str = ""  # a bool argument: if it is False, nothing is written, whatever the schema says
 
 
-RULES: dict[str, Rule] = {}  # by name with its library: "aten::mm.default"
+RULES: dict[str, BatchRule] = {}  # by name with its library: "aten::mm.default"
 
 
 def key(name: str) -> str:
@@ -62,11 +62,11 @@ def overload(name: str) -> torch._ops.OpOverload | None:
 
 
 def rule(*names: str, of: Kind = Kind.ROWS, **understands: Any) -> Callable[[Apply], Apply]:
-    """Registers a function for these operations, for arguments of this kind; see `Rule` for the other keywords."""
+    """Registers a function for these operations, for arguments of this kind; see `BatchRule` for the other keywords."""
 
     def register(apply: Apply) -> Apply:
         for name in map(key, names):
-            known = RULES.get(name, Rule())
+            known = RULES.get(name, BatchRule())
             assert getattr(known, of) is None, f"two rules for {of} of {name}"
             changes: dict[str, Any] = {of.value: apply, **understands}
             RULES[name] = replace(known, **changes)
@@ -75,25 +75,25 @@ def rule(*names: str, of: Kind = Kind.ROWS, **understands: Any) -> Callable[[App
     return register
 
 
-def find_rule(op: object) -> Rule:
+def find_rule(op: object) -> BatchRule:
     """The rule of an operation. Its function for rows may come from its functional twin or, by tag, from the pointwise rule."""
     if not isinstance(op, torch._ops.OpOverload):
-        return Rule()
-    own = RULES.get(f"{op._schema.name}.{op._overloadname}", Rule())
+        return BatchRule()
+    own = RULES.get(f"{op._schema.name}.{op._overloadname}", BatchRule())
     if own.rows is not None:
         return own
     return replace(_inherited(op), sums=own.sums, orders=own.orders)
 
 
-def _inherited(op: torch._ops.OpOverload) -> Rule:
+def _inherited(op: torch._ops.OpOverload) -> BatchRule:
     space, packet = op._schema.name.split("::")
     if space == "aten" and packet.endswith("_") and op._schema.is_mutable:
         twin = f"{packet[:-1]}.{op._overloadname}"
-        known = RULES.get(key(twin), Rule())
+        known = RULES.get(key(twin), BatchRule())
         if known.rows is not None:
             return known
         op = overload(twin) or op
-    return POINTWISE if torch.Tag.pointwise in op.tags and _takes_and_gives_tensors(op) else Rule()
+    return POINTWISE if torch.Tag.pointwise in op.tags and _takes_and_gives_tensors(op) else BatchRule()
 
 
 def broadcast(call: Call) -> ResultState:
@@ -102,7 +102,7 @@ def broadcast(call: Call) -> ResultState:
     return call.each(agree([aligned(value, first.ndim) for value in call.values()]))
 
 
-POINTWISE = Rule(broadcast, keeps_equal_entries=True, keeps_order=True)
+POINTWISE = BatchRule(broadcast, keeps_equal_entries=True, keeps_order=True)
 
 
 def _takes_and_gives_tensors(op: torch._ops.OpOverload) -> bool:

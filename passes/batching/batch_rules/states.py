@@ -49,7 +49,7 @@ ValueState = State | None
 ResultState = ValueState | tuple[ValueState, ...]
 
 
-class Key:
+class SortKey:
     """The numbers by which one call of `sort` sorts entries: numbers below `upper_bound`, `factor` of them for each row."""
 
     def __init__(self, upper_bound: int, factor: int):
@@ -79,7 +79,7 @@ class Rows(State):
     equal_entries: bool = field(default=False, compare=False)
     equal_rows: bool = field(default=False, compare=False)
     upper_bound: int | None = field(default=None, compare=False)
-    order: Key | None = None
+    order: SortKey | None = None
 
     @property
     def factor(self) -> int:
@@ -179,7 +179,7 @@ class OrderState(State):
 class Sorted(OrderState):
     """The numbers themselves, sorted."""
 
-    key: Key
+    key: SortKey
 
     @property
     def layout(self) -> Rows:
@@ -190,7 +190,7 @@ class Sorted(OrderState):
 class Order(OrderState):
     """The place from which each sorted entry comes, divided by `per`. If `inverse`, the place to which each entry has gone."""
 
-    key: Key
+    key: SortKey
     inverse: bool = False
     per: int = 1
 
@@ -203,7 +203,7 @@ class Order(OrderState):
 class Counts(OrderState):
     """How many entries have each number. With `ends`, the place where the entries with each number end."""
 
-    key: Key
+    key: SortKey
     ends: bool = False
 
 
@@ -226,7 +226,7 @@ class EntryIds(OrderState):
 class Empty(OrderState):
     """Memory for an order, with nothing in it."""
 
-    key: Key
+    key: SortKey
 
     @property
     def layout(self) -> Rows:

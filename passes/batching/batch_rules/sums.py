@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from l2l_compile.passes.batching.batch_rules.rules import Rule, rule
+from l2l_compile.passes.batching.batch_rules.rules import BatchRule, rule
 from l2l_compile.passes.batching.batch_rules.states import Kind, Partial, ResultState
 from l2l_compile.passes.batching.batch_rules.values import Call, Refused, TracedValue, Varying, flattened
 
 NEEDS_ALL = "needs the sum over the whole batch"
 
 
-def of_sums(call: Call, known: Rule) -> ResultState:
+def of_sums(call: Call, known: BatchRule) -> ResultState:
     """The state of a call that reads parts of sums, and perhaps values that every micro-batch shares."""
     if not all(isinstance(state, Partial | None) for state in call.states):
         raise Refused(NEEDS_ALL)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from l2l_compile.passes.batching.batch_rules.memory import States, may_write
 from l2l_compile.passes.batching.batch_rules.one_call import NO_RULE, fit, state_of
-from l2l_compile.passes.batching.batch_rules.rules import Rule, find_rule
+from l2l_compile.passes.batching.batch_rules.rules import BatchRule, find_rule
 from l2l_compile.passes.batching.batch_rules.states import Kind, Mixing, ResultState, Rows, ValueState, flat
 from l2l_compile.passes.batching.batch_rules.values import (
     PARTIAL_SUM_DTYPES,
@@ -217,7 +217,7 @@ class _Walk:
             return state
         return state[index] if index == other_index else Mixing("getitem", USES_BATCH_AS_NUMBER)
 
-    def _result(self, here: fx.Node, there: fx.Node, known: Rule) -> ResultState:
+    def _result(self, here: fx.Node, there: fx.Node, known: BatchRule) -> ResultState:
         """The state of a call's result: the state of its first Mixing argument, if any, and Mixing if the call is refused."""
         results = here.meta.get("val"), there.meta.get("val")
         call = Call(here.target, self._arguments(here, there), *results, self.batch, self.sum_dtypes)
