@@ -16,7 +16,7 @@ from l2l_compile.passes.pipeline import PREPARATION, SEGMENTATION, STREAMING, ru
 from l2l_compile.testing import Comparison, Pair
 from l2l_compile.testing.difference import differences
 from l2l_compile.testing.observation import state_of
-from l2l_compile.testing.rules import promise
+from l2l_compile.testing.tolerances import promise
 from l2l_compile.testing.verdicts import EagerError
 
 WIDTH = 8

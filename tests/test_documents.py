@@ -465,7 +465,7 @@ def test_the_lines_on_several_hosts_divide_a_model_within_each(shown):
         (program,) = l2l_compile.explain(plain, {"device": "cpu", "micro_batches": 2})(torch.randn(4, 8)).programs
     finally:
         dist.destroy_process_group()
-    assert scope["hosts"] == 3 and program.captured.ranks == 2 and plain[0]._parameters["weight"].to_local().shape == (4, 8)
+    assert scope["hosts"] == 3 and program.captured.shards == 2 and plain[0]._parameters["weight"].to_local().shape == (4, 8)
 
 
 @checks("docs/ranks.md: Tensor parallel layers")
@@ -490,7 +490,7 @@ def test_the_lines_on_tensor_parallel_layers_give_a_program(shown):
     finally:
         dist.destroy_process_group()
     fetched = {line.split()[-2] for line in str(program).splitlines() if "fetch_weights(" in line}
-    assert program.captured.ranks == 2 and fetched == {str(4 * (4 * 8 + 4 + 4 * 8 + 4))}  # of 8 x 16 + 16 + 16 x 8 + 8 entries
+    assert program.captured.shards == 2 and fetched == {str(4 * (4 * 8 + 4 + 4 * 8 + 4))}  # of 8 x 16 + 16 + 16 x 8 + 8 entries
 
 
 @checks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -92,3 +93,17 @@ def test_names_of_tests_are_short():
     tests = list((ROOT / "tests").rglob("*.py"))
     names = [name for path in tests for name in re.findall(r"def (test_\w+)", path.read_text())]
     assert names and not [name for name in names if len(name) > 60]
+
+
+def test_public_classes_and_modules_have_one_name_each():
+    """A name that is searched for has one place. `__init__.py` and `__main__.py` stand in every package."""
+    places: dict[str, list[str]] = {}
+    for root in ("l2l_compile", "passes"):
+        for path in sorted((ROOT / root).rglob("*.py")):
+            if not path.stem.startswith("__"):
+                places.setdefault(f"module {path.stem}", []).append(str(path.relative_to(ROOT)))
+            classes = (n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef))
+            for name in (n for n in classes if not n.startswith("_")):
+                places.setdefault(f"class {name}", []).append(str(path.relative_to(ROOT)))
+    assert len(places) > 500
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

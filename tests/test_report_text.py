@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import l2l_compile
-from l2l_compile.report.text import WIDTH
+from l2l_compile.report.report_text import WIDTH
 from models import Stack, rows
 
 

@@ -17,6 +17,7 @@ from l2l_compile.frontend.capture import capture
 from l2l_compile.ir.captured import Captured
 from l2l_compile.passes.compilation import Compilation
 from l2l_compile.passes.pipeline import PREPARATION, SEGMENTATION, run
+from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.testing import Comparison
 from models import PREPARED, backward_of_loss, compilation, pair_of
 from structures import MODELS, WIDTH, units
@@ -61,7 +62,7 @@ def trained(name: str, depth: int) -> Trained:
     return Trained(found, comparison, peak, device_memory(programs, options).grows)
 
 
-def capture_twice(cuts: list[Compilation], gm: fx.GraphModule) -> Captured:
+def capture_twice(cuts: list[Compilation], gm: fx.GraphModule) -> tuple[Captured, Ranks | None]:
     """Dynamo's graph for the backend, and a copy of it that is cut."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
@@ -73,7 +74,7 @@ def capture_twice(cuts: list[Compilation], gm: fx.GraphModule) -> Captured:
     run(found, PREPARATION)
     run(found, CUT, PREPARED)
     cuts.append(found)
-    return capture(gm)[0]
+    return capture(gm)
 
 
 def cut_without_names(name: str, depth: int, monkeypatch) -> Compilation:

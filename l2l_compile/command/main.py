@@ -22,7 +22,7 @@ from l2l_compile.command.speed import Plain, lanes_of, speed_of
 from l2l_compile.command.tiny import tiny
 from l2l_compile.errors import L2LError, OptionError
 from l2l_compile.report.explain import Report
-from l2l_compile.report.text import paragraphs
+from l2l_compile.report.report_text import paragraphs
 from l2l_compile.simulation.machine import Machine, names
 from l2l_compile.simulation.result import Simulation
 from l2l_compile.testing import compare

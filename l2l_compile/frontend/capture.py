@@ -17,11 +17,11 @@ from l2l_compile.frontend.index_checks.indices import IndexCheck
 from l2l_compile.frontend.inputs import describe, symbols_of
 from l2l_compile.frontend.refusals import check_on_host, refuse, refuse_written_constants
 from l2l_compile.frontend.rewrites.inline import inline_subgraphs
+from l2l_compile.frontend.rewrites.parallel_layers import make_local
 from l2l_compile.frontend.rewrites.sharded_weights import make_whole
 from l2l_compile.frontend.rewrites.simplify import simplify
 from l2l_compile.frontend.rewrites.stacked_weights import take_slices_apart
-from l2l_compile.frontend.rewrites.tensor_parallel import make_local
-from l2l_compile.frontend.rewrites.views import take_views
+from l2l_compile.frontend.rewrites.view_outputs import take_views
 from l2l_compile.frontend.rewrites.writes import settle_writes
 from l2l_compile.ir.captured import Captured, Mesh
 from l2l_compile.ir.fx_types import attribute, name_of

@@ -45,6 +45,7 @@ class Ranks:
     part_group, sums_group = BorrowedGroup(), BorrowedGroup()
     shards = True  # whether `shard` has sharded a model among them
     forwards = steps = 0
+    described = ""  # the mesh, as text
     settings: tuple[str, ...] = ()  # of the last step of an optimizer
     _watch: Watch | None = None
 

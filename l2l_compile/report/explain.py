@@ -31,7 +31,7 @@ from l2l_compile.lowering.lower import Lowering
 from l2l_compile.options import Options
 from l2l_compile.passes.compilation import Compilation
 from l2l_compile.report.page.write import frame_of, page_of
-from l2l_compile.report.text import text_of
+from l2l_compile.report.report_text import text_of
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.simulate import simulate
 from l2l_compile.timeline import Timeline

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from l2l_compile.devices.host import outside_inference_mode, without_autocast
-from l2l_compile.devices.ranges import ranges
+from l2l_compile.devices.profiler_ranges import ranges
 from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.values import is_float
@@ -18,7 +18,7 @@ from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.ranks.sharded import sharded_as
 from l2l_compile.reentry import check, whole
-from l2l_compile.runtime.arguments import Arguments
+from l2l_compile.runtime.call_arguments import Arguments
 from l2l_compile.runtime.executor import Executor
 from l2l_compile.runtime.instructions import instructions_of
 from l2l_compile.runtime.joint_forward import begin_together, collectives_of
@@ -68,15 +68,18 @@ class Runner:
         self.captured: Captured = program.captured
         self.outputs, self.arguments = Outputs(program, differentiable), Arguments(program)
         self.stats = Stats()
-        self._program, self._backwards = program, backwards
+        self._program = self._shown = program
+        self._backwards = backwards
         self._bindings = program.bindings
         self._lowered: set[tuple] = set()  # sizes for which compilation has begun
         self._slab_bytes = slab_bytes(program.segments, self.captured.hints)
 
     @property
     def program(self) -> Program:
-        """The program, with the sizes of the last forward and the graph of the last backward."""
-        return replace(self._program, bindings=self._bindings, backward=self._backwards.latest)
+        """The program, with the sizes of the last forward and the graph of the last backward; the same object while both stay."""
+        if self._shown.bindings != self._bindings or self._shown.backward is not self._backwards.latest:
+            self._shown = replace(self._program, bindings=self._bindings, backward=self._backwards.latest)
+        return self._shown
 
     @whole("a forward")
     def __call__(self, *arguments: Any) -> list:

@@ -10,7 +10,7 @@ import torch
 from l2l_compile.errors import L2LError
 from l2l_compile.ir.captured import Captured
 from l2l_compile.reentry import check, whole
-from l2l_compile.runtime.arguments import Arguments
+from l2l_compile.runtime.call_arguments import Arguments
 from l2l_compile.runtime.outputs import Outputs
 from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.stashes import Stashes

@@ -17,7 +17,7 @@ from l2l_compile.lowering.code_cache import Lowered
 from l2l_compile.lowering.lower import Lowering, Request
 from l2l_compile.simulation.block_times import BlockTimes
 from l2l_compile.simulation.costs import kernels_of
-from l2l_compile.simulation.device import SimulatedDevice, SimulatedHost
+from l2l_compile.simulation.simulated_device import SimulatedDevice, SimulatedHost
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from l2l_compile.errors import L2LError
 from l2l_compile.simulation.costs import cost_of, moved, tensors_in
-from l2l_compile.simulation.device import SimulatedDevice, SimulatedHost, is_marked, is_pinned, mark
+from l2l_compile.simulation.simulated_device import SimulatedDevice, SimulatedHost, is_marked, is_pinned, mark
 
 aten = torch.ops.aten
 

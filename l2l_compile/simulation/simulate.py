@@ -21,7 +21,7 @@ from l2l_compile.frontend.dynamo import adapter, watched_frames
 from l2l_compile.frontend.dynamo.meta_models import OnTheHost, on_the_host
 from l2l_compile.host.compiled_step.compiled_step import CompiledStep, why_not_compiled
 from l2l_compile.host.step.closures import check_needs_no_closure
-from l2l_compile.host.step.copies import copied, tensors_within
+from l2l_compile.host.step.object_copies import copied, tensors_within
 from l2l_compile.host.step.torch_step import state_bytes_of_trial
 from l2l_compile.host.step.trial import check_layers_are_independent
 from l2l_compile.host.updates.overlapped import OverlappedUpdates
@@ -30,12 +30,12 @@ from l2l_compile.session import Session
 from l2l_compile.simulation.block_times import MeasuredTimes
 from l2l_compile.simulation.blocks import SimulatedLowering
 from l2l_compile.simulation.charges import Charges
-from l2l_compile.simulation.device import open_simulated
-from l2l_compile.simulation.host import OnePass, SimulatedWorker
 from l2l_compile.simulation.machine import Machine
-from l2l_compile.simulation.ranks import Division, division_of
 from l2l_compile.simulation.result import Simulation
 from l2l_compile.simulation.ring import machine_of_rank
+from l2l_compile.simulation.simulated_device import open_simulated
+from l2l_compile.simulation.simulated_host import OnePass, SimulatedWorker
+from l2l_compile.simulation.simulated_ranks import Division, division_of
 from l2l_compile.torch_internals.fresh_code import WithoutArguments, fresh_caller
 
 _MOST_STEPS = 6  # until two take equally long: the first step makes optimizer state, and updates may end in the next step

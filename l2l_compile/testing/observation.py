@@ -12,7 +12,7 @@ from torch import nn
 
 from l2l_compile.testing.difference import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, LOSS, OUTPUT, PARAMETER, Key
 from l2l_compile.testing.leaves import inputs_of, leaves_of, own_copy
-from l2l_compile.testing.losses import loss_of
+from l2l_compile.testing.step_loss import loss_of
 
 Call = Callable[..., Any]
 Step = Callable[

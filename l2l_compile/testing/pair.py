@@ -13,16 +13,16 @@ from l2l_compile.frontend.dynamo import adapter
 from l2l_compile.inspection.programs import programs
 from l2l_compile.ir.program import Program
 from l2l_compile.options import Options
+from l2l_compile.testing.blame import Places
 from l2l_compile.testing.comparison import Comparison
-from l2l_compile.testing.copies import copied, options_of, plain
 from l2l_compile.testing.difference import BUFFER, GRADIENT, INPUT, PARAMETER, Difference, Key, differences
 from l2l_compile.testing.draws import Watched
 from l2l_compile.testing.leaves import converted, inputs_of
+from l2l_compile.testing.model_copies import copied, options_of, plain
 from l2l_compile.testing.observation import Step, observe, random_state, restore, state_of, step_with
 from l2l_compile.testing.own_error import NARROW, TOGETHER, RepeatableStep, computed_in, total
 from l2l_compile.testing.reversal import Recorded
-from l2l_compile.testing.rules import AsAutocast, Rule, promise
-from l2l_compile.testing.segments import Places
+from l2l_compile.testing.tolerances import AsAutocast, Rule, promise
 from l2l_compile.testing.verdicts import EagerError
 
 _WRITTEN = (BUFFER, PARAMETER, INPUT)

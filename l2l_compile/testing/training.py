@@ -15,18 +15,18 @@ from l2l_compile.errors import L2LError
 from l2l_compile.host.compiled_step.compiled_step import why_not_compiled
 from l2l_compile.inspection.programs import programs
 from l2l_compile.options import Options
+from l2l_compile.testing.blame import Places
 from l2l_compile.testing.comparison import Comparison
-from l2l_compile.testing.copies import copied, options_of, plain
 from l2l_compile.testing.difference import LOSS, PARAMETER, STATE, Key, difference, error_of, norm_of
 from l2l_compile.testing.draws import Watched
 from l2l_compile.testing.leaves import converted
 from l2l_compile.testing.loop import CallWith, Loop, MakeOptimizer, MakeScheduler, Run
-from l2l_compile.testing.losses import loss_of
+from l2l_compile.testing.model_copies import copied, options_of, plain
 from l2l_compile.testing.observation import Call, State, random_state, state_of
 from l2l_compile.testing.own_error import computed_in
 from l2l_compile.testing.reversal import Recorded, Reversed
-from l2l_compile.testing.rules import NO_DIGITS, Rule, SameUpdates, promise
-from l2l_compile.testing.segments import Places
+from l2l_compile.testing.step_loss import loss_of
+from l2l_compile.testing.tolerances import NO_DIGITS, Rule, SameUpdates, promise
 from l2l_compile.testing.verdicts import DEPENDS, EagerError
 from l2l_compile.update_modes import MODES
 

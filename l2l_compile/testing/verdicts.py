@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from l2l_compile.ir.program import Program
 from l2l_compile.testing.difference import GRADIENT, Difference, Key
-from l2l_compile.testing.rules import Expected, Rule
+from l2l_compile.testing.tolerances import Expected, Rule
 
 DEPENDS = "not known, since the numbers depend on the order of the rows"
 

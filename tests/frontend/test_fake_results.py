@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from l2l_compile.lowering.sizes import Sizes
 from l2l_compile.torch_internals import fake_results
-from l2l_compile.torch_internals.fake_results.rules import FLOATS, expression
+from l2l_compile.torch_internals.fake_results.result_rules import FLOATS, expression
 
 aten = torch.ops.aten
 B, T = (sympy.Symbol(name, integer=True, positive=True) for name in "bt")

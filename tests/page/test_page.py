@@ -87,7 +87,7 @@ UPDATES = ["at_step", "in_backward", "in_forward"]
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_measured_step_on_the_host_shows_memory_over_time(tmp_path, update):
-    """ShardSpec of the host lane, which updates, do not hide the caller's, which computes."""
+    """Spans of the host lane, which updates, do not hide the caller's, which computes."""
     model = Stack(4)
     optimizer = torch.optim.AdamW(model.parameters())
     behind = {"optimizer": optimizer, "update": update} if update != "at_step" else {}

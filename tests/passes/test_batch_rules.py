@@ -12,7 +12,7 @@ from batch_rule_checker import LARGE, SAME, SMALL, check_numbers, proven, states
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from l2l_compile.passes.batching.batch_rules import Mixing, Partial, Rows, analyse, memory, rules
+from l2l_compile.passes.batching.batch_rules import Mixing, Partial, Rows, aliases, analyse, rules
 
 # ---- every rule ------------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ def test_a_write_into_memory_is_seen_through_every_view_of_it(monkeypatch: pytes
         return before, still, view, left, base, base.t() + 0
 
     if blind:
-        monkeypatch.setattr(memory, blind, lambda node: [])
+        monkeypatch.setattr(aliases, blind, lambda node: [])
     states = states_of(function, (X("B", 4), X(3, 4)))
     assert states[:2] == [Rows(0), Rows(0)]
     assert all(isinstance(state, Mixing) and "roll" in state.op for state in states[2:])

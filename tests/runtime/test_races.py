@@ -26,6 +26,7 @@ from l2l_compile.devices.cpu import CpuDevice
 from l2l_compile.devices.device import Device
 from l2l_compile.devices.watched import watch
 from l2l_compile.host.updates.loss_scale import LossScale
+from l2l_compile.runtime.step import HostRecord
 from l2l_compile.testing.strict_device import ThreadedDevice
 from models import WIDTH, Stack, UNet, compiled
 from waits import BY_NAME
@@ -398,7 +399,7 @@ class Run:
             with contextlib.suppress(Exception):
                 worker.drain()
         self.session.device.recover()
-        server.recover(types.SimpleNamespace(pending=None))
+        server.recover(types.SimpleNamespace(host=HostRecord()))
         self.model.load_state_dict(self.before)
         self.model.zero_grad()
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from l2l_compile import Machine, simulate
 from l2l_compile.host.updates.in_forward import UpdatesInForward
-from l2l_compile.simulation.device import SimulatedDevice
+from l2l_compile.simulation.simulated_device import SimulatedDevice
 
 WIDTH, ROWS = 256, 512
 

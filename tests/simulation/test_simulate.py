@@ -17,7 +17,7 @@ from l2l_compile import Machine, OptionError, simulate
 from l2l_compile.devices.staging import Staging
 from l2l_compile.simulation import simulate as simulation
 from l2l_compile.simulation.block_times import MeasuredTimes
-from l2l_compile.simulation.device import SimulatedStaging
+from l2l_compile.simulation.simulated_device import SimulatedStaging
 from l2l_compile.testing.strict_device import _Thread
 from models import WIDTH, Shared, Stack, TwoHeads, UNet, loss_of, rows
 

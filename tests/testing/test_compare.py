@@ -16,7 +16,7 @@ import l2l_compile
 from l2l_compile import L2LError
 from l2l_compile.testing import Pair, assert_equivalent, compare, training_equivalent
 from l2l_compile.testing.own_error import MOVES
-from l2l_compile.testing.rules import Expected, Promise, SameUpdates, promise
+from l2l_compile.testing.tolerances import Expected, Promise, SameUpdates, promise
 from models import WIDTH, Attention, Layer, Stack, assert_parity, compiled, functional, rows
 from test_huggingface import llama
 

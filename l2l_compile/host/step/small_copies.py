@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from l2l_compile.host.hooks import step_of_a_copy
-from l2l_compile.host.step.copies import copied, is_unchanging
+from l2l_compile.host.step.object_copies import copied, is_unchanging
 from l2l_compile.ranks.sharded import attributes, local
 
 _MOST_SHAPES = 4  # parameters of different shapes in a group of a small copy

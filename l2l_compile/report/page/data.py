@@ -12,7 +12,7 @@ from l2l_compile.estimate.host_memory import host_memory
 from l2l_compile.ir.program import Program
 from l2l_compile.lanes import AT_WORK, Lane
 from l2l_compile.options import Options
-from l2l_compile.report.page.memory import Curve, device_curve, host_curve
+from l2l_compile.report.page.memory_curve import Curve, device_curve, host_curve
 from l2l_compile.timeline import Timeline
 from l2l_compile.units import format_bytes, format_count
 from l2l_compile.update_modes import MODES

@@ -7,7 +7,7 @@ this is twenty operations, which take 8 ms. Here the results of operations that 
 
 This is done only where no decision depends on a symbolic size: operands are contiguous, sizes are equal as expressions, and so
 on. Elsewhere the answer is None, and PyTorch finds the result. A rule is a function with `@rule(operators)`. Rules for results
-with memory of their own are in `new`; rules for results that share memory with an operand are in `views`.
+with memory of their own are in `new`; rules for results that share memory with an operand are in `view_rules`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from l2l_compile.torch_internals.fake_results import new, views
-from l2l_compile.torch_internals.fake_results.rules import RULES, NoRule
+from l2l_compile.torch_internals.fake_results import new, view_rules
+from l2l_compile.torch_internals.fake_results.result_rules import RULES, NoRule
 
-__all__ = ["directly", "new", "result_of", "views"]
+__all__ = ["directly", "new", "result_of", "view_rules"]
 
 
 def result_of(mode: FakeTensorMode, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from l2l_compile.torch_internals.fake_results.rules import (
+from l2l_compile.torch_internals.fake_results.result_rules import (
     ANY,
     FLOATS,
     WIDE,

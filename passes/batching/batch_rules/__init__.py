@@ -51,8 +51,8 @@ from l2l_compile.passes.batching.batch_rules import (
     reductions,
     views,
 )
+from l2l_compile.passes.batching.batch_rules.call import PARTIAL_SUM_DTYPES
 from l2l_compile.passes.batching.batch_rules.states import Mixing, Partial, ResultState, RowIds, Rows, ValueState
-from l2l_compile.passes.batching.batch_rules.values import PARTIAL_SUM_DTYPES
 from l2l_compile.passes.batching.batch_rules.walk import analyse, regions, same_program, states_of_nodes
 
 __all__ = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from l2l_compile.passes.batching.batch_rules.call import DIFFERENT_DIMENSIONS, Call, Refused, TracedValue, aligned
 from l2l_compile.passes.batching.batch_rules.rules import rule
 from l2l_compile.passes.batching.batch_rules.states import Mixing, ResultState, Rows, ValueState
-from l2l_compile.passes.batching.batch_rules.values import DIFFERENT_DIMENSIONS, Call, Refused, TracedValue, aligned
 
 
 @rule(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from l2l_compile.passes.batching.batch_rules.call import DIFFERENT_DIMENSIONS, Call, Refused
 from l2l_compile.passes.batching.batch_rules.rules import rule
 from l2l_compile.passes.batching.batch_rules.states import ResultState, Rows
-from l2l_compile.passes.batching.batch_rules.values import DIFFERENT_DIMENSIONS, Call, Refused
 
 
 def _outermost(call: Call, name: str) -> Rows:

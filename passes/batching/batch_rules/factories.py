@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from l2l_compile.passes.batching.batch_rules.call import COMPUTES_WITH_ROW_IDS, USES_BATCH_AS_NUMBER, Call, Refused
 from l2l_compile.passes.batching.batch_rules.rules import rule
 from l2l_compile.passes.batching.batch_rules.states import COUNTS, EntryIds, ResultState, RowIds
-from l2l_compile.passes.batching.batch_rules.values import COMPUTES_WITH_ROW_IDS, USES_BATCH_AS_NUMBER, Call, Refused
 
 
 @rule(

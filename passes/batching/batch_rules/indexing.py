@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from l2l_compile.passes.batching.batch_rules.rules import rule
-from l2l_compile.passes.batching.batch_rules.states import RowIds, Rows
-from l2l_compile.passes.batching.batch_rules.values import (
+from l2l_compile.passes.batching.batch_rules.call import (
     COMPUTES_WITH_ROW_IDS,
     DIFFERENT_DIMENSIONS,
     Call,
@@ -18,6 +16,8 @@ from l2l_compile.passes.batching.batch_rules.values import (
     agree_if_any,
     aligned,
 )
+from l2l_compile.passes.batching.batch_rules.rules import rule
+from l2l_compile.passes.batching.batch_rules.states import RowIds, Rows
 
 PICKS = "picks rows by number"
 PICKS_BY_DATA = "picks as many entries as the data says"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from l2l_compile.passes.batching.batch_rules.call import DIFFERENT_DIMENSIONS, Call, Refused, agree, aligned, dims
 from l2l_compile.passes.batching.batch_rules.rules import rule
 from l2l_compile.passes.batching.batch_rules.states import ResultState, Rows
-from l2l_compile.passes.batching.batch_rules.values import DIFFERENT_DIMENSIONS, Call, Refused, agree, aligned, dims
 
 
 def _rows_of_all(call: Call) -> list[Rows]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from l2l_compile.passes.batching.batch_rules.call import Call, Refused, agree, aligned
 from l2l_compile.passes.batching.batch_rules.rules import rule
 from l2l_compile.passes.batching.batch_rules.states import ResultState
-from l2l_compile.passes.batching.batch_rules.values import Call, Refused, agree, aligned
 
 
 @rule(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from l2l_compile.passes.batching.batch_rules.call import Call, Refused, agree, aligned
 from l2l_compile.passes.batching.batch_rules.rules import broadcast, rule
 from l2l_compile.passes.batching.batch_rules.states import Mixing, ResultState, ValueState
-from l2l_compile.passes.batching.batch_rules.values import Call, Refused, agree, aligned
 
 REDUCES = "reduces the batch dimension"
 NOT_REDUCED, MEAN, SUM = 0, 1, 2  # at::Reduction

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from l2l_compile.passes.batching.batch_rules.call import Call, Refused
 from l2l_compile.passes.batching.batch_rules.rules import rule
 from l2l_compile.passes.batching.batch_rules.states import Mixing, ValueState
-from l2l_compile.passes.batching.batch_rules.values import Call, Refused
 
 NORMALISES = "normalises over the batch; freeze the statistics with .eval() to split it"
 

@@ -7,12 +7,7 @@ from typing import Any
 
 import torch
 
-from l2l_compile.passes.batching.batch_rules.orders import of_orders
-from l2l_compile.passes.batching.batch_rules.ranges import with_range
-from l2l_compile.passes.batching.batch_rules.rules import Apply, BatchRule
-from l2l_compile.passes.batching.batch_rules.states import Kind, Mixing, ResultState, RowIds, Rows, ValueState, change_rows, flat
-from l2l_compile.passes.batching.batch_rules.sums import of_sums
-from l2l_compile.passes.batching.batch_rules.values import (
+from l2l_compile.passes.batching.batch_rules.call import (
     COMPUTES_WITH_ROW_IDS,
     USES_BATCH_AS_NUMBER,
     BatchSizes,
@@ -21,6 +16,11 @@ from l2l_compile.passes.batching.batch_rules.values import (
     TracedValue,
     equal,
 )
+from l2l_compile.passes.batching.batch_rules.orders import of_orders
+from l2l_compile.passes.batching.batch_rules.ranges import with_range
+from l2l_compile.passes.batching.batch_rules.rules import Apply, BatchRule
+from l2l_compile.passes.batching.batch_rules.states import Kind, Mixing, ResultState, RowIds, Rows, ValueState, change_rows, flat
+from l2l_compile.passes.batching.batch_rules.sums import of_sums
 
 SHARED_DRAWS = "draws random numbers that every row shares"
 NO_RULE = "has no rule"

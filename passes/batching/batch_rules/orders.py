@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from l2l_compile.passes.batching.batch_rules.call import Call, Refused, TracedValue
 from l2l_compile.passes.batching.batch_rules.indexing import advanced_index
 from l2l_compile.passes.batching.batch_rules.ranges import holds_whole_numbers, positions, unbounded, with_range
 from l2l_compile.passes.batching.batch_rules.reductions import along
@@ -37,7 +38,6 @@ from l2l_compile.passes.batching.batch_rules.states import (
     State,
     ValueState,
 )
-from l2l_compile.passes.batching.batch_rules.values import Call, Refused, TracedValue
 
 S = TypeVar("S", bound=State)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from l2l_compile.passes.batching.batch_rules.call import Call, Refused
 from l2l_compile.passes.batching.batch_rules.rules import broadcast, rule
 from l2l_compile.passes.batching.batch_rules.states import Rows
-from l2l_compile.passes.batching.batch_rules.values import Call, Refused
 
 # Copies: the same entries in new memory or another dtype.
 rule(

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from l2l_compile.passes.batching.batch_rules.call import Call, dims
 from l2l_compile.passes.batching.batch_rules.rules import BatchRule
 from l2l_compile.passes.batching.batch_rules.states import ResultState, Rows, change_rows, flat
-from l2l_compile.passes.batching.batch_rules.values import Call, dims
 
 
 def with_range(call: Call, known: BatchRule, result: ResultState, moves: bool) -> ResultState:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import l2l_compile.ir.recurrent_operator  # noqa: F401 - defines the operator
+from l2l_compile.passes.batching.batch_rules.call import DIFFERENT_DIMENSIONS, Call, Refused, agree
 from l2l_compile.passes.batching.batch_rules.rules import rule
 from l2l_compile.passes.batching.batch_rules.states import Rows
-from l2l_compile.passes.batching.batch_rules.values import DIFFERENT_DIMENSIONS, Call, Refused, agree
 
 
 @rule("l2l_compile::recurrent_layer.default")

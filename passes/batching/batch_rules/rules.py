@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from l2l_compile.passes.batching.batch_rules.call import Call, agree, aligned
 from l2l_compile.passes.batching.batch_rules.states import Kind, ResultState
-from l2l_compile.passes.batching.batch_rules.values import Call, agree, aligned
 
 Apply = Callable[[Call], ResultState]
 

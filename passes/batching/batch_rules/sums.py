@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from l2l_compile.passes.batching.batch_rules.call import Call, Refused, TracedValue, Varying, flattened
 from l2l_compile.passes.batching.batch_rules.rules import BatchRule, rule
 from l2l_compile.passes.batching.batch_rules.states import Kind, Partial, ResultState
-from l2l_compile.passes.batching.batch_rules.values import Call, Refused, TracedValue, Varying, flattened
 
 NEEDS_ALL = "needs the sum over the whole batch"
 

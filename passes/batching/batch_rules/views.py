@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from l2l_compile.passes.batching.batch_rules.rules import rule
-from l2l_compile.passes.batching.batch_rules.states import ResultState, Rows, ValueState
-from l2l_compile.passes.batching.batch_rules.values import (
+from l2l_compile.passes.batching.batch_rules.call import (
     DIFFERENT_DIMENSIONS,
     USES_BATCH_AS_NUMBER,
     Call,
@@ -19,6 +17,8 @@ from l2l_compile.passes.batching.batch_rules.values import (
     aligned,
     dims,
 )
+from l2l_compile.passes.batching.batch_rules.rules import rule
+from l2l_compile.passes.batching.batch_rules.states import ResultState, Rows, ValueState
 
 CUTS = "takes some rows of the batch"
 

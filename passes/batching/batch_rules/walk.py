@@ -10,11 +10,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from l2l_compile.passes.batching.batch_rules.memory import States, may_write
-from l2l_compile.passes.batching.batch_rules.one_call import NO_RULE, fit, state_of
-from l2l_compile.passes.batching.batch_rules.rules import BatchRule, find_rule
-from l2l_compile.passes.batching.batch_rules.states import Kind, Mixing, ResultState, Rows, ValueState, flat
-from l2l_compile.passes.batching.batch_rules.values import (
+from l2l_compile.passes.batching.batch_rules.aliases import States, may_write
+from l2l_compile.passes.batching.batch_rules.call import (
     PARTIAL_SUM_DTYPES,
     USES_BATCH_AS_NUMBER,
     BatchSizes,
@@ -24,6 +21,9 @@ from l2l_compile.passes.batching.batch_rules.values import (
     Varying,
     equal,
 )
+from l2l_compile.passes.batching.batch_rules.one_call import NO_RULE, fit, state_of
+from l2l_compile.passes.batching.batch_rules.rules import BatchRule, find_rule
+from l2l_compile.passes.batching.batch_rules.states import Kind, Mixing, ResultState, Rows, ValueState, flat
 
 ABSENT = object()
 

@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from l2l_compile.torch_internals.fake_results.rules import ANY, elements, is_positive, plain, require, rule, same, shape_of, view
+from l2l_compile.torch_internals.fake_results.result_rules import (
+    ANY,
+    elements,
+    is_positive,
+    plain,
+    require,
+    rule,
+    same,
+    shape_of,
+    view,
+)
 
 aten = torch.ops.aten
 

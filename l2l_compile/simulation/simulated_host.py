@@ -12,7 +12,7 @@ from l2l_compile.host.worker import Ticket, Worker
 from l2l_compile.races import Unwatched, VectorClock
 from l2l_compile.ranks.sharded import local
 from l2l_compile.simulation.costs import nbytes
-from l2l_compile.simulation.device import Clock, Clocks, SimulatedEvent
+from l2l_compile.simulation.simulated_device import Clock, Clocks, SimulatedEvent
 
 
 class SimulatedTicket(Ticket):

@@ -15,9 +15,9 @@ from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.ranks import Ranks, standing_in
 from l2l_compile.ranks.sharded import is_of_a_parallel_layer, is_sharded
 from l2l_compile.simulation.costs import nbytes
-from l2l_compile.simulation.device import Clocks
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.ring import Ring, ring_of
+from l2l_compile.simulation.simulated_device import Clocks
 
 
 class SimulatedRanks(Ranks):
