@@ -161,7 +161,7 @@ def test_matrices_of_16_bits_are_read_as_they_arrive(which):
         **llama()[1]
     ).programs
     block = next(b for b in program.blocks if b.repeats > 1)
-    graph = getattr(block, which).graph
+    graph = getattr(program, f"{which}_of")(block).graph
     operands = [p for p in graph.find_nodes(op="placeholder") if isinstance(p.meta["val"], torch.Tensor)]
     matrices = [p for p, spec in zip(operands, block.weights, strict=False) if len(spec.shape) == 2]
     assert len(matrices) == 7 and all(p.meta["val"].dtype is torch.bfloat16 for p in matrices)
