@@ -35,12 +35,11 @@ class Ledger:
             return self._held - sum(self._reserved.values())
 
     def _clear_notes(self) -> None:
-        """Called with the lock, before anything else."""
-        if self._given or self._forgotten:
-            for size in taken(self._given):
-                self._held -= size
-            for keys in taken(self._forgotten):
-                self._drop(keys)
+        """Called with the lock, before anything else. What every node calls looks first whether there are any."""
+        for size in taken(self._given):
+            self._held -= size
+        for keys in taken(self._forgotten):
+            self._drop(keys)
 
     def start_peak(self) -> None:
         with self._lock:
@@ -60,7 +59,8 @@ class Ledger:
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         """A program value holds these tensors from now on."""
         with self._lock:
-            self._clear_notes()
+            if self._given or self._forgotten:
+                self._clear_notes()
             for tensor in tensors:
                 storage = tensor.untyped_storage()
                 key = self._key(storage)
@@ -87,13 +87,15 @@ class Ledger:
     def touch(self, size: int) -> None:
         """`size` more bytes are in use for a moment: they count for the peak alone."""
         with self._lock:
-            self._clear_notes()
+            if self._given or self._forgotten:
+                self._clear_notes()
             self.peak = max(self.peak, self._held + size)
 
     def drop(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A program value no longer holds these tensors. Returns the tensors that no value holds any more."""
         with self._lock:
-            self._clear_notes()
+            if self._given or self._forgotten:
+                self._clear_notes()
             gone = self._drop([self._key(tensor.untyped_storage()) for tensor in tensors])
         return [tensors[position] for position in gone]
 

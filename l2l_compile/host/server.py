@@ -129,7 +129,8 @@ class ParameterServer:
         copied = self.on_wire(step, segment)
         wire = self._wire(step, segment, weights, copied, key, ready) if copied else None
         on_wire = set(copied)
-        self.device.lock([weights[i] for i in range(len(weights)) if i not in on_wire and self._is_locked(segment, i)])
+        if self.device.pinned.budget != 0:  # else nothing is page-locked, as on the host
+            self.device.lock([weights[i] for i in range(len(weights)) if i not in on_wire and self._is_locked(segment, i)])
         return wire, [weight for i, weight in enumerate(weights) if i not in on_wire]
 
     def on_wire(self, step: Step, segment: Segment) -> list[int]:

@@ -32,13 +32,13 @@ Ready: TypeAlias = "Callable[[Wire, int, int], None]"  # a wire, and the bytes o
 
 def on_wire(segment: Segment, bindings: Bindings, options: Options) -> list[int]:
     """Positions of the weights of a segment that cross the link as copies on a wire. The others cross from their own memory."""
+    if options.precision == "fp32" and not options.delay:
+        return []
     weights = enumerate(zip(segment.weights, segment.block.weights, strict=True))
     return [i for i, (weight, spec) in weights if weight.kind == "parameter" and _is_copied(weight, spec, bindings, options)]
 
 
 def _is_copied(weight: Input, spec: TensorSpec, bindings: Bindings, options: Options) -> bool:
-    if options.precision == "fp32" and not options.delay:
-        return False
     is_cast = spec.compute_dtype is not None
     has_versions = bool(options.delay) and spec.differentiable
     return is_cast or has_versions or math.prod(shape_on_host(weight, spec, bindings)) * spec.dtype.itemsize < _SMALL
