@@ -384,3 +384,11 @@ def test_the_stats_of_a_generation_are_those_of_its_last_call():
         step(rows(1, dtype=torch.float32))
     assert len(l2l_compile.programs(step)) == 2
     assert last.fetched_bytes == l2l_compile.stats(step).fetched_bytes > 0
+
+
+def test_a_report_with_other_options_lowers_its_blocks():
+    """Its programs are made anew from the same segments."""
+    report = explain(Stack(3), rows(6, dtype=torch.float32))
+    (program,) = report.streamed(report.options).programs
+    for block in program.blocks:
+        assert program.forward_of(block).graph.find_nodes(op="output")

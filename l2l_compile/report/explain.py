@@ -119,7 +119,8 @@ class Report:
         Options that decide on segments (precision, outputs, one micro-batch or several) have to stay. `rows` is another number
         of rows of the batch, which takes several micro-batches.
         """
-        programs = [stream_again(compilation, replace(options, device=HOST)) for compilation in self.compilations]
+        chosen, known = replace(options, device=HOST), zip(self.programs, self.compilations, strict=True)
+        programs = [replace(stream_again(compilation, chosen), lowering=p.lowering) for p, compilation in known]
         if rows is not None:
             programs = [replace(p, bindings={**p.bindings, p.captured.batch: rows}) for p in programs]
         made = report_of(programs, options, self.uncompiled)
