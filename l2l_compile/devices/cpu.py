@@ -96,10 +96,10 @@ class CpuDevice(Counted):
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor in the same memory, with a storage of exactly its size, since the ledger counts storages."""
-    storage, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
-    size = tensor.numel() * tensor.element_size()
+    storage, size = tensor.untyped_storage(), tensor.nbytes
     if storage.nbytes() == size:
         return tensor
+    start = tensor.storage_offset() * tensor.element_size()
     return torch.empty(0, dtype=tensor.dtype).set_(storage[start : start + size], 0, tensor.shape)  # type: ignore[call-overload]  # strides are optional
 
 

@@ -39,7 +39,8 @@ class Ledger:
         for size in taken(self._given):
             self._held -= size
         for keys in taken(self._forgotten):
-            self._drop(keys)
+            for key in keys:
+                self._drop(key)
 
     def start_peak(self) -> None:
         with self._lock:
@@ -96,26 +97,23 @@ class Ledger:
         with self._lock:
             if self._given or self._forgotten:
                 self._clear_notes()
-            gone = self._drop([self._key(tensor.untyped_storage()) for tensor in tensors])
-        return [tensors[position] for position in gone]
+            return [tensor for tensor in tensors if self._drop(self._key(tensor.untyped_storage()))]
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """As `drop`, for a finalizer: the tensors are gone right behind it."""
         self._forgotten.append(tuple(self._key(tensor.untyped_storage()) for tensor in tensors))
 
-    def _drop(self, keys: Sequence[int]) -> list[int]:
-        """One value less holds each of these storages. Returns the positions of those that none holds any more."""
-        gone = []
-        for position, key in enumerate(keys):
-            entry = self._readers.get(key)
-            if entry is None:
-                continue
-            entry[0] -= 1
-            if entry[0] == 0:
-                self._held -= entry[1]
-                del self._readers[key]
-                gone.append(position)
-        return gone
+    def _drop(self, key: int) -> bool:
+        """One value less holds this storage. Returns whether that was the last one."""
+        entry = self._readers.get(key)
+        if entry is None:
+            return False
+        entry[0] -= 1
+        if entry[0]:
+            return False
+        self._held -= entry[1]
+        del self._readers[key]
+        return True
 
     def clear(self) -> None:
         with self._lock:

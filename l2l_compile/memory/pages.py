@@ -267,7 +267,8 @@ class Lease(ctypes.Array):
         count = shape.numel()
         if count == 0:
             return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self, dtype=dtype, count=count, offset=offset).view(shape)
+        flat = torch.frombuffer(self, dtype=dtype, count=count, offset=offset)
+        return flat if len(shape) == 1 else flat.view(shape)
 
 
 class _Leased(weakref.ref):

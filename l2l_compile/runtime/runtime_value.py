@@ -57,4 +57,4 @@ def copies(tensors: Sequence[torch.Tensor], copy: Callable[[torch.Tensor], torch
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
     """Bytes of all entries."""
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(t.nbytes for t in tensors)
