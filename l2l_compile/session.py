@@ -153,7 +153,7 @@ def frame_skipped(backend: Any, frame: watched_frames.SkippedFrame) -> None:
     if anything_is_sharded():
         raise L2LError(
             f"{frame.function} is not compiled, since Dynamo cannot ({frame.reason}; {frame.file}:{frame.line}), and a model that is "
-            "sharded over ranks would gather its weights there in no order that all ranks share: remove the cause"
+            "sharded over ranks would gather its weights there in an order that may differ between ranks: remove the cause"
         )
     said_before = getattr(backend, _SAID, False)
     setattr(backend, _SAID, True)

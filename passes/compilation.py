@@ -54,7 +54,7 @@ class Compilation:
     forced_cuts    cuts between layers that module names ask for                             find_blocks
     segments       instances of blocks, in program order                                     cut_segments
     blocks         the distinct blocks of the segments; inner-looped or not                 cut_segments, prove_row_independence
-    forms          the blocks by the canonical form of their pieces                          cut_segments, split_regions
+    fingerprints   the blocks by the fingerprint of their pieces                             cut_segments, split_regions
     uncut          segments that hold several layers                                         granularity
     gradients      which outputs have gradients, and the values that forward keeps           differentiate
     forward        program graph                                                             stream and after
@@ -69,7 +69,7 @@ class Compilation:
     forced_cuts: set[int] = field(default_factory=set)
     segments: list[Segment] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
-    forms: dict[tuple, Block] = field(default_factory=dict)
+    fingerprints: dict[tuple, Block] = field(default_factory=dict)
     uncut: tuple[Uncut, ...] = ()
     gradients: Gradients = None  # type: ignore[assignment]  # until `differentiate`
     forward: fx.Graph = None  # type: ignore[assignment]  # until `stream`
@@ -104,8 +104,8 @@ class Compilation:
 
     @property
     def is_global(self) -> bool:
-        """Whether the batches of several ranks form one batch (`ranks="global"`)."""
-        return self.options.ranks == "global" and self.captured.shards > 1
+        """Whether the batches of several ranks form one batch (`batch="global"`)."""
+        return self.options.batch == "global" and self.captured.shards > 1
 
     @property
     def splits_rows(self) -> bool:

@@ -6,11 +6,11 @@ lane              every operand is where its kind requires it, on the host or on
 weights           a segment runs on the weights that were fetched for it
 gathered          a segment whose weights are sharded over ranks runs on a gathered slab, and only the gather reads the
                   fetched shards; other segments have no gather
-reduced_once      a sharded segment pushes reduced gradients, and reduces each bundle exactly once; with ranks='global', if it
+reduced_once      a sharded segment pushes reduced gradients, and reduces each bundle exactly once; with batch='global', if it
                   ran on the rows of all ranks, it pushes this rank's shards of gradients that are the same on all ranks
-rows_of_ranks     with ranks='global', a segment that mixes rows reads the rows of all ranks, and no other segment does; a
+rows_of_ranks     with batch='global', a segment that mixes rows reads the rows of all ranks, and no other segment does; a
                   sum over rows is summed over the ranks
-form              an inner-looped segment reads its batched operands split, any other segment reads them whole; only
+layout            an inner-looped segment reads its batched operands split, any other segment reads them whole; only
                   inner-looped segments stream gradients
 slabs             the weights of at most `prefetch` + 1 segments are on the device at once
 alive             no node reads a value after its release
@@ -57,7 +57,7 @@ def verify_graph(graph: fx.Graph, compilation: Compilation, facts: frozenset[Fac
         if nodes.runs_segment(node):
             segment = compilation.segments[nodes.operands(node).segment]
             _weights(node, segment)
-            _form(node, segment)
+            _layout(node, segment)
     if Fact.PREFETCHED in facts or Fact.RELEASED in facts:
         _slabs(graph, compilation.options.prefetch + 1, position)
     if Fact.RELEASED in facts:
@@ -117,7 +117,7 @@ def _weights(node: fx.Node, segment: Segment) -> None:
         raise VerifyError("weights", node.name, f"runs '{segment.name}' without the weights fetched for it")
 
 
-def _form(node: fx.Node, segment: Segment) -> None:
+def _layout(node: fx.Node, segment: Segment) -> None:
     block, operands = segment.block, nodes.operands(node)
     _same_number(node, operands.values, block.values, "values", segment)
     if node.target is nodes.backward:
@@ -125,27 +125,27 @@ def _form(node: fx.Node, segment: Segment) -> None:
     read = list(zip(operands.values, block.values, strict=True))
     if node.target is nodes.backward:
         read += [(g, spec) for g, spec in zip(operands.gradients, block.outputs, strict=True) if g is not None]
-        _streamed_form(node, segment)
+        _streamed_layout(node, segment)
     for operand, spec in read:
         wanted = _is_split(segment, spec)
         if operand.meta["split"] != wanted:
-            form = "split" if wanted else "whole"
-            raise VerifyError("form", node.name, f"reads '{operand.name}', which is not {form}, for '{segment.name}'")
+            layout = "split" if wanted else "whole"
+            raise VerifyError("layout", node.name, f"reads '{operand.name}', which is not {layout}, for '{segment.name}'")
 
 
 def _same_number(node: fx.Node, read: Sequence, specs: Sequence[TensorSpec], what: str, segment: Segment) -> None:
     if len(read) != len(specs):
-        raise VerifyError("form", node.name, f"reads {len(read)} {what} for '{segment.name}', which has {len(specs)}")
+        raise VerifyError("layout", node.name, f"reads {len(read)} {what} for '{segment.name}', which has {len(specs)}")
 
 
-def _streamed_form(node: fx.Node, segment: Segment) -> None:
+def _streamed_layout(node: fx.Node, segment: Segment) -> None:
     """Streamed gradients are whole on the host, and belong to outputs that the segment makes split."""
     streamed = nodes.operands(node).streamed_gradients
     if streamed:
         _same_number(node, streamed, segment.block.outputs, "streamed gradients", segment)
     for gradient, spec in zip(streamed, segment.block.outputs, strict=bool(streamed)):
         if gradient is not None and (gradient.meta["split"] or not _is_split(segment, spec)):
-            raise VerifyError("form", node.name, f"streams '{gradient.name}' for '{segment.name}', which cannot be taken apart")
+            raise VerifyError("layout", node.name, f"streams '{gradient.name}' for '{segment.name}', which cannot be taken apart")
 
 
 def _is_split(segment: Segment, spec: TensorSpec) -> bool:

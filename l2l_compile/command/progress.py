@@ -17,7 +17,7 @@ class Progress:
         self._timer: threading.Timer | None = None
 
     def __call__(self, what: str) -> None:
-        """From now on, `what` is under way."""
+        """`what` begins: it is printed if it takes longer than `_PATIENCE`."""
         self.end()
         self._timer = threading.Timer(_PATIENCE, lambda: print(f"l2l: {what} ...", file=sys.stderr, flush=True))
         self._timer.daemon = True

@@ -247,7 +247,7 @@ class Device(ABC):
         return Pool(unlocked())
 
     def running(self) -> AbstractContextManager:
-        """Context in which the caller lowers blocks and gives work to the lanes."""
+        """Context in which the caller lowers blocks and submits work to the lanes."""
         return nullcontext()
 
     @contextmanager
@@ -265,7 +265,7 @@ class Device(ABC):
         return torch.Generator(self.torch_device).manual_seed(seed)
 
     def host_threads(self) -> int:
-        """How many threads the host's own work may take beside the device: all cores but one, which gives work to the lanes."""
+        """How many threads the host's own work may take beside the device: all cores but one, which submits work."""
         return max(1, cores() - 1)
 
     def recover(self) -> None:

@@ -83,7 +83,7 @@ def take_views_out(draft: Draft) -> None:
 
 
 def take_slices(draft: Draft) -> None:
-    draft.parts = take_slices_apart(draft.graph, draft.inputs)
+    draft.slices = take_slices_apart(draft.graph, draft.inputs)
 
 
 def specify(draft: Draft) -> None:
@@ -137,7 +137,7 @@ def _captured(draft: Draft) -> Captured:
         grad_enabled=torch.is_grad_enabled(),
         autocast=_autocast(),
         break_reason=draft.break_reason,
-        parts=draft.parts,
+        slices=draft.slices,
         views=draft.views,
         fixed_sizes=batch_marks.sizes_are_fixed(),
         mesh=_mesh(draft.world),
@@ -150,7 +150,7 @@ def _captured(draft: Draft) -> Captured:
 
 
 def _mesh(ranks: Ranks | None) -> Mesh | None:
-    return Mesh(ranks.size, ranks.replicas, ranks.shards, ranks.described) if ranks is not None else None
+    return Mesh(ranks.shard_mesh_size, ranks.replicate_mesh_size, ranks.shards, ranks.described) if ranks is not None else None
 
 
 def _autocast() -> torch.dtype | None:

@@ -46,7 +46,7 @@ class Draft:
     batch           the symbol of the batch size                             describe
     why_static      why there is none                                        describe
     views           outputs that are views, by position                      take_views
-    parts           slices of parameters that are weights of their own       take_slices_apart
+    slices          slices of parameters that are weights of their own       take_slices_apart
     specs           a spec for each node that holds a tensor                 specify
     """
 
@@ -60,7 +60,7 @@ class Draft:
     batch: sympy.Symbol | None = None
     why_static: str = ""
     views: dict[int, View] = field(default_factory=dict)
-    parts: tuple[Input, ...] = ()
+    slices: tuple[Input, ...] = ()
     specs: dict[fx.Node, TensorSpec] = field(default_factory=dict)
 
     @property
@@ -70,7 +70,7 @@ class Draft:
     @property
     def world(self) -> Ranks | None:
         """The ranks, if there are several."""
-        return self.ranks if self.ranks is not None and self.ranks.count > 1 else None
+        return self.ranks if self.ranks is not None and self.ranks.world_size > 1 else None
 
 
 @dataclass(frozen=True)

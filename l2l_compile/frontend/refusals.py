@@ -62,8 +62,8 @@ def check_on_host(draft: Draft) -> None:
 
 def _refuse_break(reason: str) -> None:
     raise L2LError(
-        f"the model is sharded over ranks, and its graph breaks ({reason}): what lies between two programs would gather weights by "
-        "itself, in no order that all ranks share. Remove the break; fullgraph=True shows where it is"
+        f"the model is sharded over ranks, and its graph breaks ({reason}): the code between two programs would gather weights in an "
+        "order that may differ between ranks. Remove the break; fullgraph=True shows where it is"
     )
 
 

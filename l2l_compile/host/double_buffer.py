@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from l2l_compile.errors import L2LError
-from l2l_compile.host.wire import Copy, Ready, Wire, Wires, identity, nobody, same_sample
+from l2l_compile.host.wire import Copy, Ready, Wire, Wires, identity, no_waiter, same_sample
 from l2l_compile.memory.address import address
 from l2l_compile.memory.pages import PinnedMemory
 from l2l_compile.races import Place, Unwatched
@@ -147,7 +147,7 @@ class DelayedWires(Wires):
         *,
         keep: bool = True,
         newest: bool = True,
-        ready: Ready = nobody,
+        ready: Ready = no_waiter,
     ) -> Wire:
         key = tuple(zip(map(id, parameters), dtypes, strict=True))
         versions = self._versions.get(key)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from l2l_compile.ir.captured import Part
+from l2l_compile.ir.captured import ParameterSlice
 from l2l_compile.memory.layout import aligned
 from l2l_compile.memory.pages import Lease, Pool, unlocked
 
@@ -49,13 +49,13 @@ class GradientMemory:
         return gradient if total is None else self.widened(total, dtype).add_(gradient)
 
     def collected(
-        self, total: torch.Tensor | None, gradient: torch.Tensor, parameter: torch.Tensor, part: Part | None
+        self, total: torch.Tensor | None, gradient: torch.Tensor, parameter: torch.Tensor, cut: ParameterSlice | None
     ) -> torch.Tensor:
-        """`added`, for a gradient of a parameter or of a part of it. A part is added at its place in the whole sum."""
-        if part is None:
+        """`added`, for a gradient of a parameter or of a slice of it. A slice is added at its place in the whole sum."""
+        if cut is None:
             return self.added(total, gradient, parameter.dtype)
         if total is None:
             total = self._pool.empty(parameter.shape, parameter.dtype, "a gradient").zero_()
         total = self.widened(total, parameter.dtype)
-        part.view(total).add_(gradient)
+        cut.view(total).add_(gradient)
         return total

@@ -74,7 +74,7 @@ def before(owner: Any, name: str, method: Callable[..., None]) -> Callable[[], N
             return replaced(*arguments, **named)
         return getattr(type(kept()), name)(kept(), *arguments, **named)
 
-    def take_back() -> None:
+    def undo() -> None:
         alive = kept()
         if alive is not None and alive.__dict__.get(name) is called:
             del alive.__dict__[name]
@@ -82,10 +82,10 @@ def before(owner: Any, name: str, method: Callable[..., None]) -> Callable[[], N
                 alive.__dict__[name] = replaced
 
     owner.__dict__[name] = called
-    return take_back
+    return undo
 
 
-def put_around_those_of_the_user(optimizer: torch.optim.Optimizer, before_step: int, after_step: int) -> None:
+def wrap_user_hooks(optimizer: torch.optim.Optimizer, before_step: int, after_step: int) -> None:
     """Move two hooks of `step`, given by id, next to it: the last before, the first after.
 
     So they see changes of the user's pre-hooks, and changes of the user's post-hooks stay.
@@ -105,7 +105,7 @@ def running_steps(of: torch.optim.Optimizer | None = None) -> int:
 
 
 def step_of_a_copy(step: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
-    """Call `step` of a copy of the user's optimizer. No hearer is told, whatever other steps that one calls."""
+    """Call `step` of a copy of the user's optimizer. No listener is told, whatever other steps that one calls."""
     return step(optimizer)
 
 
@@ -128,8 +128,8 @@ def optimizers_of(parameters: Collection[torch.Tensor]) -> list[torch.optim.Opti
     return [o for o in alive if any(p in parameters for group in getattr(o, "param_groups", ()) for p in group["params"])]
 
 
-class Hearer(Protocol):
-    """An object that is told of calls without hooks, as long as it is alive."""
+class Listener(Protocol):
+    """A listener, held weakly, for calls that PyTorch has no hook for."""
 
     def before_zero_grad_of(self, module: torch.nn.Module, set_to_none: bool) -> None:
         """Called before `module.zero_grad()` of any module."""
@@ -144,25 +144,25 @@ class Hearer(Protocol):
         """Called before `GradScaler.step(optimizer)` of any enabled scaler."""
 
 
-_hearers: weakref.WeakSet[Hearer] = weakref.WeakSet()
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
-def hear(hearer: Hearer) -> None:
-    """Call the methods of `hearer` from now on."""
-    _hearers.add(hearer)
+def subscribe(listener: Listener) -> None:
+    """Install the hooks, and add a listener to them."""
+    _listeners.add(listener)
     zero, scaled = torch.nn.Module.zero_grad, torch.amp.GradScaler.step
     if is_replaced(zero):
         return
 
     @functools.wraps(zero)
     def zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
-        for each in members(_hearers):
+        for each in members(_listeners):
             each.before_zero_grad_of(self, set_to_none)
         zero(self, set_to_none)
 
     @functools.wraps(scaled)
     def step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any) -> float | None:
-        for each in members(_hearers) if self.is_enabled() else ():
+        for each in members(_listeners) if self.is_enabled() else ():
             each.before_scaled_step_of(optimizer)
         return scaled(self, optimizer, *arguments, **named)
 
@@ -173,15 +173,15 @@ def hear(hearer: Hearer) -> None:
 
 
 def _tell_before(optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
-    for each in _told():
+    for each in _listening():
         each.before_step_of(optimizer)
 
 
 def _tell_behind(optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
-    for each in _told():
+    for each in _listening():
         each.after_step_of(optimizer)
 
 
-def _told() -> Iterable[Hearer]:
-    """Nobody of steps of copies, and nobody where Dynamo traces: steps of other optimizers stay one graph."""
-    return () if torch.compiler.is_compiling() or any(_frames_of(_STEP_OF_A_COPY)) else members(_hearers)
+def _listening() -> Iterable[Listener]:
+    """The listeners; none in the step of a copy, and none while Dynamo traces: steps of other optimizers stay one graph."""
+    return () if torch.compiler.is_compiling() or any(_frames_of(_STEP_OF_A_COPY)) else members(_listeners)

@@ -21,7 +21,7 @@ from l2l_compile.host.updates.delayed import DelayedUpdates
 from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward, Pushed
 from l2l_compile.host.updates.interface import Updates
 from l2l_compile.host.updates.overlapped import wait_for_other_models
-from l2l_compile.host.wire import Ready, Wire, Wires, is_locked, nobody, on_wire
+from l2l_compile.host.wire import Ready, Wire, Wires, is_locked, no_waiter, on_wire
 from l2l_compile.host.worker import Ticket, Worker
 from l2l_compile.ir import nodes
 from l2l_compile.ir.captured import Input
@@ -112,11 +112,11 @@ class ParameterServer:
             )
 
     def load(
-        self, step: Step, segment: Segment, weights: Sequence[torch.Tensor], ready: Ready = nobody
+        self, step: Step, segment: Segment, weights: Sequence[torch.Tensor], ready: Ready = no_waiter
     ) -> tuple[Wire | None, list[torch.Tensor]]:
         """The wire of a segment's parameters (see `on_wire`), up to date, and its other weights as they are (h2d lane).
 
-        `ready` is called for one part of the wire after another, as soon as it is up to date.
+        `ready` is called for one chunk of the wire after another, as soon as it is up to date.
         With update='at_step', every forward copies the wire again, so backward frees a wire whose memory gradients will take.
         """
         owners = [step.given[i.owner] for i in segment.weights if i.kind == "parameter"]
@@ -170,7 +170,7 @@ class ParameterServer:
             fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
             step.host.last_fetches = Counter(_indices(segments[nodes.operands(n).segment]) for n in fetches)
         pushing = [segments[nodes.operands(n).segment] for n in graph.find_nodes(op="call_function", target=nodes.push_gradients)]
-        is_final = step.world is None or step.world.replicas == 1  # no mean over replicas follows behind the link
+        is_final = step.world is None or step.world.replicate_mesh_size == 1  # no mean over replicas follows behind the link
         step.host.wants_norms = self.updates.wants_norms and _collecting(step) is not None and is_final
         pending = _collecting(step)
         self.updates.begin_backward(pending, Counter(p for s in pushing for p in _managed(step, s, pending).values()))
@@ -199,11 +199,11 @@ class ParameterServer:
         arrived = {w: g for w, g in zip(segment.weights, tensors, strict=False) if g is not None}
         norms = _by_weight(arrived, tensors[len(segment.weights) :])
         gradients.tensors = None
-        if step.world is not None and step.world.replicas > 1:
+        if step.world is not None and step.world.replicate_mesh_size > 1:
             step.world.average_replicas(tensors)
         if pending is not None:
             managed = _managed(step, segment, pending)
-            pushed = [Pushed(p, arrived.pop(w, None), w.part, norms.get(w)) for w, p in managed.items()]
+            pushed = [Pushed(p, arrived.pop(w, None), w.slice, norms.get(w)) for w, p in managed.items()]
             self.updates.collect(pending, pushed)
         self._return(step, segment, arrived)
 
@@ -218,7 +218,7 @@ class ParameterServer:
                 self.device.accesses.write(step.host.place)
                 gradient = gradient.div_(step.host.scale) if step.host.scale != 1.0 else gradient
                 total, owner = step.host.returned.get(weight.owner), step.arguments[weight.owner]
-                step.host.returned[weight.owner] = self._memory.collected(total, gradient, owner, weight.part)
+                step.host.returned[weight.owner] = self._memory.collected(total, gradient, owner, weight.slice)
 
     def update(self, step: Step, segment: Segment, pushed: RuntimeValue | None) -> None:
         """Update the parameters of a segment whose gradients are complete; `pushed` are the gradients that came last."""
@@ -300,7 +300,7 @@ def _collecting(step: Step) -> PendingBackward | None:
 
 
 def _managed(step: Step, segment: Segment, pending: PendingBackward | None) -> dict[Input, Parameter]:
-    """The weights of a segment that are updated here, each with the parameter that it is or is a part of."""
+    """The weights of a segment that are updated here, each with the parameter that it is or is a slice of."""
     if pending is None:
         return {}
     weights = zip(segment.weights, segment.block.weights, strict=True)

@@ -22,7 +22,7 @@ from l2l_compile.memory.pages import PinnedMemory
 from l2l_compile.options import Options
 from l2l_compile.ranks.sharded import local
 
-_PART = 32 << 20  # bytes of a wire that are sent while the next ones are copied: they take longer than a transfer's start
+_CHUNK = 32 << 20  # bytes of a wire that are sent while the next ones are copied: they take longer than a transfer's start
 _SMALL = 1 << 16  # bytes; to copy fewer on the host takes hardly longer than to start another copy over the link
 _STRIDE = 251  # prime: entries that far apart fall into every column of a matrix, and into every run of 251 entries
 
@@ -57,7 +57,7 @@ def shape_on_host(weight: Input, spec: TensorSpec, bindings: Bindings) -> tuple[
     return spec.sizes(bindings) if weight.shard_spec is None else weight.shard_spec.shape_of(0)
 
 
-def nobody(wire: Wire, start: int, end: int) -> None:
+def no_waiter(wire: Wire, start: int, end: int) -> None:
     """Does nothing: for wires that nobody waits for."""
 
 
@@ -101,16 +101,16 @@ class Wire:
             for shape, dtype, (start, end) in zip(self.shapes, self.dtypes, self.spans, strict=True)
         ]
 
-    def refresh(self, generation: int, ready: Ready = nobody) -> None:
+    def refresh(self, generation: int, ready: Ready = no_waiter) -> None:
         """Copy the parameters again, except parameters that only an update wrote since, together with their copy.
 
-        Calls `ready` for one part after another, as soon as it is up to date: for all bytes in the end.
+        Calls `ready` for one chunk after another, as soon as it is up to date: for all bytes in the end.
         """
         sent = 0
         for copy, (start, _) in zip(self.copies, self.spans, strict=True):
             for entries in copy.refresh(generation):
                 now = start + entries * copy.view.element_size()
-                if now - sent >= _PART:
+                if now - sent >= _CHUNK:
                     ready(self, sent, now)
                     sent = now
         ready(self, sent, self.buffer.numel())
@@ -147,17 +147,17 @@ class Copy:
             yield self.view.numel()
             return
         source = local(self.parameter).detach()
-        for rows in _parts(self.view):
+        for rows in _chunks(self.view):
             self.view[rows].copy_(source[rows])
             yield self.view[: rows.stop].numel() if isinstance(rows, slice) else self.view.numel()
         self._of, self._written = identity(self.parameter), False
 
 
-def _parts(tensor: torch.Tensor) -> list[Any]:
-    """Indices of parts of a tensor, rows of about `_PART` bytes each; a tensor without dimensions has one part."""
+def _chunks(tensor: torch.Tensor) -> list[Any]:
+    """Indices of chunks of a tensor, rows of about `_CHUNK` bytes each; a tensor without dimensions has one chunk."""
     if tensor.dim() == 0 or not len(tensor):
         return [...]
-    rows = max(1, _PART * len(tensor) // max(1, tensor.numel() * tensor.element_size()))
+    rows = max(1, _CHUNK * len(tensor) // max(1, tensor.numel() * tensor.element_size()))
     return [slice(start, min(start + rows, len(tensor))) for start in range(0, len(tensor), rows)]
 
 
@@ -187,9 +187,9 @@ class Wires:
         *,
         keep: bool = True,
         newest: bool = True,
-        ready: Ready = nobody,
+        ready: Ready = no_waiter,
     ) -> Wire:
-        """The wire of these parameters, or of parts of their `owners`, with their values at the beginning of this forward.
+        """The wire of these parameters, or of slices of their `owners`, with their values at the beginning of this forward.
 
         With `newest`, the wire has the newest values even if training reads older ones (`delay=1`). With `keep=False`, an
         unpinned wire is not cached: the caller owns its memory. `ready` is called as by `Wire.refresh`.

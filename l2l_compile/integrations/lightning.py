@@ -59,7 +59,7 @@ class StreamingCallback(Callback):
         behind = MODES[self._update].is_overlapped
         if len(trainer.optimizers) != 1:
             raise OptionError(
-                f"{len(trainer.optimizers)} optimizers do not go with streaming: return one from configure_optimizers"
+                f"streaming supports one optimizer, and configure_optimizers returned {len(trainer.optimizers)}: return one"
             )
         if behind and not pl_module.automatic_optimization:
             raise OptionError(f"update={self._update!r} does not go with manual optimization. Use update='at_step'")

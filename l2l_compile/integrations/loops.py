@@ -37,7 +37,7 @@ def options_for(options: Mapping[str, Any], mixed_precision: str) -> tuple[dict[
     """
     for name in _OF_THE_LOOP:
         if name in options:
-            raise OptionError(f"option {name!r} comes from the training loop here: leave it out")
+            raise OptionError(f"the training loop sets the option {name!r}: leave it out")
     chosen = dict(options)
     if chosen.get("precision") is None:
         chosen["precision"] = {"no": "fp32"}.get(mixed_precision, mixed_precision)

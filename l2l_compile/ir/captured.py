@@ -17,7 +17,7 @@ LOSS_TERM = "loss_term"  # in the meta of a node with the rows' contributions to
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterSlice:
     """A contiguous slice of a parameter: `start` and `shape` in entries, `of` is the index of its parameter's input."""
 
     of: int
@@ -31,12 +31,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Input:
-    """An input of the captured graph, or a part of one.
+    """An input of the captured graph, or a slice of one.
 
     kind    "parameter", "buffer", "state" (a tensor of the model that goes from segment to segment as a value, see
             `frontend/rewrites/writes.py`), "value" or "symbol"
-    index   its position among the arguments of a call; parts are numbered after the arguments
-    part    the slice of a parameter that it is; None for an argument
+    index   its position among the arguments of a call; slices are numbered after the arguments
+    slice   the slice of a parameter that it is; None for an argument
     shard_spec  how it is sharded over ranks; None if every rank has all of it
     """
 
@@ -44,7 +44,7 @@ class Input:
     node: fx.Node
     name: str
     kind: str
-    part: Part | None = None
+    slice: ParameterSlice | None = None
     shard_spec: ShardSpec | None = None
 
     @property
@@ -53,8 +53,8 @@ class Input:
 
     @property
     def owner(self) -> int:
-        """The index of the argument that this input is, or is a part of."""
-        return self.index if self.part is None else self.part.of
+        """The index of the argument that this input is, or is a slice of."""
+        return self.index if self.slice is None else self.slice.of
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Captured:
     """Dynamo's graph, ready for the passes.
 
     inputs       the placeholders that are arguments, in the order in which the compiled function is called
-    parts        slices of parameters that are weights of their own, numbered after the inputs
+    slices       slices of parameters that are weights of their own, numbered after the inputs
     specs        a `TensorSpec` per node that holds a tensor
     batch        the symbol of the batch size; None where the graph is not polymorphic in it
     why_static   why the graph has no batch symbol; "" where it has one
@@ -144,7 +144,7 @@ class Captured:
     lookups: dict[fx.Node, TensorSpec] = field(default_factory=dict)
     dropped: dict[int, TensorSpec] = field(default_factory=dict)
     views: dict[int, View] = field(default_factory=dict)
-    parts: tuple[Input, ...] = ()
+    slices: tuple[Input, ...] = ()
     indices: Callable[[Sequence, Bindings], None] | None = None
     fixed_sizes: bool = False
     mesh: Mesh | None = None
@@ -159,7 +159,7 @@ class Captured:
     @property
     def weights(self) -> tuple[Input, ...]:
         """The inputs that are parameters, parts of parameters, or buffers."""
-        return tuple(i for i in (*self.inputs, *self.parts) if i.is_weight)
+        return tuple(i for i in (*self.inputs, *self.slices) if i.is_weight)
 
     @property
     def outputs(self) -> tuple:

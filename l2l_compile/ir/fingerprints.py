@@ -1,6 +1,6 @@
-"""Forms of graphs: tuples that can be compared. Operations, constants and their types count; names do not.
+"""Fingerprints of graphs: tuples that can be compared. Operations, constants and their types count; names do not.
 
-Two blocks of equal form are the same function of their operands, in any model or capture, so they can share one lowering.
+Two blocks with equal fingerprints are the same function of their operands, in any model or capture, so they can share one lowering.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from l2l_compile.ir.fx_types import arguments, attribute
-from l2l_compile.ir.segments import Block, BlockForm, symbolic_size
+from l2l_compile.ir.segments import Block, BlockFingerprint, symbolic_size
 from l2l_compile.ir.values import Bindings, Dim, TensorSpec, is_float, substitute
 
 _TOLD_BY_REPR = (
@@ -49,36 +49,36 @@ class _Same:
         return id(self.value)
 
 
-def constant_form(value: Any) -> tuple:
-    """The form of a constant: type and repr, which keep 1, 1.0, True, 0.0 and -0.0 apart. Other objects count by identity."""
+def constant_fingerprint(value: Any) -> tuple:
+    """The fingerprint of a constant: type and repr, which keep 1, 1.0, True, 0.0 and -0.0 apart. Other objects count by identity."""
     return "const", type(value).__name__, repr(value) if isinstance(value, _TOLD_BY_REPR) else _Same(value)
 
 
-def argument_form(value: Any, node: Callable[[fx.Node], tuple]) -> tuple:
-    """The form of an argument of an operation; `node` gives the form of a node in it."""
+def argument_fingerprint(value: Any, node: Callable[[fx.Node], tuple]) -> tuple:
+    """The fingerprint of an argument of an operation; `node` gives the fingerprint of a node in it."""
     if isinstance(value, fx.Node):
         return node(value)
     if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *(argument_form(v, node) for v in value))
+        return (type(value).__name__, *(argument_fingerprint(v, node) for v in value))
     if isinstance(value, dict):
-        return ("dict", *((k, argument_form(v, node)) for k, v in value.items()))
+        return ("dict", *((k, argument_fingerprint(v, node)) for k, v in value.items()))
     if isinstance(value, slice):
-        return ("slice", *(argument_form(v, node) for v in (value.start, value.stop, value.step)))
-    return constant_form(value)
+        return ("slice", *(argument_fingerprint(v, node) for v in (value.start, value.stop, value.step)))
+    return constant_fingerprint(value)
 
 
 def _no_size(name: str) -> tuple:
     raise LookupError(f"{name} is a symbolic size in a graph that is given none")
 
 
-def graph_form(module: fx.GraphModule, size: Callable[[str], tuple] = _no_size) -> tuple:
-    """The form of a whole graph. `size` gives the form of a `symbolic_size`, by its name.
+def graph_fingerprint(module: fx.GraphModule, size: Callable[[str], tuple] = _no_size) -> tuple:
+    """The fingerprint of a whole graph. `size` gives the fingerprint of a `symbolic_size`, by its name.
 
     A tensor that the graph holds is compared by identity.
     """
     number: dict[fx.Node, int] = {}
 
-    def node_form(node: fx.Node) -> tuple:
+    def node_fingerprint(node: fx.Node) -> tuple:
         if node.target is not symbolic_size:
             return "node", number[node]
         (name,) = arguments(node)
@@ -89,8 +89,13 @@ def graph_form(module: fx.GraphModule, size: Callable[[str], tuple] = _no_size) 
             return (node.op,)
         if node.op == "get_attr":
             value = attribute(module, node)
-            return node.op, graph_form(value) if isinstance(value, fx.GraphModule) else _Same(value)
-        return node.op, node.target, argument_form(node.args, node_form), argument_form(node.kwargs, node_form)
+            return node.op, graph_fingerprint(value) if isinstance(value, fx.GraphModule) else _Same(value)
+        return (
+            node.op,
+            node.target,
+            argument_fingerprint(node.args, node_fingerprint),
+            argument_fingerprint(node.kwargs, node_fingerprint),
+        )
 
     body = []
     for node in module.graph.nodes:
@@ -100,17 +105,17 @@ def graph_form(module: fx.GraphModule, size: Callable[[str], tuple] = _no_size) 
     return tuple(body)
 
 
-def block_form(block: Block, numbers: Bindings) -> BlockForm:
-    """The form of a block, with numbers in place of some of its symbols; cached by these numbers."""
-    known = block.forms.get(key := tuple(numbers.items()))
+def block_fingerprint(block: Block, numbers: Bindings) -> BlockFingerprint:
+    """The fingerprint of a block, with numbers in place of some of its symbols; cached by these numbers."""
+    known = block.fingerprints.get(key := tuple(numbers.items()))
     if known is None:
-        known = block.forms[key] = present_form(block, numbers)
+        known = block.fingerprints[key] = present_fingerprint(block, numbers)
     return known
 
 
-def present_form(block: Block, numbers: Bindings) -> BlockForm:
-    """`block_form` without the cache, for a block that passes may still change."""
-    return _Namer(numbers).form(block)
+def present_fingerprint(block: Block, numbers: Bindings) -> BlockFingerprint:
+    """`block_fingerprint` without the cache, for a block that passes may still change."""
+    return _Namer(numbers).fingerprint(block)
 
 
 def _new_symbol(symbol: sympy.Symbol, number: int) -> sympy.Symbol:
@@ -126,12 +131,12 @@ class _Namer:
         self._numbers = numbers
         self._named: dict[sympy.Symbol, sympy.Symbol] = {}
 
-    def form(self, block: Block) -> BlockForm:
+    def fingerprint(self, block: Block) -> BlockFingerprint:
         size = lambda name: self._dim(block.sizes[name])  # noqa: E731
         border = tuple(tuple(map(self._spec, specs)) for specs in (block.weights, block.values, block.outputs))
-        values = block.autocast, block.mutated, border, graph_form(block.graph, size)
+        values = block.autocast, block.mutated, border, graph_fingerprint(block.graph, size)
         gradients = tuple(spec.requires_grad for spec in (*block.operands, *block.outputs))
-        return BlockForm((values, gradients), values, tuple(self._named))
+        return BlockFingerprint((values, gradients), values, tuple(self._named))
 
     def _spec(self, spec: TensorSpec) -> tuple:
         return tuple(map(self._dim, spec.shape)), spec.dtype, spec.compute_dtype
@@ -144,4 +149,4 @@ class _Namer:
             dim = dim.xreplace(self._named)
             if dim.free_symbols:
                 return "size", str(dim)
-        return constant_form(int(dim))
+        return constant_fingerprint(int(dim))

@@ -59,7 +59,7 @@ class Result(enum.Enum):
     HOST = "a value on the host"
     SEVERAL = "a tuple of values, of which `getitem` picks one"
     KEPT = "the value that it reads, which stays on the device for backward"
-    TAKEN = "the memory of what it reads, which is released in its place"
+    TAKEN = "its operand, in the same memory: whoever releases the result releases the operand"
     DONE = "no value: others may wait until it is done"
     NOTHING = "no value"
 
@@ -294,7 +294,7 @@ def local_shard(segment: SegmentIndex, gradients: OnDevice) -> typing.NoReturn:
 
 @operation(Lane.COMM, Result.DEVICE, Carries.GRADIENTS)
 def reduce_scatter_gradients(segment: SegmentIndex, gradients: OnDevice) -> typing.NoReturn:
-    """This rank's shards of the mean over all ranks (ranks='global': sum) of a segment's weight gradients; asynchronous."""
+    """This rank's shards of the mean over all ranks (batch='global': sum) of a segment's weight gradients; asynchronous."""
     _not_run("reduce_scatter_gradients")
 
 

@@ -37,8 +37,8 @@ class BlockLowering(Protocol):
 
 
 @dataclass(frozen=True)
-class BlockForm:
-    """The form of a block, with symbols named in the order in which its operands have them (`ir/fingerprints.py`).
+class BlockFingerprint:
+    """The fingerprint of a block, with symbols named in the order in which its operands have them (`ir/fingerprints.py`).
 
     key      equal for two blocks that are the same function of their operands and sizes, with gradients for the same values
     values   equal for two blocks that compute the same values; gradients do not count
@@ -82,7 +82,7 @@ class Block:
     reason: str | None = None
     repeats: int = 0
     static: bool = False
-    forms: dict[tuple, BlockForm] = field(default_factory=dict)
+    fingerprints: dict[tuple, BlockFingerprint] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<Block {self.name}, x{self.repeats}, {'inner loop' if self.inner_looped else 'whole batch'}>"

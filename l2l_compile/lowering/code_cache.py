@@ -133,14 +133,14 @@ def most_bytes(taken: Sequence[tuple[Dim, int, int]], bindings: Bindings) -> int
 
 
 class Store:
-    """The codes of this process by form, the most recently used form last. At most `size` codes are kept."""
+    """The codes of this process by fingerprint, the most recently used last. At most `size` codes are kept."""
 
     def __init__(self, size: int):
-        self._size, self._count = size, 0  # a separate count: a walk over the dictionary would hash every form
+        self._size, self._count = size, 0  # a separate count: a walk over the dictionary would hash every fingerprint
         self._codes: OrderedDict[tuple, list[Code]] = OrderedDict()
 
     def find(self, key: tuple, sizes: Sequence[int]) -> Code | None:
-        """A code for a block of this form at these sizes, if there is one."""
+        """A code for a block with this fingerprint at these sizes, if there is one."""
         found = next((code for code in self._codes.get(key, ()) if code.guards.hold(sizes)), None)
         if found is not None:
             self._codes.move_to_end(key)

@@ -2,7 +2,7 @@
 
 A lowered block is called with a flat list: weights, values, (for backward) gradients of outputs, random draws.
 
-A `Code` is made once per process for all blocks of equal form, in any program. Sizes that are symbols in the captured graph are
+A `Code` is made once per process for all blocks with equal fingerprints, in any program. Sizes that are symbols in the captured graph are
 symbols in the code, which is valid for all sizes for which its guards hold. Sizes of 0 and 1 are always numbers, since many
 decisions depend on them. `Lowered` is a code at the sizes of one call.
 """
@@ -22,7 +22,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from l2l_compile.devices.host import is_host
 from l2l_compile.devices.registry import kind_of
 from l2l_compile.errors import LoweringError, ReentryError
-from l2l_compile.ir.fingerprints import block_form
+from l2l_compile.ir.fingerprints import block_fingerprint
 from l2l_compile.ir.fx_types import arguments
 from l2l_compile.ir.segments import Block
 from l2l_compile.ir.values import Bindings, is_float
@@ -70,8 +70,8 @@ Request = tuple[Block, Bindings, str, tuple[bool, ...]]  # block, sizes, "forwar
 class _Key:
     """The key of a lowering.
 
-    exact    the form of the block, and how it is lowered
-    values   the same, with the form in which gradients do not count
+    exact    the fingerprint of the block, and how it is lowered
+    values   the same, with the fingerprint in which gradients do not count
     sizes    the values of its symbolic sizes; `symbols` are the block's own symbols for them
     """
 
@@ -117,7 +117,7 @@ class Lowering:
         """Begin to compile blocks that will be requested later. An error is not raised here, but by the later request."""
         if self.block_compiler == "eager" or not is_host(self.device):
             return
-        with one_at_a_time, gc_pause.rests():
+        with one_at_a_time, gc_pause.paused_gc():
             for request in requests:
                 waiting = self._trace_ahead(*request)
                 if waiting is not None and self._is_compiled(waiting):
@@ -170,9 +170,14 @@ class Lowering:
         return lowered
 
     def _key(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> _Key:
-        form = block_form(block, {s: bindings[s] for s in block.sized_by if bindings[s] < 2 or block.static})
+        fingerprint = block_fingerprint(block, {s: bindings[s] for s in block.sized_by if bindings[s] < 2 or block.static})
         how = (which, wanted, self.device, self.block_compiler, torch._inductor.config.get_hash(), *settings_of_a_trace())
-        return _Key((form.key, how), (form.values, how), tuple(bindings[s] for s in form.symbols), form.symbols)
+        return _Key(
+            (fingerprint.key, how),
+            (fingerprint.values, how),
+            tuple(bindings[s] for s in fingerprint.symbols),
+            fingerprint.symbols,
+        )
 
     def _find(self, key: _Key, block: Block) -> Code | None:
         code = store.find(key.exact, key.sizes)

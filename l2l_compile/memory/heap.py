@@ -1,4 +1,4 @@
-"""Keeps large tensors apart from the heap of the C library, and gives unused pages of the heap back.
+"""Keeps large tensors out of the heap of the C library, and returns its unused pages to the operating system.
 
 glibc keeps a freed buffer for the next buffer of its size. Tensors are aligned buffers, and these do not fit into the
 hole that an equal one has left. If tensors that stay are allocated between tensors that are freed, the heap grows by all.

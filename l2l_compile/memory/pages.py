@@ -36,8 +36,8 @@ def pages(size: int, purpose: str) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
     except (OSError, MemoryError, ValueError) as error:
         raise L2LError(
-            f"the host has no {format_bytes(size)} for {purpose}: {error}. explain(model, options) shows what needs how much; "
-            "precision='fp32' has no wire, update='in_backward' keeps few gradients, fewer layers need less of all"
+            f"could not allocate {format_bytes(size)} of host memory for {purpose}: {error}. explain(model, options) lists what uses "
+            "it; precision='fp32' needs no wire, update='in_backward' keeps few gradients, and fewer layers need less of all"
         ) from error
 
 

@@ -27,22 +27,23 @@ _ROW_BYTES, _LEAST_REDUCED, _MOST_REDUCED = 2 << 20, 16 << 20, 128 << 20
 class Ranks:
     """The ranks of a mesh. All of them must call each collective method, in the same order.
 
-    size, rank         how many ranks the model is sharded over, and which one this is: the mesh, or its second dimension of two
-                       ("replicate", "shard"), or its first of ("dp", "tp")
-    replicas, replica  how many times the mesh has the whole model, and in which copy this rank is: the first dimension of
-                       ("replicate", "shard")
-    parts, part        how many ranks share parallel layers, and which one this is: the second dimension of ("dp", "tp")
-    count, number      how many ranks the mesh has, and which one this is
+    shard_mesh_size, shard_mesh_rank          how many ranks the model is sharded over, and which one this is: the mesh, or its
+                                              second dimension of two ("replicate", "shard"), or its first of ("dp", "tp")
+    replicate_mesh_size, replicate_mesh_rank  how many times the mesh has the whole model, and in which copy this rank is: the
+                                              first dimension of ("replicate", "shard")
+    tp_size, tp_rank                          how many ranks share parallel layers, and which one this is: the second dimension
+                                              of ("dp", "tp")
+    world_size, world_rank                    how many ranks the mesh has, and which one this is
 
     Each thread has process groups of its own, so that collectives of different threads cannot be mixed up: `device` for weights
     and gradients (the lane `comm`), `sums` for sums of parallel layers (the lane `compute`), `host` for the thread that updates
     (and `replica` for the same shard in all replicas), `control` for the caller. The groups of the mesh belong to the user.
     """
 
-    replicas = parts = 1
-    replica = part = 0
-    device_group, replica_group, control_group, host_group = (BorrowedGroup() for _ in range(4))
-    part_group, sums_group = BorrowedGroup(), BorrowedGroup()
+    replicate_mesh_size = tp_size = 1
+    replicate_mesh_rank = tp_rank = 0
+    device_group, replicate_group, control_group, host_group = (BorrowedGroup() for _ in range(4))
+    tp_group, sums_group = BorrowedGroup(), BorrowedGroup()
     shards = True  # whether `shard` has sharded a model among them
     forwards = steps = 0
     described = ""  # the mesh, as text
@@ -52,21 +53,21 @@ class Ranks:
     def __init__(self, mesh: DeviceMesh, parallel: DeviceMesh | None = None):
         """`parallel` has two dimensions: the ranks of `mesh`, and the ranks that share parallel layers."""
         shards = shards_of(mesh)
-        self.size, self.rank = shards.size(), shards.get_local_rank()
+        self.shard_mesh_size, self.shard_mesh_rank = shards.size(), shards.get_local_rank()
         self._made_for = weakref.ref(shards.get_group())
         members = dist.get_process_group_ranks(shards.get_group())
         self.device_group = own_group(shards.get_group())
         if replicates(mesh):
-            self.replicas, self.replica = mesh.size(0), mesh.get_local_rank(0)
-            self.replica_group = dist.new_group(mesh.mesh[:, self.rank].tolist(), use_local_synchronization=True)
+            self.replicate_mesh_size, self.replicate_mesh_rank = mesh.size(0), mesh.get_local_rank(0)
+            self.replicate_group = dist.new_group(mesh.mesh[:, self.shard_mesh_rank].tolist(), use_local_synchronization=True)
             members = mesh.mesh.flatten().tolist()
         if parallel is not None:
-            self.parts, self.part = parallel.size(1), parallel.get_local_rank(1)
-            self.part_group = parallel.get_group(1)
-            self.sums_group = own_group(self.part_group)
+            self.tp_size, self.tp_rank = parallel.size(1), parallel.get_local_rank(1)
+            self.tp_group = parallel.get_group(1)
+            self.sums_group = own_group(self.tp_group)
             members = parallel.mesh.flatten().tolist()
         self.described = str(mesh)  # text, since the mesh itself would keep its process groups alive
-        self.count, self.number = len(members), members.index(dist.get_rank())
+        self.world_size, self.world_rank = len(members), members.index(dist.get_rank())
         self.control_group, self.host_group = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
 
     def made_for(self, group: dist.ProcessGroup) -> bool:
@@ -78,7 +79,7 @@ class Ranks:
         """The watch over the other ranks, which begins at the first use."""
         if self._watch is None:
             name = "/".join(map(str, dist.get_process_group_ranks(self.control_group)))
-            self._watch = Watch(own_store(f"l2l/{name}"), self.number, self.count)
+            self._watch = Watch(own_store(f"l2l/{name}"), self.world_rank, self.world_size)
             weakref.finalize(self.control_group, self._watch.groups_are_gone).atexit = False
         return self._watch
 
@@ -113,9 +114,9 @@ class Ranks:
         path = Path(kind, collectives, self.forwards, self.steps, train, self.settings)
         numbers = path.numbers()
         mine = torch.tensor([*numbers, *told, *[0] * (_TOLD - len(told))])
-        gathered = mine.new_empty((self.count, len(mine)))
-        if self.parts > 1:
-            _begun[self.part_group] = self
+        gathered = mine.new_empty((self.world_size, len(mine)))
+        if self.tp_size > 1:
+            _begun[self.tp_group] = self
         waiting = self.watch.waiting(str(path))
         exchange.all_gather(gathered, mine, self.control_group, lambda work: finish(work, waiting, self.watch.explain))
         rows: list[list[int]] = gathered.tolist()
@@ -123,7 +124,7 @@ class Ranks:
         if refuse is not None and all(row[0] == kind for row in rows):
             refuse(tell)
         if any(row[: len(numbers)] != numbers for row in rows):
-            paths: list[Any] = [None] * self.count
+            paths: list[Any] = [None] * self.world_size
             dist.all_gather_object(paths, path, group=self.control_group)
             raise RankError(difference(paths))
         return tell
@@ -131,7 +132,7 @@ class Ranks:
     def sum_on_host(self, values: Sequence[float]) -> list[float]:
         """Sums of `values` over all ranks, in float64 and in rank order, so with the same bits on each rank (host lane)."""
         mine = torch.tensor(values, dtype=torch.float64)
-        gathered = mine.new_empty((self.count, *mine.shape))
+        gathered = mine.new_empty((self.world_size, *mine.shape))
         exchange.all_gather(gathered, mine, self.host_group, self.finish)
         return exchange.in_order(gathered).tolist()
 
@@ -143,10 +144,10 @@ class Ranks:
         for gradient in gradients:
             if gradient is not None:
                 wide = torch.promote_types(gradient.dtype, torch.float32)
-                for part in gradient.view(-1).split(_reduced_entries(self.replicas, wide)):
-                    gathered = part.new_empty((self.replicas, len(part)), dtype=wide)
-                    exchange.all_gather(gathered, part.to(wide), self.replica_group, self.finish)
-                    part.copy_(exchange.in_order(gathered) / self.replicas)
+                for part in gradient.view(-1).split(_reduced_entries(self.replicate_mesh_size, wide)):
+                    gathered = part.new_empty((self.replicate_mesh_size, len(part)), dtype=wide)
+                    exchange.all_gather(gathered, part.to(wide), self.replicate_group, self.finish)
+                    part.copy_(exchange.in_order(gathered) / self.replicate_mesh_size)
 
     def finish(self, work: dist.Work) -> None:
         """Wait for a collective on the host. Raises `RankError` if a rank has failed."""
@@ -157,14 +158,14 @@ class Ranks:
     def gather(self, wholes: Sequence[torch.Tensor]) -> None:
         """Complete contiguous tensors in place, all together. Each rank has filled its own shard of each tensor."""
         filled = [whole for whole in wholes if whole.numel()]
-        self._all_gather_each(filled, [whole.view(self.size, -1)[self.rank] for whole in filled])
+        self._all_gather_each(filled, [whole.view(self.shard_mesh_size, -1)[self.shard_mesh_rank] for whole in filled])
 
     def all_gather_rows(self, own: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
         """The rows of all ranks, concatenated along `dim`; rank r has `rows[r]` rows."""
         mine = own.movedim(dim, 0)
         padded = mine.new_zeros((max(rows), *mine.shape[1:]))
         padded[: len(mine)] = mine
-        gathered = mine.new_empty((self.size, *padded.shape))
+        gathered = mine.new_empty((self.shard_mesh_size, *padded.shape))
         self._all_gather(gathered, padded)
         parts = [part[:count] for part, count in zip(gathered, rows, strict=True)]
         return torch.cat(parts).movedim(0, dim).contiguous()
@@ -188,7 +189,7 @@ class Ranks:
 
     def _sum_everywhere(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks. Every rank gathers all values and adds them in rank order, so each rank has the same bits."""
-        gathered = values.new_empty((self.size, *values.shape))
+        gathered = values.new_empty((self.shard_mesh_size, *values.shape))
         self._all_gather(gathered, values.contiguous())
         return exchange.in_order(gathered)
 
@@ -200,7 +201,7 @@ class Ranks:
         for gradient, spec in zip(gradients, specs, strict=True):
             mine = gradient
             if gradient is not None and spec is not None and not spec.replicated:
-                span = spec.span(self.rank)
+                span = spec.span(self.shard_mesh_rank)
                 mine = gradient[span.start : span.stop]
             found.append(mine.clone(memory_format=torch.contiguous_format) if mine is not None else None)
         return found
@@ -220,7 +221,7 @@ class Ranks:
             sharded = [(g, p) for g, p in mine if not p.replicated]
             found |= self._sum_shared([g for g, _ in shared], dtype) | self._sum_sharded(sharded, dtype)
         result = [None if g is None else found[id(g)] for g in gradients]
-        return [g / self.size if mean and g is not None else g for g in result]
+        return [g / self.shard_mesh_size if mean and g is not None else g for g in result]
 
     def _sum_shared(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """Sums of gradients of parameters that every rank has whole, by `id` of the gradient."""
@@ -238,10 +239,10 @@ class Ranks:
         """
         total = sum(p.entries for _, p in gradients)
         if not total:
-            return {id(g): g.new_empty(p.shape_of(self.rank), dtype=dtype) for g, p in gradients}
-        width = min(total, _reduced_entries(self.size, dtype))
+            return {id(g): g.new_empty(p.shape_of(self.shard_mesh_rank), dtype=dtype) for g, p in gradients}
+        width = min(total, _reduced_entries(self.shard_mesh_size, dtype))
         some, _ = gradients[0]
-        buffer, mine = some.new_zeros((self.size, width), dtype=dtype), some.new_empty(total, dtype=dtype)
+        buffer, mine = some.new_zeros((self.shard_mesh_size, width), dtype=dtype), some.new_empty(total, dtype=dtype)
         for first in range(0, total, width):
             columns = buffer[:, : min(width, total - first)]
             self._fill(columns, first, gradients)
@@ -249,7 +250,7 @@ class Ranks:
             mine[first : first + rows.shape[1]] = self._sum_to_owners(rows)
         found, start = {}, 0
         for gradient, spec in gradients:
-            shape = spec.shape_of(self.rank)
+            shape = spec.shape_of(self.shard_mesh_rank)
             found[id(gradient)] = mine[start : start + torch.Size(shape).numel()].view(shape)
             start += spec.entries
         return found
@@ -322,10 +323,9 @@ def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None =
             del _known[mesh]  # also drops the key, an earlier mesh that compares equal and keeps its process groups alive
             known.close()
         known = _known[mesh] = Ranks(mesh, parallel)
-    elif known is not None and parallel is not None and known.parts != parallel.size(1):
+    elif known is not None and parallel is not None and known.tp_size != parallel.size(1):
         raise L2LError(
-            f"l2l_compile.shard has sharded a model over {mesh} alone, and is given {parallel} for another: give it the mesh of both "
-            "dimensions for both"
+            f"another model was sharded over {mesh}: pass the mesh of two dimensions, {parallel}, to l2l_compile.shard for both models"
         )
     if known is None:
         raise L2LError(f"a parameter is a DTensor on {mesh}, which l2l_compile.shard has not seen: shard the model with it")
@@ -357,9 +357,9 @@ def is_known(mesh: DeviceMesh) -> bool:
 def parts_of(mesh: DeviceMesh) -> int:
     """How many ranks share parallel layers, for models that `shard` has sharded over a mesh; 0 if there are none."""
     known = _known.get(mesh)
-    return known.parts if known is not None and known.made_for(shards_of(mesh).get_group()) else 0
+    return known.tp_size if known is not None and known.made_for(shards_of(mesh).get_group()) else 0
 
 
 def anything_is_sharded() -> bool:
     """Whether a model of this process is sharded over several ranks."""
-    return dist.is_available() and dist.is_initialized() and any(ranks.count > 1 for ranks in _known.values())
+    return dist.is_available() and dist.is_initialized() and any(ranks.world_size > 1 for ranks in _known.values())

@@ -81,7 +81,11 @@ def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
                 )
             if whole.shape == parameter.shape:
                 spec, ranks = shard_spec_of(parameter), ranks_behind(parameter)
-                span = slice(None) if spec.replicated else slice(spec.span(ranks.rank).start, spec.span(ranks.rank).stop)
+                span = (
+                    slice(None)
+                    if spec.replicated
+                    else slice(spec.span(ranks.shard_mesh_rank).start, spec.span(ranks.shard_mesh_rank).stop)
+                )
                 state_dict[prefix + name] = sharded_as((whole[span] if whole.dim() else whole).clone(), parameter)
 
 
@@ -100,7 +104,7 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 @functools.cache
 def count_steps() -> None:
-    """From now on, count every step of an optimizer of sharded parameters. Ranks compare the counts."""
+    """Install a hook that counts every step of an optimizer of sharded parameters. Ranks compare the counts."""
     register_optimizer_step_pre_hook(_refuse_parameters_of_before)
     register_optimizer_step_post_hook(_counted)
 

@@ -18,16 +18,16 @@ class Sharing(Ranks):
     shards = False
 
     def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup):
-        self._made_for, self.part_group = weakref.ref(group), group
-        self.size, self.rank = 1, 0
-        self.parts = self.count = mesh.size()
-        self.part = self.number = dist.get_rank(group)
+        self._made_for, self.tp_group = weakref.ref(group), group
+        self.shard_mesh_size, self.shard_mesh_rank = 1, 0
+        self.tp_size = self.world_size = mesh.size()
+        self.tp_rank = self.world_rank = dist.get_rank(group)
         self._met = False
 
     def announce(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """As `Ranks.announce`. The first call makes the process groups, since compilation may not wait for other ranks."""
         if not self._met:
-            self.control_group, self.sums_group = own_group(self.part_group), own_group(self.part_group)
+            self.control_group, self.sums_group = own_group(self.tp_group), own_group(self.tp_group)
             self._met = True
         return super().announce(*args, **kwargs)
 

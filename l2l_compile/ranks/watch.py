@@ -30,7 +30,7 @@ GRACE = 2.0  # seconds in which data that a rank has sent before it ended may st
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank takes part no more, and the time (`time.monotonic`) from which a collective that waits for it raises."""
+    """Why a rank dropped out, and the time (`time.monotonic`) from which a collective that waits for it raises."""
 
     text: str
     gives_up: float
@@ -52,7 +52,7 @@ class Watch:
         threading.Thread(target=self._loop, name="l2l-watch", daemon=True).start()
 
     def check(self) -> None:
-        """Raises `RankError` if a rank takes part no more."""
+        """Raises `RankError` if a rank has dropped out."""
         failure = self.failure
         if failure is not None and time.monotonic() >= failure.gives_up:
             self.abandoned = True
@@ -95,12 +95,12 @@ class Watch:
         self._wake.put(None)
 
     def groups_are_gone(self) -> None:
-        """A finalizer of the process groups: the thread tells the other ranks that this rank takes part no more."""
+        """A finalizer of the process groups: the thread tells the other ranks that this rank has dropped out."""
         self._gone = True
         self._wake.put(None)
 
     def ended(self) -> None:
-        """Tell the other ranks that this rank takes part no more: its process or its process groups end."""
+        """Tell the other ranks that this rank has dropped out: its process or its process groups end."""
         if self._closed:
             return
         error = getattr(sys, "last_value", None)

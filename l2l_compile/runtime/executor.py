@@ -92,8 +92,8 @@ class Executor:
 
         self.submit(Lane.COMM, (x,), (result,), take_and_work)
 
-    def reform(self, source: RuntimeValue, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> RuntimeValue:
-        """Queue a change between the whole and the split form of a value."""
+    def change_layout(self, source: RuntimeValue, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> RuntimeValue:
+        """Queue a change between the whole and the split layout of a value."""
         if source.absent:
             return RuntimeValue(absent=True)
         result = RuntimeValue()
@@ -141,7 +141,9 @@ def _all_gather_weights(run: Executor, node: fx.Node, segment: int, slab: Runtim
     def work() -> None:
         weights = list(zip(slab.tensors, slots(gathered, run.step.rows.bindings), strict=True))
         ranks.gather([weight for weight, slot in weights if slot.is_gathered])
-        run.step.stats.gathered_bytes += sum(slot.bytes - slot.bytes // ranks.size for _, slot in weights if slot.is_gathered)
+        run.step.stats.gathered_bytes += sum(
+            slot.bytes - slot.bytes // ranks.shard_mesh_size for _, slot in weights if slot.is_gathered
+        )
         result.tensors = [weight if slot.shard_spec is None else _unpadded(weight, slot.shard_spec) for weight, slot in weights]
 
     run.submit(Lane.COMM, (slab,), (result,), work)
@@ -191,7 +193,7 @@ def _write_back(run: Executor, node: fx.Node, input: int, contents: RuntimeValue
     return RuntimeValue(absent=True)
 
 
-# ---- the form of a value ------------------------------------------------------------------------------------------------
+# ---- the layout of a value ----------------------------------------------------------------------------------------------
 
 
 @handles(nodes.stash)
@@ -201,15 +203,15 @@ def _stash(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
 
 @handles(nodes.split)
 def _split(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
-    return run.reform(x, lambda tensors: run.step.rows.split(tensors[0], node.meta["spec"]))
+    return run.change_layout(x, lambda tensors: run.step.rows.split(tensors[0], node.meta["spec"]))
 
 
 @handles(nodes.merge)
 def _merge(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     spec: TensorSpec = node.meta["spec"]
     if spec.batch is None:
-        return run.reform(x, lambda parts: [run.step.rows.summed(parts, spec.partial)])
-    return run.reform(x, lambda parts: [torch.cat(parts, spec.rows.dim) if len(parts) > 1 else parts[0]])
+        return run.change_layout(x, lambda parts: [run.step.rows.summed(parts, spec.partial)])
+    return run.change_layout(x, lambda parts: [torch.cat(parts, spec.rows.dim) if len(parts) > 1 else parts[0]])
 
 
 @handles(operator.getitem)
@@ -384,9 +386,9 @@ def _all_gather_rows(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeVa
 @handles(nodes.local_rows)
 def _local_rows(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     dim, rows = run.step.rows.in_value(node.meta["spec"])
-    rank = run.step.ranks.rank
+    rank = run.step.ranks.shard_mesh_rank
     start, count = sum(rows[:rank]), rows[rank]
-    return run.reform(x, lambda whole: [whole[0].narrow(dim, start, count).clone(memory_format=torch.contiguous_format)])
+    return run.change_layout(x, lambda whole: [whole[0].narrow(dim, start, count).clone(memory_format=torch.contiguous_format)])
 
 
 @handles(nodes.all_reduce)
@@ -396,8 +398,8 @@ def _all_reduce(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
 
 @handles(nodes.mask_to_first_rank)
 def _mask_to_first_rank(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
-    is_first = run.step.ranks.rank == 0
-    return run.reform(x, lambda same: [same[0].clone() if is_first else torch.zeros_like(same[0])])
+    is_first = run.step.ranks.shard_mesh_rank == 0
+    return run.change_layout(x, lambda same: [same[0].clone() if is_first else torch.zeros_like(same[0])])
 
 
 @handles(nodes.push_gradients)

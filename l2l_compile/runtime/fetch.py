@@ -68,7 +68,7 @@ def _load_shards(
     sources = [next(from_wire if is_on_wire else others) for is_on_wire in on_wire]
     places = slots(segment, step.rows.bindings)
     shards = [
-        HostCopy(source.detach(), slot.own(step.ranks.rank), pinned=is_on_wire and wire is not None and wire.pinned)
+        HostCopy(source.detach(), slot.own(step.ranks.shard_mesh_rank), pinned=is_on_wire and wire is not None and wire.pinned)
         for source, slot, is_on_wire in zip(sources, places, on_wire, strict=True)
     ]
     last = places[-1]

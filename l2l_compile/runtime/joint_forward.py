@@ -36,14 +36,14 @@ def begin_together(
         count,
         len(rows.sizes),
         step.base_seed(),
-        _number_of_inputs(captured, step.given) if to_train and ranks.parts > 1 else 0,
+        _number_of_inputs(captured, step.given) if to_train and ranks.tp_size > 1 else 0,
     )
     announced = ranks.announce(
-        ActionKind.FORWARD, tuple(collectives), to_train, told, functools.partial(_refuse_rows, ranks.parts)
+        ActionKind.FORWARD, tuple(collectives), to_train, told, functools.partial(_refuse_rows, ranks.tp_size)
     )
     step.seed = announced[0][2]
-    each = announced[ranks.part :: ranks.parts]  # ranks that share parallel layers have the same micro-batches
-    first = sum(micro_batches for _, micro_batches, *_ in each[: ranks.number // ranks.parts])
+    each = announced[ranks.tp_rank :: ranks.tp_size]  # ranks that share parallel layers have the same micro-batches
+    first = sum(micro_batches for _, micro_batches, *_ in each[: ranks.world_rank // ranks.tp_size])
     of_ranks = tuple(count for count, *_ in announced) if is_global else ()
     step.rows = replace(rows, first=first, of_ranks=of_ranks)
 

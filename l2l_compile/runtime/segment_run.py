@@ -228,7 +228,7 @@ class _Backward(_Run):
         self._mark_absent()
         self.whole = self._lower_whole()
         self.compare = step.engine.check.backward(step, segment, weights, operands, gradients) if step.engine.check else None
-        self.parts: dict[int, list[torch.Tensor]] = {}
+        self.per_micro_batch: dict[int, list[torch.Tensor]] = {}
         self.sums: dict[int, torch.Tensor] = {}
         self.gathered: list[torch.Tensor] = []
 
@@ -266,7 +266,7 @@ class _Backward(_Run):
         before = len(self.gathered)
         for (index, spec), gradient in zip(self._indices_and_specs(), made, strict=True):
             if _split(self.block, spec):
-                self.parts.setdefault(index, []).append(gradient)
+                self.per_micro_batch.setdefault(index, []).append(gradient)
                 self.gathered.append(gradient)
             elif index in self.sums:
                 self.sums[index].add_(gradient)
@@ -281,7 +281,9 @@ class _Backward(_Run):
         first = len(self.block.weights)
         for index, (result, spec) in enumerate(zip(self.of_values, self.block.values, strict=True), first):
             if not result.absent:
-                result.tensors = self.parts[index] if index in self.parts else [self.sums[index].to(spec.gradient_dtype)]
+                result.tensors = (
+                    self.per_micro_batch[index] if index in self.per_micro_batch else [self.sums[index].to(spec.gradient_dtype)]
+                )
                 self.device.hold(result.tensors)
         if not self.bundle.absent:
             self.bundle.tensors = [self.sums.get(i) for i in range(len(self.block.weights))]

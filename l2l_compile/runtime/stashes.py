@@ -16,7 +16,7 @@ from l2l_compile.devices.device import Device
 from l2l_compile.lanes import Lane
 from l2l_compile.runtime.runtime_value import RuntimeValue, copies
 
-_NEAR = 2  # forwards whose stashes may stay on the device: a model whose loss is a program of its own copies nothing more
+_NEAR = 2  # the last forwards may keep stashes on the device: a model and its separately compiled loss need no copies
 
 
 class Stashes:

@@ -27,8 +27,8 @@ class SimulatedRanks(Ranks):
     """
 
     def __init__(self, size: int, rank: int, ring: Ring, clocks: Clocks):
-        self.size = self.count = size
-        self.rank = self.number = rank
+        self.shard_mesh_size = self.world_size = size
+        self.shard_mesh_rank = self.world_rank = rank
         self.forwards = self.steps = 0
         self._ring, self._clocks = ring, clocks
 
@@ -48,14 +48,14 @@ class SimulatedRanks(Ranks):
     ) -> list[list[int]]:
         """All ranks announce the same numbers as this one."""
         self._clocks.spend(self._ring.latency)
-        rows = [list(told) for _ in range(self.size)]
+        rows = [list(told) for _ in range(self.shard_mesh_size)]
         if refuse is not None:
             refuse(rows)
         return rows
 
     def sum_on_host(self, values: Sequence[float]) -> list[float]:
         self._clocks.spend(self._ring.latency)
-        return [self.size * value for value in values]
+        return [self.shard_mesh_size * value for value in values]
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         self._clocks.queue(self._ring.seconds(nbytes([whole])))

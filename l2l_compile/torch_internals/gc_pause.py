@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def rests() -> Iterator[None]:
-    """Within it, cycles are collected only by an explicit `gc.collect()`. Afterwards, collection is as it was before."""
+def paused_gc() -> Iterator[None]:
+    """Context in which cycles are collected only by an explicit `gc.collect()`. Afterwards, collection is as it was before."""
     enabled = gc.isenabled()
     gc.disable()
     try:

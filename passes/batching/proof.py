@@ -18,7 +18,7 @@ from torch import fx
 
 from l2l_compile.errors import LoweringError
 from l2l_compile.ir.captured import Captured
-from l2l_compile.ir.fingerprints import present_form
+from l2l_compile.ir.fingerprints import present_fingerprint
 from l2l_compile.ir.segments import Block
 from l2l_compile.ir.values import Bindings, Dim, TensorSpec, evaluate, is_float, rows_at
 from l2l_compile.lowering.faster import trace_cache
@@ -76,7 +76,7 @@ def _key(compilation: Compilation, block: Block) -> tuple:
         for spec in (*block.operands, *block.outputs)
     )
     return (
-        "proof", present_form(block, numbers).key, rows, captured.hints.get(captured.batch), captured.why_static,
+        "proof", present_fingerprint(block, numbers).key, rows, captured.hints.get(captured.batch), captured.why_static,
         not compilation.splits_rows, compilation.is_global,
         tuple(sorted(map(str, partial_sum_dtypes(captured)))), _is_wide(captured), *settings_of_a_trace(),
     )  # fmt: skip

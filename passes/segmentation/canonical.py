@@ -1,9 +1,9 @@
-"""Canonical form of a piece of the sequence: two pieces with equal forms compute the same function of their operands.
+"""The fingerprint of a piece of the sequence: two pieces with equal fingerprints compute the same function of their operands.
 
-The form lists every operation with its target, its constants (with their types) and the spec of its result. An argument
+The fingerprint lists every operation with its target, its constants (with their types) and the spec of its result. An argument
 that is made in the piece appears as the offset of its operation within the piece. Any other argument appears as the
-number of an operand; operands are numbered in the order in which they are first read. Equality of forms is the proof that
-two layers may share one lowered block. Layers have different forms if they differ in an eps, an activation, a shape, a
+number of an operand; operands are numbered in the order in which they are first read. Equality of fingerprints is the proof that
+two layers may share one lowered block. Layers have different fingerprints if they differ in an eps, an activation, a shape, a
 dtype, a frozen parameter, the operand that an operation reads, or the results that are used outside.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from l2l_compile.ir.captured import Input
-from l2l_compile.ir.fingerprints import argument_form, graph_form
+from l2l_compile.ir.fingerprints import argument_fingerprint, graph_fingerprint
 from l2l_compile.ir.fx_types import attribute, name_of
 from l2l_compile.ir.graph_modules import graph_module
 from l2l_compile.ir.segments import Block, symbolic_size
@@ -37,14 +37,14 @@ OPERATION = "operation"  # in the meta of a block's node: the number of its oper
 
 @dataclass(eq=False)
 class Piece:
-    """A range of the sequence with its operands, its outputs and its canonical form."""
+    """A range of the sequence with its operands, its outputs and its fingerprint."""
 
     span: range
     name: str
     weights: tuple[Input, ...]
     values: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
-    form: tuple
+    fingerprint: tuple
     floats: tuple[sympy.Symbol, ...] = ()  # of the user's, in the order in which they are first read
 
     @classmethod
@@ -52,16 +52,16 @@ class Piece:
         reader = _Reader(sequence, span)
         body = tuple(map(reader.operation, reader.inside))
         outputs = tuple(n for n in reader.inside if _read_outside(n, reader.inside) and n in sequence.captured.specs)
-        form = (
+        fingerprint = (
             sequence.modes[span.start].grad,
             tuple(reader.argument(a.args) for a in sequence.modes[span.start].autocasts),
             body,
-            tuple(reader.operand_form(o) for o in reader.operands),
+            tuple(reader.operand_fingerprint(o) for o in reader.operands),
             tuple(reader.inside[n] for n in outputs),
         )
         weights = tuple(sequence.weights[o] for o in reader.operands if o in sequence.weights)
         values = tuple(o for o in reader.operands if o not in sequence.weights)
-        return cls(span, _common_name(sequence, span), weights, values, outputs, form, tuple(reader.floats))
+        return cls(span, _common_name(sequence, span), weights, values, outputs, fingerprint, tuple(reader.floats))
 
 
 class _Reader:
@@ -78,7 +78,7 @@ class _Reader:
         return node.op, node.target, self.argument(node.args), self.argument(node.kwargs), spec
 
     def argument(self, value: Any) -> tuple:
-        return argument_form(value, self.node)
+        return argument_fingerprint(value, self.node)
 
     def node(self, node: fx.Node) -> tuple:
         if (size := size_expression(node)) is not None:
@@ -95,16 +95,16 @@ class _Reader:
             return "subgraph", self._subgraph(node)
         return "operand", self.operands.setdefault(node, len(self.operands))
 
-    def operand_form(self, node: fx.Node) -> tuple:
+    def operand_fingerprint(self, node: fx.Node) -> tuple:
         weight = self.sequence.weights.get(node)
         return weight.kind if weight else "value", self.sequence.captured.specs.get(node)
 
     def _subgraph(self, node: fx.Node) -> tuple:
-        return graph_form(attribute(self.sequence.captured.module, node))
+        return graph_fingerprint(attribute(self.sequence.captured.module, node))
 
 
 def operations(sequence: OperationSequence, span: range) -> list[fx.Node]:
-    """The operations of a range, without operations that compute numbers: forms and blocks contain the numbers themselves."""
+    """The operations of a range, without operations that compute numbers: fingerprints and blocks contain the numbers themselves."""
     return [node for node in (sequence.nodes[i] for i in span) if not makes_number(node)]
 
 

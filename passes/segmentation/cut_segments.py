@@ -4,7 +4,7 @@ A stretch between layers (embeddings, a different first layer, a head, or a whol
 that no piece holds many more parameter bytes than the largest layer or the largest single use. Among such cuts, dynamic
 programming over the candidate cuts between parameter uses finds the cuts that the fewest bytes cross.
 
-Segments whose canonical forms are equal are instances of one block; see `canonical`.
+Segments with equal fingerprints are instances of one block; see `canonical`.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def _completed(compilation: Compilation, ranges: list[range], limit: float) -> l
     torn = [(a, b) for a, b in beside_a_layer if b.start not in compilation.forced_cuts and _within_an_item(sequence, b.start)]
     if not torn:
         return ranges
-    forms = Counter(Piece.of(sequence, layer).form for layer in layers)
+    fingerprints = Counter(Piece.of(sequence, layer).fingerprint for layer in layers)
     for a, b in torn:
         joined = range(a.start, b.stop)
-        alone = forms[Piece.of(sequence, a if a in layers else b).form] == 1
+        alone = fingerprints[Piece.of(sequence, a if a in layers else b).fingerprint] == 1
         if alone and a in ranges and b in ranges and _weight_bytes(sequence, joined) <= limit:
             ranges[ranges.index(a) : ranges.index(b) + 1] = [joined]
     return ranges
@@ -72,17 +72,17 @@ def _within_an_item(sequence: OperationSequence, cut: int) -> bool:
 
 
 def instantiate(compilation: Compilation, ranges: list[range]) -> None:
-    """Make a segment of each of these ranges of the sequence. A block whose form is known already is kept."""
+    """Make a segment of each of these ranges of the sequence. A block whose fingerprint is known already is kept."""
     sequence = compilation.sequence
     pieces = [Piece.of(sequence, r) for r in _without_empty(sequence, sorted(ranges, key=lambda r: r.start))]
     _name(pieces)
-    known, compilation.forms, compilation.segments = compilation.forms, {}, []
+    known, compilation.fingerprints, compilation.segments = compilation.fingerprints, {}, []
     for index, piece in enumerate(pieces):
-        block = compilation.forms.get(piece.form)
+        block = compilation.fingerprints.get(piece.fingerprint)
         if block is None:
-            block = known.get(piece.form) or build_block(sequence, piece, "")
-            block.name, block.repeats = f"block_{len(compilation.forms)}", 0
-            compilation.forms[piece.form] = block
+            block = known.get(piece.fingerprint) or build_block(sequence, piece, "")
+            block.name, block.repeats = f"block_{len(compilation.fingerprints)}", 0
+            compilation.fingerprints[piece.fingerprint] = block
         block.repeats += 1
         compilation.segments.append(
             Segment(
@@ -97,7 +97,7 @@ def instantiate(compilation: Compilation, ranges: list[range]) -> None:
                 floats=piece.floats,
             )
         )
-    compilation.blocks = list(compilation.forms.values())
+    compilation.blocks = list(compilation.fingerprints.values())
 
 
 def _gaps(layers: list[range], length: int) -> list[range]:

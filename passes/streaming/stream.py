@@ -3,7 +3,7 @@
 Forward, for each segment in order:                    Backward, for each segment in reverse:
 
     %w  = fetch_weights(segment)                           %w  = fetch_weights(segment)
-    %x' = split(%x)            where the form changes      %g  = backward(segment, %w, (stashes), (gradients))
+    %x' = split(%x)            where the layout changes      %g  = backward(segment, %w, (stashes), (gradients))
     %y  = forward(segment, %w, (%x', ...))                 %gx = %g[0]; accumulate(...) where a value has more readers
     stash(%x)                  if backward needs it        push_gradients(segment, %g[-1])
 
@@ -24,7 +24,7 @@ from l2l_compile.ir.segments import Segment, Value
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.passes.compilation import Compilation, Fact
 from l2l_compile.passes.streaming.differentiate import reached_backward
-from l2l_compile.passes.streaming.writer import Forms, GraphWriter
+from l2l_compile.passes.streaming.writer import GraphWriter, Layouts
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class _Forward:
     def __init__(self, compilation: Compilation):
         self.compilation, self.captured = compilation, compilation.captured
         self.writer = GraphWriter()
-        self.values = Forms(self.writer, self.captured.specs)
+        self.values = Layouts(self.writer, self.captured.specs)
         self.inputs: dict[fx.Node, fx.Node] = {}  # placeholders, by the input of the captured graph
         self.streamed = streamed_outputs(compilation)
         self.returned = dict.fromkeys(compilation.outputs)
@@ -123,8 +123,8 @@ class _Backward:
     def __init__(self, compilation: Compilation):
         self.compilation, self.captured = compilation, compilation.captured
         self.writer = GraphWriter()
-        self.values = Forms(self.writer, self.captured.specs)
-        self.gradients = Forms(self.writer, self.captured.specs)
+        self.values = Layouts(self.writer, self.captured.specs)
+        self.gradients = Layouts(self.writer, self.captured.specs)
         self.stashes: dict[Value, fx.Node] = {}
         self.on_host: dict[Value, fx.Node] = {}  # gradients that come to the device micro-batch by micro-batch
 

@@ -1,4 +1,4 @@
-"""`GraphWriter` writes program nodes into a graph; `Forms` records in which forms (whole, split) it holds each value.
+"""`GraphWriter` writes program nodes into a graph; `Layouts` records in which layouts (whole, split) it holds each value.
 
 Every node that stands for a tensor has `meta["spec"]` (a `TensorSpec`), `meta["split"]` and `meta["value"]` (the name of
 the value); nodes that belong to a segment have `meta["segment"]` (its index).
@@ -29,18 +29,18 @@ class GraphWriter:
         return node
 
     def describe(self, node: fx.Node, value: Value | str, spec: TensorSpec, split: bool) -> fx.Node:
-        """Mark a node as a tensor of this value, spec and form. Only batched values and partial sums are ever split."""
+        """Mark a node as a tensor of this value, spec and layout. Only batched values and partial sums are ever split."""
         node.meta.update(value=str(value), spec=spec, split=split and spec.splits)
         return node
 
     def derived(self, function: Callable, source: fx.Node, *operands: Any, split: bool | None = None) -> fx.Node:
-        """A node with the description of its source, in the same form unless `split` says otherwise."""
+        """A node with the description of its source, in the same layout unless `split` says otherwise."""
         node = self.emit(function, source, *operands)
-        form = source.meta["split"] if split is None else split
-        return self.describe(node, source.meta["value"], source.meta["spec"], form)
+        layout = source.meta["split"] if split is None else split
+        return self.describe(node, source.meta["value"], source.meta["spec"], layout)
 
     def converted(self, node: fx.Node, split: bool) -> fx.Node:
-        """The node, split or merged if it is not in the wanted form. Only batched values and partial sums have two forms."""
+        """The node, split or merged if it is not in the wanted layout. Only batched values and partial sums have two layouts."""
         if node.meta["split"] == split or not node.meta["spec"].splits:
             return node
         return self.derived(nodes.split if split else nodes.merge, node, split=split)
@@ -53,8 +53,8 @@ class GraphWriter:
         return self.describe(node, value, spec, split)
 
 
-class Forms:
-    """The nodes that hold each value, whole or split. A form that does not exist yet is written at the first request.
+class Layouts:
+    """The nodes that hold each value, whole or split. A layout that does not exist yet is written at the first request.
 
     `specs` are the specs of the captured graph: `get` gives a value without the batch dimension whole.
     """
@@ -67,11 +67,11 @@ class Forms:
         return value in self._held
 
     def hold(self, value: Value, node: fx.Node) -> None:
-        """Record that a node holds a value, in the form of the node."""
+        """Record that a node holds a value, in the layout of the node."""
         self._held.setdefault(value, {})[node.meta["split"]] = node
 
     def get(self, value: Value, split: bool) -> fx.Node:
-        """The node that holds a value in a form. It is written now if only the other form exists."""
+        """The node that holds a value in a layout. It is written now if only the other layout exists."""
         split = split and self._specs[value.node].batch is not None
         held = self._held[value]
         if split not in held:
@@ -79,14 +79,14 @@ class Forms:
         return held[split]
 
     def as_made(self, value: Value) -> fx.Node:
-        """The node that holds a value in the form in which it was made. A sum over rows is whole."""
+        """The node that holds a value in the layout in which it was made. A sum over rows is whole."""
         if self._specs[value.node].partial is not None:
             return self.get(value, False)
         held = self._held[value]
         return held[True] if True in held else held[False]
 
     def add(self, value: Value, node: fx.Node) -> None:
-        """Add a summand to a value. The sum keeps the form in which the first summand came."""
+        """Add a summand to a value. The sum keeps the layout in which the first summand came."""
         if value not in self._held:
             self.hold(value, node)
             return

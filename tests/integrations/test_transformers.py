@@ -217,7 +217,7 @@ def test_settings_of_another_meaning_are_refused_with_a_remedy(tmp_path):
     ):
         with pytest.raises(OptionError, match=words):
             stream(trainer_of(tmp_path, **given), **OPTIONS)
-    with pytest.raises(OptionError, match="'optimizer' comes from the training loop"):
+    with pytest.raises(OptionError, match="the training loop sets the option 'optimizer'"):
         stream(trainer_of(tmp_path), optimizer=None)
     with pytest.raises(OptionError, match="unknown option 'microbatches'.*Did you mean 'micro_batches'"):
         stream(trainer_of(tmp_path), microbatches=2)

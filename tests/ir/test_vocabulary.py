@@ -65,7 +65,7 @@ def double():
 
     @executor.handles(double)
     def run_double(run, node, x: RuntimeValue, times: int = 2):
-        return run.reform(x, lambda tensors: [tensor * times for tensor in tensors])
+        return run.change_layout(x, lambda tensors: [tensor * times for tensor in tensors])
 
     yield double
     for table, before in ((nodes.VOCABULARY, words), (executor.HANDLERS, handlers)):

@@ -14,7 +14,7 @@ import l2l_compile
 import l2l_compile.lowering.code_cache
 import l2l_compile.lowering.lower
 from l2l_compile.errors import LoweringError
-from l2l_compile.ir.fingerprints import constant_form
+from l2l_compile.ir.fingerprints import constant_fingerprint
 from l2l_compile.testing import Pair
 from models import WIDTH, Attention, assert_parity, compiled, forward_alone, loss_of, rows
 
@@ -169,9 +169,9 @@ def test_objects_of_equal_repr_are_not_the_same_constant():
             return "<opaque>"
 
     one = Opaque()
-    assert constant_form(one) == constant_form(one) != constant_form(Opaque())
-    assert constant_form(0.0) != constant_form(-0.0) and constant_form(1) != constant_form(True)
-    assert constant_form(torch.zeros(2)) != constant_form(torch.zeros(2))
+    assert constant_fingerprint(one) == constant_fingerprint(one) != constant_fingerprint(Opaque())
+    assert constant_fingerprint(0.0) != constant_fingerprint(-0.0) and constant_fingerprint(1) != constant_fingerprint(True)
+    assert constant_fingerprint(torch.zeros(2)) != constant_fingerprint(torch.zeros(2))
 
 
 def test_training_does_not_run_what_evaluation_has_lowered(lowered):

@@ -91,7 +91,7 @@ def test_no_cycles_are_collected_while_a_model_is_captured(monkeypatch, enabled)
     try:
         torch.compile(Stack(2).double(), backend="l2l", options={"device": "cpu", "block_compiler": "eager"})(rows(6))
         assert (seen, gc.isenabled()) == ([False], enabled)
-        with pytest.raises(ZeroDivisionError), gc_pause.rests():
+        with pytest.raises(ZeroDivisionError), gc_pause.paused_gc():
             raise ZeroDivisionError
         assert gc.isenabled() is enabled
     finally:

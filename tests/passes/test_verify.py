@@ -177,20 +177,20 @@ def test_whole_batch_segment_that_brings_a_gradient():
     run = pick(found.backward, nodes.backward, 0)
     source = next(n for n in found.backward.find_nodes(op="placeholder") if n.meta["kind"] == "gradient")
     nodes.set_operands(run, gradients=(None,), streamed_gradients=(source,))
-    refused(found, "form")
+    refused(found, "layout")
 
 
 def test_inner_looped_segment_that_reads_a_whole_value():
     found = program()
     run, split = pick(found.forward, nodes.forward, 0), pick(found.forward, nodes.split)
     nodes.set_operands(run, values=(nodes.operands(split).x,))
-    refused(found, "form")
+    refused(found, "layout")
 
 
 def test_whole_batch_segment_that_reads_a_split_value():
     found = program(micro_batches=1)
     pick(found.forward, operator.getitem, 1).meta["split"] = True
-    refused(found, "form")
+    refused(found, "layout")
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])

@@ -22,11 +22,11 @@ class Alone(Ranks):
     """One rank that sees what it would send."""
 
     def __init__(self, size: int, rank: int):
-        self.size, self.rank, self.sent = size, rank, []
+        self.shard_mesh_size, self.shard_mesh_rank, self.sent = size, rank, []
 
     def _sum_to_owners(self, rows: torch.Tensor) -> torch.Tensor:
         self.sent.append(rows.shape)
-        return rows[self.rank] * 3
+        return rows[self.shard_mesh_rank] * 3
 
     def _all_gather_each(self, wholes, shards) -> None:
         self.sent.append([shard.data_ptr() - whole.data_ptr() for whole, shard in zip(wholes, shards, strict=True)])

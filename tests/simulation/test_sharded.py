@@ -136,10 +136,10 @@ def test_tokens_are_those_of_all_ranks():
 def test_global_rows_and_padding_of_a_large_world_are_simulated():
     """64 ranks have shards of a layer with 8 rows; the rows of all of them run in one segment."""
     found = []
-    for ranks in ("mean", "global"):
+    for batch in ("per_rank", "global"):
         with world(64) as mesh:
             model = l2l_compile.shard(Mixing(3).float(), mesh)
-            found.append(simulate(model, joined(), {"micro_batches": 2, "ranks": ranks})(rows(6, dtype=torch.float32)))
+            found.append(simulate(model, joined(), {"micro_batches": 2, "batch": batch})(rows(6, dtype=torch.float32)))
     labels = [{span.label.split()[0] for span in each.timeline.of("comm")} for each in found]
     assert "all_gather_rows" in labels[1] - labels[0] and labels[0] <= labels[1] | {"reduce_scatter_gradients"}
     assert found[1].timeline.busy("compute") > found[0].timeline.busy("compute")
@@ -171,7 +171,7 @@ def test_other_meshes_are_refused():
 def test_a_buffer_has_the_shards_of_each_rank_in_its_row(count, width):
     """Of a gradient with so many rows of three, and of one with five entries, on four ranks; a range of columns at a time."""
     ranks = Ranks.__new__(Ranks)
-    ranks.size = 4
+    ranks.shard_mesh_size = 4
     gradients = [(torch.rand(count, 3), ShardSpec((count, 3), 4)), (torch.rand(5), ShardSpec((5,), 4))]
     total = sum(spec.entries for _, spec in gradients)
     filled = []

@@ -26,7 +26,7 @@ _ANY_MARK = (*_MARKS, "_dynamo_dynamic_indices", "_dynamo_static_indices", "_dyn
 
 
 def mark_batches(is_ours: Callable[[Any], bool]) -> None:
-    """From now on, frames whose backend `is_ours` see dimension 0 of tensor inputs (or the one of `trace_again`) as symbolic.
+    """Install a hook: frames whose backend `is_ours` see dimension 0 of tensor inputs (or the one of `trace_again`) as symbolic.
 
     Parameters, buffers and other tensors of modules stay static. A tensor that the user marked keeps the user's marks.
     """

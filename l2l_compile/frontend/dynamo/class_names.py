@@ -16,7 +16,7 @@ from l2l_compile.torch_internals.patches import is_replaced, replace
 
 
 def trace_methods_of_names(is_ours: Callable[[Any], bool]) -> None:
-    """From now on, frames with a backend that `is_ours` trace methods of strings that are attributes of a class."""
+    """Install a hook: frames with a backend that `is_ours` trace methods of strings that are attributes of a class."""
     original = misc.GetAttrVariable.call_method
     if is_replaced(original):
         return

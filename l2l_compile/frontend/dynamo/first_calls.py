@@ -20,7 +20,7 @@ _MODULE, _FUNCTION = "transformers.utils.output_capturing", "maybe_install_captu
 
 
 def prepare_while_tracing() -> None:
-    """From now on, hooks of transformers are installed while a call is traced. Does nothing before transformers is imported."""
+    """Install a hook: hooks of transformers are installed while a call is traced. Does nothing before transformers is imported."""
     module = sys.modules.get(_MODULE)
     original = getattr(module, _FUNCTION, None)
     if original is None or is_replaced(original):

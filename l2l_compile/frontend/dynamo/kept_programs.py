@@ -30,7 +30,7 @@ def note_code(owner: Any, code: types.CodeType) -> None:
 
 
 def note_contexts(is_ours: Callable[[Any], bool]) -> None:
-    """From now on, note the contexts of `torch.compile` calls whose backend `is_ours`; `in_use` reads these notes."""
+    """Install a hook that notes the contexts of `torch.compile` calls whose backend `is_ours`; `in_use` reads these notes."""
     original = eval_frame.OptimizeContext.__init__
     if is_replaced(original):
         return

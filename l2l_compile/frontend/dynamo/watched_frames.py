@@ -73,7 +73,7 @@ def watch_frames(
     recompiled: Callable[[Any, limits.Recompilations], None],
     begun: Callable[[Any], None],
 ) -> None:
-    """From now on, frames with a backend that `is_ours` are compiled under `limits.raised` and with recurrent layers.
+    """Install a hook: frames with a backend that `is_ours` are compiled under `limits.raised` and with recurrent layers.
 
     `begun` is called for each frame before Dynamo looks at it, `skipped` for a frame that Dynamo leaves uncompiled, and
     `recompiled` for a function with many programs.
@@ -97,7 +97,7 @@ def watch_frames(
             settings = torch._dynamo.config.patch(_SETTINGS)
             lazy = _use_lazy_graph_module(True)  # Dynamo's graph is never run, so no Python code is written for it
             with (
-                gc_pause.rests(),
+                gc_pause.paused_gc(),
                 limits.raised(self, frame, recompiled),
                 settings,
                 lazy,
@@ -137,7 +137,7 @@ def _is_made(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def _not_saved(frame: Any) -> Iterator[None]:
-    """Within it, `state_dict` of the frame's modules is refused: a signal handler that calls it would get fake tensors."""
+    """Context in which `state_dict` of the frame's modules is refused: a signal handler that calls it would get fake tensors."""
     modules = [value for value in frame.f_locals.values() if isinstance(value, torch.nn.Module) and _is_made(value)]
     handles = [module.register_state_dict_pre_hook(_refuse_to_save) for module in modules]
     try:
@@ -162,7 +162,7 @@ _LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
 def keep_graphs_whole(is_ours: Callable[[Any], bool]) -> None:
-    """From now on, frames with a backend that `is_ours` are captured as one graph under `DistributedDataParallel` as well.
+    """Install a hook: frames with a backend that `is_ours` are captured as one graph under `DistributedDataParallel` as well.
 
     Dynamo would cut them at the borders of its gradient buckets, and pass them to another backend that calls this one. A
     program returns all its gradients at its end, so the buckets would overlap no communication with the backward.
@@ -188,7 +188,7 @@ def keep_graphs_whole(is_ours: Callable[[Any], bool]) -> None:
 
 
 def watch_packed(is_ours: Callable[[Any], bool], skipped: Callable[[Any, SkippedFrame], None]) -> None:
-    """From now on, `skipped` is called for PyTorch's own modules that Dynamo leaves uncompiled, if the frame's backend `is_ours`.
+    """Install a hook: `skipped` is called for PyTorch's own modules that Dynamo leaves uncompiled, if the frame's backend `is_ours`.
 
     A recurrent layer that gets a packed sequence breaks the graph within its own forward; a layer with a backward hook does so
     within `nn.Sequential`. Nothing else reports this: Dynamo leaves one call uncompiled, and does not compile a graph that has no
@@ -216,7 +216,7 @@ def watch_packed(is_ours: Callable[[Any], bool], skipped: Callable[[Any, Skipped
 
 
 def log_while_tracing(is_ours: Callable[[Any], bool]) -> None:
-    """From now on, log calls in frames with a backend that `is_ours` run while Dynamo traces, and do not break the graph.
+    """Install a hook: log calls in frames with a backend that `is_ours` run while Dynamo traces, and do not break the graph.
 
     A message with a value that Dynamo does not know at that time still breaks the graph, so that every call logs it.
     """
@@ -275,7 +275,7 @@ def graph_break(gm: torch.fx.GraphModule) -> str | None:
 
 
 def watch_inlined(is_ours: Callable[[Any], bool], inlined: Callable[[Any], None]) -> None:
-    """From now on, `inlined` is called with a compiled model or function, whose backend `is_ours`, that another backend compiles.
+    """Install a hook: `inlined` is called with a compiled model or function, whose backend `is_ours`, that another backend compiles.
 
     Dynamo does so where a compiled function calls another one: the outer backend gets the operations of both.
     """

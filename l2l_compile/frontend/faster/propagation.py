@@ -60,7 +60,7 @@ def _may_be_a_number(operand: Any) -> bool:
 
 
 def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
-    """From now on, frames whose backend `is_ours` run each operation on fake tensors once per key."""
+    """Install a hook: frames whose backend `is_ours` run each operation on fake tensors once per key."""
     original = dynamo_utils.run_node
     if is_replaced(original):
         return

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from l2l_compile.errors import L2LError
 from l2l_compile.frontend.dynamo import adapter
-from l2l_compile.frontend.rewrites.sharded_weights import PART_OF, method_of
+from l2l_compile.frontend.rewrites.sharded_weights import TP_PARAMETER, method_of
 from l2l_compile.ranks.sharded import is_of_a_parallel_layer, is_sharded, local
 from l2l_compile.ranks.tensor_parallel import sum_gradients, sum_over
 
@@ -40,7 +40,7 @@ class _Local:
     """This rank's part of a DTensor of the graph. `bias` has to be added after the parts are summed over ranks."""
 
     node: fx.Node
-    form: str
+    placement: str
     bias: fx.Node | None = None
 
 
@@ -66,7 +66,7 @@ def _in_words(placeholder: fx.Node, parameter: DTensor) -> str:
 def _parallel(placeholder: fx.Node) -> DTensor | None:
     """The DTensor parameter of a parallel layer that an input is, or that it is a part of; None if there is none."""
     example = placeholder.meta.get("example_value")
-    return example if is_of_a_parallel_layer(example) else placeholder.meta.get(PART_OF)
+    return example if is_of_a_parallel_layer(example) else placeholder.meta.get(TP_PARAMETER)
 
 
 class _Layers:
@@ -112,7 +112,7 @@ class _Layers:
             self._redistribute(node, self._value(node), example)
         elif name == "to_local" and reads:
             found = self._value(node)
-            if found.form == PART:
+            if found.placement == PART:
                 raise self._refused(node)
             node.replace_all_uses_with(found.node)
             self.found[node] = found
@@ -129,12 +129,12 @@ class _Layers:
     def _enter(self, node: fx.Node, example: DTensor) -> None:
         given = node.args[0]
         assert isinstance(given, fx.Node)
-        form = _form(example)
-        if form == REPLICATED:
+        placement = _placement(example)
+        if placement == REPLICATED:
             given = self._summed(given, node, example)
-        elif form != COLUMNS:
+        elif placement != COLUMNS:
             raise self._refused(node)
-        self.found[node] = _Local(given, form)
+        self.found[node] = _Local(given, placement)
 
     def _summed(self, given: fx.Node, node: fx.Node, example: DTensor) -> fx.Node:
         """`given` after a `sum_gradients`, which all modules of one parent that read `given` share."""
@@ -151,10 +151,10 @@ class _Layers:
         given, split = self.found.get(x), self._split(weight)
         assert isinstance(example, DTensor) and callable(node.target)
         with self.graph.inserting_before(node):
-            if given is not None and given.form == REPLICATED and split == 0 and (bias is None or self._split(bias) == 0):
+            if given is not None and given.placement == REPLICATED and split == 0 and (bias is None or self._split(bias) == 0):
                 made = self.graph.call_function(node.target, (given.node, weight, bias))
                 self.found[node] = _Local(self._like(made, node, example), COLUMNS)
-            elif given is not None and given.form == COLUMNS and split == 1 and (bias is None or self._is_whole(bias)):
+            elif given is not None and given.placement == COLUMNS and split == 1 and (bias is None or self._is_whole(bias)):
                 made = self.graph.call_function(node.target, (given.node, weight))
                 self.found[node] = _Local(self._like(made, node, example), PART, bias)
             else:
@@ -169,13 +169,13 @@ class _Layers:
 
     def _redistribute(self, node: fx.Node, found: _Local, example: object) -> None:
         assert isinstance(example, DTensor)
-        if found.form == PART and _form(example) == REPLICATED:
+        if found.placement == PART and _placement(example) == REPLICATED:
             with self.graph.inserting_before(node):
                 made = self._like(self.graph.call_function(sum_over, (found.node, _group(example))), node, example)
                 if found.bias is not None:
                     made = self._like(self.graph.call_function(operator.add, (made, found.bias)), node, example)
             found = _Local(made, REPLICATED)
-        elif _form(example) != found.form:
+        elif _placement(example) != found.placement:
             raise self._refused(node)
         self.found[node] = replace(found, bias=None)
 
@@ -208,8 +208,8 @@ class _Layers:
         return next(iter(self.parameters.items()))
 
 
-def _form(tensor: DTensor) -> str:
-    """The form of a DTensor of a layer; "" for a placement that is not supported."""
+def _placement(tensor: DTensor) -> str:
+    """The placement of a DTensor of a layer; "" for a placement that is not supported."""
     placement = tensor.placements[0] if len(tensor.placements) == 1 else None
     if placement is None:
         return ""

@@ -20,7 +20,9 @@ from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.ranks.shard_spec import ShardSpec
 from l2l_compile.ranks.sharded import is_of_a_parallel_layer, is_sharded, is_sharded_twice, local, ranks_behind, shard_spec_of
 
-PART_OF = "part_of"  # in the meta of an input that is a rank's part of a parallel layer's parameter: the DTensor of that layer
+TP_PARAMETER = (
+    "tp_parameter"  # in the meta of an input that is a rank's part of a parallel layer's parameter: the DTensor of that layer
+)
 
 
 def make_whole(graph: fx.Graph) -> tuple[dict[fx.Node, ShardSpec], Ranks | None]:
@@ -49,7 +51,7 @@ _CHAIN_OF_PART = ("to_local", "from_local", "redistribute", "to_local", "from_lo
 
 
 def _peel(graph: fx.Graph, placeholder: fx.Node) -> None:
-    """Let readers of the calls' results read the placeholder. It then stands for the whole parameter.
+    """Replace the gathered parameter by its placeholder, which from here on stands for the whole parameter.
 
     If the parameter is of a parallel layer as well, the placeholder stands for this rank's part of that layer's parameter.
     """
@@ -66,7 +68,7 @@ def _peel(graph: fx.Graph, placeholder: fx.Node) -> None:
     for node in made:
         whole = node.meta["example_value"]
         if is_sharded(whole):
-            placeholder.meta[PART_OF], whole = whole, local(whole)
+            placeholder.meta[TP_PARAMETER], whole = whole, local(whole)
     for node in made:
         node.replace_all_uses_with(placeholder)
         while node is not placeholder and not node.users:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from l2l_compile.ir.captured import Input, Part
+from l2l_compile.ir.captured import Input, ParameterSlice
 from l2l_compile.ir.graph import is_pure
 
 _TAKEN = {operator.getitem, torch.select, torch.narrow, torch.unbind, "select", "narrow", "unbind"}
@@ -24,7 +24,7 @@ _SAME = {torch.reshape, "view", "reshape", "contiguous", "unflatten", torch.unfl
 
 
 def slice_of(whole: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """A part of a parameter (`ir.captured.Part`); the captured graph calls this function in its place."""
+    """A slice of a parameter (`ir.captured.ParameterSlice`); the captured graph calls this function in its place."""
     return whole.view(-1)[start : start + torch.Size(shape).numel()].view(shape)
 
 
@@ -49,15 +49,15 @@ def _slices(graph: fx.Graph, whole: Input, first_index: int) -> list[Input]:
         return []
     found: list[Input] = []
     for (offset, shape, _), nodes in readers.items():
-        part = Part(whole.index, offset - parameter.storage_offset(), shape)
-        name = f"{whole.name}{_place_of(part, parameter)}"
+        cut = ParameterSlice(whole.index, offset - parameter.storage_offset(), shape)
+        name = f"{whole.name}{_place_of(cut, parameter)}"
         with graph.inserting_before(_first_operation(graph)):
-            weight = graph.call_function(slice_of, (whole.node, part.start, part.shape))  # Dynamo counts placeholders
+            weight = graph.call_function(slice_of, (whole.node, cut.start, cut.shape))  # Dynamo counts placeholders
         weight.meta["example_value"] = nodes[0].meta["example_value"]
         for node in nodes:
             node.replace_all_uses_with(weight)
             _erase_unread(graph, node)
-        found.append(Input(first_index + len(found), weight, name, "parameter", part))
+        found.append(Input(first_index + len(found), weight, name, "parameter", cut))
     return found
 
 
@@ -74,7 +74,7 @@ def _first_operation(graph: fx.Graph) -> fx.Node:
 
 
 def _slice_nodes(start: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that are contiguous parts of a parameter. Where a part is taken from a part, only the smallest is given."""
+    """The nodes that are contiguous slices of a parameter. Where a slice is taken from a slice, only the smallest is given."""
     memory = start.meta["example_value"].untyped_storage()._cdata
     waiting = [user for user in start.users if _takes(user)]
     while waiting:
@@ -96,11 +96,11 @@ def _takes(node: fx.Node) -> bool:
     return node.op.startswith("call_") and node.target in _TAKEN | _SAME and len(node.all_input_nodes) == 1
 
 
-def _place_of(part: Part, parameter: torch.Tensor) -> str:
+def _place_of(cut: ParameterSlice, parameter: torch.Tensor) -> str:
     """The slice as text, in the way a person would write it: "[3]", "[3:5]", or by its first entry in memory."""
     row = parameter.stride(0) if parameter.ndim else 1
-    rows, rest = divmod(torch.Size(part.shape).numel(), row)
-    at, inside = divmod(part.start, row)
+    rows, rest = divmod(torch.Size(cut.shape).numel(), row)
+    at, inside = divmod(cut.start, row)
     if rest or inside:
-        return f"[entry {part.start} on]"
+        return f"[entry {cut.start} on]"
     return f"[{at}]" if rows == 1 else f"[{at}:{at + rows}]"

@@ -1,4 +1,4 @@
-"""An optimizer's first step makes its state apart from the heap."""
+"""Allocates an optimizer's state outside of the C heap, in its first step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from l2l_compile.reentry import whole
 
 
 class FirstStepMemory:
-    """Has an optimizer allocate its state apart from the heap in its own first step, and trims the heap before every step.
+    """Has an optimizer allocate its state outside of the heap in its own first step, and trims the heap before every step.
 
     With the option update='at_step', the state, all gradients and the optimizer's temporaries exist at the same time then:
     host memory is at its peak.

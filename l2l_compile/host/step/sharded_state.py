@@ -74,7 +74,7 @@ def _like(earlier: torch.Tensor, value: torch.Tensor, parameter: torch.Tensor) -
 def ranks_among(parameters: Iterable[torch.Tensor]) -> Ranks | None:
     """The ranks among which parameters are sharded; None if there is one rank, or if no parameter is sharded."""
     ranks = next((ranks_behind(p) for p in parameters if is_sharded(p)), None)
-    return ranks if ranks is not None and ranks.count > 1 else None
+    return ranks if ranks is not None and ranks.world_size > 1 else None
 
 
 def counts_here(parameter: torch.Tensor, ranks: Ranks | None) -> bool:
@@ -85,9 +85,9 @@ def counts_here(parameter: torch.Tensor, ranks: Ranks | None) -> bool:
     """
     if ranks is None or not is_sharded(parameter):
         return True
-    if ranks.part and not is_split_by_a_parallel_layer(parameter):
+    if ranks.tp_rank and not is_split_by_a_parallel_layer(parameter):
         return False
-    return ranks.replica == 0 and (ranks.rank == 0 or not shard_spec_of(parameter).replicated)
+    return ranks.replicate_mesh_rank == 0 and (ranks.shard_mesh_rank == 0 or not shard_spec_of(parameter).replicated)
 
 
 def summed_over(ranks: Ranks | None, kind: ActionKind, values: tuple[float, ...]) -> list[float]:

@@ -14,7 +14,7 @@ from l2l_compile.ranks.sharded import local
 _ENTRIES = 1024  # of each parameter, that are compared
 
 
-class PutOff:
+class DeferredWriteGuard:
     """Parameters of an optimizer as they are now.
 
     PyTorch records writes into a parameter, but not writes through `.data` (`p.data.mul_()`, `vector_to_parameters`). These are

@@ -22,7 +22,7 @@ import torch
 from l2l_compile.errors import L2LError
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.step.torch_step import Hyperparameters
-from l2l_compile.ir.captured import Part
+from l2l_compile.ir.captured import ParameterSlice
 from l2l_compile.memory.finalizers import members, taken
 from l2l_compile.update_modes import MODES
 
@@ -31,14 +31,14 @@ Parameter = torch.nn.Parameter
 
 @dataclass(frozen=True, eq=False)
 class Pushed:
-    """A gradient of a parameter, or of a part of it, that a segment has pushed; None where there is none.
+    """A gradient of a parameter, or of a slice of it, that a segment has pushed; None where there is none.
 
     norm  of the gradient, where the device has taken it
     """
 
     parameter: Parameter
     gradient: torch.Tensor | None
-    part: Part | None
+    slice: ParameterSlice | None
     norm: float | None = None
 
 
@@ -47,8 +47,8 @@ _NEVER_STEPPED = (
     "one, the optimizer of the option is a copy as well: copy the plain model, and compile it with an optimizer of its own"
 )
 _HELD = (
-    ". An output of this step is held, and backward was not called on it, so that no round has ended: let go of it, or run such a "
-    "forward under torch.no_grad()"
+    ". An output of this step is still referenced, and backward was not called on it, so the step cannot end: delete it, or run "
+    "such a forward under torch.no_grad()"
 )
 
 
@@ -278,7 +278,7 @@ class GradientLedger:
             pending.pushes[parameter] -= 1
             if pushed.gradient is not None:
                 before = pending.sums.get(parameter)
-                pending.sums[parameter] = self._memory.collected(before, pushed.gradient, parameter, pushed.part)
+                pending.sums[parameter] = self._memory.collected(before, pushed.gradient, parameter, pushed.slice)
             if pending.pushes[parameter] == 0 and parameter in pending.sums:
                 whole = pending.sums.pop(parameter)
                 self.arrived.add(parameter)

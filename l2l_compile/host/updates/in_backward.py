@@ -162,8 +162,8 @@ class UpdatesInBackward(OverlappedUpdates):
         super().collect(pending, segment)
         for pushed in segment:
             if pushed.gradient is not None:
-                in_pieces = pushed.part is not None or pushed.parameter in self._squares_of
-                norm = None if in_pieces else pushed.norm
+                in_slices = pushed.slice is not None or pushed.parameter in self._squares_of
+                norm = None if in_slices else pushed.norm
                 is_right = norm is not None and math.isfinite(norm)  # squares may overflow on the device
                 self._squares_of[pushed.parameter] = norm * norm if norm is not None and is_right else None
 

@@ -13,7 +13,7 @@ import torch
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.step.sharded_state import counts_here, summed_over
 from l2l_compile.host.step.torch_step import Hyperparameters
-from l2l_compile.host.updates.deferred import PutOff
+from l2l_compile.host.updates.deferred import DeferredWriteGuard
 from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward, Pushed
 from l2l_compile.host.updates.loss_scale import LossScale
 from l2l_compile.host.updates.norms import norm_of, total_norm
@@ -35,13 +35,13 @@ class _Step:
     """A step whose updates are put off. It holds no gradients, so the gradients of a segment are freed after its update.
 
     groups    the hyperparameters at `optimizer.step()`
-    put_off   the parameters as they were then
+    guard   the parameters as they were then
     max_norm  the norm to which gradients are clipped, None for no clipping
     factor    multiplies all gradients; set by `_look_at`: clipping, 1 / loss scale; 0 if the step is skipped
     """
 
     groups: Hyperparameters
-    put_off: PutOff
+    guard: DeferredWriteGuard
     max_norm: float | None
     factor: float = 0.0
 
@@ -184,7 +184,7 @@ class UpdatesInForward(OverlappedUpdates):
         self._outside.clear()
         gradients.update({p: torch.zeros_like(local(p).detach()) for p in zeros})
         summed_over(self.ranks, ActionKind.STEP, ())
-        step = _Step(groups, PutOff(self.optimizer, gradients), self._max_norm)
+        step = _Step(groups, DeferredWriteGuard(self.optimizer, gradients), self._max_norm)
         self._max_norm = self._max_norm_of_all
         norms, self._norms = self._norms, {}
         self._looked = self._updating.submit(functools.partial(self._look_at, step, gradients, norms))
@@ -286,5 +286,5 @@ class UpdatesInForward(OverlappedUpdates):
         if step.factor == 0.0:
             return
         with unwatched():
-            step.put_off.check(gradients)
+            step.guard.check(gradients)
             self._step_layer(gradients, step.factor, step.groups)

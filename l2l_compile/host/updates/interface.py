@@ -38,7 +38,7 @@ class Updates:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step is under way: begun, and not yet ended here."""
+        """Whether no step is in progress: begun, and not yet ended here."""
         return True
 
     def watch(self, modules: Iterable[torch.nn.Module]) -> None:

@@ -13,7 +13,7 @@ import torch
 from l2l_compile.errors import L2LError, ReentryError
 from l2l_compile.host.compiled_step.compiled_step import CompiledStep
 from l2l_compile.host.gradients import GradientMemory
-from l2l_compile.host.hooks import StepHook, WeakHook, before, hear, put_around_those_of_the_user, remove_with, running_steps
+from l2l_compile.host.hooks import StepHook, WeakHook, before, remove_with, running_steps, subscribe, wrap_user_hooks
 from l2l_compile.host.step.closures import check_needs_no_closure
 from l2l_compile.host.step.groups import Groups
 from l2l_compile.host.step.sharded_state import ranks_among
@@ -72,7 +72,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         for handle in handles:
             remove_with(self, handle.remove)
         remove_with(self, before(self.optimizer, "zero_grad", self._before_zero_grad))
-        hear(self)
+        subscribe(self)
         watch_compiled_code()
         weakref.finalize(self, self._watch.end)
         remove_with(self, before(self.optimizer, "add_param_group", self._before_reading))
@@ -105,7 +105,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         """None also if no backward may follow, or if the optimizer has none of the parameters. Raises `L2LError`."""
         if not to_train:
             return None
-        put_around_those_of_the_user(self.optimizer, *self._step_hooks)
+        wrap_user_hooks(self.optimizer, *self._step_hooks)
         trained = {p for p in parameters if p.requires_grad}
         self._refuse_hooks(trained)
         mine = trained & self.managed
@@ -311,7 +311,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         return False
 
     def _before_step_of_others(self) -> None:
-        """`optimizer.step()` is called, and the compiled model has no part in it."""
+        """`optimizer.step()` is called, and no gradient came from the compiled model."""
 
     @whole("optimizer.step()")
     def _after_own_step(self, optimizer: torch.optim.Optimizer, arguments: tuple, named: dict) -> None:
