@@ -367,7 +367,7 @@ def test_a_forgotten_step_is_said_without_advice_on_copies():
 def test_an_optimizer_with_closures_is_refused_with_the_cause(update):
     model = Stack(2)
     step = compiled(model, optimizer=torch.optim.LBFGS(model.parameters()), update=update)
-    with pytest.raises(L2LError, match="LBFGS needs a closure"):
+    with pytest.raises(L2LError, match="LBFGS.step needs a closure"):
         step(X.float())
 
 

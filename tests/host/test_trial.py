@@ -481,6 +481,23 @@ def test_lbfgs_is_refused_with_the_call_that_works():
         check_layers_are_independent(torch.optim.LBFGS(model.parameters()))
 
 
+class SharpnessAware(torch.optim.SGD):
+    """Its step takes no closure by default, and then raises."""
+
+    def step(self, closure=None):
+        if closure is None:
+            raise RuntimeError("SharpnessAware requires a closure")
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+
+def test_a_closure_that_only_the_step_asks_for_is_named():
+    optimizer = SharpnessAware(Net().parameters(), lr=0.1)
+    with pytest.raises(L2LError, match=r"SharpnessAware.step needs a closure.*optimizer.step\(closure\)"):
+        check_layers_are_independent(optimizer)
+
+
 @pytest.mark.parametrize("update", MODES)
 @pytest.mark.parametrize("kind", [DictState, NamedTensor, TensorCountInGroup])
 @pytest.mark.slow(but=("DictState-in_backward", "NamedTensor-in_forward"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,16 +37,6 @@ def own_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     step: Any = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step
     return functools.partial(step_of_a_copy, step, optimizer)
-
-
-def needs_a_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step` cannot be called without an argument."""
-    try:
-        parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    except (TypeError, ValueError):
-        return False
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return any(p.default is inspect.Parameter.empty and p.kind not in variable for p in parameters)
 
 
 def held_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from l2l_compile.errors import L2LError
+from l2l_compile.host.step.closures import check_needs_no_closure, closure_needed, needs_a_closure
 from l2l_compile.host.step.groups import Groups, names_of_differences
 from l2l_compile.host.step.object_copies import copied, same
 from l2l_compile.host.step.sharded_state import check_shards_are_independent
@@ -30,7 +31,6 @@ from l2l_compile.host.step.small_copies import (
     held_attributes,
     in_order,
     like_those_of,
-    needs_a_closure,
     own_step,
     parameters_of,
     whole_state,
@@ -38,6 +38,7 @@ from l2l_compile.host.step.small_copies import (
 )
 from l2l_compile.host.step.torch_step import hyperparameters, step_on
 
+_LAYER_BY_LAYER = "an update layer by layer"
 _STEPS = 6  # from the beginning
 _LATER = (19, 99, 499, 2_519, 9_999, 999_999)  # counts before the later steps; 2,520 is a multiple of all numbers up to ten
 
@@ -55,11 +56,7 @@ def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
             f"{name} holds another optimizer ({within}), whose step it calls for all parameters: it cannot update layer by layer. Give the "
             f"option 'optimizer' the {within}, if {name} only hands calls on, or use update='at_step'"
         )
-    if needs_a_closure(optimizer):
-        raise L2LError(
-            f"{name}.step needs a closure, with which it runs the model several times in a step, so it cannot update layer by layer: leave out "
-            "the options optimizer and update, and call optimizer.step(closure)"
-        )
+    check_needs_no_closure(optimizer, _LAYER_BY_LAYER)
     with _tried(optimizer):
         reason = _reason(optimizer)
     if reason is not None:
@@ -96,6 +93,8 @@ def _tried(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         with _nothing_else_changes(optimizer):
             yield
     except Exception as error:
+        if "closure" in _described(error).lower():  # `step(closure=None)` that refuses None, as those of SAM and AliG
+            raise closure_needed(optimizer, _LAYER_BY_LAYER) from error
         raise L2LError(
             f"a step of {type(optimizer).__name__} on small tensors failed, so it cannot update layer by layer: "
             f"{_described(error)}. Use update='at_step', or an optimizer that takes dense gradients of host tensors"
