@@ -16,7 +16,7 @@ _LIBRARIES = ("site-packages", "dist-packages", "lib/python", "<frozen")
 
 @contextmanager
 def failing_as(what: str) -> Iterator[None]:
-    """Context in which other code runs. Its error becomes an `OptionError`: a sentence with the last line of the user's code.
+    """Context manager in which other code runs. Its error becomes an `OptionError`: a sentence with the last line of the user's code.
 
     Warnings for developers of libraries are not shown.
     """

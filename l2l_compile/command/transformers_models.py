@@ -96,7 +96,7 @@ def _nearest(name: str, known: Any) -> str:
 
 @contextlib.contextmanager
 def quiet(transformers: Any) -> Iterator[None]:
-    """Context in which the library logs errors alone."""
+    """Context manager in which the library logs errors alone."""
     logging = transformers.utils.logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()

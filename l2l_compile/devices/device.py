@@ -247,12 +247,12 @@ class Device(ABC):
         return Pool(unlocked())
 
     def running(self) -> AbstractContextManager:
-        """Context in which the caller lowers blocks and submits work to the lanes."""
+        """Context manager in which the caller lowers blocks and submits work to the lanes."""
         return nullcontext()
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """Context in which the default generator of this device alone starts at `seed`. Its state is restored at the end.
+        """Context manager in which the default generator of this device alone starts at `seed`. Its state is restored at the end.
 
         The threads of a process have one default generator, so one thread at a time is in this context.
         """

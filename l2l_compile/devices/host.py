@@ -18,14 +18,14 @@ def is_host(device: torch.device) -> bool:
 
 @contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
-    """Context without the user's autocast, of the device and of the host: code that runs inside contains its casts already."""
+    """Context manager without the user's autocast, of the device and of the host: code that runs inside contains its casts already."""
     with torch.autocast(HOST.type, enabled=False), torch.autocast(device.type, enabled=False):
         yield
 
 
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Context without the user's `torch.inference_mode()`; gradients are not recorded there either.
+    """Context manager without the user's `torch.inference_mode()`; gradients are not recorded there either.
 
     A tensor that is made under inference mode can never be written outside of it again. So whatever is kept from call to call
     (wires, buffers, versions of weights, code with constants) is made in this context.

@@ -38,7 +38,7 @@ class Observer:
         """Work that a lane receives from now on starts after an event."""
 
     def waiting(self) -> AbstractContextManager:
-        """Context in which a thread waits."""
+        """Context manager in which a thread waits."""
         return nullcontext()
 
 
@@ -76,7 +76,7 @@ class _Labels:
 
 @contextmanager
 def observe(device: Device, observer: Observer) -> Iterator[None]:
-    """Context in which the observer is told of all work that the device receives. The device must be idle at its end."""
+    """Context manager in which the observer is told of all work that the device receives. The device must be idle at its end."""
     labels, lanes = _Labels(), device.lanes
     begins, begins_micro_batch, wait, synchronize = (getattr(device, name) for name in _REPLACED)
 

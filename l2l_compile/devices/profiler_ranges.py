@@ -15,7 +15,7 @@ from l2l_compile.lanes import Lane
 
 
 def ranges(device: Device) -> AbstractContextManager:
-    """Context with ranges for the device's work, if a profiler is active or the step is profiled. Else empty, at no cost."""
+    """Context manager with ranges for the device's work, if a profiler is active or the step is profiled. Else empty, at no cost."""
     if not (profiler._is_profiler_enabled or device.profiled):
         return nullcontext()
     return observe(device, _Ranges(device.torch_device.type == "cuda"))

@@ -187,7 +187,7 @@ def watch_compiled_code() -> None:
 
 
 def unwatched() -> contextlib.AbstractContextManager:
-    """Context in which this thread reads parameters as they are. It spares PyTorch the calls of `__torch_function__`."""
+    """Context manager in which this thread reads parameters as they are. It spares PyTorch the calls of `__torch_function__`."""
     return torch._C.DisableTorchFunctionSubclass()
 
 

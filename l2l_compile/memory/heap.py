@@ -19,7 +19,7 @@ _guard = threading.RLock()
 
 @contextmanager
 def apart_from_the_heap(size: int = 1 << 16) -> Iterator[None]:
-    """Context in which allocations of at least `size` bytes, by any thread, are mapped from the system, and go back to it.
+    """Context manager in which allocations of at least `size` bytes, by any thread, are mapped from the system, and go back to it.
 
     Does nothing where the C library is not glibc.
     """

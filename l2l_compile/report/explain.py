@@ -65,7 +65,7 @@ class Report:
     whole_batch   the segments that do not run micro-batch by micro-batch
     host_memory   the host memory that the model needs
     outputs       the tensors that the model returns or that cross a graph break, the largest first
-    update        how the host updates parameters behind the device; None if `optimizer.step()` updates them
+    update        how overlapped updates are made on the host; None if `optimizer.step()` updates them
     options       the options of the report
     simulated     makes the timeline of a step on a machine, for the page; None for a report without a call
     measured      the timeline of a step that ran, for the page

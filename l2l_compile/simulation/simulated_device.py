@@ -101,7 +101,7 @@ class Clocks:
 
     @contextmanager
     def on_thread(self, clock: Clock) -> Iterator[None]:
-        """Context whose work the current thread gives to another thread, which does it after all its earlier work."""
+        """Context manager whose work the current thread gives to another thread, which does it after all its earlier work."""
         before, label = (self.thread, self.lane), self.label
         clock.wait(SimulatedEvent(self.thread.now, f"{self.thread.name}: {self.label}"))
         self.thread, self.lane = clock, None

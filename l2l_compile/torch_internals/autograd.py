@@ -11,7 +11,7 @@ from torch._dynamo import utils as dynamo_utils
 
 
 def unseen_by_saved_tensors_hooks() -> AbstractContextManager:
-    """Context in which saved-tensors hooks of the user (`torch.utils.checkpoint`, `save_on_cpu`) are not called.
+    """Context manager in which saved-tensors hooks of the user (`torch.utils.checkpoint`, `save_on_cpu`) are not called.
 
     These hooks expect the tensors that a step saves, the same in every call. Compiling and tracing happen in the first call
     only.
@@ -62,7 +62,7 @@ def accumulates(node: Any, arguments: Sequence[object], parameters: Collection[o
 
 @contextmanager
 def recording_gradients() -> Iterator[None]:
-    """Context in which autograd records operations, also in an operator's kernel, which Inductor calls below the autograd keys."""
+    """Context manager in which autograd records operations, also in an operator's kernel, which Inductor calls below the autograd keys."""
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther):
         excluded = excluded.remove(key)

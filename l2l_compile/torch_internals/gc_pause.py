@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Context in which cycles are collected only by an explicit `gc.collect()`. Afterwards, collection is as it was before."""
+    """Context manager in which cycles are collected only by an explicit `gc.collect()`. Afterwards, collection is as it was before."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -16,7 +16,7 @@ from l2l_compile.torch_internals.patches import is_replaced, replace
 
 
 def apart_from_compilation() -> AbstractContextManager:
-    """Context in which no other thread compiles, so `torch.compiler.is_compiling()`, one flag for all threads, is False.
+    """Context manager in which no other thread compiles, so `torch.compiler.is_compiling()`, one flag for all threads, is False.
 
     Waits until a running compilation ends. A thread that compiles must not wait for a thread that waits here.
     """

@@ -56,7 +56,7 @@ class Recompilations:
 
 @contextmanager
 def raised(converter: Any, frame: Any, recompiled: Callable[[Any, Recompilations], None]) -> Iterator[None]:
-    """Context in which Dynamo's `converter` gives the function of `frame` up to `LIMIT` programs, or the user's own limit.
+    """Context manager in which Dynamo's `converter` gives the function of `frame` up to `LIMIT` programs, or the user's own limit.
 
     Raises `RecompileLimitError` if the function has as many already: a large model would be too slow on the host. Dynamo is not
     told to skip the function or the functions that it calls, so calls that fit one of the programs (for example evaluation)

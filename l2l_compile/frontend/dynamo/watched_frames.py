@@ -137,7 +137,7 @@ def _is_made(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def _not_saved(frame: Any) -> Iterator[None]:
-    """Context in which `state_dict` of the frame's modules is refused: a signal handler that calls it would get fake tensors."""
+    """Context manager in which `state_dict` of the frame's modules is refused: a signal handler that calls it would get fake tensors."""
     modules = [value for value in frame.f_locals.values() if isinstance(value, torch.nn.Module) and _is_made(value)]
     handles = [module.register_state_dict_pre_hook(_refuse_to_save) for module in modules]
     try:

@@ -147,7 +147,7 @@ def _cause(error: Any) -> str:
 
 @contextmanager
 def without_log() -> Iterator[None]:
-    """Context in which PyTorch does not log the traceback of an operation that fails on fake tensors: the failure is expected."""
+    """Context manager in which PyTorch does not log the traceback of an operation that fails on fake tensors: the failure is expected."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("failed while attempting to run meta")

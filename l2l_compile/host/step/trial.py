@@ -88,7 +88,7 @@ def _wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
 
 @contextmanager
 def _tried(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Context in which an optimizer steps on small tensors. Raises `L2LError` if a step fails."""
+    """Context manager in which an optimizer steps on small tensors. Raises `L2LError` if a step fails."""
     try:
         with _nothing_else_changes(optimizer):
             yield
@@ -109,7 +109,7 @@ def _described(error: Exception) -> str:
 
 @contextmanager
 def _nothing_else_changes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Context for steps on small tensors, in any mode: they have numbers even while a simulated step is made on fake ones.
+    """Context manager for steps on small tensors, in any mode: they have numbers even while a simulated step is made on fake ones.
 
     Behind it, random numbers and the values that classes hold are as before. Warnings are left to real steps.
     """

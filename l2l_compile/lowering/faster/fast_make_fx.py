@@ -56,7 +56,7 @@ def _is_symbolic(value: object) -> bool:
 
 @contextmanager
 def lean(mode: TraceMode) -> Iterator[None]:
-    """Context in which `make_fx` traces fake tensors of this mode without slow steps (see the module's docstring).
+    """Context manager in which `make_fx` traces fake tensors of this mode without slow steps (see the module's docstring).
 
     Not for traces of Inductor: its rules for quantized tensors read `meta["tensor_meta"]`.
     """
@@ -70,7 +70,7 @@ def lean(mode: TraceMode) -> Iterator[None]:
 
 @contextmanager
 def modules_left_alone() -> Iterator[None]:
-    """Context in which `make_fx` does not patch the methods of `nn.Module`.
+    """Context manager in which `make_fx` does not patch the methods of `nn.Module`.
 
     Its patches change nothing here, but they invalidate Python's attribute caches for all modules.
     """
