@@ -324,7 +324,7 @@ def train(args, model, optimizer, scheduler, train_data, validation_data, state:
         "update": "in_forward",
         "max_grad_norm": 1.0,
         "block_compiler": args.block_compiler,
-        "batch": "global",  # a batch is shared by all processes
+        "batch_scope": "global",  # a batch is shared by all processes
     }
     if args.device:
         options["device"] = args.device

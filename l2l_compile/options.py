@@ -50,7 +50,7 @@ class Options:
     pinned_memory   the limit for page-locked host memory (cuda): bytes, or "8GB", "512MiB"; None sets no limit. Beyond
                     it, weights go through a ring of staging buffers, and returned tensors are not pinned.
     passes          passes of the user (`l2l_compile.passes.compilation.Pass`), run and verified after the backend's passes.
-    batch           what the batch of a call is, if the model is sharded over ranks (`l2l_compile.shard`). "per_rank": each
+    batch_scope     what the batch of a call is, if the model is sharded over ranks (`l2l_compile.shard`). "per_rank": each
                     rank's own, and gradients are the mean over the ranks. "global": a rank's rows of one batch of all ranks.
     compile_update  whether overlapped updates are compiled into one pass over memory where the optimizer is
                     elementwise; False runs the optimizer's own step on each layer.
@@ -72,7 +72,7 @@ class Options:
     accumulate: int | Callable[[], bool] = 1
     compile_update: bool = True
     pinned_memory: int | None = None
-    batch: str = "per_rank"
+    batch_scope: str = "per_rank"
     passes: tuple[Any, ...] = ()
 
     @property
@@ -114,7 +114,7 @@ class Options:
         _check_choice(settings, "update", tuple(MODES))
         _check_accumulate(settings)
         _check_choice(settings, "delay", (0, 1))
-        _check_choice(settings, "batch", ("per_rank", "global"))
+        _check_choice(settings, "batch_scope", ("per_rank", "global"))
         _check_choice(settings, "compile_update", (True, False))
         _check_optimizer(settings)
         settings["passes"] = _passes(settings.get("passes", ()))

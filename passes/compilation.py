@@ -104,8 +104,8 @@ class Compilation:
 
     @property
     def is_global(self) -> bool:
-        """Whether the batches of several ranks form one batch (`batch="global"`)."""
-        return self.options.batch == "global" and self.captured.shards > 1
+        """Whether the batches of several ranks form one batch (`batch_scope="global"`)."""
+        return self.options.batch_scope == "global" and self.captured.shards > 1
 
     @property
     def splits_rows(self) -> bool:

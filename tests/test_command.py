@@ -236,7 +236,13 @@ def test_help_says_which_defaults_are_not_the_librarys(capsys):
 
 
 def test_options_that_change_time_or_memory_are_all_there():
-    neither = {"device", "check", "block_compiler", "batch", "passes"}  # of the machine, of a look for errors, of several devices
+    neither = {
+        "device",
+        "check",
+        "block_compiler",
+        "batch_scope",
+        "passes",
+    }  # of the machine, of a look for errors, of several devices
     assert {f.name for f in fields(Options)} - neither <= {f.name for f in fields(Settings)}
 
 

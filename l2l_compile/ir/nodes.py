@@ -294,7 +294,7 @@ def local_shard(segment: SegmentIndex, gradients: OnDevice) -> typing.NoReturn:
 
 @operation(Lane.COMM, Result.DEVICE, Carries.GRADIENTS)
 def reduce_scatter_gradients(segment: SegmentIndex, gradients: OnDevice) -> typing.NoReturn:
-    """This rank's shards of the mean over all ranks (batch='global': sum) of a segment's weight gradients; asynchronous."""
+    """This rank's shards of the mean over all ranks (batch_scope='global': sum) of a segment's weight gradients; asynchronous."""
     _not_run("reduce_scatter_gradients")
 
 

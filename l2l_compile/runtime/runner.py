@@ -129,7 +129,7 @@ class Runner:
         step = Step(self.engine, read, arguments, captured.constants, rows, self.stats, self.ranks)
         if self.ranks is not None:
             collectives = collectives_of(self._program.forward.graph, self._program.segments)
-            begin_together(self.ranks, step, collectives, captured, to_train, options.batch == "global")
+            begin_together(self.ranks, step, collectives, captured, to_train, options.batch_scope == "global")
         numbers = [number for symbol, number in rows.bindings.items() if not is_float(symbol)]
         if (sizes := (to_train, *numbers, sum(step.rows.of_ranks))) not in self._lowered:
             self._lowered.add(sizes)

@@ -8,7 +8,7 @@
     push_gradients(segment, %g)              =>    %r = reduce_scatter_gradients(segment, %g)          the mean over the ranks
                                                    push_gradients(segment, %r)                 this rank's shards of it
 
-Under `batch="global"`, the gradients of a segment that ran on all rows are the same on all ranks: `local_shard` replaces the
+Under `batch_scope="global"`, the gradients of a segment that ran on all rows are the same on all ranks: `local_shard` replaces the
 reduction.
 
 A gather stands right after its fetch. It is therefore prefetched with the fetch, and comes before the reduction of the segment
@@ -84,8 +84,8 @@ def check_ranks(compilation: Compilation) -> None:
     mesh = compilation.captured.mesh
     if mesh is not None and mesh.replicas > 1 and compilation.is_global:
         raise L2LError(
-            f"batch='global' is one batch of all ranks, and {mesh.text} has {mesh.replicas} replicas, whose gradients are averaged: "
-            "use batch='per_rank', or a mesh of one dimension"
+            f"batch_scope='global' is one batch of all ranks, and {mesh.text} has {mesh.replicas} replicas, whose gradients are averaged: "
+            "use batch_scope='per_rank', or a mesh of one dimension"
         )
     _check_parallel_layers(compilation)
 
@@ -100,5 +100,5 @@ def _check_parallel_layers(compilation: Compilation) -> None:
             f"{layer}: the option 'optimizer' needs to know the ranks of a parallel layer. Call l2l_compile.shard with a mesh of two "
             "dimensions, of which that of the layer is the second (the first may have the size 1), or update the model without the option"
         )
-    if options.batch == "global":
-        raise L2LError(f"{layer}: a model with parallel layers is sharded with batch='per_rank' alone")
+    if options.batch_scope == "global":
+        raise L2LError(f"{layer}: a model with parallel layers is sharded with batch_scope='per_rank' alone")

@@ -1,4 +1,4 @@
-"""`batch="global"`: the batches of all ranks form one batch, and the ranks are one more level of micro-batches.
+"""`batch_scope="global"`: the batches of all ranks form one batch, and the ranks are one more level of micro-batches.
 
 A value on the device is in one of three states. A batched value has this rank's own rows. A value without rows is either the
 same on all ranks, or a part: the sum over all ranks is the value. Segments that run row by row read and make this rank's rows
@@ -55,17 +55,19 @@ class PlaceRows:
 
 
 def check_rows(compilation: Compilation) -> None:
-    """Raise `L2LError` with `batch="global"` if the place of the rows is unknown in the graph or in one of its inputs."""
+    """Raise `L2LError` with `batch_scope="global"` if the place of the rows is unknown in the graph or in one of its inputs."""
     captured = compilation.captured
     if not compilation.is_global:
         return
     if captured.batch is None:
-        raise L2LError(f"batch='global' needs a batch whose rows are known, but {captured.why_static}: use batch='per_rank'")
+        raise L2LError(
+            f"batch_scope='global' needs a batch whose rows are known, but {captured.why_static}: use batch_scope='per_rank'"
+        )
     for value in captured.inputs:
         if value.kind == "value" and value.node in captured.specs and captured.specs[value.node].mixed:
             raise L2LError(
-                f"batch='global' joins the rows of all ranks, and input '{value.name}' of shape {captured.specs[value.node]} has no "
-                "dimension of rows of its own: make it in the model, or use batch='per_rank'"
+                f"batch_scope='global' joins the rows of all ranks, and input '{value.name}' of shape {captured.specs[value.node]} has no "
+                "dimension of rows of its own: make it in the model, or use batch_scope='per_rank'"
             )
 
 

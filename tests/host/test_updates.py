@@ -264,7 +264,7 @@ def test_a_held_output_with_several_rounds_is_an_error(update):
     held = step(data(10))
     for number in range(2):
         step(data(number)).sum().backward()
-    with pytest.raises(L2LError, match="An output of this step is held.*no_grad.*dropped"):
+    with pytest.raises(L2LError, match="An output of this step is still referenced.*no_grad.*dropped"):
         optimizer.step()
     del held
     for number in range(2):

@@ -1,4 +1,4 @@
-"""`batch="global"`: the numbers of eager on the batch of all ranks together."""
+"""`batch_scope="global"`: the numbers of eager on the batch of all ranks together."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def call(model, batch):
 def equals_eager_on_all_rows(rank, world, kind, options):
     build, batch = MODELS[kind]
     torch.manual_seed(0)
-    eager, model, step = sharded(build().double(), world, batch="global", **options)
+    eager, model, step = sharded(build().double(), world, batch_scope="global", **options)
     for number in range(2):
         model.zero_grad()
         eager.zero_grad()
@@ -162,7 +162,7 @@ def ranks_are_one_more_level_of_micro_batches(rank, world):
     """Dropout is on, and ranks have equal numbers of rows; the loss is a sum, outside of the model."""
     torch.manual_seed(0)
     batch = torch.randn(4 * world, 5, dtype=torch.float64)
-    plain, model, step = sharded(Stack(3, dropout=0.5).double(), world, batch="global")
+    plain, model, step = sharded(Stack(3, dropout=0.5).double(), world, batch_scope="global")
     alone = torch.compile(plain, backend="l2l", options={**OPTIONS, "micro_batches": 2 * world})
     for compiled, rows in ((step, batch[4 * rank : 4 * rank + 4]), (alone, batch)):
         torch.manual_seed(1)
@@ -182,7 +182,7 @@ def updates_on_all_rows(rank, world, update):
     model = Convolutions()
     l2l_compile.shard(model, init_device_mesh("cpu", (world,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options = {**OPTIONS, "batch": "global", "optimizer": optimizer, "update": update, "compile_update": False}
+    options = {**OPTIONS, "batch_scope": "global", "optimizer": optimizer, "update": update, "compile_update": False}
     step = torch.compile(model, backend="l2l", fullgraph=True, options=options)
     for number in range(3):
         step(images(rank, number).float()).backward()

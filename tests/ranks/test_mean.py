@@ -1,4 +1,4 @@
-"""`batch="per_rank"`: gradients are the mean of those that each rank's eager model has on its own batch."""
+"""`batch_scope="per_rank"`: gradients are the mean of those that each rank's eager model has on its own batch."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def gradients(rank: int, world: int, meaning: str) -> dict[str, torch.Tensor]:
     torch._dynamo.reset()  # the code of an earlier model would run on its device
     torch.manual_seed(0)
     kind, _ = CASES[meaning]
-    model, step = sharded(kind(*[3] if kind is Stack else []).double(), world, batch=meaning)[1:]
+    model, step = sharded(kind(*[3] if kind is Stack else []).double(), world, batch_scope=meaning)[1:]
     output = step(numbers(rank, 0))
     (output[0] if isinstance(output, tuple) else output.pow(2).mean()).backward()
     return whole(model, gradients=True)

@@ -78,7 +78,7 @@ def test_gradients_are_right_whatever_the_delays(ranks, options):
 def rows_of_all_ranks_are_right(rank, world, seeds):
     torch.manual_seed(0)
     with threads(rank) as devices:
-        eager, model, step = sharded(Centered().double(), world, batch="global", prefetch=2)
+        eager, model, step = sharded(Centered().double(), world, batch_scope="global", prefetch=2)
         for seed in range(seeds):
             reseed(devices, rank, seed)
             model.zero_grad()

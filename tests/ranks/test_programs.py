@@ -125,7 +125,7 @@ def test_a_program_that_breaks_a_rule_is_refused(world, break_it):
 @pytest.mark.parametrize("world", [64], indirect=True)
 def test_the_program_of_64_ranks_is_the_one_that_is_kept(world):
     """`UPDATE_DOCUMENTS=1` writes it anew."""
-    shown = re.sub(r"\bs\d+\b", "rows", str(program(world, Mixing(2), batch="global"))) + "\n"  # PyTorch numbers the symbol
+    shown = re.sub(r"\bs\d+\b", "rows", str(program(world, Mixing(2), batch_scope="global"))) + "\n"  # PyTorch numbers the symbol
     if os.environ.get("UPDATE_DOCUMENTS"):
         PRINTED.write_text(shown)
     assert shown == PRINTED.read_text()
@@ -178,8 +178,8 @@ def part_of_a_sum(graph):
 @pytest.mark.parametrize("world", [2], indirect=True)
 @pytest.mark.parametrize("break_it", [own_rows_alone, rows_of_all, part_of_a_sum], ids=lambda f: f.__name__)
 def test_a_program_on_all_rows_that_breaks_its_rule_is_refused(world, break_it):
-    found = program(world, Mixing(2), batch="global")
-    compilation = Compilation.of(found, Options.build({**OPTIONS, "batch": "global"}))
+    found = program(world, Mixing(2), batch_scope="global")
+    compilation = Compilation.of(found, Options.build({**OPTIONS, "batch_scope": "global"}))
     verify(compilation, FACTS)
     assert str(Program.parse(str(found))) == str(found)
     break_it(compilation.forward)
@@ -191,7 +191,7 @@ def test_a_program_on_all_rows_that_breaks_its_rule_is_refused(world, break_it):
 @pytest.mark.parametrize("world", [2], indirect=True)
 def test_one_micro_batch_takes_no_rows_apart_unless_ranks_do(world):
     for batch, inner_looped in (("per_rank", False), ("global", True)):
-        segments = program(world, batch=batch, micro_batches=1).segments
+        segments = program(world, batch_scope=batch, micro_batches=1).segments
         assert [bool(s.block.inner_looped) for s in segments] == [inner_looped] * len(segments)
 
 

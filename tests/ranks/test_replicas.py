@@ -128,8 +128,10 @@ def refuses(rank, world):
     with pytest.raises(l2l_compile.L2LError, match=r"replicate.* repeats the model and shards nothing"):
         l2l_compile.shard(Stack(2), mesh_of(4, 1))
     model = l2l_compile.shard(Stack(2), mesh_of(2, 2))
-    step = torch.compile(model, backend="l2l", fullgraph=True, options={**OPTIONS, "batch": "global"})
-    with pytest.raises(l2l_compile.L2LError, match=r"batch='global' is one batch of all ranks, and .*replicate.* has 2 replicas"):
+    step = torch.compile(model, backend="l2l", fullgraph=True, options={**OPTIONS, "batch_scope": "global"})
+    with pytest.raises(
+        l2l_compile.L2LError, match=r"batch_scope='global' is one batch of all ranks, and .*replicate.* has 2 replicas"
+    ):
         step(numbers(rank, 0).float())
 
 

@@ -139,7 +139,7 @@ def test_global_rows_and_padding_of_a_large_world_are_simulated():
     for batch in ("per_rank", "global"):
         with world(64) as mesh:
             model = l2l_compile.shard(Mixing(3).float(), mesh)
-            found.append(simulate(model, joined(), {"micro_batches": 2, "batch": batch})(rows(6, dtype=torch.float32)))
+            found.append(simulate(model, joined(), {"micro_batches": 2, "batch_scope": batch})(rows(6, dtype=torch.float32)))
     labels = [{span.label.split()[0] for span in each.timeline.of("comm")} for each in found]
     assert "all_gather_rows" in labels[1] - labels[0] and labels[0] <= labels[1] | {"reduce_scatter_gradients"}
     assert found[1].timeline.busy("compute") > found[0].timeline.busy("compute")
