@@ -104,9 +104,9 @@ def running_steps(of: torch.optim.Optimizer | None = None) -> int:
     return sum(of is None or frame.f_locals.get("self", of) is of for frame in _frames_of(_STEP))
 
 
-def step_of_a_copy(step: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
+def step_of_a_copy(step: Callable[..., Any], optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
     """Call `step` of a copy of the user's optimizer. No listener is told, whatever other steps that one calls."""
-    return step(optimizer)
+    return step(optimizer, *arguments)
 
 
 def _frames_of(code: types.CodeType) -> Iterator[types.FrameType]:

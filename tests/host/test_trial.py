@@ -498,6 +498,22 @@ def test_a_closure_that_only_the_step_asks_for_is_named():
         check_layers_are_independent(optimizer)
 
 
+class OneStep(torch.optim.SGD):
+    """Its second step fails, and says something about closures."""
+
+    def step(self, closure=None):
+        if self.state[self.param_groups[0]["params"][0]].setdefault("steps", 0):
+            raise RuntimeError("a second step, with or without a closure")
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["steps"] = 1
+
+
+def test_a_failure_that_no_closure_helps_is_told_as_it_is():
+    with pytest.raises(L2LError, match="failed, so it cannot update layer by layer: RuntimeError: a second step"):
+        check_layers_are_independent(OneStep(Net().parameters(), lr=0.1))
+
+
 @pytest.mark.parametrize("update", MODES)
 @pytest.mark.parametrize("kind", [DictState, NamedTensor, TensorCountInGroup])
 @pytest.mark.slow(but=("DictState-in_backward", "NamedTensor-in_forward"))

@@ -32,7 +32,7 @@ class Small:
 Chosen = Sequence[Sequence[Small]]  # for each param_group
 
 
-def own_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+def own_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """The step of the optimizer's class, without the hooks around it: they are for whole steps."""
     step: Any = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -212,6 +212,27 @@ def with_fresh_state(optimizer: torch.optim.Optimizer, chosen: Chosen) -> torch.
             return small
     assert first_error is not None
     raise first_error
+
+
+def steps_only_with_a_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the first step of a small copy fails as it is, and succeeds with a closure that sets gradients and returns a loss."""
+    return not _first_step_succeeds(optimizer, with_closure=False) and _first_step_succeeds(optimizer, with_closure=True)
+
+
+def _first_step_succeeds(optimizer: torch.optim.Optimizer, with_closure: bool) -> bool:
+    small = small_copy(optimizer, like_those_of(optimizer))
+
+    def closure() -> torch.Tensor:
+        for number, parameter in enumerate(parameters_of(small)):
+            parameter.grad = gradient_for(parameter, 0, number)
+        return torch.ones(())
+
+    closure()
+    try:
+        own_step(small)(*[closure] if with_closure else [])
+    except Exception:  # noqa: BLE001  # any class may raise anything
+        return False
+    return True
 
 
 def gradient_for(parameter: torch.Tensor, step: int, number: int) -> torch.Tensor:

@@ -33,6 +33,7 @@ from l2l_compile.host.step.small_copies import (
     like_those_of,
     own_step,
     parameters_of,
+    steps_only_with_a_closure,
     whole_state,
     with_fresh_state,
 )
@@ -93,7 +94,9 @@ def _tried(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         with _nothing_else_changes(optimizer):
             yield
     except Exception as error:
-        if "closure" in _described(error).lower():  # `step(closure=None)` that refuses None, as those of SAM and AliG
+        with _nothing_else_changes(optimizer):
+            is_needed = steps_only_with_a_closure(optimizer)  # `step(closure=None)` may refuse None, as those of bSAM and AliG
+        if is_needed:
             raise closure_needed(optimizer, _LAYER_BY_LAYER) from error
         raise L2LError(
             f"a step of {type(optimizer).__name__} on small tensors failed, so it cannot update layer by layer: "
