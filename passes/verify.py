@@ -6,8 +6,8 @@ lane              every operand is where its kind requires it, on the host or on
 weights           a segment runs on the weights that were fetched for it
 gathered          a segment whose weights are sharded over ranks runs on a gathered slab, and only the gather reads the
                   fetched shards; other segments have no gather
-reduced_once      a sharded segment pushes reduced gradients, and reduces each bundle exactly once; with batch_scope='global', if it
-                  ran on the rows of all ranks, it pushes this rank's shards of gradients that are the same on all ranks
+reduced_once      a sharded segment pushes reduced gradients, and reduces each bundle exactly once; with batch_scope='global',
+                  if it ran on the rows of all ranks, it pushes this rank's shards of gradients that are the same on all ranks
 rows_of_ranks     with batch_scope='global', a segment that mixes rows reads the rows of all ranks, and no other segment does; a
                   sum over rows is summed over the ranks
 layout            an inner-looped segment reads its batched operands split, any other segment reads them whole; only

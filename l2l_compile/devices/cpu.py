@@ -74,7 +74,7 @@ class CpuDevice(Counted):
         return [*(wire.views if wire is not None else ()), *(_alone(w.detach().contiguous()) for w in weights)]
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        part_of_more = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+        part_of_more = tensor.untyped_storage().nbytes() > tensor.nbytes
         if part_of_more:  # the ledger counts storages
             return tensor.detach().clone(memory_format=torch.contiguous_format)
         return tensor.detach().contiguous()

@@ -165,7 +165,7 @@ class Device(ABC):
         if wire is not None:
             offset, loaded = wire.buffer.numel(), wire.in_slab(target)
         for position, weight in enumerate(weights, len(loaded)):
-            part = target[offset : offset + weight.numel() * weight.element_size()]
+            part = target[offset : offset + weight.nbytes]
             if position not in unread:
                 self._send_weight(weight, part)
             loaded.append(part.view(weight.dtype).view(weight.shape))
@@ -176,7 +176,7 @@ class Device(ABC):
         """Copy host tensors into a slab, each to its offset. Returns the first `size` bytes of the slab, uint8 (h2d lane)."""
         target = self._slabs[slab]
         for copy in copies:
-            part = target[copy.start : copy.start + copy.tensor.numel() * copy.tensor.element_size()]
+            part = target[copy.start : copy.start + copy.tensor.nbytes]
             if copy.pinned:
                 part.copy_(copy.tensor.view(-1).view(torch.uint8), non_blocking=True)
             elif part.numel():

@@ -38,10 +38,10 @@ class GradientMemory:
             if gradient is not None and gradient.dtype != parameter.dtype:
                 lease = lease or self._together(parameters)
                 gradients[position] = lease.tensor(start, gradient.shape, parameter.dtype).copy_(gradient)
-            start += aligned(parameter.numel() * parameter.element_size())
+            start += aligned(parameter.nbytes)
 
     def _together(self, parameters: Sequence[torch.Tensor]) -> Lease:
-        size = sum(aligned(p.numel() * p.element_size()) for p in parameters)
+        size = sum(aligned(p.nbytes) for p in parameters)
         return self._pool.lease(max(size, 1), "the gradients of a segment")
 
     def added(self, total: torch.Tensor | None, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

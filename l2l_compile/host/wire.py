@@ -157,7 +157,7 @@ def _chunks(tensor: torch.Tensor) -> list[Any]:
     """Indices of chunks of a tensor, rows of about `_CHUNK` bytes each; a tensor without dimensions has one chunk."""
     if tensor.dim() == 0 or not len(tensor):
         return [...]
-    rows = max(1, _CHUNK * len(tensor) // max(1, tensor.numel() * tensor.element_size()))
+    rows = max(1, _CHUNK * len(tensor) // max(1, tensor.nbytes))
     return [slice(start, min(start + rows, len(tensor))) for start in range(0, len(tensor), rows)]
 
 

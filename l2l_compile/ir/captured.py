@@ -158,7 +158,7 @@ class Captured:
 
     @property
     def weights(self) -> tuple[Input, ...]:
-        """The inputs that are parameters, parts of parameters, or buffers."""
+        """The inputs that are parameters, slices of parameters, or buffers."""
         return tuple(i for i in (*self.inputs, *self.slices) if i.is_weight)
 
     @property

@@ -1,6 +1,7 @@
 """Fingerprints of graphs: tuples that can be compared. Operations, constants and their types count; names do not.
 
-Two blocks with equal fingerprints are the same function of their operands, in any model or capture, so they can share one lowering.
+Two blocks with equal fingerprints are the same function of their operands, in any model or capture, so they can share one
+lowering.
 """
 
 from __future__ import annotations

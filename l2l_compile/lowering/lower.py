@@ -2,8 +2,8 @@
 
 A lowered block is called with a flat list: weights, values, (for backward) gradients of outputs, random draws.
 
-A `Code` is made once per process for all blocks with equal fingerprints, in any program. Sizes that are symbols in the captured graph are
-symbols in the code, which is valid for all sizes for which its guards hold. Sizes of 0 and 1 are always numbers, since many
+A `Code` is made once per process for all blocks with equal fingerprints, in any program. Sizes that are symbols in the captured
+graph are symbols in the code, which is valid for all sizes for which its guards hold. Sizes of 0 and 1 are always numbers, since many
 decisions depend on them. `Lowered` is a code at the sizes of one call.
 """
 

@@ -49,7 +49,7 @@ def whole_pages(tensor: torch.Tensor) -> Span:
     start = sum(address(tensor))
     if not tensor.is_contiguous():
         return start, start
-    first, last = -(-start // PAGE) * PAGE, (start + tensor.numel() * tensor.element_size()) // PAGE * PAGE
+    first, last = -(-start // PAGE) * PAGE, (start + tensor.nbytes) // PAGE * PAGE
     return (first, last) if first < last else (start, start)
 
 

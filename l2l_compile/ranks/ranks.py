@@ -37,7 +37,7 @@ class Ranks:
 
     Each thread has process groups of its own, so that collectives of different threads cannot be mixed up: `device` for weights
     and gradients (the lane `comm`), `sums` for sums of parallel layers (the lane `compute`), `host` for the thread that updates
-    (and `replica` for the same shard in all replicas), `control` for the caller. The groups of the mesh belong to the user.
+    (and `replicate` for the same shard in all replicas), `control` for the caller. The groups of the mesh belong to the user.
     """
 
     replicate_mesh_size = tp_size = 1
@@ -354,7 +354,7 @@ def is_known(mesh: DeviceMesh) -> bool:
     return mesh in _known
 
 
-def parts_of(mesh: DeviceMesh) -> int:
+def tp_size_of(mesh: DeviceMesh) -> int:
     """How many ranks share parallel layers, for models that `shard` has sharded over a mesh; 0 if there are none."""
     known = _known.get(mesh)
     return known.tp_size if known is not None and known.made_for(shards_of(mesh).get_group()) else 0

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from l2l_compile.errors import L2LError
 from l2l_compile.ranks.gathered import gathered
-from l2l_compile.ranks.ranks import Ranks, is_known, parts_of, ranks_of, replicates
+from l2l_compile.ranks.ranks import Ranks, is_known, ranks_of, replicates, tp_size_of
 from l2l_compile.ranks.shard_spec import ShardSpec, stride_of
 from l2l_compile.ranks.sharing import ranks_sharing
 
@@ -81,11 +81,8 @@ def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
                 )
             if whole.shape == parameter.shape:
                 spec, ranks = shard_spec_of(parameter), ranks_behind(parameter)
-                span = (
-                    slice(None)
-                    if spec.replicated
-                    else slice(spec.span(ranks.shard_mesh_rank).start, spec.span(ranks.shard_mesh_rank).stop)
-                )
+                own = spec.span(ranks.shard_mesh_rank)
+                span = slice(None) if spec.replicated else slice(own.start, own.stop)
                 state_dict[prefix + name] = sharded_as((whole[span] if whole.dim() else whole).clone(), parameter)
 
 
@@ -172,7 +169,7 @@ def _check_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
     A model without parallel layers may take the mesh after another model, which has some, was sharded over it.
     """
-    if any(_is_of_this_parallel_layer(p, mesh) for p in model.parameters()) or parts_of(_data(mesh)):
+    if any(_is_of_this_parallel_layer(p, mesh) for p in model.parameters()) or tp_size_of(_data(mesh)):
         return
     first, second = _names(mesh)
     raise L2LError(

@@ -25,12 +25,12 @@ class OutputStream:
 
     def __init__(self, device: Device, step: Step, submit: Submit, outputs: Sequence[RuntimeValue]):
         self.device, self.step, self.submit, self.outputs = device, step, submit, outputs
-        self._micro_batches: list[RuntimeValue] = []  # by micro-batch: stands for its outputs on the device
+        self._on_device: list[RuntimeValue] = []  # by micro-batch: stands for its outputs on the device
 
     def run(self, inner_loop: Sequence[Work], reads: Sequence[RuntimeValue], results: Sequence[RuntimeValue]) -> None:
         copied, whole = None, [result for result in results if result not in self.outputs]
         for micro_batch, work in enumerate(inner_loop):
-            self.submit(Lane.COMPUTE, reads, [*whole, self._micro_batch(micro_batch)], work)
+            self.submit(Lane.COMPUTE, reads, [*whole, self._value_of(micro_batch)], work)
             if micro_batch:
                 self._free(micro_batch - 1, copied)
             copied = self._send(micro_batch)
@@ -38,10 +38,10 @@ class OutputStream:
         for output in self.outputs:
             output.lane, output.event = Lane.D2H, copied
 
-    def _micro_batch(self, micro_batch: int) -> RuntimeValue:
-        while len(self._micro_batches) <= micro_batch:
-            self._micro_batches.append(RuntimeValue())
-        return self._micro_batches[micro_batch]
+    def _value_of(self, micro_batch: int) -> RuntimeValue:
+        while len(self._on_device) <= micro_batch:
+            self._on_device.append(RuntimeValue())
+        return self._on_device[micro_batch]
 
     def _send(self, micro_batch: int) -> Any:
         """Copy the outputs of a micro-batch to the host as soon as they are made. Returns the event of the copy."""
@@ -50,7 +50,7 @@ class OutputStream:
             d2h.wait(made)
 
         def work() -> None:
-            self.device.accesses.read(self._micro_batches[micro_batch].place)
+            self.device.accesses.read(self._on_device[micro_batch].place)
             for output in self.outputs:
                 self.device.accesses.write(output.place)
                 on_host = self.device.download(output.tensors[micro_batch])
@@ -66,7 +66,7 @@ class OutputStream:
             compute.wait(copied)
 
         def work() -> None:
-            self.device.accesses.write(self._micro_batches[micro_batch].place)
+            self.device.accesses.write(self._on_device[micro_batch].place)
             for output in self.outputs:
                 on_device, output.tensors[micro_batch] = output.tensors[micro_batch]
                 self.device.free([on_device])
@@ -88,7 +88,7 @@ class GradientStream:
 
     def __init__(self, device: Device, step: Step, submit: Submit, gradients: Sequence[StreamedGradient]):
         self.device, self.step, self.submit, self.gradients = device, step, submit, gradients
-        self._micro_batches: list[RuntimeValue] = []  # by micro-batch: stands for its gradients on the device
+        self._on_device: list[RuntimeValue] = []  # by micro-batch: stands for its gradients on the device
 
     def run(self, inner_loop: Sequence[Work], reads: Sequence[RuntimeValue], results: Sequence[RuntimeValue]) -> None:
         compute, events = self.device.lanes[Lane.COMPUTE], [self._bring(0)]
@@ -99,16 +99,16 @@ class GradientStream:
             for event in events[micro_batch : micro_batch + needed]:
                 if event is not None:
                     compute.wait(event)
-            self.submit(Lane.COMPUTE, [*reads, *self._micro_batches[micro_batch : micro_batch + needed]], results, work)
+            self.submit(Lane.COMPUTE, [*reads, *self._on_device[micro_batch : micro_batch + needed]], results, work)
             compute.run(functools.partial(self._free, micro_batch))
 
     def _bring(self, micro_batch: int) -> Any:
         """Copy the gradients of a micro-batch to the device. Returns the event after which they are there."""
-        h2d, part = self.device.lanes[Lane.H2D], RuntimeValue()
-        self._micro_batches.append(part)
+        h2d, value = self.device.lanes[Lane.H2D], RuntimeValue()
+        self._on_device.append(value)
 
         def work() -> None:
-            self.device.accesses.write(part.place)
+            self.device.accesses.write(value.place)
             for gradient in self.gradients:
                 arriving = gradient.arriving
                 arriving.tensors = arriving.tensors or []
@@ -122,7 +122,7 @@ class GradientStream:
         return h2d.record()
 
     def _free(self, micro_batch: int) -> None:
-        self.device.accesses.write(self._micro_batches[micro_batch].place)
+        self.device.accesses.write(self._on_device[micro_batch].place)
         for gradient in self.gradients:
             self.device.free([gradient.arriving.tensors[micro_batch]])
             gradient.arriving.tensors[micro_batch] = None

@@ -281,9 +281,7 @@ class _Backward(_Run):
         first = len(self.block.weights)
         for index, (result, spec) in enumerate(zip(self.of_values, self.block.values, strict=True), first):
             if not result.absent:
-                result.tensors = (
-                    self.per_micro_batch[index] if index in self.per_micro_batch else [self.sums[index].to(spec.gradient_dtype)]
-                )
+                result.tensors = self.per_micro_batch.get(index) or [self.sums[index].to(spec.gradient_dtype)]
                 self.device.hold(result.tensors)
         if not self.bundle.absent:
             self.bundle.tensors = [self.sums.get(i) for i in range(len(self.block.weights))]

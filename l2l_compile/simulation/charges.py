@@ -64,7 +64,7 @@ class Charges(TorchDispatchMode):
         target, source = args[:2]
         up = is_marked(target)
         bandwidth = self.machine.h2d if up else self.machine.d2h
-        self.clocks.copy(target.numel() * target.element_size(), bandwidth, asynchronous=is_pinned(source if up else target))
+        self.clocks.copy(target.nbytes, bandwidth, asynchronous=is_pinned(source if up else target))
 
 
 def _one(dtype: torch.dtype) -> bool | int | float:

@@ -3,7 +3,7 @@
 Forward, for each segment in order:                    Backward, for each segment in reverse:
 
     %w  = fetch_weights(segment)                           %w  = fetch_weights(segment)
-    %x' = split(%x)            where the layout changes      %g  = backward(segment, %w, (stashes), (gradients))
+    %x' = split(%x)            where the layout changes    %g  = backward(segment, %w, (stashes), (gradients))
     %y  = forward(segment, %w, (%x', ...))                 %gx = %g[0]; accumulate(...) where a value has more readers
     stash(%x)                  if backward needs it        push_gradients(segment, %g[-1])
 

@@ -20,7 +20,7 @@ PARAMETERS = {
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch):
+def small_chunks(monkeypatch):
     monkeypatch.setattr(wires, "_CHUNK", 256)
 
 
@@ -28,17 +28,17 @@ class Slab:
     """Takes the bytes of a wire when they are said to be ready."""
 
     def __init__(self):
-        self.memory, self.end, self.parts = torch.empty(0), 0, 0
+        self.memory, self.end, self.chunks = torch.empty(0), 0, 0
 
     def __call__(self, wire, start, end):
         self.memory = self.memory if self.end else torch.zeros_like(wire.buffer)
         assert start == self.end
         self.memory[start:end] = wire.buffer[start:end]
-        self.end, self.parts = end, self.parts + 1
+        self.end, self.chunks = end, self.chunks + 1
 
 
 @pytest.mark.parametrize("make", PARAMETERS.values(), ids=PARAMETERS)
-def test_each_part_is_up_to_date_when_it_is_sent(make):
+def test_each_chunk_is_up_to_date_when_it_is_sent(make):
     parameters, loaded = [nn.Parameter(p) for p in make()], Wires(unlocked())
     dtypes = [torch.bfloat16 if p.dim() > 1 else torch.float32 for p in parameters]
     for turn in range(3):
@@ -52,13 +52,13 @@ def test_each_part_is_up_to_date_when_it_is_sent(make):
         expected = [p.detach().to(dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
         assert all(map(torch.equal, wire.in_slab(first.memory), expected))
         loaded.load(parameters, dtypes, ready=again)
-        assert again.parts == 1 and again.end == first.end  # there is nothing to copy
-        assert first.parts > 1 or first.end < 2 * wires._CHUNK
+        assert again.chunks == 1 and again.end == first.end  # there is nothing to copy
+        assert first.chunks > 1 or first.end < 2 * wires._CHUNK
 
 
 @pytest.mark.parametrize("stored", ["pinned", "in memory that gradients take"])
 @pytest.mark.slow(only="pinned")
-def test_parity_where_every_wire_is_sent_in_parts(threaded, stored, monkeypatch):
+def test_parity_where_every_wire_is_sent_in_chunks(threaded, stored, monkeypatch):
     model = Stack(3, width=24)
     if stored != "pinned":
         monkeypatch.setattr(PinnedMemory, "has_room", lambda self, size: False)
@@ -67,8 +67,8 @@ def test_parity_where_every_wire_is_sent_in_parts(threaded, stored, monkeypatch)
     for _ in range(2):
         x = rows(6, dtype=torch.float32)
         pair.step(x).check()
-        for parts in (256, 1 << 30):
-            monkeypatch.setattr(wires, "_CHUNK", parts)
+        for size in (256, 1 << 30):
+            monkeypatch.setattr(wires, "_CHUNK", size)
             model.zero_grad()
             whole(x).sum().backward()
             found.append([p.grad.clone() for p in model.parameters()])

@@ -26,7 +26,9 @@ class OnTheHost:
 
 @contextmanager
 def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fake: bool = False) -> Iterator[OnTheHost]:
-    """Context manager in which fake tensors on the host replace meta tensors (with `all_fake`, all tensors) of a module and of the arguments.
+    """Context manager in which fake tensors on the host replace meta tensors of a module and of the arguments.
+
+    With `all_fake`, they replace all tensors.
 
     Nothing changes if there are no meta tensors and `all_fake` is False. Afterwards, the module has its own tensors again.
     """

@@ -32,7 +32,7 @@ from l2l_compile.frontend.rewrites.sharded_weights import TP_PARAMETER, method_o
 from l2l_compile.ranks.sharded import is_of_a_parallel_layer, is_sharded, local
 from l2l_compile.ranks.tensor_parallel import sum_gradients, sum_over
 
-REPLICATED, COLUMNS, PART = "the same on all ranks", "columns of it", "a part of a sum"
+REPLICATED, COLUMNS, PARTIAL = "the same on all ranks", "columns of it", "a part of a sum"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class _Layers:
             self._redistribute(node, self._value(node), example)
         elif name == "to_local" and reads:
             found = self._value(node)
-            if found.placement == PART:
+            if found.placement == PARTIAL:
                 raise self._refused(node)
             node.replace_all_uses_with(found.node)
             self.found[node] = found
@@ -156,7 +156,7 @@ class _Layers:
                 self.found[node] = _Local(self._like(made, node, example), COLUMNS)
             elif given is not None and given.placement == COLUMNS and split == 1 and (bias is None or self._is_whole(bias)):
                 made = self.graph.call_function(node.target, (given.node, weight))
-                self.found[node] = _Local(self._like(made, node, example), PART, bias)
+                self.found[node] = _Local(self._like(made, node, example), PARTIAL, bias)
             else:
                 raise self._refused(node)
 
@@ -169,7 +169,7 @@ class _Layers:
 
     def _redistribute(self, node: fx.Node, found: _Local, example: object) -> None:
         assert isinstance(example, DTensor)
-        if found.placement == PART and _placement(example) == REPLICATED:
+        if found.placement == PARTIAL and _placement(example) == REPLICATED:
             with self.graph.inserting_before(node):
                 made = self._like(self.graph.call_function(sum_over, (found.node, _group(example))), node, example)
                 if found.bias is not None:
@@ -216,7 +216,7 @@ def _placement(tensor: DTensor) -> str:
     if placement.is_replicate():
         return REPLICATED
     if placement.is_partial():
-        return PART if placement.is_partial("sum") else ""
+        return PARTIAL if placement.is_partial("sum") else ""
     return COLUMNS if placement.is_shard(tensor.ndim - 1) or placement.is_shard(-1) else ""
 
 

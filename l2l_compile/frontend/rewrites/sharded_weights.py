@@ -20,9 +20,8 @@ from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.ranks.shard_spec import ShardSpec
 from l2l_compile.ranks.sharded import is_of_a_parallel_layer, is_sharded, is_sharded_twice, local, ranks_behind, shard_spec_of
 
-TP_PARAMETER = (
-    "tp_parameter"  # in the meta of an input that is a rank's part of a parallel layer's parameter: the DTensor of that layer
-)
+# In the meta of an input that is a rank's part of a parallel layer's parameter: the DTensor of that layer.
+TP_PARAMETER = "tp_parameter"
 
 
 def make_whole(graph: fx.Graph) -> tuple[dict[fx.Node, ShardSpec], Ranks | None]:

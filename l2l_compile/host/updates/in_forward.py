@@ -35,7 +35,7 @@ class _Step:
     """A step whose updates are put off. It holds no gradients, so the gradients of a segment are freed after its update.
 
     groups    the hyperparameters at `optimizer.step()`
-    guard   the parameters as they were then
+    guard     the parameters as they were then
     max_norm  the norm to which gradients are clipped, None for no clipping
     factor    multiplies all gradients; set by `_look_at`: clipping, 1 / loss scale; 0 if the step is skipped
     """
