@@ -81,8 +81,10 @@ def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
                 )
             if whole.shape == parameter.shape:
                 spec, ranks = shard_spec_of(parameter), ranks_behind(parameter)
-                own = spec.span(ranks.shard_mesh_rank)
-                span = slice(None) if spec.replicated else slice(own.start, own.stop)
+                span = slice(None)
+                if not spec.replicated:
+                    own = spec.span(ranks.shard_mesh_rank)
+                    span = slice(own.start, own.stop)
                 state_dict[prefix + name] = sharded_as((whole[span] if whole.dim() else whole).clone(), parameter)
 
 

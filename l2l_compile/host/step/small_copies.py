@@ -220,17 +220,17 @@ def steps_only_with_a_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _first_step_succeeds(optimizer: torch.optim.Optimizer, with_closure: bool) -> bool:
-    small = small_copy(optimizer, like_those_of(optimizer))
-
-    def closure() -> torch.Tensor:
-        for number, parameter in enumerate(parameters_of(small)):
-            parameter.grad = gradient_for(parameter, 0, number)
-        return torch.ones(())
-
-    closure()
     try:
+        small = small_copy(optimizer, like_those_of(optimizer))
+
+        def closure() -> torch.Tensor:
+            for number, parameter in enumerate(parameters_of(small)):
+                parameter.grad = gradient_for(parameter, 0, number)
+            return torch.ones(())
+
+        closure()
         own_step(small)(*[closure] if with_closure else [])
-    except Exception:  # noqa: BLE001  # any class may raise anything
+    except Exception:  # noqa: BLE001  # any class may raise anything, and some cannot be copied
         return False
     return True
 
