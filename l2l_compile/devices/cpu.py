@@ -82,10 +82,6 @@ class CpuDevice(Counted):
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def push(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns a copy in the pool: gradients wait for their update, and freed one by one would leave holes in the heap."""
-        return self._pool.empty(gradient.shape, gradient.dtype, "a gradient").copy_(gradient)
-
     def running(self) -> AbstractContextManager:
         """Large tensors, which stand for device memory here, are allocated apart from the host's heap."""
         return apart_from_the_heap(_LARGE)

@@ -23,6 +23,7 @@ from torch import fx
 from l2l_compile.devices.host import cores
 from l2l_compile.devices.staging import Staging
 from l2l_compile.ir.segments import Segment
+from l2l_compile.lanes import Lane
 from l2l_compile.memory.in_place import lock_in_place, locked_bytes
 from l2l_compile.memory.layout import aligned
 from l2l_compile.memory.pages import PinnedMemory, Pool, unlocked
@@ -204,9 +205,22 @@ class Device(ABC):
         """A downloaded tensor as the user gets it, who may keep it for long. Called when all lanes are done."""
         return self._pool.small_in_the_heap(tensor)
 
-    def push(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A host copy of a gradient, which nothing else reads (d2h lane)."""
-        return self.download(gradient)
+    def begin_step(self) -> None:
+        """A forward begins."""
+        self._pool.begin_step()
+
+    def push(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Host copies of the gradients of a segment, which nothing else reads, in one buffer of the pool (d2h lane).
+
+        Layers are alike, and so are their buffers: those of one layer are there for the next.
+        """
+        hosts = self._pool.empty_together(gradients, "the gradients of a segment")
+        for host, gradient in zip(hosts, gradients, strict=True):
+            host.copy_(gradient, non_blocking=True)
+        event = self.lanes[Lane.D2H].record()
+        for host in hosts[:1]:
+            self._pool.reads(host, event)
+        return hosts
 
     def free(self, tensors: Sequence[torch.Tensor]) -> None:
         """Called when the last reader of these tensors is done (compute lane)."""

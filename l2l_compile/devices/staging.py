@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from l2l_compile.memory.in_place import PAGE
+from l2l_compile.memory.layout import aligned
 from l2l_compile.memory.pages import PinnedMemory
 
 _SLOTS = 4
@@ -27,7 +28,8 @@ def ring_bytes(budget: int | None) -> int:
 
 
 class Staging:
-    """Copies host memory into a slot, and from there to the device; a slot is used again when its copy is done.
+    """Copies host memory into a slot, and from there to the device. A slot holds several small tensors, one behind the other; it is
+    used again when their copies are done.
 
     record   returns an event after the copies given so far (None: they are done)
     wait     blocks the calling thread until an event has happened
@@ -40,8 +42,8 @@ class Staging:
 
     def _begin(self, slots: int, size: int) -> None:
         self._slots = [self._memory.take(size, "the staging ring")[0] for _ in range(slots)]
-        self._events: list[Any] = [None] * slots
-        self._next = 0
+        self._events: list[Any] = [None] * slots  # of the last copy out of each slot that is full
+        self._slot = self._filled = 0  # the slot that is being filled, and how many bytes of it are
 
     def send_in_place(self, source: torch.Tensor, target: torch.Tensor, first: int, last: int) -> None:
         """As `send`, for a contiguous source that is page-locked from byte `first` to byte `last`: a device copies from there."""
@@ -63,10 +65,17 @@ class Staging:
         count = self._slots[0].numel() // each
         for start in range(0, entries.numel(), count):
             part = entries[start : start + count]
-            slot, self._next = self._next, (self._next + 1) % _SLOTS
-            if self._events[slot] is not None:
-                self._wait(self._events[slot])
-            staged = self._slots[slot][: part.numel() * each]
+            slot, begin = self._place(part.nbytes)
+            staged = self._slots[slot][begin : begin + part.nbytes]
             staged.view(part.dtype).copy_(part)
             target[start * each : start * each + staged.numel()].copy_(staged, non_blocking=True)
-            self._events[slot] = self._record()
+
+    def _place(self, size: int) -> tuple[int, int]:
+        """A slot, and where its next `size` bytes begin: in the slot that is being filled, or in the next one when its copies are done."""
+        if self._filled + size > self._slots[self._slot].numel():
+            self._events[self._slot] = self._record()
+            self._slot, self._filled = (self._slot + 1) % len(self._slots), 0
+            if self._events[self._slot] is not None:
+                self._wait(self._events[self._slot])
+        begin, self._filled = self._filled, self._filled + aligned(size)
+        return self._slot, begin

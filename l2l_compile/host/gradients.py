@@ -21,6 +21,9 @@ class GradientMemory:
     def __init__(self, pool: Pool | None = None) -> None:
         self._pool = pool or Pool(unlocked())
 
+    def begin_step(self) -> None:
+        self._pool.begin_step()
+
     def widened(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The gradient in this dtype; the same tensor if it has this dtype already."""
         if gradient.dtype == dtype:

@@ -88,6 +88,8 @@ class ParameterServer:
         watched_parameters.suspend()
         step.host.gradient_wire = self.options.gradients_on_link
         self.wires.begin_forward()
+        self.device.begin_step()
+        self._memory.begin_step()
         if to_train:
             self._check_optimizer(parameters)
         wait_for_other_models(self.updates, parameters)

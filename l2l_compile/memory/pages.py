@@ -13,8 +13,8 @@ import itertools
 import mmap
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ import torch
 from l2l_compile.errors import L2LError
 from l2l_compile.memory.address import memory_of
 from l2l_compile.memory.finalizers import taken
+from l2l_compile.memory.layout import aligned
 from l2l_compile.races import UNWATCHED, Place, Unwatched, VectorClock
 from l2l_compile.units import format_bytes
 
 _WIDEST = 8  # times the bytes of a tensor: larger buffers are left for larger tensors
 _SMALL = 1 << 20  # bytes
-_SLACK = 1.1  # times the most bytes that were needed at once
+_SLACK = 1.1  # times the most bytes that a step has needed
 
 
 def pages(size: int, purpose: str) -> torch.Tensor:
@@ -115,9 +116,9 @@ def unlocked() -> PinnedMemory:
 class Pool:
     """Buffers for tensors from the device, used again for tensors of other shapes, up to eight times smaller than the buffer.
 
-    A buffer is free when its last tensor is gone and every copy out of it is done. Before the pool would hold more than 1.1
-    times the most bytes that were needed at once, the buffers that have been free for longest go back to the system. So
-    batches of texts of different lengths take the memory of the longest.
+    A buffer is free when its last tensor is gone and every copy out of it is done. A step needs, of each size, the most that it has
+    in use at once. Before the pool would hold more than 1.1 times what any step has needed, the buffers that have been free for
+    longest go back to the system. So equal steps take no more memory, and texts of different lengths take that of the longest.
     """
 
     def __init__(self, memory: PinnedMemory, is_done: Callable[[Any], bool] = lambda event: True):
@@ -126,22 +127,37 @@ class Pool:
         self._guard = threading.RLock()
         self._put_back: deque[_Leased] = deque()  # noted by finalizers
         self._leased: dict[int, _Leased] = {}  # by address
-        self._needed = self._most_needed = 0  # bytes that were asked for and are in use: now, and at most
+        self._in_use: Counter[int] = Counter()  # leases, by size
+        self._at_most: Counter[int] = Counter()  # of them at once, since the step began
+        self._needed = self._most_needed = 0  # bytes: of this step, and of the step that needed the most
         self._freed = itertools.count()
         self.size = 0
         self.accesses: Unwatched = UNWATCHED
+
+    def begin_step(self) -> None:
+        """What is needed is counted anew. A pool for which it is never called keeps what it has taken."""
+        with self._guard:
+            self._take_back()
+            self._at_most = self._in_use.copy()
+            self._needed = sum(size * count for size, count in self._in_use.items())
 
     def empty(self, shape: torch.Size, dtype: torch.dtype, purpose: str) -> torch.Tensor:
         """A tensor in a buffer of its own."""
         size = shape.numel() * dtype.itemsize
         return self.lease(size, purpose).tensor(0, shape, dtype) if size else torch.empty(shape, dtype=dtype)
 
+    def empty_together(self, like: Sequence[torch.Tensor], purpose: str) -> list[torch.Tensor]:
+        """Tensors of these shapes and dtypes, in one buffer. It is free when the last of them is gone."""
+        starts = [0, *itertools.accumulate(aligned(tensor.nbytes) for tensor in like)]
+        lease = self.lease(max(starts.pop(), 1), purpose)
+        return [lease.tensor(start, tensor.shape, tensor.dtype) for start, tensor in zip(starts, like, strict=True)]
+
     def lease(self, size: int, purpose: str) -> Lease:
-        """A buffer for several tensors of together `size` bytes, at least one."""
+        """A buffer for several tensors of together `size` bytes, at least one, in whole pages."""
+        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._guard:
             self._take_back()
-            self._needed += size
-            self._most_needed = max(self._most_needed, self._needed)
+            self._count(size)
             found = self._take_free(size)
             if found is None:
                 self._drop_free(int(_SLACK * self._most_needed) - size)
@@ -151,12 +167,20 @@ class Pool:
                 found = _Buffer(self._memory.take(size, purpose)[0])
             except BaseException:
                 with self._guard:
-                    self.size, self._needed = self.size - size, self._needed - size
+                    self.size -= size
+                    self._in_use[size] -= 1
                 raise
         if self.accesses.watches:
             done = [event.order for event in found.events if self._is_done(event)]
             self.accesses.write(found.place, knowing=[found.put_back, *done])
         return self._lease(found, size)
+
+    def _count(self, size: int) -> None:
+        self._in_use[size] += 1
+        if self._in_use[size] > self._at_most[size]:
+            self._at_most[size] += 1
+            self._needed += size
+            self._most_needed = max(self._most_needed, self._needed)
 
     def _lease(self, buffer: _Buffer, size: int) -> Lease:
         lease = _lease_of_size(size).from_address(buffer.address)
@@ -171,7 +195,10 @@ class Pool:
         leased.buffer, leased.needed = buffer, size
 
     def reads(self, tensor: torch.Tensor, event: Any) -> None:
-        """Note that a copy of a tensor is done when the event has happened. Ignored for tensors that are not of this pool."""
+        """Note that copies of a tensor, and of others in its buffer, are done when the event has happened.
+
+        Ignored for tensors that are not of this pool, or do not lie at the beginning of their buffer.
+        """
         buffer = self._buffer_of(tensor)
         if buffer is not None and event is not None:
             buffer.events.append(event)
@@ -234,7 +261,7 @@ class Pool:
         for leased in taken(self._put_back):
             buffer = leased.buffer
             buffer.since = next(self._freed)
-            self._needed -= leased.needed
+            self._in_use[leased.needed] -= 1
             self._leased.pop(buffer.address, None)
             self._free.setdefault(buffer.size, []).append(buffer)
 
@@ -281,7 +308,7 @@ class _Leased(weakref.ref):
 
     __slots__ = ("buffer", "needed")
     buffer: _Buffer
-    needed: int  # bytes that were asked for
+    needed: int  # bytes that were asked for, in whole pages
 
 
 @functools.cache

@@ -407,8 +407,10 @@ def _push_gradients(run: Executor, node: fx.Node, segment: int, gradients: Runti
     result = RuntimeValue(absent=gradients.absent)
 
     def work() -> None:
-        result.tensors = [g if g is None else run.device.push(g) for g in gradients.tensors]
-        run.step.stats.pushed_bytes += bytes_of([t for t in result.tensors if t is not None])
+        pushed = run.device.push([g for g in gradients.tensors if g is not None])
+        run.step.stats.pushed_bytes += bytes_of(pushed)
+        there = iter(pushed)
+        result.tensors = [g if g is None else next(there) for g in gradients.tensors]
 
     if not result.absent:
         run.submit(Lane.D2H, (gradients,), (result,), work)

@@ -271,12 +271,9 @@ class SimulatedStaging(Staging):
         total, most = target.numel(), ring // entries.element_size() * entries.element_size()
         for start in range(0, total, most):
             size = min(most, total - start)
-            slot, self._next = self._next, (self._next + 1) % len(self._slots)
-            if self._events[slot] is not None:
-                self._wait(self._events[slot])
+            slot, _ = self._place(size)
             self.clocks.spend(2 * size / machine.host_bandwidth)
             self.clocks.copy(size, machine.h2d, asynchronous=is_pinned(self._slots[slot]))
-            self._events[slot] = self._record()
 
 
 class SimulatedDevice(_InVirtualTime, Accelerator):

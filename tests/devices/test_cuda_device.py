@@ -204,7 +204,7 @@ def test_a_temporary_stays_until_its_copy_is_done(monkeypatch, device, kind):
     tensor = torch.arange(12.0).view(3, 4).t()
     found = device.upload(tensor)
     assert torch.equal(found, tensor) and found.is_contiguous()
-    assert "a copy" in device._staging._events  # it came out of the ring
+    assert device._staging._filled >= tensor.nbytes  # it came out of the ring
     assert device.asked == [("h2d", "waits for", "event of compute")]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from l2l_compile import L2LError
 from l2l_compile.devices.staging import Staging, ring_bytes
+from l2l_compile.memory.in_place import PAGE
 from l2l_compile.memory.pages import PinnedMemory, Pool
 from l2l_compile.options import Options
 from l2l_compile.session import session_of
@@ -67,9 +68,9 @@ def test_no_python_code_runs_where_a_buffer_is_let_go():
     parameter.grad = None
     sys.setprofile(None)
     assert not called
-    assert pool._needed == 12 and len(pool._put_back) == 1
+    assert pool._in_use[PAGE] == 1 and len(pool._put_back) == 1
     pool._take_back()
-    assert pool._needed == 0
+    assert pool._in_use[PAGE] == 0
 
 
 def test_tensors_of_every_size_share_the_memory_of_the_largest():
@@ -78,23 +79,40 @@ def test_tensors_of_every_size_share_the_memory_of_the_largest():
     pool = Pool(memory)
     for turn in range(20):
         for size in (1000, 700, 130, 400, 999):
-            kept = [pool.empty(torch.Size([size + turn]), torch.uint8, "a test") for _ in range(3)]
-            assert memory.used == pool.size == sum(locked.values()) <= 1.2 * 3 * 1019
+            pool.begin_step()
+            kept = [pool.empty(torch.Size([(size + turn) * PAGE]), torch.uint8, "a test") for _ in range(3)]
+            assert memory.used == pool.size == sum(locked.values()) <= 1.2 * 3 * 1019 * PAGE
             del kept
-    assert pool.size >= 3 * 1000
+    assert pool.size >= 3 * 1000 * PAGE
+
+
+def test_equal_steps_take_no_more_memory():
+    """Whatever is in use at once: the buffers of one part of a step are too small for the next part."""
+    memory, _ = memory_of(None)
+    pool, takes = Pool(memory), []
+    for _ in range(4):
+        pool.begin_step()
+        before = pool.size
+        for pages in (1, 20, 3, 200, 20):
+            kept = [pool.empty(torch.Size([pages * PAGE - 1]), torch.uint8, "a test") for _ in range(2)]
+            del kept
+        takes.append(pool.size - before)
+    assert takes == [2 * (1 + 20 + 200) * PAGE, 0, 0, 0]  # three pages lie in the buffers of twenty
 
 
 def test_what_a_copy_reads_is_not_given_back():
     memory, _ = memory_of(None)
     pool = Pool(memory, lambda event: event["done"])
-    small, event = pool.empty(torch.Size([100]), torch.uint8, "a test"), {"done": False}
+    small, event = pool.empty(torch.Size([100 * PAGE]), torch.uint8, "a test"), {"done": False}
     pool.reads(small, event)
     del small
-    large = pool.empty(torch.Size([110]), torch.uint8, "a test")
-    assert pool.size == 210 == memory.used
+    pool.begin_step()
+    large = pool.empty(torch.Size([110 * PAGE]), torch.uint8, "a test")
+    assert pool.size == 210 * PAGE == memory.used
     event["done"] = True
-    larger = pool.empty(torch.Size([120]), torch.uint8, "a test")
-    assert pool.size == 230 == memory.used
+    pool.begin_step()
+    larger = pool.empty(torch.Size([120 * PAGE]), torch.uint8, "a test")
+    assert pool.size == 230 * PAGE == memory.used
     del large, larger
 
 
@@ -173,14 +191,25 @@ def test_the_ring_waits_for_a_slot():
 
     def record():
         sent.append(None)
-        return len(sent)
+        return wait.done + len(late)
 
     staging = Staging(memory, record, wait)
-    source = torch.randn(700_001)
-    target = torch.zeros(source.numel() * 4, dtype=torch.uint8)
-    staging.send(source, target.as_subclass(Device))
-    wait(len(sent))
-    assert torch.equal(target.view(torch.float32), source)
+    sources = [torch.randn(entries) for entries in (700_001, 3, 64, 30_000, *range(1, 20_000, 777), 100_000)]
+    targets = [torch.zeros(source.nbytes, dtype=torch.uint8) for source in sources]
+    for source, target in zip(sources, targets, strict=True):
+        staging.send(source, target.as_subclass(Device))
+    assert len(sent) < len(sources) + 4 * 700_001 / (1 << 17)
+    wait(record())
+    assert all(torch.equal(target.view(torch.float32), source) for source, target in zip(sources, targets, strict=True))
+
+
+def test_small_tensors_share_a_slot_of_the_ring():
+    """A hundred norms wait for nothing."""
+    waits = []
+    staging = Staging(memory_of(None)[0], lambda: "a copy", waits.append)
+    for _ in range(100):
+        staging.send(torch.ones(64), torch.zeros(256, dtype=torch.uint8))
+    assert waits == []
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -22,7 +22,7 @@ def test_a_ring_that_does_not_wait_is_seen(runtime, monkeypatch):
     """Its slots are written again while a copy out of them is still to come."""
     runtime.set_lazy(True)
     monkeypatch.setattr(cuda.CudaDevice, "wait_on_host", lambda self, event: None)
-    _, step = training("at_step", layers=6)
+    _, step = training("at_step", layers=6, pinned_memory="1MiB")
     for _ in range(2):
         step()
     assert any("the source of a copy" in sentence for sentence in runtime.violations)
