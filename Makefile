@@ -58,7 +58,7 @@ gpu: $(READY)
 
 cuda-dry: $(CUDA_READY)
 	env OMP_NUM_THREADS=1 L2L_CACHE=0 $$($(CUDA_VENV)/bin/python tests/fake_cuda/build.py build/fake_cuda) \
-		$(CUDA_VENV)/bin/python -m pytest tests/fake_cuda
+		$(CUDA_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal tests/fake_cuda
 
 clean:
 	rm -rf $(VENV) $(CUDA_VENV) runs build dist *.egg-info .pytest_cache .hypothesis

@@ -1,6 +1,7 @@
 """Build the CUDA runtime without kernels, and say how a process is started with it.
 
-python tests/fake_cuda/build.py FOLDER    prints the environment variables, NAME=VALUE a line
+python tests/fake_cuda/build.py FOLDER               prints the environment variables, NAME=VALUE a line
+python tests/fake_cuda/build.py FOLDER --numbers     of a process that also computes what it launches
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-_COMPILER = ("g++", "-O1", "-g", "-Wall", "-fPIC", "-shared", "-std=c++17")
+COMPUTING = "libcomputing.so"
+_COMPILER = ("g++", "-O1", "-Wall", "-fPIC", "-shared", "-std=c++20")
 
 
 def headers() -> list[Path]:
@@ -27,12 +29,16 @@ def headers() -> list[Path]:
 
 
 def build(folder: Path) -> dict[str, str]:
-    """Compile both libraries into a folder. Returns the environment variables of a process that uses them."""
+    """Compile the libraries into a folder. Returns the environment variables of a process that uses them."""
     folder.mkdir(parents=True, exist_ok=True)
-    runtime, driver = folder / "libfakecudart.so", folder / "libcuda.so.1"
+    runtime = folder / "libfakecudart.so"
     include = [f"-I{place}" for place in headers()]
-    subprocess.run([*_COMPILER, *include, str(HERE / "runtime.cpp"), "-o", str(runtime)], check=True)
-    subprocess.run([*_COMPILER, str(HERE / "driver.cpp"), "-o", str(driver)], check=True)
+    _compile(HERE / "runtime.cpp", runtime, *include)
+    _compile(HERE / "driver.cpp", folder / "libcuda.so.1")
+    torch = Path(importlib.util.find_spec("torch").submodule_search_locations[0])
+    libraries = ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")
+    include += [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}", "-Wno-maybe-uninitialized"]
+    _compile(HERE / "computing.cpp", folder / COMPUTING, *include, f"-L{torch / 'lib'}", *(f"-l{name}" for name in libraries))
     return {
         "LD_PRELOAD": str(runtime),
         "LD_LIBRARY_PATH": str(folder),
@@ -42,6 +48,15 @@ def build(folder: Path) -> dict[str, str]:
     }
 
 
+def _compile(source: Path, library: Path, *arguments: str) -> None:
+    """Compile a file that is newer than its library. The libraries of an older PyTorch go with `make clean`."""
+    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+        subprocess.run([*_COMPILER, str(source), *arguments, "-o", str(library)], check=True)
+
+
 if __name__ == "__main__":
-    for name, value in build(Path(sys.argv[1]).resolve()).items():
+    variables = build(Path(sys.argv[1]).resolve())
+    if "--numbers" in sys.argv:
+        variables["PYTHONPATH"] = str(HERE / "with_numbers")
+    for name, value in variables.items():
         print(f"{name}={value}")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+from pathlib import Path
 
 import pytest
 import torch
+
+from build import COMPUTING
 
 
 class Runtime:
@@ -23,6 +27,15 @@ class Runtime:
     def set_lazy(self, on: bool) -> None:
         """Carry out operations as late as CUDA allows."""
         self._library.fake_set_lazy(int(on))
+
+    def set_late(self, stream: torch.cuda.Stream) -> None:
+        """Carry out the operations of this stream as late as CUDA allows, and those of others as early."""
+        self._library.fake_set_late(ctypes.c_void_p(stream.cuda_stream))
+
+    @property
+    def not_computed(self) -> list[str]:
+        """Operations of which the numbers are not to be believed: failed on the CPU, or not known to it."""
+        return [name for name in self.counts if name.startswith(("failed: ", "not computed: "))]
 
     def set_limit(self, size: int) -> None:
         """Bytes of device memory that the allocator gets at most."""
@@ -67,3 +80,14 @@ def runtime():
     runtime.set_limit(8 << 30)
     runtime.reset()
     assert not found
+
+
+@pytest.fixture
+def computing(runtime):
+    """The CPU's kernels compute what is launched, on device memory. Kernels of Triton compute nothing."""
+    library = ctypes.CDLL(str(Path(os.environ["LD_LIBRARY_PATH"].split(":")[0]) / COMPUTING))
+    library.fake_compute(1)
+    yield runtime
+    runtime.set_lazy(False)
+    library.fake_compute(0)
+    assert runtime.not_computed == []

@@ -5,7 +5,8 @@
 // Two modes (fake_set_lazy):
 //   immediate   an operation is carried out when it is given to its stream
 //   lazy        an operation is carried out when something waits for it, as late as CUDA allows. Memory of the host that changes
-//               between the call of a copy and the copy is a violation: on a GPU, it would be a race.
+//               between the call of a copy and the copy is a violation: on a GPU, it would be a race. Or one stream is late in this
+//               way, and the others do their work as soon as their waits allow (fake_set_late)
 //
 // Device memory is mapped twice. The address that PyTorch sees cannot be read or written, as on a GPU; copies use the other one.
 // Violations are noted, with a sentence each, and do not end the process (fake_violations).
@@ -31,6 +32,7 @@ constexpr size_t kPage = 4096;
 constexpr size_t kGiB = size_t(1) << 30;
 constexpr size_t kTotalMemory = 80 * kGiB;
 constexpr int kMostViolations = 100;
+constexpr int kLate = 20000;  // microseconds
 
 struct Region {       // of device memory
   size_t size;        // as it was asked for
@@ -76,6 +78,7 @@ uintptr_t last_stream = 0x1000;
 long operations = 0;
 size_t used = 0, limit = 8 * kGiB;
 bool lazy = false;
+cudaStream_t late = nullptr;  // the only stream that is late in the mode `lazy`; nullptr: all are
 int lock_failures = 0;  // page-locks that are still to fail
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
@@ -158,13 +161,33 @@ uint64_t hash_of(const void* memory, size_t size) {
 
 void carry_out(const Operation& operation);
 
+bool has_happened(const Position& position) { return position.count < 0 || streams[position.stream].done >= position.count; }
+
+void carry_out_next(Stream& stream) {
+  Operation next = stream.waiting.front();
+  stream.waiting.pop_front();
+  stream.done++;
+  carry_out(next);
+}
+
+// Carry out what a stream was given up to a position, and what that waits for.
 void advance(const Position& position) {
   Stream& stream = streams[position.stream];
-  while (stream.done < position.count && !stream.waiting.empty()) {
-    Operation next = stream.waiting.front();
-    stream.waiting.pop_front();
-    stream.done++;
-    carry_out(next);
+  while (stream.done < position.count && !stream.waiting.empty()) carry_out_next(stream);
+}
+
+// Streams that are not late do all that waits for nothing.
+void progress() {
+  if (!late) return;
+  for (bool more = true; more;) {
+    more = false;
+    for (auto& [handle, stream] : streams)
+      while (handle != late && !stream.waiting.empty()) {
+        const Operation& next = stream.waiting.front();
+        if (next.kind == Operation::kWait && !has_happened(next.position)) break;
+        carry_out_next(stream);
+        more = true;
+      }
   }
 }
 
@@ -228,6 +251,25 @@ void give(cudaStream_t handle, Operation operation) {
   }
   stream.waiting.push_back(operation);
   stream.given++;
+  progress();
+}
+
+long given_to(cudaStream_t stream) {
+  Guard held(guard);
+  return streams[stream].given;
+}
+
+// A thread of the host waits. It waits for some time if one stream is late: other threads go on meanwhile.
+void wait_for(const Position& position) {
+  bool sleeps;
+  {
+    Guard held(guard);
+    sleeps = late && !has_happened(position);
+  }
+  if (sleeps) usleep(kLate);
+  Guard held(guard);
+  advance(position);
+  progress();
 }
 
 void check_not_in_use(const void* memory, size_t size, const char* what) {
@@ -265,7 +307,7 @@ cudaError_t copy(void* target, const void* source, size_t size, cudaMemcpyKind k
   operation.target = target, operation.source = source, operation.size = size;
   if (lazy && host && !pageable) operation.watched = host, operation.hash = hash_of(host, size);
   give(stream, operation);
-  if (pageable || waits) advance({stream, streams[stream].given});  // CUDA returns after such a copy
+  if (pageable || waits) advance({stream, streams[stream].given}), progress();  // CUDA returns after such a copy
   return cudaSuccess;
 }
 
@@ -288,6 +330,14 @@ void fake_count(const char* name) { count(name); }
 
 void fake_launch(void) { count("launches"); }
 
+// A call on the host as an operation of a stream, and the address by which it reaches device memory.
+void fake_give(cudaStream_t stream, void (*call)(void*), void* argument) { cudaLaunchHostFunc(stream, call, argument); }
+
+char* fake_reach(const void* address, size_t size) {
+  Guard held(guard);
+  return reach(address, size, "an operation");
+}
+
 void fake_reset(void) {
   Guard held(guard);
   counts.clear();
@@ -298,6 +348,12 @@ void fake_set_lazy(int on) {
   Guard held(guard);
   advance_all();
   lazy = on;
+  late = nullptr;
+}
+
+void fake_set_late(cudaStream_t stream) {
+  fake_set_lazy(1);
+  late = stream;
 }
 
 void fake_set_limit(size_t bytes) { limit = bytes; }
@@ -435,9 +491,8 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
-  Guard held(guard);
   count("StreamSynchronize");
-  advance({handle, streams[handle].given});
+  wait_for({handle, given_to(handle)});
   return cudaSuccess;
 }
 
@@ -480,8 +535,6 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return cudaEventRecord(event, stream); }
 
-static bool has_happened(const Position& position) { return position.count < 0 || streams[position.stream].done >= position.count; }
-
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   Guard held(guard);
   count("EventQuery");
@@ -489,9 +542,8 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  Guard held(guard);
   count("EventSynchronize");
-  advance(((Event*)event)->position);
+  wait_for(((Event*)event)->position);
   return cudaSuccess;
 }
 

@@ -1,0 +1,20 @@
+"""Numbers of the CUDA device, with PyTorch's own allocator, streams and events: those of plain PyTorch on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from training_loop import UPDATES
+from zoo import MODELS, difference
+
+WAYS = {"float64, late": (torch.float64, True, 1e-10), "float32, at once": (torch.float32, False, 1e-5)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_with_the_numbers_of_the_cpu(computing, name, update, way):
+    dtype, lazy, most = WAYS[way]
+    computing.set_lazy(lazy)
+    assert difference(name, update, dtype) < most
