@@ -279,8 +279,11 @@ class Device(ABC):
         return torch.Generator(self.torch_device).manual_seed(seed)
 
     def host_threads(self) -> int:
-        """How many threads the host's own work may take beside the device: all cores but one, which submits work."""
-        return max(1, cores() - 1)
+        """How many threads the host's own work may take beside the device.
+
+        One core submits work. Of many cores, an eighth is left, for workers that load data as well.
+        """
+        return max(1, cores() - max(1, cores() // 8))
 
     def recover(self) -> None:
         """After a failure: wait until no lane works, discard the errors of lanes, free all slabs.

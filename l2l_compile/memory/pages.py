@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,13 +29,22 @@ from l2l_compile.units import format_bytes
 
 _WIDEST = 8  # times the bytes of a tensor: larger buffers are left for larger tensors
 _SMALL = 1 << 20  # bytes
+_HUGE = 16 << 20  # bytes: a page of 2 MiB at its end that is half empty is not much of it
 _SLACK = 1.1  # times the most bytes that a step has needed
 
 
 def pages(size: int, purpose: str) -> torch.Tensor:
-    """A uint8 tensor of `size` bytes, filled with zeros, that begins on a page. Raises `L2LError` if there is no memory."""
+    """A uint8 tensor of `size` bytes, filled with zeros, that begins on a page. Raises `L2LError` if there is no memory.
+
+    Large memory asks for huge pages, which are page-locked faster. A system gives them if its setting `shmem_enabled` allows it: the
+    memory is shared with processes that are forked, since one that is page-locked and private would be copied in each fork.
+    """
     try:
-        return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
+        mapping = mmap.mmap(-1, max(size, 1))
+        if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(mapping, dtype=torch.uint8)[:size]
     except (OSError, MemoryError, ValueError) as error:
         raise L2LError(
             f"could not allocate {format_bytes(size)} of host memory for {purpose}: {error}. explain(model, options) lists what uses "

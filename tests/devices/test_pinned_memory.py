@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ import torch
 from l2l_compile import L2LError
 from l2l_compile.devices.staging import Staging, ring_bytes
 from l2l_compile.memory.in_place import PAGE
-from l2l_compile.memory.pages import PinnedMemory, Pool
+from l2l_compile.memory.pages import PinnedMemory, Pool, pages
 from l2l_compile.options import Options
 from l2l_compile.session import session_of
 from models import WIDTH, Layer, Stack, compiled
@@ -86,6 +89,19 @@ def test_tensors_of_every_size_share_the_memory_of_the_largest():
     assert pool.size >= 3 * 1000 * PAGE
 
 
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="a system without huge pages")
+@pytest.mark.parametrize("size", [16 << 20, 1 << 20])
+def test_large_buffers_ask_for_huge_pages(size):
+    buffer = pages(size, "a test")
+    address, asked = buffer.data_ptr(), None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            first, last = (int(part, 16) for part in line.split()[0].split("-"))
+        elif line.startswith("VmFlags:") and first <= address < last:
+            asked = "hg" in line.split()
+    assert asked == (size >= 16 << 20)
+
+
 def test_equal_steps_take_no_more_memory():
     """Whatever is in use at once: the buffers of one part of a step are too small for the next part."""
     memory, _ = memory_of(None)
@@ -93,8 +109,8 @@ def test_equal_steps_take_no_more_memory():
     for _ in range(4):
         pool.begin_step()
         before = pool.size
-        for pages in (1, 20, 3, 200, 20):
-            kept = [pool.empty(torch.Size([pages * PAGE - 1]), torch.uint8, "a test") for _ in range(2)]
+        for count in (1, 20, 3, 200, 20):
+            kept = [pool.empty(torch.Size([count * PAGE - 1]), torch.uint8, "a test") for _ in range(2)]
             del kept
         takes.append(pool.size - before)
     assert takes == [2 * (1 + 20 + 200) * PAGE, 0, 0, 0]  # three pages lie in the buffers of twenty

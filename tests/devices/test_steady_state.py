@@ -58,3 +58,5 @@ def test_threads_of_the_host_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7, 8})
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     assert half_of_the_cores() == 2 and Device.host_threads(ThreadedDevice(0.0)) == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
+    assert half_of_the_cores() == 32 and Device.host_threads(ThreadedDevice(0.0)) == 56
