@@ -286,7 +286,7 @@ def finalizers_at_every_line(update: str, steps: int = 4) -> str:
     session = session_of(training.step)
     for pool in (session.device._pool, session.server._memory._pool):
         pool._take_back()
-        assert pool._needed == 0, pool._needed
+        assert not any(pool._in_use.values()), pool._in_use
     training.run([0])
     assert session.device.ledger.held == 0, session.device.ledger.held
     return f"{gone} finalizers"
