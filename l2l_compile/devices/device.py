@@ -206,7 +206,7 @@ class Device(ABC):
         return self._pool.small_in_the_heap(tensor)
 
     def begin_step(self) -> None:
-        """A forward begins."""
+        """A forward begins, and with it a step that needs host memory anew."""
         self._pool.begin_step()
 
     def push(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -218,8 +218,8 @@ class Device(ABC):
         for host, gradient in zip(hosts, gradients, strict=True):
             host.copy_(gradient, non_blocking=True)
         event = self.lanes[Lane.D2H].record()
-        for host in hosts[:1]:
-            self._pool.reads(host, event)
+        if hosts:
+            self._pool.reads(max(hosts, key=lambda host: host.nbytes), event)  # one for the buffer; an empty tensor lies in none
         return hosts
 
     def free(self, tensors: Sequence[torch.Tensor]) -> None:

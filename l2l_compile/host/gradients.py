@@ -22,6 +22,7 @@ class GradientMemory:
         self._pool = pool or Pool(unlocked())
 
     def begin_step(self) -> None:
+        """As `Pool.begin_step`."""
         self._pool.begin_step()
 
     def widened(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

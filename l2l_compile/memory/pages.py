@@ -148,6 +148,7 @@ class Pool:
         """What is needed is counted anew. A pool for which it is never called keeps what it has taken."""
         with self._guard:
             self._take_back()
+            self._in_use = +self._in_use  # without sizes of which none is in use
             self._at_most = self._in_use.copy()
             self._needed = sum(size * count for size, count in self._in_use.items())
 
@@ -207,7 +208,7 @@ class Pool:
     def reads(self, tensor: torch.Tensor, event: Any) -> None:
         """Note that copies of a tensor, and of others in its buffer, are done when the event has happened.
 
-        Ignored for tensors that are not of this pool, or do not lie at the beginning of their buffer.
+        Ignored for tensors that are not of this pool, and for those without entries, which lie in no buffer.
         """
         buffer = self._buffer_of(tensor)
         if buffer is not None and event is not None:
@@ -222,8 +223,12 @@ class Pool:
         return tensor.clone() if tensor.nbytes < _SMALL and self._buffer_of(tensor) is not None else tensor
 
     def _buffer_of(self, tensor: torch.Tensor) -> _Buffer | None:
-        leased = self._leased.get(tensor.untyped_storage().data_ptr())
-        return leased.buffer if leased is not None else None
+        place = tensor.untyped_storage().data_ptr()
+        leased = self._leased.get(place)
+        if leased is not None:
+            return leased.buffer
+        others = (leased.buffer for leased in list(self._leased.values()))  # behind the first tensor of a buffer
+        return next((buffer for buffer in others if buffer.address < place < buffer.address + buffer.size), None)
 
     def _take_free(self, size: int) -> _Buffer | None:
         """The smallest free buffer of at least this size, and at most eight times as large; None if there is none."""

@@ -132,6 +132,22 @@ def test_what_a_copy_reads_is_not_given_back():
     del large, larger
 
 
+@pytest.mark.parametrize("copied", [0, 1, 2])
+def test_a_copy_of_one_tensor_keeps_the_buffer_of_several(copied):
+    """A gradient may be the input of another call, which copies it to the device while its owner lets go of it."""
+    pool = Pool(memory_of(None)[0], lambda event: event["done"])
+    like = [torch.empty(0), torch.empty(3), torch.empty(5, 2)]
+    tensors, event = pool.empty_together([torch.empty(7), *like], "a test"), {"done": False}
+    addresses = {tensor.data_ptr() for tensor in tensors}
+    pool.reads([tensor for tensor in tensors if tensor.numel()][copied], event)
+    del tensors
+    gc.collect()
+    others = pool.empty_together([torch.empty(7), *like], "a test")
+    assert others[0].data_ptr() not in addresses
+    event["done"] = True
+    assert pool.empty(torch.Size([7]), torch.float32, "a test").data_ptr() in addresses
+
+
 def test_a_refusal_leaves_the_pool_as_it_was():
     def refuse(address, size):
         raise RuntimeError("out of memory")
