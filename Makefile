@@ -24,7 +24,7 @@ CUDA_READY := $(CUDA_VENV)/.ready
 help:
 	@echo "make quickstart   train a small language model, layer by layer (about two minutes)"
 	@echo "make check        in about a minute: format, lint, types, layers of imports, unit tests"
-	@echo "make test         the tests, without cases that are marked slow (about nine minutes on two cores)"
+	@echo "make test         the tests, without cases that are marked slow (about half an hour on two cores)"
 	@echo "make slow         those cases: further models, optimizers, update modes, ranks (about as long)"
 	@echo "make bench        the benchmarks; figures go to runs/"
 	@echo "make gpu          nine minutes on a GPU: numbers, memory, races, speed (small sizes without one)"

@@ -411,13 +411,18 @@ def _paused(submit, pause: float, work: Callable):
     return submit(lambda: (time.sleep(pause), work()))
 
 
-def is_missed(name: str, run: Run, expected: list[torch.Tensor]) -> bool:
-    """Whether a run without a wait ends in an error, or finds something else."""
-    with BY_NAME[name].deleted():
-        try:
-            return not same(run(), expected)
-        except Exception:  # noqa: BLE001 - what is not there yet ends in any error
+def is_missed(name: str, run: Run, expected: list[torch.Tensor], slowed: Callable[[float], None]) -> bool:
+    """Whether a run without a wait ends in an error, or finds something else. `slowed` makes a lane pause for some seconds."""
+    for pause in PAUSES:
+        slowed(pause)
+        with BY_NAME[name].deleted():
+            try:
+                found = run()
+            except Exception:  # noqa: BLE001 - what is not there yet ends in any error
+                return True
+        if not same(found, expected):
             return True
+    return False
 
 
 def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:

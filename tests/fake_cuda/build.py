@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-COMPUTING = "libcomputing.so"
 _COMPILER = ("g++", "-O1", "-Wall", "-fPIC", "-shared", "-std=c++20")
 
 
@@ -35,22 +34,32 @@ def build(folder: Path) -> dict[str, str]:
     include = [f"-I{place}" for place in headers()]
     _compile(HERE / "runtime.cpp", runtime, *include)
     _compile(HERE / "driver.cpp", folder / "libcuda.so.1")
-    torch = Path(importlib.util.find_spec("torch").submodule_search_locations[0])
+    torch = _torch()
     libraries = ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")
     include += [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}", "-Wno-maybe-uninitialized"]
-    _compile(HERE / "computing.cpp", folder / COMPUTING, *include, f"-L{torch / 'lib'}", *(f"-l{name}" for name in libraries))
+    computing = folder / "libcomputing.so"
+    _compile(HERE / "computing.cpp", computing, *include, f"-L{torch / 'lib'}", *(f"-l{name}" for name in libraries))
     return {
         "LD_PRELOAD": str(runtime),
         "LD_LIBRARY_PATH": str(folder),
+        "FAKE_CUDA_COMPUTING": str(computing),
         "TRITON_LIBCUDA_PATH": str(folder),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # kernels were never run: nothing else may take them from here
         "TRITON_CACHE_DIR": str(folder / "triton"),
     }
 
 
+def _torch() -> Path:
+    """The folder of PyTorch, which is not imported: that takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0])
+
+
 def _compile(source: Path, library: Path, *arguments: str) -> None:
-    """Compile a file that is newer than its library. The libraries of an older PyTorch go with `make clean`."""
-    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+    """Compile a file, unless its library is newer than the file and than PyTorch."""
+    newest = max(file.stat().st_mtime for file in (source, _torch() / "version.py"))
+    if not library.exists() or library.stat().st_mtime < newest:
         subprocess.run([*_COMPILER, str(source), *arguments, "-o", str(library)], check=True)
 
 

@@ -5,7 +5,7 @@
 // after its memory was given to another tensor computes with the other tensor's bytes, as on a GPU. Shapes of results come from
 // PyTorch's meta kernels, at the call. An operation without one, or that returns numbers, waits for its stream.
 //
-// Kernels of Triton, and operations that only CUDA has, compute nothing and are counted ("not computed: NAME").
+// Operations that only CUDA has raise an error, or are computed by their formulas below. Kernels of Triton compute nothing.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
@@ -15,7 +15,10 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <array>
+#include <cmath>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -136,7 +139,10 @@ void give(std::unique_ptr<Call> call) {
     try {
       owned->run();
     } catch (const std::exception& error) {
-      fake_count(("failed: " + c10::toString(owned->op.operator_name()) + ": " + std::string(error.what()).substr(0, 200)).c_str());
+      std::string reason = error.what();
+      std::string what = "failed: " + c10::toString(owned->op.operator_name()) + ": " + reason.substr(0, reason.find('\n'));
+      fake_count(what.c_str());
+      fprintf(stderr, "CUDA runtime without a GPU: %s. Its results are undefined\n", what.c_str());
     }
   }, call.release());
 }
@@ -271,8 +277,9 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad, con
   return {wanted[0] ? of_x.to(x.scalar_type()) : at::Tensor(), wanted[1] ? of_weight.to(x.scalar_type()) : at::Tensor()};
 }
 
-struct Attention {  // in float32 at least
+struct Attention {  // in float32 at least; of [batch, heads, rows, width], where several heads of q may share one of k and v
   at::Tensor q, k, v;
+  int64_t sharing;
   double scale;
   at::Tensor probabilities, logsumexp;
   at::Tensor kept;  // 0, or 1 / (1 - dropout), for each probability: drawn from a seed, from which backward draws it again
@@ -280,7 +287,8 @@ struct Attention {  // in float32 at least
   Attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& bias, bool causal,
             double dropout, const at::Tensor& seed, std::optional<double> given_scale) {
     auto wide = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    q = query.to(wide), k = key.to(wide), v = value.to(wide);
+    sharing = query.size(1) / key.size(1);
+    q = query.to(wide), k = key.to(wide).repeat_interleave(sharing, 1), v = value.to(wide).repeat_interleave(sharing, 1);
     scale = given_scale.value_or(1 / std::sqrt(double(q.size(-1))));
     at::Tensor scores = q.matmul(k.transpose(-2, -1)) * scale;
     if (bias && bias->defined()) scores = scores + *bias;
@@ -296,14 +304,16 @@ struct Attention {  // in float32 at least
 
   at::Tensor output(const at::Tensor& query) const { return dropped().matmul(v).to(query.scalar_type()); }
 
+  at::Tensor of_shared(const at::Tensor& gradient) const { return gradient.unflatten(1, {gradient.size(1) / sharing, sharing}).sum(2); }
+
   // Gradients of q, k, v and the scores.
   std::array<at::Tensor, 4> backward(const at::Tensor& given, const at::Tensor& output) const {
     at::Tensor grad = given.to(q.scalar_type());
     at::Tensor of_probabilities = grad.matmul(v.transpose(-2, -1));
     if (kept.defined()) of_probabilities = of_probabilities * kept;
     at::Tensor of_scores = probabilities * (of_probabilities - (grad * output).sum(-1, true));
-    return {of_scores.matmul(k) * scale, of_scores.transpose(-2, -1).matmul(q) * scale,
-            dropped().transpose(-2, -1).matmul(grad), of_scores};
+    return {of_scores.matmul(k) * scale, of_shared(of_scores.transpose(-2, -1).matmul(q) * scale),
+            of_shared(dropped().transpose(-2, -1).matmul(grad)), of_scores};
   }
 };
 

@@ -1,4 +1,4 @@
-"""Numbers of the CUDA device, with PyTorch's own allocator, streams and events: those of plain PyTorch on the CPU."""
+"""Numbers of the CUDA device, with PyTorch's own allocator, streams and events: those of the same training with layers on the host."""
 
 from __future__ import annotations
 

@@ -3,15 +3,14 @@
 cuDNN and Triton's kernels compute nothing, so attention is taken from PyTorch's other kernels.
 """
 
+import contextlib
 import ctypes
 import os
 
-if "libfakecudart" in os.environ.get("LD_PRELOAD", ""):
-    try:
+if "FAKE_CUDA_COMPUTING" in os.environ:
+    with contextlib.suppress(ImportError):  # an interpreter without PyTorch, such as that of another environment
         import torch
-    except ImportError:  # pip and the like
-        pass
-    else:
+
         torch.backends.cudnn.enabled = False
         torch.backends.cuda.enable_cudnn_sdp(False)
-        ctypes.CDLL(os.path.join(os.environ["LD_LIBRARY_PATH"].split(":")[0], "libcomputing.so")).fake_compute(1)
+        ctypes.CDLL(os.environ["FAKE_CUDA_COMPUTING"]).fake_compute(1)
