@@ -66,6 +66,7 @@ struct Operation {
 struct Stream {
   std::deque<Operation> waiting;
   long given = 0, done = 0;
+  bool busy = false;  // with an operation, such as a wait for another stream
 };
 
 std::recursive_mutex guard;
@@ -166,28 +167,34 @@ bool has_happened(const Position& position) { return position.count < 0 || strea
 void carry_out_next(Stream& stream) {
   Operation next = stream.waiting.front();
   stream.waiting.pop_front();
-  stream.done++;
+  stream.busy = true;
   carry_out(next);
+  stream.busy = false;
+  stream.done++;
 }
 
-// Carry out what a stream was given up to a position, and what that waits for.
-void advance(const Position& position) {
-  Stream& stream = streams[position.stream];
-  while (stream.done < position.count && !stream.waiting.empty()) carry_out_next(stream);
-}
-
-// Streams that are not late do all that waits for nothing.
+// If one stream is late, the others do all that waits for nothing.
 void progress() {
   if (!late) return;
   for (bool more = true; more;) {
     more = false;
     for (auto& [handle, stream] : streams)
-      while (handle != late && !stream.waiting.empty()) {
+      while (handle != late && !stream.busy && !stream.waiting.empty()) {
         const Operation& next = stream.waiting.front();
         if (next.kind == Operation::kWait && !has_happened(next.position)) break;
         carry_out_next(stream);
         more = true;
       }
+  }
+}
+
+// Carry out what a stream was given up to a position, and what that waits for. Streams that are not late are as far ahead as they can
+// be behind each operation.
+void advance(const Position& position) {
+  Stream& stream = streams[position.stream];
+  while (stream.done < position.count && !stream.busy && !stream.waiting.empty()) {
+    carry_out_next(stream);
+    progress();
   }
 }
 
@@ -269,7 +276,6 @@ void wait_for(const Position& position) {
   if (sleeps) usleep(kLate);
   Guard held(guard);
   advance(position);
-  progress();
 }
 
 void check_not_in_use(const void* memory, size_t size, const char* what) {
@@ -307,7 +313,7 @@ cudaError_t copy(void* target, const void* source, size_t size, cudaMemcpyKind k
   operation.target = target, operation.source = source, operation.size = size;
   if (lazy && host && !pageable) operation.watched = host, operation.hash = hash_of(host, size);
   give(stream, operation);
-  if (pageable || waits) advance({stream, streams[stream].given}), progress();  // CUDA returns after such a copy
+  if (pageable || waits) advance({stream, streams[stream].given});  // CUDA returns after such a copy
   return cudaSuccess;
 }
 
