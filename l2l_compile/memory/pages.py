@@ -145,10 +145,17 @@ class Pool:
         self.accesses: Unwatched = UNWATCHED
 
     def begin_step(self) -> None:
-        """What is needed is counted anew. A pool for which it is never called keeps what it has taken."""
+        """What is needed is counted anew. A pool for which it is never called keeps what it has taken.
+
+        Buffers that an error has left behind are found here: a signal handler may raise one at any line.
+        """
         with self._guard:
             self._take_back()
-            self._in_use = +self._in_use  # without sizes of which none is in use
+            for leased in [leased for leased in self._leased.values() if leased() is None]:
+                self._make_free(leased)
+            leases, free = list(self._leased.values()), itertools.chain.from_iterable(self._free.values())
+            self.size = sum(leased.buffer.size for leased in leases if leased.buffer) + sum(buffer.size for buffer in free)
+            self._in_use = Counter(leased.needed for leased in leases)
             self._at_most = self._in_use.copy()
             self._needed = sum(size * count for size, count in self._in_use.items())
 
@@ -202,8 +209,9 @@ class Pool:
         """Keep the buffer in use until the lease is gone."""
         lease.buffer, buffer.events = buffer, []
         note = self._put_back_in_order if self.accesses.watches else self._put_back.append
-        leased = self._leased[buffer.address] = _Leased(lease, note)
-        leased.buffer, leased.needed = buffer, size
+        leased = _Leased(lease, note)
+        leased.needed, leased.buffer = size, buffer
+        self._leased[buffer.address] = leased
 
     def reads(self, tensor: torch.Tensor, event: Any) -> None:
         """Note that copies of a tensor, and of others in its buffer, are done when the event has happened.
@@ -227,8 +235,8 @@ class Pool:
         leased = self._leased.get(place)
         if leased is not None:
             return leased.buffer
-        others = (leased.buffer for leased in list(self._leased.values()))  # behind the first tensor of a buffer
-        return next((buffer for buffer in others if buffer.address < place < buffer.address + buffer.size), None)
+        others = [leased.buffer for leased in list(self._leased.values()) if leased.buffer is not None]
+        return next((b for b in others if b.address < place < b.address + b.size), None)  # behind a buffer's first tensor
 
     def _take_free(self, size: int) -> _Buffer | None:
         """The smallest free buffer of at least this size, and at most eight times as large; None if there is none."""
@@ -268,17 +276,24 @@ class Pool:
 
     def _put_back_in_order(self, leased: _Leased) -> None:
         """As `_put_back.append`, where accesses are watched."""
-        leased.buffer.put_back = self.accesses.here()
+        if leased.buffer is not None:
+            leased.buffer.put_back = self.accesses.here()
         self._put_back.append(leased)
 
     def _take_back(self) -> None:
         """Buffers that were put back are free."""
         for leased in taken(self._put_back):
-            buffer = leased.buffer
-            buffer.since = next(self._freed)
-            self._in_use[leased.needed] -= 1
-            self._leased.pop(buffer.address, None)
-            self._free.setdefault(buffer.size, []).append(buffer)
+            self._make_free(leased)
+
+    def _make_free(self, leased: _Leased) -> None:
+        """Nothing happens if it is done already, or if an error came while the buffer was leased."""
+        buffer = leased.buffer
+        if buffer is None or self._leased.get(buffer.address) is not leased:
+            return
+        buffer.since = next(self._freed)
+        self._in_use[leased.needed] -= 1
+        del self._leased[buffer.address]
+        self._free.setdefault(buffer.size, []).append(buffer)
 
 
 class _Buffer:
@@ -321,9 +336,8 @@ class _Leased(weakref.ref):
     if it reads `p.grad`. So the callback is `deque.append`, which is not Python code.
     """
 
-    __slots__ = ("buffer", "needed")
-    buffer: _Buffer
-    needed: int  # bytes that were asked for, in whole pages
+    buffer: _Buffer | None = None  # set last: a signal handler may raise an error before
+    needed = 0  # bytes that were asked for, in whole pages
 
 
 @functools.cache

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,35 @@ def test_no_python_code_runs_where_a_buffer_is_let_go():
     assert pool._in_use[PAGE] == 1 and len(pool._put_back) == 1
     pool._take_back()
     assert pool._in_use[PAGE] == 0
+
+
+def test_a_pool_holds_nothing_after_an_error_at_any_line():
+    """A signal handler may raise one: KeyboardInterrupt, or a notebook's request to stop."""
+    code, stopped = Pool.lease.__code__.co_filename, []
+    while True:
+        memory, locked = memory_of(None)
+        pool, lines = Pool(memory), itertools.count()
+
+        def trace(frame, event, argument, lines=lines):
+            if frame.f_code.co_filename == code and event == "line" and next(lines) == len(stopped):
+                stopped.append(frame.f_lineno)
+                raise KeyboardInterrupt
+            return trace
+
+        pool.empty(torch.Size([3]), torch.float32, "a test")
+        sys.settrace(trace)
+        with suppress(KeyboardInterrupt):
+            pool.empty(torch.Size([3]), torch.float32, "a test")
+            break
+        sys.settrace(None)
+        pool.begin_step()
+        first, second = (pool.empty(torch.Size([3]), torch.float32, "a test") for _ in range(2))
+        assert first.data_ptr() != second.data_ptr(), stopped[-1]
+        del first, second
+        pool.begin_step()
+        assert pool.size == memory.used == sum(locked.values()) == 2 * PAGE, stopped[-1]
+    sys.settrace(None)
+    assert len(set(stopped)) > 30
 
 
 def test_tensors_of_every_size_share_the_memory_of_the_largest():
