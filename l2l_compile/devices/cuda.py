@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +20,7 @@ from l2l_compile.lanes import OF_DEVICE, Lane
 from l2l_compile.memory.pages import PinnedMemory, Pool
 
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
+_LOOK = 1e-4  # seconds between two looks at a stream that may wait for other ranks
 
 
 @functools.cache
@@ -81,6 +83,14 @@ class CudaDevice(Accelerator):
 
     def wait_on_host(self, event: torch.cuda.Event) -> None:
         event.synchronize()
+
+    def await_ranks(self, check: Callable[[], None]) -> None:
+        """A thread that waited in the driver for a collective of NCCL would not notice that a rank has failed."""
+        for stream in _streams(self.torch_device).values():
+            event = stream.record_event()
+            while not event.query():
+                check()
+                time.sleep(_LOOK)
 
     def start_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)

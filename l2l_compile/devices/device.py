@@ -295,6 +295,12 @@ class Device(ABC):
         if interrupts:
             raise interrupts[0]
 
+    def await_ranks(self, check: Callable[[], None]) -> None:
+        """Wait for lanes whose work waits for other ranks. `check`, called meanwhile, raises if a rank will not come.
+
+        Lanes whose collectives are polled on the host have called it themselves.
+        """
+
     def synchronize(self) -> None:
         """Wait for all lanes. Raises the error of work that failed."""
         for lane in self.lanes.values():

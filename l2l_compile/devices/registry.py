@@ -18,6 +18,11 @@ def kind_of(device: torch.device) -> DeviceKind:
     return KINDS[device.type]
 
 
+def traced_on(device: torch.device) -> torch.device:
+    """Where blocks are traced for estimates: on this device if the machine has it, else on the host, whose kernels may differ."""
+    return device if kind_of(device).complaint() is None else HOST
+
+
 def default_device() -> torch.device:
     """The accelerator of this machine if `KINDS` has its kind, else the host."""
     found = torch.accelerator.current_accelerator(check_available=True)

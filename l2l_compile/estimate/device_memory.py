@@ -3,7 +3,7 @@
 It counts like `stats().peak_device_bytes`: values while the program holds them, and within a block the results of its
 operations, each by itself. Where the layers run on the host, weights count from fetch to release. A device with memory of its own
 has `prefetch` + 1 weight slabs in the whole step, each of the size of the largest segment. A GPU's allocator rounds up, and
-kernels may need work space.
+kernels may need work space. On a machine without the device, blocks are traced for the host, whose kernels may hold more.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
-from l2l_compile.devices.host import HOST
-from l2l_compile.devices.registry import kind_of
+from l2l_compile.devices.registry import kind_of, traced_on
 from l2l_compile.ir import nodes
 from l2l_compile.ir.precision import gradient_dtype
 from l2l_compile.ir.program import Program
@@ -62,7 +62,7 @@ class DeviceMemory:
 
 def device_memory(programs: Sequence[Program], options: Options) -> DeviceMemory:
     """The expected peak of one step through these programs. Raises `LoweringError` for a block that cannot be traced."""
-    lowering, slabs = Lowering(HOST, "eager"), _slabs(programs, options)
+    lowering, slabs = Lowering(traced_on(options.device), "eager"), _slabs(programs, options)
     runs = [_DryRun(program, options, lowering, slabs) for program in programs]
     for run in runs:
         run.step()
@@ -73,7 +73,7 @@ def device_memory(programs: Sequence[Program], options: Options) -> DeviceMemory
 
 def samples(programs: Sequence[Program], options: Options) -> list[list[tuple[fx.Node, Counter[str]]]]:
     """For each program, the bytes that each kind is expected to take at the nodes of a step, in their order."""
-    lowering, slabs = Lowering(HOST, "eager"), _slabs(programs, options)
+    lowering, slabs = Lowering(traced_on(options.device), "eager"), _slabs(programs, options)
     runs = [_DryRun(program, options, lowering, slabs) for program in programs]
     for run in runs:
         run.step()
@@ -196,47 +196,49 @@ class _DryRun:
 
     def _forward(self, node: fx.Node) -> None:
         segment = self.program.segments[nodes.operands(node).segment]
-        lowered = self.lowering.forward(segment.block, self._sizes(segment))
+        runs = self._runs(segment)
         results = [user for user in node.users if user.target is operator.getitem]
-        micro_batches = self.micro_batches if segment.block.inner_looped else 1
-        kept = sum(self._bytes(r.meta["spec"]) for r in results if not r.meta.get("host"))
-        streamed = sum(self._bytes(r.meta["spec"]) for r in results if r.meta.get("host"))  # the last one is on its way
-        self._look(
-            lowered.workspace_bytes
-            + kept * (micro_batches - 1) // micro_batches
-            + (streamed // micro_batches if micro_batches > 1 else 0)
-        )
+        made = {result: _made(segment, segment.block.outputs[nodes.operands(result).index], runs) for result in results}
+        streamed = [result for result in results if result.meta.get("host")]
+        kept = on_its_way = 0  # an output that is streamed to the host is on its way while the next one is computed
+        for number, sizes in enumerate(runs):
+            lowered = self.lowering.forward(segment.block, sizes, number > 0)
+            self._look(lowered.workspace_bytes + kept + on_its_way)
+            on_its_way = sum(made[result][number] for result in streamed)
+            kept += sum(sizes[number] for result, sizes in made.items() if result not in streamed)
         for result in results:
             if not result.meta.get("host"):
-                self.held[result] = _Held(self._bytes(result.meta["spec"]), _kind_of(result), result.meta["spec"])
+                self.held[result] = _Held(sum(made[result]), _kind_of(result), result.meta["spec"])
 
     def _backward(self, node: fx.Node) -> None:
         segment = self.program.segments[nodes.operands(node).segment]
+        block, runs = segment.block, self._runs(segment)
         gradient_mask = tuple(gradient is not None for gradient in nodes.arriving_gradients(node))
-        lowered = self.lowering.backward(segment.block, self._sizes(segment), gradient_mask)
-        micro_batches = self.micro_batches if segment.block.inner_looped else 1
-        streamed = zip(nodes.operands(node).streamed_gradients, segment.block.outputs, strict=False)
-        streamed_bytes = sum(self._bytes(spec.detached()) for gradient, spec in streamed if gradient is not None) // micro_batches
-        for micro_batch in range(
-            max(0, micro_batches - 2), micro_batches
-        ):  # the gradient for the next micro-batch arrives meanwhile
-            arrived = streamed_bytes * min(2, micro_batches - micro_batch)
-            self._look(lowered.workspace_bytes, arrived + self._gathered(segment, lowered.present, micro_batch, micro_batches))
+        streamed = zip(nodes.operands(node).streamed_gradients, block.outputs, strict=False)
+        arrives = [_made(segment, spec.detached(), runs) for gradient, spec in streamed if gradient is not None]
+        gathered = cast = 0
+        for number, sizes in enumerate(runs):
+            lowered = self.lowering.backward(block, sizes, gradient_mask)
+            arrived = sum(sum(parts[number : number + 2]) for parts in arrives)  # the next micro-batch's gradient comes meanwhile
+            self._look(lowered.workspace_bytes, arrived + gathered)
+            there = [(i, spec) for i, spec in enumerate(block.operands) if lowered.present[i]]
+            for (index, spec), dtype in zip(there, lowered.dtypes, strict=True):
+                if spec.splits and block.inner_looped:
+                    gathered += _bytes_in(dtype, spec, sizes)
+                elif number == 0:
+                    of_sum = torch.float32 if len(runs) > 1 and dtype.itemsize == 2 else dtype
+                    gathered += _bytes_in(of_sum, spec, sizes)
+                    is_weight = index < len(block.weights)
+                    leaves_in = gradient_dtype(spec, self.options.gradients_on_link) if is_weight else spec.gradient_dtype
+                    cast += _bytes_in(leaves_in, spec, sizes) if of_sum is not leaves_in else 0
+        if not segment.sharded:  # every gradient is there, with the casts for the link
+            self._look(0, gathered + cast)
         for result in (user for user in node.users if user.target is operator.getitem):
             if "spec" in result.meta:
                 self.held[result] = _Held(self._bytes(result.meta["spec"]), GRADIENTS, result.meta["spec"])
             else:
                 size = self._summed(segment) if segment.sharded else self._pushed(segment)
                 self.held[result] = _Held(size, GRADIENTS)
-
-    def _gathered(self, segment: Segment, present: Sequence[bool], micro_batch: int, micro_batches: int) -> int:
-        """Bytes of the gradients of all micro-batches before this one: their parts, or their sums."""
-        total = 0
-        for spec, there in zip(segment.block.operands, present, strict=True):
-            if there and micro_batch:
-                whole, size = spec.detached().bytes(self.program.bindings), spec.gradient_dtype.itemsize
-                total += whole * micro_batch // micro_batches if spec.splits else whole * max(size, 4) // size
-        return total
 
     def _summed(self, segment: Segment) -> int:
         """Bytes of a bundle that is still to be reduced over ranks: it has the width of its sums, 32 bits at least."""
@@ -248,8 +250,19 @@ class _DryRun:
         count = lambda spec: spec.bytes(self.program.bindings) // spec.dtype.itemsize  # noqa: E731
         return sum(count(w) * gradient_dtype(w, self.options.gradients_on_link).itemsize for w in trained)
 
-    def _sizes(self, segment: Segment) -> Bindings:
-        return block_bindings(segment.block, self.program.bindings, self.captured.batch, self.options.micro_batches)[0]
+    def _runs(self, segment: Segment) -> list[Bindings]:
+        """The sizes of each micro-batch of a segment."""
+        return block_bindings(segment.block, self.program.bindings, self.captured.batch, self.options.micro_batches)
+
+
+def _made(segment: Segment, spec: TensorSpec, runs: Sequence[Bindings]) -> list[int]:
+    """Bytes that each micro-batch of a segment makes of a value."""
+    once = spec.computed_once or not segment.block.inner_looped
+    return [0 if once and number else spec.bytes(sizes) for number, sizes in enumerate(runs)]
+
+
+def _bytes_in(dtype: torch.dtype, spec: TensorSpec, sizes: Bindings) -> int:
+    return spec.bytes(sizes) // spec.dtype.itemsize * dtype.itemsize
 
 
 def _kind_of(node: fx.Node) -> str:

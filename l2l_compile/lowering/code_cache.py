@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from l2l_compile.ir.fx_types import source_of
 from l2l_compile.ir.values import Bindings, Dim, dim_of, evaluate
 from l2l_compile.lowering.randomness import Draw
 from l2l_compile.lowering.sizes import Guards
@@ -23,7 +24,7 @@ from l2l_compile.lowering.widening import storages_of
 class Traced:
     """The ATen graph of a block, before it is compiled. Its operands are symbolic sizes, tensors and random draws.
 
-    `draws`, `seeded` and `present` have the meaning that they have in `Lowered`. `taken` is the memory that its operations
+    `draws`, `seeded`, `present` and `dtypes` have the meaning that they have in `Lowered`. `taken` is the memory that its operations
     allocate (see `lifetimes`). In a graph from disk, only operands have values (see `with_values`).
     """
 
@@ -31,6 +32,7 @@ class Traced:
     draws: tuple[Draw, ...]
     seeded: bool
     present: tuple[bool, ...]
+    dtypes: tuple[torch.dtype, ...]
     taken: tuple[tuple[Dim, int, int], ...]
 
     @functools.cached_property
@@ -67,6 +69,11 @@ class Lowered:
     def present(self) -> tuple[bool, ...]:
         """For each output (backward: gradient of an operand), whether it exists; `run` returns only existing ones."""
         return self.traced.present
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtype of each output that exists."""
+        return self.traced.dtypes
 
     @property
     def random(self) -> bool:
@@ -109,17 +116,47 @@ def with_values(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def lifetimes(graph: fx.Graph) -> tuple[tuple[Dim, int, int], ...]:
-    """For each storage that a node of an ATen graph allocates: bytes, position of the node, position of the last reader."""
-    size: dict[int, Dim] = {}
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
+    """For each piece of memory that a node of an ATen graph allocates: bytes, position of the node, position of the last reader."""
+    held: dict[
+        fx.Node, dict[int, int]
+    ] = {}  # of each result of a node, by the address of its fake storage: the number of its memory
+    size: list[Dim] = []
+    first: list[int | None] = []  # None: an operand's
+    last: list[int] = []
     for position, node in enumerate(graph.nodes):
+        held[node] = {}
         for storage in storages_of(node):
-            if node.op != "placeholder" and storage._cdata not in first:
-                first[storage._cdata], size[storage._cdata] = position, dim_of(storage.nbytes())
+            number = _viewed(node, storage._cdata, held)
+            if number is None:
+                number = len(size)
+                size.append(dim_of(storage.nbytes()))
+                first.append(None if node.op == "placeholder" else position)
+                last.append(position)
+            held[node][storage._cdata] = number
         for read in (node, *node.all_input_nodes):
-            last.update({storage._cdata: position for storage in storages_of(read)})
-    return tuple((size[key], position, last[key]) for key, position in first.items())
+            for number in held[read].values():
+                last[number] = position
+    return tuple((count, at, until) for count, at, until in zip(size, first, last, strict=True) if at is not None)
+
+
+def _viewed(node: fx.Node, storage: int, held: Mapping[fx.Node, Mapping[int, int]]) -> int | None:
+    """The number of the memory that a result shares with an operand, or with an earlier result of the node; None for new memory.
+
+    A pass may have replaced a view's operand by one with another fake storage. So what the schema says comes first.
+    """
+    operand = source_of(node) if _is_view(node) else None
+    if isinstance(operand, fx.Node) and len(held[operand]) == 1:
+        return next(iter(held[operand].values()))
+    return next((held[n][storage] for n in (node, *node.all_input_nodes) if storage in held[n]), None)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether an operation returns its first operand's memory."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    operands, results = node.target._schema.arguments, node.target._schema.returns
+    of_first = bool(operands) and operands[0].alias_info is not None and any(r.alias_info is not None for r in results)
+    return of_first or node.target is torch.ops.aten._unsafe_view.default
 
 
 def most_bytes(taken: Sequence[tuple[Dim, int, int]], bindings: Bindings) -> int:

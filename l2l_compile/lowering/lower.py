@@ -249,7 +249,9 @@ class Lowering:
         draws, seeded = hoist_draws(graph)
         if which == "forward" and not all(wanted) and (seeded or not _leave_out(graph, wanted)):
             return None
-        return _Waiting(block, sizes, Traced(graph, draws, seeded, present, lifetimes(graph.graph)))
+        (returned,) = arguments(graph.graph.output_node())
+        dtypes = tuple(node.meta["val"].dtype for node in returned)
+        return _Waiting(block, sizes, Traced(graph, draws, seeded, present, dtypes, lifetimes(graph.graph)))
 
     def _compiled(self, waiting: _Waiting, compiles: bool = True) -> Code:
         graph = waiting.traced.graph

@@ -77,6 +77,16 @@ def finish(work: dist.Work, check: Callable[[], None], explain: Callable[[Except
         raise explain(error) from error
 
 
+def abort_on_device(group: Group) -> None:
+    """End the collectives of a group in NCCL; a stream that waits for one goes on. Those on the host are polled, and need no end."""
+    try:
+        backend: Any = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # the group has none
+        return
+    if backend.name() == "nccl":
+        backend.abort()
+
+
 def all_gather(whole: torch.Tensor, shard: torch.Tensor, group: Group, done: Finish) -> None:
     """Fill the contiguous tensor `whole` with the shards of all ranks, in rank order; `shard` may be a view of `whole`."""
     if whole.device.type != "cpu":

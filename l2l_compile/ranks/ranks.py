@@ -96,6 +96,11 @@ class Ranks:
         """Tell the other ranks that this rank has failed within a joint action."""
         self.watch.tell(error)
 
+    def abort(self) -> None:
+        """After a failure: end the collectives on devices, which would wait for a rank that will not come."""
+        for group in (self.device_group, self.sums_group) if self.tp_size > 1 else (self.device_group,):
+            exchange.abort_on_device(group)
+
     # ---- the caller ----------------------------------------------------------------------------------------------------
 
     def announce(

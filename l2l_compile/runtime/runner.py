@@ -180,11 +180,14 @@ class Runner:
                 result = Executor(device, step, segments, slabs).run(instructions, inputs)
                 if not keep:
                     slabs.end()
+                if step.world is not None:
+                    device.await_ranks(step.world.check)
                 device.synchronize()
             return result
         except BaseException as error:
             if step.world is not None:
                 step.world.failed(error)
+                step.world.abort()
             try:
                 device.recover()
             except Exception as another:  # noqa: BLE001 - a device that has failed for good fails in each call: the first error says why

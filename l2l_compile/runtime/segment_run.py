@@ -252,8 +252,7 @@ class _Backward(_Run):
         if self.compare and number == 0:
             self.compare()
         arriving = [gradient_of(self.step, self.block, g.tensors, number, spec) for g, spec in self.arriving]
-        made = self.call(self.lowered[number], number, [*self.arguments(number), *arriving])
-        self._gather(made)
+        self._gather(self.call(self.lowered[number], number, [*self.arguments(number), *arriving]))  # and let go of what it made
         if number == len(self.lowered) - 1:
             self._finish()
 

@@ -10,6 +10,7 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from l2l_compile.devices.host import HOST
+from l2l_compile.devices.registry import ACCELERATOR, traced_on
 from l2l_compile.ir.fx_types import arguments
 from l2l_compile.ir.segments import Block
 from l2l_compile.ir.values import Bindings, dim_of, evaluate
@@ -62,7 +63,7 @@ class SimulatedLowering(Lowering):
     """
 
     def __init__(self, device: SimulatedDevice | SimulatedHost, compiled: bool, times: BlockTimes | None = None):
-        super().__init__(HOST, "eager")
+        super().__init__(traced_on(ACCELERATOR if device.machine.overlaps else HOST), "eager")
         self.simulated, self.compiled, self.times = device, compiled, times
 
     def ahead(self, requests: Iterable[Request]) -> None:

@@ -119,6 +119,29 @@ class Stream:
         return f"event of {self.name}"
 
 
+class Waits:
+    """An event that happens after some looks at it; a stream records it."""
+
+    def __init__(self, looks):
+        self.looks = looks
+
+    def record_event(self):
+        return self
+
+    def query(self):
+        self.looks -= 1
+        return self.looks < 0
+
+
+@pytest.mark.parametrize("looks", [0, 3, 10**9])
+def test_a_stream_that_waits_for_a_rank_is_polled(monkeypatch, device, looks):
+    checks = iter([None] * 5)
+    monkeypatch.setattr(cuda, "_streams", lambda device: {"compute": Waits(0), "comm": Waits(looks)})
+    with pytest.raises(StopIteration) if looks > 5 else contextlib.nullcontext():
+        device.await_ranks(lambda: next(checks))
+    assert len(list(checks)) == max(0, 5 - looks)
+
+
 @pytest.fixture
 def device(monkeypatch):
     """A `CudaDevice` of the second GPU, without its memory; `device.asked` has what its streams are asked."""

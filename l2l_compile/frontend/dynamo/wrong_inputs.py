@@ -29,6 +29,7 @@ _OPERATION = re.compile(r"call_(?:function|method) (?:<(?:built-in )?(?:function
 _EXPLANATION = re.compile(r"Explanation: (?P<text>.*)")
 _OF_TORCH = os.path.dirname(torch.__file__) + os.sep
 _ON_DTYPES = re.compile(r"\bd?types?\b")
+_ON_INTEGERS = re.compile(r"scalar types?:? Long, Int")
 _MOST = 6  # inputs that are listed
 _fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -59,17 +60,26 @@ def error_for(error: Any, given: Mapping[str, Any]) -> L2LError:
 def error_of_dtypes(
     error: BaseException, inputs: Iterable[tuple[str, torch.Tensor]], parameters: Iterable[torch.Tensor]
 ) -> InputError | None:
-    """The error for a kernel that failed on dtypes, if an input has another floating-point dtype than all parameters."""
-    expected = {p.dtype for p in parameters if p.is_floating_point()}
-    wrong = [(name, t) for name, t in inputs if t.is_floating_point() and t.dtype not in expected]
-    if not (expected and wrong and isinstance(error, RuntimeError) and _ON_DTYPES.search(str(error))):
+    """The error for a kernel that failed on dtypes, if an input has another floating-point dtype than all parameters.
+
+    Where the kernel takes integers, such as indices of a lookup, every input of floating point counts.
+    """
+    if not isinstance(error, RuntimeError) or not _ON_DTYPES.search(str(error)):
+        return None
+    expected, takes_integers = {p.dtype for p in parameters if p.is_floating_point()}, _ON_INTEGERS.search(str(error)) is not None
+    wrong = [(name, t) for name, t in inputs if t.is_floating_point() and (takes_integers or t.dtype not in expected)]
+    if not expected or not wrong:
         return None
     listed = ", ".join(f"'{name}' is {_described(tensor)}" for name, tensor in wrong[:_MOST])
     dtypes = sorted(map(str, expected))
-    return InputError(
-        f"the model cannot compute with its inputs: {' '.join(str(error).split()).rstrip('.')}. Input {listed}, and the parameters are "
-        f"{' and '.join(dtype.removeprefix('torch.') for dtype in dtypes)}: convert the input (x.to({dtypes[0]})), or the model"
+    remedy = (
+        ": convert the input (x.long())"
+        if takes_integers
+        else f", and the parameters are {' and '.join(dtype.removeprefix('torch.') for dtype in dtypes)}: convert the input "
+        f"(x.to({dtypes[0]})), or the model"
     )
+    cause = " ".join(str(error).split()).rstrip(".")
+    return InputError(f"the model cannot compute with its inputs: {cause}. Input {listed}{remedy}")
 
 
 def _inputs(given: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -106,6 +106,7 @@ def _encoded(traced: Traced | None, sizes: Sizes) -> dict:
         ],
         "seeded": traced.seeded,
         "present": list(traced.present),
+        "dtypes": [_plain(dtype) for dtype in traced.dtypes],
         "taken": [[_expression(size, symbols), first, last] for size, first, last in traced.taken],
     }
 
@@ -120,7 +121,8 @@ def _decoded(entry: dict, sizes: Sizes) -> Traced | None:
     )
     taken = tuple((dim(size), first, last) for size, first, last in entry["taken"])
     graph = _from_graph(entry["graph"], sizes)
-    return Traced(graph, draws, entry["seeded"], tuple(entry["present"]), taken)
+    dtypes = tuple(map(_from_plain, entry["dtypes"]))
+    return Traced(graph, draws, entry["seeded"], tuple(entry["present"]), dtypes, taken)
 
 
 def _graph(module: fx.GraphModule, symbols: dict[sympy.Symbol, int]) -> list:
