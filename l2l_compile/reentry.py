@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from l2l_compile.errors import ReentryError
 
@@ -57,6 +57,11 @@ def check_not_within(work: Callable[[CodeType], str | None]) -> None:
         if (what := work(frame.f_code)) is not None:
             raise _error("a call of the model", what)
         frame = frame.f_back
+
+
+def refuse(what: str) -> NoReturn:
+    """Raise `ReentryError` for a call of the model in the middle of this."""
+    raise _error("a call of the model", what)
 
 
 def _error(begun: str, found: str) -> ReentryError:

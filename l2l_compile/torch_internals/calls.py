@@ -79,6 +79,27 @@ def refuse_calls_within_dynamo(is_ours: Callable[[Any], bool]) -> None:
             reentry.check_not_within(_work_of_dynamo)
 
     watch_regions(check, lambda: None)
+    _refuse_eager_calls(is_ours)
+
+
+def _refuse_eager_calls(is_ours: Callable[[Any], bool]) -> None:
+    """From PyTorch 2.15 on, a compiled function that is called while Dynamo runs an operation on fake tensors runs uncompiled.
+
+    A model of this backend is refused there: PyTorch would fail on its parameters, which are no fake tensors.
+    """
+    original = getattr(eval_frame, "_is_eager_on_nested_compile", None)
+    if original is None or is_replaced(original):
+        return
+
+    @functools.wraps(original)
+    def is_eager() -> bool:
+        around = sys._getframe(1)
+        if original() and is_frame_of_region(around) and is_ours(backend_of(around.f_locals.get("callback"))):
+            eval_frame.set_eval_frame(around.f_locals["prior"])  # as `compile_wrapper` does at its end
+            reentry.refuse("a compilation")
+        return original()
+
+    replace(eval_frame, "_is_eager_on_nested_compile", is_eager)
 
 
 def _work_of_dynamo(code: types.CodeType) -> str | None:

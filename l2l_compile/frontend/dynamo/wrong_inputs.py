@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,7 +45,7 @@ def error_for(error: Any, given: Mapping[str, Any]) -> L2LError:
             "'device' says where the layers run"
         )
     what = f"{_where(error)}: {_operation(error)}{_cause(error)}"
-    read = _given_to(_failed(error))
+    read = _read(error)
     causes = [f"'{name}' is {_described(tensor)}" for name, tensor in tensors if any(_may_be(fake, tensor) for fake in read)]
     if causes:
         listed = ", ".join(causes[:_MOST])
@@ -92,19 +92,40 @@ def _inputs(given: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
                 yield (keyword[1] if keyword else name + inner), leaf
 
 
-def _failed(error: BaseException) -> fx.Node | None:
-    """The call in Dynamo's graph that failed: a local variable of the function of Dynamo that made the call."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    found = (frame.f_locals.get("node") for frame in reversed(frames) if frame.f_code.co_filename.startswith(_OF_TORCH))
-    return next((node for node in found if isinstance(node, fx.Node)), None)
+def noting_operands(node: fx.Node, run: Callable[[], Any]) -> Any:
+    """`run`, a call in Dynamo's graph. If it fails, the variable `read` stays in the traceback: Dynamo clears the graph."""
+    try:
+        return run()
+    except Exception:
+        read = _given_to(node)  # noqa: F841 - for `_read`
+        raise
 
 
-def _given_to(node: fx.Node | None) -> list[torch.Tensor]:
+def _read(error: BaseException | None) -> list[torch.Tensor]:
+    """What the call in Dynamo's graph that failed reads.
+
+    Up to PyTorch 2.13, a variable of the function of Dynamo that made the call has its node. PyTorch 2.15 clears the graph first, and
+    raises another error, which has that of the call as its context: there it is noted by `noting_operands`.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        for frame in reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]):
+            if frame.f_code is noting_operands.__code__:
+                return frame.f_locals["read"]
+            node = frame.f_locals.get("node") if frame.f_code.co_filename.startswith(_OF_TORCH) else None
+            if isinstance(node, fx.Node) and node.all_input_nodes:
+                return _given_to(node)
+        error = error.__cause__ or error.__context__
+    return []
+
+
+def _given_to(node: fx.Node) -> list[torch.Tensor]:
     """Fake tensors of the arguments that a call reads as they were given, or behind operations on one tensor that keep dtype and shape.
 
     None for PyTorch's own functions that the user has not called, such as those of `torch.func.jvp`.
     """
-    if node is None or getattr(node.target, "__name__", "").startswith("_"):
+    if getattr(node.target, "__name__", "").startswith("_"):
         return []
     return [given for value in node.all_input_nodes if (given := _given(value)) is not None]
 

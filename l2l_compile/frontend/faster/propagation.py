@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from l2l_compile.devices.registry import KINDS
+from l2l_compile.frontend.dynamo.wrong_inputs import noting_operands
 from l2l_compile.frontend.rewrites.recurrent_stacks import sizes_of_stack
 from l2l_compile.torch_internals.fake_results import directly
 from l2l_compile.torch_internals.patches import is_replaced, replace
@@ -68,10 +69,10 @@ def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
     @functools.wraps(original)
     def run_node(tracer: Any, node: Any, args: Any, kwargs: Any, nnmodule: Any) -> Any:
         def run() -> Any:
-            return original(tracer, node, args, kwargs, nnmodule)
+            return noting_operands(node, lambda: original(tracer, node, args, kwargs, nnmodule))
 
         if node.op not in ("call_function", "call_method") or not is_ours(getattr(tracer, "compiler_fn", None)):
-            return run()
+            return original(tracer, node, args, kwargs, nnmodule)
         if node.target is torch._VF._pad_packed_sequence:  # torch 2.11 raises an error that breaks no graph
             raise DataDependentOutputException(torch.ops.aten._pad_packed_sequence.default)
         if node.target != "item" and any(map(_may_be_a_number, tree_leaves((args, kwargs)))):
