@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -98,8 +98,10 @@ class Ranks:
 
     def abort(self) -> None:
         """After a failure: end the collectives on devices, which would wait for a rank that will not come."""
-        for group in (self.device_group, self.sums_group) if self.tp_size > 1 else (self.device_group,):
-            exchange.abort_on_device(group)
+        with suppress(L2LError):  # torch.distributed has ended, and they with it
+            for name in ("device_group", "sums_group"):
+                if hasattr(self, name):  # weights are sharded, layers are parallel, or both
+                    exchange.abort_on_device(getattr(self, name))
 
     # ---- the caller ----------------------------------------------------------------------------------------------------
 

@@ -187,8 +187,9 @@ class Runner:
         except BaseException as error:
             if step.world is not None:
                 step.world.failed(error)
-                step.world.abort()
             try:
+                if step.world is not None:
+                    step.world.abort()
                 device.recover()
             except Exception as another:  # noqa: BLE001 - a device that has failed for good fails in each call: the first error says why
                 error.add_note(f"the device could not be used after it either: {type(another).__name__}: {another}")

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from l2l_compile.ranks.ranks import Ranks
+from l2l_compile.ranks.sharing import Sharing
+
 _TWO_LANES = """
 import os, threading, time, weakref
 os.environ["TORCH_FR_BUFFER_SIZE"] = os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "4"  # stacks that the flight recorder keeps
@@ -90,3 +93,29 @@ def test_collectives_of_nccl_end_before_a_device_recovers(launcher, tmp_path):
     """The device would wait for them. Those of gloo go on, since ranks poll them on the host."""
     done = launcher.run(_FAILS.format(folders=[str(Path(__file__).parents[1])], store=str(tmp_path / "store")), seconds=60)
     assert (done.returncode, done.stdout) == (0, "await abort recover\n"), done.stderr
+
+
+class _Group:
+    """A process group that NCCL serves on devices."""
+
+    aborted = 0
+
+    def _get_backend(self, device):
+        return self
+
+    def name(self):
+        return "nccl"
+
+    def abort(self):
+        self.aborted += 1
+
+
+@pytest.mark.parametrize("kind, name", [(Ranks, "device_group"), (Sharing, "sums_group")])
+def test_ranks_end_the_groups_that_they_have(kind, name):
+    """Ranks that share parallel layers alone have no group for weights."""
+    ranks, group = object.__new__(kind), _Group()
+    setattr(ranks, name, group)
+    ranks.abort()
+    assert group.aborted == 1
+    del group
+    ranks.abort()  # torch.distributed has ended since
