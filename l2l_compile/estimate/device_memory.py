@@ -205,7 +205,7 @@ class _DryRun:
             lowered = self.lowering.forward(segment.block, sizes, number > 0)
             self._look(lowered.workspace_bytes + kept + on_its_way)
             on_its_way = sum(made[result][number] for result in streamed)
-            kept += sum(sizes[number] for result, sizes in made.items() if result not in streamed)
+            kept += sum(parts[number] for result, parts in made.items() if result not in streamed)
         for result in results:
             if not result.meta.get("host"):
                 self.held[result] = _Held(sum(made[result]), _kind_of(result), result.meta["spec"])
@@ -242,13 +242,12 @@ class _DryRun:
 
     def _summed(self, segment: Segment) -> int:
         """Bytes of a bundle that is still to be reduced over ranks: it has the width of its sums, 32 bits at least."""
-        trained = [w for w in segment.block.weights if w.differentiable]
-        return sum(w.bytes(self.program.bindings) // w.dtype.itemsize * max(w.dtype.itemsize, 4) for w in trained)
+        trained, sizes = [w for w in segment.block.weights if w.differentiable], self.program.bindings
+        return sum(_bytes_in(torch.promote_types(w.dtype, torch.float32), w, sizes) for w in trained)
 
     def _pushed(self, segment: Segment) -> int:
-        trained = [w for w in segment.block.weights if w.differentiable]
-        count = lambda spec: spec.bytes(self.program.bindings) // spec.dtype.itemsize  # noqa: E731
-        return sum(count(w) * gradient_dtype(w, self.options.gradients_on_link).itemsize for w in trained)
+        trained, link = [w for w in segment.block.weights if w.differentiable], self.options.gradients_on_link
+        return sum(_bytes_in(gradient_dtype(w, link), w, self.program.bindings) for w in trained)
 
     def _runs(self, segment: Segment) -> list[Bindings]:
         """The sizes of each micro-batch of a segment."""
@@ -262,6 +261,7 @@ def _made(segment: Segment, spec: TensorSpec, runs: Sequence[Bindings]) -> list[
 
 
 def _bytes_in(dtype: torch.dtype, spec: TensorSpec, sizes: Bindings) -> int:
+    """Bytes of a value in another dtype than its own."""
     return spec.bytes(sizes) // spec.dtype.itemsize * dtype.itemsize
 
 

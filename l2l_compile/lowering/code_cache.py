@@ -13,7 +13,6 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from l2l_compile.ir.fx_types import source_of
 from l2l_compile.ir.values import Bindings, Dim, dim_of, evaluate
 from l2l_compile.lowering.randomness import Draw
 from l2l_compile.lowering.sizes import Guards
@@ -117,9 +116,7 @@ def with_values(module: fx.GraphModule) -> fx.GraphModule:
 
 def lifetimes(graph: fx.Graph) -> tuple[tuple[Dim, int, int], ...]:
     """For each piece of memory that a node of an ATen graph allocates: bytes, position of the node, position of the last reader."""
-    held: dict[
-        fx.Node, dict[int, int]
-    ] = {}  # of each result of a node, by the address of its fake storage: the number of its memory
+    held: dict[fx.Node, dict[int, int]] = {}  # of each result, by the address of its fake storage: the number of its memory
     size: list[Dim] = []
     first: list[int | None] = []  # None: an operand's
     last: list[int] = []
@@ -144,7 +141,7 @@ def _viewed(node: fx.Node, storage: int, held: Mapping[fx.Node, Mapping[int, int
 
     A pass may have replaced a view's operand by one with another fake storage. So what the schema says comes first.
     """
-    operand = source_of(node) if _is_view(node) else None
+    operand = node.args[0] if node.args and _is_view(node) else None
     if isinstance(operand, fx.Node) and len(held[operand]) == 1:
         return next(iter(held[operand].values()))
     return next((held[n][storage] for n in (node, *node.all_input_nodes) if storage in held[n]), None)

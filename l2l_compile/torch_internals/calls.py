@@ -93,11 +93,11 @@ def _refuse_eager_calls(is_ours: Callable[[Any], bool]) -> None:
 
     @functools.wraps(original)
     def is_eager() -> bool:
-        around = sys._getframe(1)
-        if original() and is_frame_of_region(around) and is_ours(backend_of(around.f_locals.get("callback"))):
+        around, eager = sys._getframe(1), original()
+        if eager and is_frame_of_region(around) and is_ours(backend_of(around.f_locals.get("callback"))):
             eval_frame.set_eval_frame(around.f_locals["prior"])  # as `compile_wrapper` does at its end
             reentry.refuse("a compilation")
-        return original()
+        return eager
 
     replace(eval_frame, "_is_eager_on_nested_compile", is_eager)
 

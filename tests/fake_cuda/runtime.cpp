@@ -81,7 +81,7 @@ size_t used = 0, limit = 8 * kGiB;
 bool lazy = false;
 cudaStream_t late = nullptr;  // the only stream that is late in the mode `lazy`; nullptr: all are
 int lock_failures = 0;  // page-locks that are still to fail
-int malloc_to_fail = -1;
+int malloc_to_fail = -1;  // allocations of device memory before the one that fails; -1: none does
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 
@@ -367,7 +367,8 @@ void fake_set_limit(size_t bytes) { limit = bytes; }
 
 void fake_fail_locks(int number) { lock_failures = number; }
 
-// The allocation of device memory after this many more fails, and no other; -1: none does. Returns how many were still to come.
+// The allocation of device memory after this many more fails, and no other; -1: none does. Returns how many were still to
+// come, -1 if none was.
 int fake_fail_malloc(int after) {
   Guard held(guard);
   std::swap(after, malloc_to_fail);
@@ -588,7 +589,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* stat
 cudaError_t cudaMalloc(void** address, size_t size) {
   Guard held(guard);
   count("Malloc");
-  if (used + size > limit || malloc_to_fail-- == 0) return fail(cudaErrorMemoryAllocation);
+  if (used + size > limit || (malloc_to_fail >= 0 && malloc_to_fail-- == 0)) return fail(cudaErrorMemoryAllocation);
   size_t whole = (size + kPage - 1) / kPage * kPage;
   int file = memfd_create("device memory", 0);
   if (file < 0 || ftruncate(file, whole)) {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 
 import pytest
 import torch
@@ -56,7 +55,8 @@ def message_of(kind, **given) -> str:
 def test_a_wrong_dtype_or_shape_names_the_input_and_the_line(name, given, logged):
     text = message_of(InputError, **{name: given})
     assert f"'{name}' is " in text and "torch" not in text.split(":")[0]
-    assert __file__ in text or "while checking arguments for embedding" in text  # PyTorch 2.11 checks it in the kernel alone
+    in_the_kernel = torch.__version__ < (2, 13) and "while checking arguments for embedding" in text  # it has no line there
+    assert __file__ in text or in_the_kernel
     assert not logged
 
 
@@ -93,12 +93,11 @@ def test_an_input_of_a_wrong_width_is_named_behind_an_operation():
 
 @pytest.mark.parametrize("model", [Weighs, Moves])
 def test_an_operation_that_fails_on_other_values_blames_no_input(model):
-    with pytest.raises(RuntimeError) as caught:
+    error, told = LoweringError, "^the model cannot be traced at .*torch.compiler.disable.*inputs of the call are 'x' float"
+    if model is Moves and torch.__version__ >= (2, 15):  # it leaves this line to Python, which raises PyTorch's error
+        error, told = RuntimeError, "^Trying to set a forward gradient"
+    with pytest.raises(error, match=told):
         compiled(model())(torch.ones(3, 8))
-    is_ours = isinstance(caught.value, LoweringError)
-    told = "^the model cannot be traced at .*torch.compiler.disable.*inputs of the call are 'x' float"
-    uncompiled = "^Trying to set a forward gradient"  # PyTorch 2.15 leaves this line to Python, which raises PyTorch's error
-    assert re.match(told if is_ours or model is Weighs else uncompiled, str(caught.value))
 
 
 @pytest.mark.parametrize("block_compiler", ["eager", "inductor"])
