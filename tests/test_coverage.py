@@ -1,4 +1,4 @@
-"""examples/coverage.py: a sample of its classes, workers that die or hang, results that are continued."""
+"""tests/coverage/run.py: a sample of its classes, workers that die or hang, results that are continued."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SAMPLE = (
 
 @pytest.fixture(scope="module")
 def coverage():
-    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-    yield importlib.import_module("coverage")
+    sys.path.insert(0, str(Path(__file__).parent / "coverage"))
+    yield importlib.import_module("run")
     sys.path.pop(0)
 
 
@@ -109,30 +109,30 @@ SIZES = {"a.w": 90, "a.n": 10, "b.w": 90, "b.n": 10, "head": 500}
     ],
 )
 def test_how_a_stack_lies_in_segments(coverage, held, state, largest):
-    import coverage_structure
+    import structure
 
     gradients = dict.fromkeys(SIZES, 1.0)
-    assert coverage_structure.granularity(LAYERS, held, gradients, SIZES) == state
-    assert coverage_structure.largest(LAYERS, held, SIZES) == largest
+    assert structure.granularity(LAYERS, held, gradients, SIZES) == state
+    assert structure.largest(LAYERS, held, SIZES) == largest
 
 
 def test_the_layers_of_stages_are_the_lists_that_grow(coverage):
     from torch import nn
 
-    import coverage_structure
+    import structure
 
     block = lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))  # noqa: E731
     staged = lambda *depths: nn.ModuleDict(  # noqa: E731
         {"stages": nn.ModuleList(nn.ModuleDict({"blocks": nn.ModuleList(block() for _ in range(d))}) for d in depths)}
     )
     model, deeper = staged(2, 3), staged(2, 6)
-    growing = coverage_structure.growing_lists(model, deeper)
+    growing = structure.growing_lists(model, deeper)
     assert growing == {"stages.*.blocks"}
-    assert [(name, len(layers)) for name, layers in coverage_structure.stacks(model, growing)] == [
+    assert [(name, len(layers)) for name, layers in structure.stacks(model, growing)] == [
         ("stages.0.blocks", 2),
         ("stages.1.blocks", 3),
     ]
-    assert [name for name, _ in coverage_structure.stacks(model)] == ["stages"]
+    assert [name for name, _ in structure.stacks(model)] == ["stages"]
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def test_rows_are_reversed_where_there_are_rows(coverage):
 def test_the_loss_of_normalised_outputs_has_a_gradient(coverage):
     import torch
 
-    from coverage_step import distance_to_waves
+    from step import distance_to_waves
 
     weight = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
     normalised = torch.nn.functional.layer_norm(torch.randn(4, 8, dtype=torch.float64) @ weight, (8,))
@@ -164,7 +164,7 @@ def test_the_loss_of_normalised_outputs_has_a_gradient(coverage):
 def test_a_dtype_that_a_model_computes_in_is_found(coverage):
     import torch
 
-    from coverage_step import Narrowest
+    from step import Narrowest
 
     x = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
     with Narrowest(torch.float64) as seen:
@@ -178,18 +178,18 @@ def test_a_dtype_that_a_model_computes_in_is_found(coverage):
 def test_rounding_is_no_difference_if_the_model_is_in_float32(coverage, monkeypatch, inside, status):
     import torch
 
-    import coverage_step
+    import step
 
     class Model(torch.nn.Linear):
         def forward(self, x):
             return getattr(torch.nn.functional.linear(x, self.weight), inside)().double()
 
     def off(model, inputs, run=None):
-        loss, gradients = coverage_step.train(model, inputs, run=run)
+        loss, gradients = step.train(model, inputs, run=run)
         return loss * (1 if run is None else 1 + 1e-8), gradients
 
     model, inputs = Model(4, 4, bias=False).double(), {"x": torch.randn(6, 4, dtype=torch.float64)}
-    expected = coverage_step.train(model, inputs)
+    expected = step.train(model, inputs)
     model.zero_grad()
     monkeypatch.setattr(coverage, "train", off)
     row = coverage.compiled_step(model, inputs, expected, expected, "eager", None)
@@ -268,6 +268,6 @@ def test_results_are_continued(coverage, tmp_path, monkeypatch):
     monkeypatch.setattr(coverage, "table", lambda rows: ", ".join(row["name"] for row in rows))
     done = lambda todo, path, **how: {job.name: {"name": job.name, "status": "parity"} for job in todo}  # noqa: E731
     monkeypatch.setattr(coverage, "collect", done)
-    monkeypatch.setattr(sys, "argv", ["coverage.py", "--results", str(path), "--table", str(tmp_path / "table.md")])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--results", str(path), "--table", str(tmp_path / "table.md")])
     assert coverage.main() == 0
     assert (tmp_path / "table.md").read_text() == "two"

@@ -52,7 +52,7 @@ FILES = [
     if path.is_file()
 ]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-COVERAGE = (ROOT / "examples" / "coverage.md").read_text()
+COVERAGE = (ROOT / "tests" / "coverage" / "table.md").read_text()
 
 
 def text_of(document: str) -> str:

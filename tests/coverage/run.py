@@ -1,17 +1,17 @@
 """Which models train with `torch.compile(model, backend="l2l")`, and how? A table of every class of five libraries.
 
-    pip install -e ".[coverage]"                      # timm, torchvision, diffusers, torchaudio; without, they are skipped
-    python examples/coverage.py                       # continues where it was stopped
-    python examples/coverage.py --fresh               # forgets earlier results: two to three hours on two cores (an estimate)
-    python examples/coverage.py BertForMaskedLM CTC   # runs these classes and tasks again, and keeps all other results
-    python examples/coverage.py --sample 25           # of each library, some classes that have no result yet
+    pip install -e ".[coverage]"                       # timm, torchvision, diffusers, torchaudio; without, they are skipped
+    python tests/coverage/run.py                       # continues where it was stopped
+    python tests/coverage/run.py --fresh               # forgets earlier results: two to three hours on two cores (an estimate)
+    python tests/coverage/run.py BertForMaskedLM CTC   # runs these classes and tasks again, and keeps all other results
+    python tests/coverage/run.py --sample 25           # of each library, some classes that have no result yet
 
 A tiny model of each class (see `tiny_models`) trains one step in eager and one with l2l, in float64, or in float32 if a kernel
 of the model lacks float64. Loss and gradients are compared. If they differ in a float64 model that computes in a narrower dtype
 somewhere, the tolerance of that dtype holds. If they still differ, or l2l fails, a step with `torch.compile(backend="eager")`
 shows whether Dynamo is the cause. If the class has a depth, a model of twice the layers takes a step with l2l as well: blocks
 and peak device memory should not grow with it. A class that crashes or hangs only costs a worker process. Results are appended
-to `runs/coverage.jsonl` as they come; the table is written to `examples/coverage.md`.
+to `runs/coverage.jsonl` as they come; the table is written to `tests/coverage/table.md`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from torch.utils._pytree import tree_map_only
 
 import l2l_compile
 import l2l_compile.passes
-from coverage_step import Narrowest, Step, dtype_of, error_of, rows_reversed, train
-from coverage_structure import depth_of, growing_lists, shape_of, stacks
-from coverage_table import ACROSS, SPLIT, table, verdict
 from l2l_compile.errors import L2LError
+from step import Narrowest, Step, dtype_of, error_of, rows_reversed, train
+from structure import depth_of, growing_lists, shape_of, stacks
+from table import ACROSS, SPLIT, table, verdict
 from tiny_models import LAYERS, Job, jobs, make, missing, settings
 from workers import run
 
@@ -223,7 +223,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=240, help="for one class")
     parser.add_argument("--results", type=Path, default=Path("runs/coverage.jsonl"))
-    parser.add_argument("--table", type=Path, default=Path(__file__).with_suffix(".md"))
+    parser.add_argument("--table", type=Path, default=Path(__file__).with_name("table.md"))
     options = parser.parse_args()
     if options.fresh:
         options.results.unlink(missing_ok=True)

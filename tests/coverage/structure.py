@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import l2l_compile
-from coverage_table import ACROSS, SPLIT
+from table import ACROSS, SPLIT
 
 Result = dict[str, Any]
 Gradients = dict[str, torch.Tensor | None]

@@ -1,4 +1,4 @@
-"""The table of `coverage.py` as Markdown."""
+"""The table of coverage as Markdown."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def table(rows: list[Result]) -> str:
         "# Coverage",
         "",
         f"One training step of a tiny model of each class: {made_with}.",
-        "Made by `python examples/coverage.py`, which tells what is compared.",
+        "Made by `python tests/coverage/run.py`, which tells what is compared.",
         "",
         *totals({**libraries, "all": rows} if len(libraries) > 1 else libraries),
         "",

@@ -1,4 +1,4 @@
-"""Tiny models of the classes of several libraries, and a batch for each, which `coverage.py` trains.
+"""Tiny models of the classes of several libraries, and a batch for each, which `run.py` trains.
 
 A library is a module of this package. It lists its `jobs()`, and `make(job, setting, layers)` builds a model and its
 inputs with one of the `SETTINGS`, which are tried in order. No model has a rule of its own: sizes are shrunk by the
