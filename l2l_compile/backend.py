@@ -16,7 +16,8 @@ from l2l_compile.frontend.batch_dimension import try_other_batch_dimension
 from l2l_compile.frontend.capture import capture
 from l2l_compile.frontend.dynamo import adapter, batch_marks, kept_programs, watched_frames
 from l2l_compile.frontend.dynamo.class_names import trace_methods_of_names
-from l2l_compile.frontend.faster.propagation import remember_propagation
+from l2l_compile.frontend.dynamo.fake_operations import watch_fake_operations
+from l2l_compile.frontend.rewrites.recurrent_stacks import sizes_of_stack
 from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.graph_modules import graph_module
 from l2l_compile.ir.program import Program
@@ -123,4 +124,4 @@ watched_frames.log_while_tracing(streams_layers)
 watched_frames.watch_inlined(streams_layers, model_inlined)
 trace_methods_of_names(streams_layers)
 watched_frames.watch_packed(streams_layers, frame_skipped)
-remember_propagation(streams_layers)
+watch_fake_operations(streams_layers, sizes_of_stack)

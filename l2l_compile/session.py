@@ -23,6 +23,7 @@ from l2l_compile.lowering.faster import vector_instructions
 from l2l_compile.lowering.lower import Lowering
 from l2l_compile.memory.finalizers import members
 from l2l_compile.options import Options
+from l2l_compile.param_groups import parameters_of
 from l2l_compile.races import Unwatched
 from l2l_compile.ranks.ranks import anything_is_sharded
 from l2l_compile.row_check import RowCheck
@@ -246,11 +247,7 @@ def _is_replaced_by(owner: Any, session: Session, newer: Session) -> bool:
     before, now = session.options.optimizer, newer.options.optimizer
     if before is None or now is None or before is now or kept_programs.in_use(owner):
         return False
-    return not _parameters_of(before).isdisjoint(_parameters_of(now))
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
-    return {p for group in optimizer.param_groups for p in group["params"]}
+    return not set(parameters_of(before)).isdisjoint(parameters_of(now))
 
 
 def session_of(compiled: Any) -> Session | None:

@@ -299,7 +299,7 @@ def _finalized(session, count: int) -> list:
     from l2l_compile.runtime.stashes import Stashes
 
     found: list = []
-    ledger = getattr(session.server.updates, "_ledger", None)
+    ledger = getattr(session.server.updates, "ledger", None)
     for number in range(count):
         stashed = RuntimeValue([torch.zeros(3)])
         stashed.lane = "compute"

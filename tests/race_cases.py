@@ -272,7 +272,7 @@ CASES = [
         {
             "host.updates.in_forward.UpdatesInForward.wait: ticket.wait()": "host",
             "host.server.ParameterServer.load: self.updates.wait(owners)": "host",
-            "host.updates.overlapped.OverlappedUpdates._before_own_step: self.synchronize()": "host",
+            "host.updates.overlapped.OverlappedUpdates.begin_own_step: self.synchronize()": "host",
             "host.server.ParameterServer.synchronize: self.updates.synchronize()": "host",
             "host.updates.overlapped.OverlappedUpdates.synchronize: self._drain()": "host",
             "host.updates.overlapped.OverlappedUpdates._drain: self.worker.drain(self.forget)": "host",
@@ -289,7 +289,7 @@ CASES = [
     Case(
         "state_dict",
         reading,
-        {"host.updates.overlapped.OverlappedUpdates._wait_for_reading: self.synchronize()": "host"},
+        {"host.updates.overlapped.OverlappedUpdates.wait_for_reading: self.synchronize()": "host"},
         options=in_("forward"),
     ),
     Case(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 MODULES = (
     "runtime.executor", "runtime.overlapped_copies", "runtime.stashes", "runtime.runner", "runtime.segment_run",
-    "host.server", "host.updates.overlapped", "host.updates.in_forward", "host.updates.in_backward",
+    "host.server", "host.updates.overlapped", "host.updates.other_models", "host.updates.in_forward", "host.updates.in_backward",
     "host.updates.delayed", "host.double_buffer",
 )  # fmt: skip
 WAITS = ("wait", "wait_on_host", "synchronize", "drain", "_drain", "settle")

@@ -20,7 +20,7 @@ from l2l_compile.host.updates.classes import CLASSES
 from l2l_compile.host.updates.delayed import DelayedUpdates
 from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward, Pushed
 from l2l_compile.host.updates.interface import Updates
-from l2l_compile.host.updates.overlapped import wait_for_other_models
+from l2l_compile.host.updates.other_models import wait_for_other_models
 from l2l_compile.host.wire import Ready, Wire, Wires, is_locked, no_waiter, on_wire
 from l2l_compile.host.worker import Ticket, Worker
 from l2l_compile.ir import nodes
@@ -29,6 +29,7 @@ from l2l_compile.ir.segments import Segment
 from l2l_compile.lanes import Lane
 from l2l_compile.memory.finalizers import members
 from l2l_compile.options import Options
+from l2l_compile.param_groups import parameters_of
 from l2l_compile.races import Unwatched
 from l2l_compile.ranks.sharded import sharded_as
 from l2l_compile.runtime.runtime_value import RuntimeValue
@@ -106,7 +107,7 @@ class ParameterServer:
                 )
             return
         trained = [p for p in parameters if p.requires_grad]
-        owned = _parameters_of(optimizer)
+        owned = set(parameters_of(optimizer))
         if trained and owned.isdisjoint(trained) and owned.isdisjoint(p for m in members(self._modules) for p in m.parameters()):
             raise L2LError(
                 f"the option 'optimizer' holds none of the {len(trained)} parameters that this model trains: build it from "
@@ -254,9 +255,9 @@ class ParameterServer:
         if not new:
             return
         self._looked_at.update(map(id, new))
-        missing = new.difference(_parameters_of(self.options.optimizer))
+        missing = new.difference(parameters_of(self.options.optimizer))
         if missing:
-            missing.difference_update(*map(_parameters_of, optimizers_of(missing)))
+            missing.difference_update(*map(parameters_of, optimizers_of(missing)))
         if missing:
             names = list(dict.fromkeys(n for m in members(self._modules) for n, p in m.named_parameters() if p in missing))
             listed = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
@@ -285,10 +286,6 @@ class _InFlight:
 def _by_weight(arrived: Iterable[Input], norms: Sequence[torch.Tensor | None]) -> dict[Input, float]:
     """The norm of each gradient that has arrived. `norms` is empty, or has one tensor with all norms that the device took."""
     return {w: norm for taken in norms if taken is not None for w, norm in zip(arrived, taken.tolist(), strict=True)}
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
-    return {p for group in optimizer.param_groups for p in group["params"]}
 
 
 def segments_in_flight(options: Options) -> int:

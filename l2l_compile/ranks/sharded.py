@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from l2l_compile.errors import L2LError
+from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.gathered import gathered
 from l2l_compile.ranks.ranks import Ranks, is_known, ranks_of, replicates, tp_size_of
 from l2l_compile.ranks.shard_spec import ShardSpec, stride_of
@@ -110,7 +111,7 @@ def count_steps() -> None:
 
 def _refuse_parameters_of_before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise `L2LError` for an optimizer that was made before `shard`: its parameters are no longer part of the model."""
-    replaced = sum(hasattr(p, _REPLACED) for group in optimizer.param_groups for p in group["params"])
+    replaced = sum(hasattr(p, _REPLACED) for p in parameters_of(optimizer))
     if replaced:
         raise L2LError(
             f"{type(optimizer).__name__} holds {replaced} parameters that l2l_compile.shard has replaced by sharded ones, so it trains "
@@ -119,8 +120,7 @@ def _refuse_parameters_of_before(optimizer: torch.optim.Optimizer, *_: Any) -> N
 
 
 def _counted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    if (first := next(filter(is_sharded, parameters), None)) is not None:
+    if (first := next(filter(is_sharded, parameters_of(optimizer)), None)) is not None:
         mesh = first.device_mesh
         ranks = ranks_sharing(mesh) if is_of_a_parallel_layer(first) else ranks_behind(first)
         ranks.steps += 1

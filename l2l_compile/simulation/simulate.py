@@ -26,6 +26,7 @@ from l2l_compile.host.step.torch_step import state_bytes_of_trial
 from l2l_compile.host.step.trial import check_layers_are_independent
 from l2l_compile.host.updates.overlapped import OverlappedUpdates
 from l2l_compile.options import Options
+from l2l_compile.param_groups import parameters_of
 from l2l_compile.session import Session
 from l2l_compile.simulation.block_times import MeasuredTimes
 from l2l_compile.simulation.blocks import SimulatedLowering
@@ -237,8 +238,7 @@ class _Simulator:
 
 def _on_fakes(optimizer: torch.optim.Optimizer, fake: Callable[[torch.Tensor], torch.Tensor]) -> torch.optim.Optimizer:
     """A copy of an optimizer in which fake tensors replace parameters and state."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    held += list(tensors_within(optimizer.state))
+    held = [*parameters_of(optimizer), *tensors_within(optimizer.state)]
     return copied(optimizer, {id(tensor): fake(tensor) for tensor in held})
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from l2l_compile.inspection.programs import synchronize
+from l2l_compile.param_groups import parameters_of
 from l2l_compile.testing.difference import LOSS, STATE, Key
 from l2l_compile.testing.leaves import own_copy
 from l2l_compile.testing.observation import Call, state_of
@@ -39,7 +40,7 @@ class Loop:
         call = call_with(module, optimizer)
         wrapped, found = wrap(call), dict[Key, Any]()
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-        grouped = {p for group in optimizer.param_groups for p in group["params"]}
+        grouped = set(parameters_of(optimizer))
         held = [p for p in names if p in grouped]  # in the order of the module, in which their norm is summed
         for number, (args, kwargs) in enumerate(self.batches):
             args, kwargs = own_copy((args, kwargs))

@@ -1,4 +1,4 @@
-"""Reuses the fake results of operations that Dynamo has run before. An adapter to the private side of Dynamo.
+"""Reuses the fake results of operations that Dynamo has run before. An adapter to PyTorch's fake tensors.
 
 While it traces, Dynamo runs every operation on fake tensors, to find the shape, dtype and strides of its result. With a
 symbolic batch, every size is computed with sympy, and this becomes the largest part of a capture (a linear takes about
@@ -18,81 +18,21 @@ symbols, operations on tensors with values or on subclasses, and higher-order op
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo import utils as dynamo_utils
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from l2l_compile.devices.registry import KINDS
-from l2l_compile.frontend.dynamo.wrong_inputs import noting_operands
-from l2l_compile.frontend.rewrites.recurrent_stacks import sizes_of_stack
-from l2l_compile.torch_internals.fake_results import directly
-from l2l_compile.torch_internals.patches import is_replaced, replace
 
-_MEMORY = "_l2l_propagation"  # an attribute of the frame's ShapeEnv, which owns the symbols
 _PLAIN = (
     type(None), bool, int, float, complex, str, type(...),
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
-
-
-class _ReadsNone(TorchDispatchMode):
-    """Raises if an operation reads a number from a tensor, as `torch.arange(n)` and `x[:n]` do: Dynamo then breaks the graph.
-
-    Without this mode, Dynamo would continue with the number that an input of the graph holds now. Constants may be read.
-    """
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if operator is torch.ops.aten._local_scalar_dense.default and args[0].constant is None:
-            raise DataDependentOutputException(operator)
-        return operator(*args, **(kwargs or {}))
-
-
-def _may_be_a_number(operand: Any) -> bool:
-    return isinstance(operand, torch.Tensor) and not operand.dim() and not operand.is_floating_point()
-
-
-def remember_propagation(is_ours: Callable[[Any], bool]) -> None:
-    """Install a hook: frames whose backend `is_ours` run each operation on fake tensors once per key."""
-    original = dynamo_utils.run_node
-    if is_replaced(original):
-        return
-
-    @functools.wraps(original)
-    def run_node(tracer: Any, node: Any, args: Any, kwargs: Any, nnmodule: Any) -> Any:
-        def run() -> Any:
-            return noting_operands(node, lambda: original(tracer, node, args, kwargs, nnmodule))
-
-        if node.op not in ("call_function", "call_method") or not is_ours(getattr(tracer, "compiler_fn", None)):
-            return original(tracer, node, args, kwargs, nnmodule)
-        if node.target is torch._VF._pad_packed_sequence:  # torch 2.11 raises an error that breaks no graph
-            raise DataDependentOutputException(torch.ops.aten._pad_packed_sequence.default)
-        if node.target != "item" and any(map(_may_be_a_number, tree_leaves((args, kwargs)))):
-            with _ReadsNone():
-                return run()
-        directly(tracer.fake_mode)
-        if node.op == "call_function" and (made := sizes_of_stack(node.target, args, kwargs)) is not None:
-            return made
-        return propagate(_memory_of(tracer), node.target, (args, kwargs), run)
-
-    replace(dynamo_utils, "run_node", run_node)
-
-
-def _memory_of(tracer: Any) -> dict[Hashable, FakeResult]:
-    """The kept results of a frame, dropped once it is captured: they hold symbols in a way that the collector cannot see."""
-    attributes = vars(tracer.shape_env)
-    if _MEMORY not in attributes:
-        attributes[_MEMORY] = {}
-        tracer.add_cleanup_hook(lambda: attributes.pop(_MEMORY, None))
-    return attributes[_MEMORY]
 
 
 def propagate(memory: dict[Hashable, FakeResult], target: Hashable, operands: Any, run: Callable[[], Any]) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 from l2l_compile.host.hooks import step_of_a_copy
 from l2l_compile.host.step.object_copies import copied, is_unchanging
+from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.sharded import attributes, local
 
 _MOST_SHAPES = 4  # parameters of different shapes in a group of a small copy
@@ -184,11 +185,6 @@ def _small_parameter(small: Small, of_group: Sequence[torch.Tensor], generator: 
     if small.owner is not None:
         made.__dict__.update(copied(attributes(small.owner)))
     return made
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """The parameters of all groups, in order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def with_fresh_state(optimizer: torch.optim.Optimizer, chosen: Chosen) -> torch.optim.Optimizer:

@@ -32,12 +32,12 @@ from l2l_compile.host.step.small_copies import (
     in_order,
     like_those_of,
     own_step,
-    parameters_of,
     steps_only_with_a_closure,
     whole_state,
     with_fresh_state,
 )
 from l2l_compile.host.step.torch_step import hyperparameters, step_on
+from l2l_compile.param_groups import parameters_of
 
 _LAYER_BY_LAYER = "an update layer by layer"
 _STEPS = 6  # from the beginning
@@ -62,7 +62,7 @@ def check_layers_are_independent(optimizer: torch.optim.Optimizer) -> None:
         reason = _reason(optimizer)
     if reason is not None:
         raise L2LError(f"{name} {reason}, so it cannot update layer by layer: use update='at_step'")
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    trained = parameters_of(optimizer)
     check_shards_are_independent(optimizer, functools.partial(_in_shards, optimizer), trained)
 
 

@@ -19,6 +19,7 @@ from l2l_compile.host.updates.eager_gradients import EagerGradients
 from l2l_compile.host.updates.gradient_ledger import GradientLedger, Parameter
 from l2l_compile.host.watched_parameters import ParameterWatch, is_read_by
 from l2l_compile.host.worker import Worker
+from l2l_compile.param_groups import parameters_of
 from l2l_compile.user_line import warn
 
 _clipped_by_the_loop: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -29,12 +30,22 @@ def loop_clips(optimizer: torch.optim.Optimizer) -> None:
     _clipped_by_the_loop.add(optimizer)
 
 
+def refuse_gradient_hooks(parameters: Iterable[Parameter], update: str) -> None:
+    """Raise `L2LError` if one of these parameters has a hook on its gradient, which would never run."""
+    hooked = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if hooked:
+        raise L2LError(
+            f"{len(hooked)} parameters have gradient hooks, which cannot run with update={update!r}: the gradients never come to p.grad. "
+            "Remove the hooks, or use update='at_step'"
+        )
+
+
 class AskedByTheLoop(ABC):
     """The part of `OverlappedUpdates` that answers. Called on the user's thread."""
 
     optimizer: torch.optim.Optimizer
     worker: Worker
-    _ledger: GradientLedger
+    ledger: GradientLedger
     _eager: EagerGradients
     _watch: ParameterWatch
     _said: set[str]
@@ -54,7 +65,7 @@ class AskedByTheLoop(ABC):
             self._watch_now()
 
     def _watch_now(self) -> None:
-        gradients: Collection[Parameter] = self._ledger.trained if self._ledger.has_begun else self._eager.used
+        gradients: Collection[Parameter] = self.ledger.trained if self.ledger.has_begun else self._eager.used
         if self.optimizer in _clipped_by_the_loop:
             gradients = ()
         entries = self._being_updated()
@@ -78,7 +89,7 @@ class AskedByTheLoop(ABC):
         """The gradients of some parameters cannot be watched."""
         if not self.clips:
             self._say_once(
-                f"p.grad of {count} parameters is None between backward and optimizer.step(), where update={self._ledger.update!r} has "
+                f"p.grad of {count} parameters is None between backward and optimizer.step(), where update={self.ledger.update!r} has "
                 "their gradients: they are plain tensors, or of a class with its own __torch_function__. Code that clips or changes "
                 "their gradients does nothing: use update='in_forward' with the option max_grad_norm, or update='at_step'"
             )
@@ -90,11 +101,11 @@ class AskedByTheLoop(ABC):
         """The gradient that the caller reads in `p.grad`. Raises `L2LError` if there is none where eager has one."""
         if self.optimizer in _clipped_by_the_loop:
             return own
-        if self._ledger.has_begun and parameter in self._ledger.trained:
+        if self.ledger.has_begun and parameter in self.ledger.trained:
             return self._read_in_step(parameter, own)
         if own is None and parameter in self._eager.used and not is_read_by("zero_grad", "_apply"):
             self._say_once(
-                f"p.grad is read behind optimizer.step(), where update={self._ledger.update!r} has used the gradients up: it is None. "
+                f"p.grad is read behind optimizer.step(), where update={self.ledger.update!r} has used the gradients up: it is None. "
                 "l2l_compile.stats(model).gradient_norm has their norm. With update='in_forward', p.grad can be read between backward "
                 "and optimizer.step()"
             )
@@ -102,7 +113,7 @@ class AskedByTheLoop(ABC):
 
     def write_gradient(self, parameter: Any, gradient: torch.Tensor | None) -> None:
         """The caller sets `p.grad`. Raises `L2LError` if the step has used the gradient already."""
-        if self._ledger.has_begun and parameter in self._ledger.trained:
+        if self.ledger.has_begun and parameter in self.ledger.trained:
             self._write_in_step(parameter)
         self._eager.written(parameter)
 
@@ -147,14 +158,13 @@ class AskedByTheLoop(ABC):
         zeros = self._eager.zeros
         if not zeros:
             return []
-        there = (p for group in self.optimizer.param_groups for p in group["params"])
-        return [p for p in there if p in zeros and p not in arrived and p.grad is None]
+        return [p for p in parameters_of(self.optimizer) if p in zeros and p not in arrived and p.grad is None]
 
     def _refuse_a_second_step(self) -> None:
         """Raise `L2LError` if `optimizer.step()` is called twice behind one backward."""
         if self._eager.used:
             raise L2LError(
                 "optimizer.step() was called twice behind one backward. PyTorch would update twice with the same gradients, but "
-                f"update={self._ledger.update!r} has used them up in the first call. Call optimizer.zero_grad() or backward before the "
+                f"update={self.ledger.update!r} has used them up in the first call. Call optimizer.zero_grad() or backward before the "
                 "second one, or use update='at_step'"
             )

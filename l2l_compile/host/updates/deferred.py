@@ -9,6 +9,7 @@ import torch
 from l2l_compile.errors import L2LError
 from l2l_compile.host.updates.gradient_ledger import Parameter
 from l2l_compile.host.wire import identity
+from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.sharded import local
 
 _ENTRIES = 1024  # of each parameter, that are compared
@@ -27,7 +28,7 @@ class DeferredWriteGuard:
 
     def check(self, parameters: Iterable[Parameter]) -> None:
         """Raise `L2LError` if one of these was written since, has new state, or was taken out of the optimizer."""
-        there = {p for group in self._optimizer.param_groups for p in group["params"]}
+        there = set(parameters_of(self._optimizer))
         for parameter in parameters:
             if parameter not in there:
                 raise L2LError(

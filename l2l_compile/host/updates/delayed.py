@@ -73,7 +73,7 @@ class DelayedUpdates(UpdatesInForward):
 
     def _end_step(self, groups: Hyperparameters, zeros: Sequence[Parameter]) -> None:
         self._wires.turn()
-        self._wires.updating = frozenset((*self._ledger.gradients, *zeros))
+        self._wires.updating = frozenset((*self.ledger.gradients, *zeros))
         super()._end_step(groups, zeros)
 
     @whole("optimizer.state_dict()")
@@ -81,9 +81,9 @@ class DelayedUpdates(UpdatesInForward):
         """Add the weights that the next step reads to a checkpoint of the optimizer."""
         add(self._wires.previous(), optimizer, state_dict)
 
-    def _load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take the weights that the next step reads out of a checkpoint."""
-        plain = super()._load(optimizer, state_dict)
+        plain = super().load(optimizer, state_dict)
         self._wires.restore(self._loaded)
         return plain
 

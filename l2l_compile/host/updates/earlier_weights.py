@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.sharded import local
 
 Earlier = dict[torch.Tensor, list[torch.Tensor]]  # by parameter
@@ -16,7 +17,7 @@ _NAME = "l2l_weight_of_a_step_before_"  # followed by the dtype
 def add(earlier: Earlier, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Add weights to the result of `optimizer.state_dict()`."""
     states = state_dict["state"]
-    for number, parameter in enumerate(_parameters(optimizer)):
+    for number, parameter in enumerate(parameters_of(optimizer)):
         for tensor in earlier.get(parameter, ()):
             states[number] = {**states.get(number, {}), _NAME + str(tensor.dtype).removeprefix("torch."): tensor}
 
@@ -26,7 +27,7 @@ def take(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> tuple[
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     found: Earlier = {}
     plain = dict(state_dict["state"])
-    for number, parameter in zip(numbers, _parameters(optimizer), strict=False):
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
         own, rest = _apart(plain.get(number, {}))
         if own:
             found[parameter] = own
@@ -57,7 +58,3 @@ def _apart(state: Any) -> tuple[list[torch.Tensor], dict[Any, Any]]:
     own = {name: value for name, value in state.items() if isinstance(name, str) and name.startswith(_NAME)}
     weights = [local(value).to(getattr(torch, name.removeprefix(_NAME)), copy=True) for name, value in own.items()]
     return weights, {name: value for name, value in state.items() if name not in own}
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

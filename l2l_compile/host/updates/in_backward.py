@@ -16,11 +16,13 @@ from l2l_compile.host.step.sharded_state import counts_here, ranks_among, summed
 from l2l_compile.host.step.torch_step import Hyperparameters, hyperparameters
 from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward, Pushed
 from l2l_compile.host.updates.norms import norm_of, sum_of_squares
-from l2l_compile.host.updates.overlapped import OverlappedUpdates, updates_of_others
+from l2l_compile.host.updates.other_models import updates_of_others
+from l2l_compile.host.updates.overlapped import OverlappedUpdates
 from l2l_compile.host.watched_parameters import is_read_by, is_within_compiled_code
 from l2l_compile.host.wire import Wires
 from l2l_compile.host.worker import Ticket, Worker
 from l2l_compile.options import Options
+from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.sharded import local
 from l2l_compile.runtime.stats import Stats
@@ -55,7 +57,7 @@ class UpdatesInBackward(OverlappedUpdates):
             pending.groups = hyperparameters(self.optimizer)
             if pending.last:
                 for other in updates_of_others(self):
-                    other._ledger.change(pending.settled)
+                    other.ledger.change(pending.settled)
 
     def update(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> Ticket | None:
         return self.worker.submit(lambda: self._update(pending, parameters))
@@ -64,7 +66,7 @@ class UpdatesInBackward(OverlappedUpdates):
         """Also update parameters that got a gradient in earlier rounds only."""
         super().end_backward(pending)
         if pending.ends_round:
-            self.worker.submit(lambda: self._update(pending, list(self._ledger.gradients)))
+            self.worker.submit(lambda: self._update(pending, list(self.ledger.gradients)))
 
     def clip(self, max_norm: float) -> None:
         """Raises `L2LError`, unless `max_norm` is infinite, so that nothing is clipped."""
@@ -79,22 +81,22 @@ class UpdatesInBackward(OverlappedUpdates):
         self._squares, self._compiled_code_has_run = 0.0, False
         self._squares_of.clear()
 
-    def _load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """End a step whose updates have begun: the checkpoint is about to replace them."""
-        loaded = super()._load(optimizer, state_dict)
-        if self._updates_have_begun():
+        loaded = super().load(optimizer, state_dict)
+        if self.has_begun_to_update():
             self.forget()
         return loaded
 
-    def _updates_have_begun(self) -> bool:
-        return self._ledger.in_a_last_round
+    def has_begun_to_update(self) -> bool:
+        return self.ledger.in_a_last_round
 
     def _end_step(self, groups: Hyperparameters, zeros: Sequence[Parameter]) -> None:
         """Update parameters that a held forward kept waiting, and set the norm."""
         if self._compiled_code_has_run and not is_within_compiled_code():
             self._say_that_updates_are_early()
         self._compiled_code_has_run = False
-        left = {**self._ledger.take_all(), **{p: torch.zeros_like(local(p).detach()) for p in zeros}}
+        left = {**self.ledger.take_all(), **{p: torch.zeros_like(local(p).detach()) for p in zeros}}
         if left:
             self.worker.submit(lambda: self._apply(left, groups))
             self._drain()
@@ -110,8 +112,8 @@ class UpdatesInBackward(OverlappedUpdates):
                 "has made its updates already: use update='in_forward' or 'at_step'"
             )
 
-    def before_step_of(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer is not self.optimizer and self._watch.is_on and self._shared_with(optimizer):
+    def begin_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is not self.optimizer and self._watch.is_on and not self.managed.isdisjoint(parameters_of(optimizer)):
             self._watch.end()
 
     def watch_again(self) -> None:
@@ -138,7 +140,7 @@ class UpdatesInBackward(OverlappedUpdates):
         )
 
     def _being_updated(self) -> Iterable[Parameter]:
-        return self._ledger.trained if self._ledger.in_a_last_round and not self._said else ()
+        return self.ledger.trained if self.ledger.in_a_last_round and not self._said else ()
 
     def _read_in_step(self, parameter: Parameter, own: torch.Tensor | None) -> torch.Tensor | None:
         if is_read_by("zero_grad", "_apply"):
@@ -169,7 +171,7 @@ class UpdatesInBackward(OverlappedUpdates):
 
     def _update(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> None:
         """Update the parameters, among these, whose gradients are complete."""
-        self._apply(self._ledger.take_settled(pending, parameters), pending.groups)
+        self._apply(self.ledger.take_settled(pending, parameters), pending.groups)
 
     def _apply(self, gradients: Mapping[Parameter, torch.Tensor], groups: Hyperparameters) -> None:
         """Update these parameters. Raises `L2LError` if a gradient is not finite."""

@@ -22,6 +22,7 @@ from l2l_compile.host.watched_parameters import unwatched
 from l2l_compile.host.wire import Wires
 from l2l_compile.host.worker import Ticket, Worker
 from l2l_compile.options import Options
+from l2l_compile.param_groups import parameters_of
 from l2l_compile.races import Place
 from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.sharded import local, sharded_as
@@ -130,8 +131,8 @@ class UpdatesInForward(OverlappedUpdates):
         return [p for p, ticket in tickets.items() if not done[ticket]]
 
     def hand_over(self) -> None:
-        if self._ledger.has_begun and not self.is_clipped_by_the_loop:
-            for parameter in self._ledger.trained:
+        if self.ledger.has_begun and not self.is_clipped_by_the_loop:
+            for parameter in self.ledger.trained:
                 found = parameter.grad  # the property of a watched parameter moves the gradient there
                 del found
 
@@ -161,16 +162,16 @@ class UpdatesInForward(OverlappedUpdates):
         OverlappedUpdates._drain(self)  # of the host lane alone
         self.worker.accesses.write(self._place)
         self._norms.pop(parameter, None)
-        return self._ledger.gradients.pop(parameter, None)
+        return self.ledger.gradients.pop(parameter, None)
 
     def _take_back(self) -> None:
         read, self._read = self._read, set()
         for parameter in read:
             if parameter.grad is None:  # the caller has dropped it
-                self._ledger.arrived.discard(parameter)
+                self.ledger.arrived.discard(parameter)
             elif parameter not in self._outside:
                 gradient = local(parameter.grad)
-                self._ledger.gradients[parameter] = gradient * self.scale.value if self.scale is not None else gradient
+                self.ledger.gradients[parameter] = gradient * self.scale.value if self.scale is not None else gradient
                 parameter.grad = None
 
     def _end_step(self, groups: Hyperparameters, zeros: Sequence[Parameter]) -> None:
@@ -179,7 +180,7 @@ class UpdatesInForward(OverlappedUpdates):
         Parameters with a gradient from outside of the compiled model are updated at once: code that reads them there
         does not wait.
         """
-        gradients = self._ledger.take_all()
+        gradients = self.ledger.take_all()
         outside = self._take_gradients_from_outside(gradients)
         self._outside.clear()
         gradients.update({p: torch.zeros_like(local(p).detach()) for p in zeros})
@@ -199,14 +200,13 @@ class UpdatesInForward(OverlappedUpdates):
 
     def _take_gradients_from_outside(self, gradients: dict[Parameter, torch.Tensor]) -> list[Parameter]:
         """Move gradients in `p.grad`, from outside of the model, to `gradients`, in their scale. Returns their parameters."""
-        managed = (p for group in self.optimizer.param_groups for p in group["params"])
-        outside = [p for p in managed if p.grad is not None]
-        for parameter in outside:
-            theirs = local(parameter.grad) * (self.scale.value if self.scale is not None else 1.0)
+        outside = {p: p.grad for p in parameters_of(self.optimizer) if p.grad is not None}
+        for parameter, gradient in outside.items():
+            theirs = local(gradient) * (self.scale.value if self.scale is not None else 1.0)
             ours = gradients.get(parameter)
             gradients[parameter] = theirs if ours is None else ours.to(parameter.dtype) + theirs
             parameter.grad = None
-        return outside
+        return list(outside)
 
     def _in_order_of_forward(
         self, gradients: Mapping[Parameter, torch.Tensor], but: Iterable[Parameter]
@@ -225,8 +225,8 @@ class UpdatesInForward(OverlappedUpdates):
         parameters = tuple(pushed.parameter for pushed in segment)
         self._segments.setdefault(parameters)
         super().collect(pending, segment)
-        for parameter in self._ledger.settled(pending, parameters):
-            gradient = self._ledger.gradients[parameter]
+        for parameter in self.ledger.settled(pending, parameters):
+            gradient = self.ledger.gradients[parameter]
             self._norms[parameter] = gradient, self._norm_of_one(parameter, gradient)
 
     def _look_at(self, step: _Step, gradients: Mapping[Parameter, torch.Tensor], norms: _Norms) -> None:

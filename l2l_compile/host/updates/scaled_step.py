@@ -8,6 +8,7 @@ from l2l_compile.errors import L2LError
 from l2l_compile.host.hooks import StepHook
 from l2l_compile.host.step.sharded_state import ranks_among, summed_over
 from l2l_compile.host.updates.loss_scale import LossScale
+from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.sharded import local
 from l2l_compile.reentry import whole
@@ -31,9 +32,9 @@ class ScaledStep:
         if not self.used:
             return
         self.used = False
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        held = [p for p in parameters_of(optimizer) if p.grad is not None]
         shards = [local(p.grad) for p in held if p.grad is not None]
-        ranks = ranks_among(p for group in optimizer.param_groups for p in group["params"])
+        ranks = ranks_among(parameters_of(optimizer))
         (overflows,) = summed_over(ranks, ActionKind.STEP, (float(not all(bool(torch.isfinite(g).all()) for g in shards)),))
         overflow = overflows > 0
         self.scale.update(overflow)
