@@ -162,7 +162,7 @@ class OperationSequence:
                     yield Barrier(range(before + 1, after + 1), f"'{states[memory]}' is written and read there")
 
     def _parameter_uses(self) -> list[ParameterUse]:
-        inputs = (*self.captured.inputs, *self.captured.slices)
+        inputs = (*self.captured.inputs, *self.captured.derived)
         parameters = {i.node: i for i in inputs if i.kind == "parameter" or i.kind == "state" and _is_parameter(i)}
         labels: dict[tuple, int] = {}
         uses = []

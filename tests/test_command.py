@@ -168,6 +168,18 @@ def test_adapters_are_advised_where_the_model_is_large(config, small_machine, ca
     assert "--lora 16" in printed and "adapters of a frozen model are trained" in printed
 
 
+def test_a_base_in_four_bits_is_counted(config, capsys):
+    """NF4 with double quantization has 4.13 bits a weight, and the headline counts the weights that bytes stand for."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 1024}
+    given = ["explain", config(**sizes), "--batch", "2", "--length", "16", "--lora", "2", "--base"]
+    printed = {base: printed_by([*given, base], capsys) for base in ("bf16", "int8", "nf4")}
+    counts = {re.search(r"([\d.]+ \w+) parameters", text)[1] for text in printed.values()}
+    assert len(counts) == 1
+    layers = {base: parse_bytes(re.search(r"block_2 +x1 +([\d.]+ \w+)", text)[1]) for base, text in printed.items()}
+    assert 0.45 < layers["int8"] / layers["bf16"] < 0.6 and 0.25 < layers["nf4"] / layers["bf16"] < 0.36
+
+
 def test_nearest_change_is_told_where_nothing_fits(small_machine, capsys):
     printed = printed_by([*STACK, small_machine(1e5, 1e5)], capsys, 1)
     assert "no change of options that was tried makes it fit; the nearest:\n    --" in printed

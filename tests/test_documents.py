@@ -270,6 +270,24 @@ def test_the_lines_of_the_recipes_run(shown, tmp_path, capsys):
     assert len(scope["optimizer"].state) == len(trained)
 
 
+@pytest.mark.filterwarnings("ignore")  # of PEFT and bitsandbytes
+@checks("docs/quantized.md: Quantized weights")
+def test_the_lines_on_quantized_weights_run(shown, tmp_path):
+    """On a folder with a tiny Llama. The base is in 4 bits, and adapters alone are trained."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    block, asked = shown
+    program, *words = asked.text.split()
+    assert program in PROJECT["project"]["scripts"] and parser().parse_args(words).run
+    plain, loader = tiny_llama()
+    plain.save_pretrained(tmp_path)
+    code = block.text.replace("meta-llama/Meta-Llama-3-8B", str(tmp_path))
+    scope = {"torch": torch, "transformers": transformers, "l2l_compile": l2l_compile, "loader": loader}
+    run(code, scope)
+    l2l_compile.synchronize(scope["model"])
+    stored = {p.dtype for name, p in scope["model"].named_parameters() if name.endswith("base_layer.weight")}
+    assert stored == {torch.uint8} and len(scope["optimizer"].state) == sum(p.requires_grad for p in scope["model"].parameters())
+
+
 INSTALLING = [block for block in BLOCKS if block.document == "docs/installing.md"]
 CHECKED.update(INSTALLING)
 

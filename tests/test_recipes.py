@@ -28,6 +28,7 @@ WAYS = {  # of training, as a row of the table begins
     'full, `update="in_backward"`, `accumulate=2`': Settings(batch=8, length=2048, update="in_backward", accumulate=2),
     'full, `update="in_forward"`': Settings(batch=8, length=2048),
     'LoRA of rank 16, base in bf16, `update="in_forward"`': Settings(batch=8, length=2048, lora=16),
+    'LoRA of rank 16, base in NF4, `update="in_forward"`': Settings(batch=8, length=2048, lora=16, base="nf4"),
 }
 
 
@@ -51,8 +52,10 @@ def test_the_table_of_recipes_has_a_row_for_each_way():
     shown = rows_shown()
     assert [row.split(" | ")[0].removeprefix("| ") for row in shown] == list(WAYS)
     cells = [row.strip("| ").split(" | ")[-2:] for row in shown]
-    assert [fits != "does not fit" for fits, _ in cells] == [True, False, False, True], "as the text below the table says"
-    assert [alone.startswith("fits") for _, alone in cells] == [False, False, False, True], "as the text below the table says"
+    assert [fits != "does not fit" for fits, _ in cells] == [True, False, False, True, True], "as the text below the table says"
+    assert [alone.startswith("fits") for _, alone in cells] == [False, False, False, True, True], (
+        "as the text below the table says"
+    )
     for row in shown:
         assert f"of {format_bytes(MACHINE.device_room)}" in row and f"of {format_bytes(MACHINE.host_room)}" in row
 

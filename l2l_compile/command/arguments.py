@@ -10,9 +10,11 @@ from dataclasses import fields, replace
 from typing import Any, NoReturn
 
 from l2l_compile import __version__
-from l2l_compile.command.asked import DTYPES, OPTIMIZERS, Settings
+from l2l_compile.command.asked import OPTIMIZERS, Settings
 from l2l_compile.command.models import BATCH, LENGTH
+from l2l_compile.command.quantized_models import QUANTIZED
 from l2l_compile.errors import OptionError
+from l2l_compile.ir.precision import DTYPES
 from l2l_compile.options import Options
 from l2l_compile.simulation.machine import Machine, names
 from l2l_compile.update_modes import MODES
@@ -77,7 +79,11 @@ def _add_step(parser: argparse.ArgumentParser, machine_is_needed: bool) -> None:
         "--lora", metavar="RANK", type=int, help="freeze the model, and train LoRA adapters of this rank (needs peft)"
     )
     model.add_argument(
-        "--base", choices=tuple(DTYPES), default=_OWN["base"], help="dtype of the frozen parameters, with --lora (default: bf16)"
+        "--base",
+        choices=(*DTYPES, *QUANTIZED),
+        default=_OWN["base"],
+        help="dtype of the frozen parameters, with --lora; nf4 (needs bitsandbytes) or int8 (needs torchao) for linear layers "
+        "with quantized weights (default: bf16)",
     )
     model.add_argument(
         "--optimizer", choices=sorted(OPTIMIZERS), default=_OWN["optimizer"], help="of torch.optim (default: adamw)"

@@ -25,7 +25,6 @@ OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OPTIONS = (
     *("precision", "gradient_wire", "update", "delay", "accumulate", "max_grad_norm", "compile_update"),
     *("stash", "prefetch", "outputs", "pinned_memory"),
@@ -40,7 +39,7 @@ class Settings:
     batch   rows; None for a default
     length  tokens of a row; None for a default
     lora    the rank of adapters of a frozen model; None to train all parameters
-    base    the dtype of the frozen parameters, with `lora`
+    base    the dtype of the frozen parameters, with `lora`; "nf4" or "int8" for quantized linear layers
     """
 
     batch: int | None = None
@@ -125,11 +124,12 @@ class Asked:
         batch = self.settings.batch if splits else settings.batch  # the number of rows is a symbol where rows are split
         key = (*(getattr(settings, name) for name in _TRACED), splits, batch)
         if key not in self._traced:
-            workload = load(self.given, batch, settings.length, lora=settings.lora, base=DTYPES[settings.base])
+            workload = load(self.given, batch, settings.length, lora=settings.lora, base=settings.base)
             options = replace(settings, batch=batch).options(workload)
             with failing_as(f"{workload.name} cannot be traced"):
                 report = workload.call(explain(workload.model, {**options, "device": "cpu"}))
-            report = replace(report, tokens=workload.tokens, model=workload.name)
+            memory = replace(report.host_memory, parameters=workload.parameters)
+            report = replace(report, tokens=workload.tokens, model=workload.name, host_memory=memory)
             self._traced[key] = workload, report if self.machine is None else report.on(self.machine)
         return self._traced[key]
 

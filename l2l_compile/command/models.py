@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from l2l_compile.command.configs import read_config
 from l2l_compile.command.functions import called
+from l2l_compile.command.quantized_models import entries
 from l2l_compile.command.transformers_models import build, with_adapters
 from l2l_compile.errors import OptionError
 
@@ -42,7 +43,8 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
+        """The number of parameters. Quantized weights count as the weights that they stand for."""
+        return entries(self.model)
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
@@ -55,13 +57,12 @@ class Workload:
         return next((t.shape[0] for t in tree_leaves(self.batch) if isinstance(t, torch.Tensor) and t.dim()), 1)
 
 
-def load(
-    given: str, batch: int | None, length: int | None, *, lora: int | None = None, base: torch.dtype = torch.bfloat16
-) -> Workload:
+def load(given: str, batch: int | None, length: int | None, *, lora: int | None = None, base: str = "bf16") -> Workload:
     """The workload of a folder or `config.json` of transformers, or of `package.module:function`.
 
     The function returns a model and its batch (a mapping, a tuple or a tensor). It is called on the meta device, with `batch`
-    and `length` if it takes them. With `lora`, the rank of adapters, a model of transformers is frozen in the dtype `base`. Raises
+    and `length` if it takes them. With `lora`, the rank of adapters, a model of transformers is frozen in `base`: a precision, "nf4"
+    or "int8". Raises
     `OptionError` if `given` is none of these, for a config or a function that gives no model, and for a size that is not taken.
     """
     check_sizes(batch, length, lora)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from l2l_compile.command.failures import failing_as
+from l2l_compile.command.quantized_models import QUANTIZED, quantize
 from l2l_compile.errors import OptionError
+from l2l_compile.ir.precision import DTYPES
 
 INSTALL = "pip install transformers accelerate peft"
 
@@ -116,10 +118,11 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def with_adapters(model: Any, rank: int, dtype: torch.dtype, where: str) -> Any:
-    """The model with LoRA adapters of this rank on all its linear layers; the model itself is frozen, with parameters in `dtype`.
+def with_adapters(model: Any, rank: int, base: str, where: str) -> Any:
+    """The model with LoRA adapters of this rank on all its linear layers; the model itself is frozen.
 
-    Raises `OptionError` if PEFT is not installed, or does not take the model.
+    `base` is a precision of the library or a kind of quantized weights. Raises `OptionError` if a library is not installed, or does
+    not take the model.
     """
     try:
         import peft
@@ -127,4 +130,7 @@ def with_adapters(model: Any, rank: int, dtype: torch.dtype, where: str) -> Any:
         raise OptionError("--lora needs PEFT, which is not installed: pip install peft") from error
     with failing_as(f"{where}: PEFT makes no adapters"), torch.device("meta"):
         adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-        return peft.get_peft_model(model.to(dtype), adapters)
+        adapted = peft.get_peft_model(model.to(DTYPES.get(base, torch.bfloat16)), adapters)
+    if base in QUANTIZED:
+        quantize(adapted, base)
+    return adapted

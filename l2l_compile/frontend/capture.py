@@ -22,6 +22,7 @@ from l2l_compile.frontend.rewrites.sharded_weights import make_whole
 from l2l_compile.frontend.rewrites.simplify import simplify
 from l2l_compile.frontend.rewrites.stacked_weights import take_slices_apart
 from l2l_compile.frontend.rewrites.view_outputs import take_views
+from l2l_compile.frontend.rewrites.wrapped_weights import is_wrapper, take_wrappers_apart
 from l2l_compile.frontend.rewrites.writes import settle_writes
 from l2l_compile.ir.captured import Captured, Mesh
 from l2l_compile.ir.fx_types import attribute, name_of
@@ -83,7 +84,12 @@ def take_views_out(draft: Draft) -> None:
 
 
 def take_slices(draft: Draft) -> None:
-    draft.slices = take_slices_apart(draft.graph, draft.inputs)
+    draft.derived = take_slices_apart(draft.graph, draft.inputs)
+
+
+def unwrap(draft: Draft) -> None:
+    """Inner tensors of quantized weights are weights of their own."""
+    draft.derived += take_wrappers_apart(draft.graph, draft.inputs, len(draft.inputs) + len(draft.derived))
 
 
 def specify(draft: Draft) -> None:
@@ -91,7 +97,7 @@ def specify(draft: Draft) -> None:
     draft.specs = {
         node: TensorSpec.of(node.meta["example_value"], draft.batch)
         for node in draft.graph.nodes
-        if isinstance(node.meta.get("example_value"), torch.Tensor) and node not in numbers
+        if isinstance(value := node.meta.get("example_value"), torch.Tensor) and node not in numbers and not is_wrapper(value)
     }
 
 
@@ -117,9 +123,8 @@ REWRITES = (
     ),
     Rewrite(take_views_out, requires=_of(DraftFact.INPUTS, DraftFact.WRITES_SETTLED), provides=_of(DraftFact.VIEWS_TAKEN)),
     Rewrite(take_slices, requires=_of(DraftFact.INPUTS, DraftFact.VIEWS_TAKEN), provides=_of(DraftFact.SLICES_APART)),
-    Rewrite(
-        specify, requires=_of(DraftFact.INPUTS, DraftFact.VIEWS_TAKEN, DraftFact.SLICES_APART), provides=_of(DraftFact.SPECS)
-    ),
+    Rewrite(unwrap, requires=_of(DraftFact.INPUTS, DraftFact.SLICES_APART), provides=_of(DraftFact.UNWRAPPED)),
+    Rewrite(specify, requires=_of(DraftFact.INPUTS, DraftFact.VIEWS_TAKEN, DraftFact.UNWRAPPED), provides=_of(DraftFact.SPECS)),
 )
 
 
@@ -137,7 +142,7 @@ def _captured(draft: Draft) -> Captured:
         grad_enabled=torch.is_grad_enabled(),
         autocast=_autocast(),
         break_reason=draft.break_reason,
-        slices=draft.slices,
+        derived=draft.derived,
         views=draft.views,
         fixed_sizes=batch_marks.sizes_are_fixed(),
         mesh=_mesh(draft.world),

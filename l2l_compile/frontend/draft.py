@@ -30,6 +30,7 @@ class DraftFact(enum.StrEnum):
     INPUTS = "inputs"  # every input has a kind, and the batch its symbol
     VIEWS_TAKEN = "views_taken"  # no output is a view of an input or of another output
     SLICES_APART = "slices_apart"  # every slice of a stacked parameter is a weight of its own
+    UNWRAPPED = "unwrapped"  # every inner tensor of a subclass is a weight of its own
     SPECS = "specs"  # every tensor has a `TensorSpec`
 
 
@@ -46,7 +47,7 @@ class Draft:
     batch           the symbol of the batch size                             describe
     why_static      why there is none                                        describe
     views           outputs that are views, by position                      take_views
-    slices          slices of parameters that are weights of their own       take_slices_apart
+    derived         slices of parameters, and inner tensors of subclasses    take_slices, unwrap
     specs           a spec for each node that holds a tensor                 specify
     """
 
@@ -60,7 +61,7 @@ class Draft:
     batch: sympy.Symbol | None = None
     why_static: str = ""
     views: dict[int, View] = field(default_factory=dict)
-    slices: tuple[Input, ...] = ()
+    derived: tuple[Input, ...] = ()
     specs: dict[fx.Node, TensorSpec] = field(default_factory=dict)
 
     @property

@@ -14,6 +14,7 @@ from torch import fx
 
 from l2l_compile.frontend.draft import Draft
 from l2l_compile.frontend.dynamo import adapter, batch_marks
+from l2l_compile.frontend.rewrites.wrapped_weights import is_wrapper
 from l2l_compile.frontend.rewrites.writes import with_states
 from l2l_compile.ir.captured import Input, with_float_operands
 from l2l_compile.ir.values import dim_of
@@ -32,10 +33,11 @@ def _describe(index: int, node: fx.Node) -> Input:
     name = readable(adapter.source_name(node))
     if not isinstance(example, torch.Tensor) or adapter.float_of(node) is not None:
         return Input(index, node, name, "symbol")
+    wrapped = "wrapped " if is_wrapper(example) else ""
     if isinstance(example, torch.nn.Parameter):
-        return Input(index, node, name, "parameter")
+        return Input(index, node, name, f"{wrapped}parameter")
     if adapter.is_module_attribute(node):
-        return Input(index, node, name, "buffer")
+        return Input(index, node, name, f"{wrapped}buffer")
     return Input(index, node, name, "value")
 
 

@@ -35,7 +35,11 @@ def on_wire(segment: Segment, bindings: Bindings, options: Options) -> list[int]
     if options.precision == "fp32" and not options.delay:
         return []
     weights = enumerate(zip(segment.weights, segment.block.weights, strict=True))
-    return [i for i, (weight, spec) in weights if weight.kind == "parameter" and _is_copied(weight, spec, bindings, options)]
+    return [
+        i
+        for i, (weight, spec) in weights
+        if weight.kind == "parameter" and weight.inner is None and _is_copied(weight, spec, bindings, options)
+    ]
 
 
 def _is_copied(weight: Input, spec: TensorSpec, bindings: Bindings, options: Options) -> bool:

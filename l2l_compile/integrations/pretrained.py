@@ -12,6 +12,7 @@ fit.
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from l2l_compile.errors import L2LError
+from l2l_compile.frontend.rewrites.wrapped_weights import is_wrapper
 from l2l_compile.integrations.stored_files import SHOWN, stored_in
 from l2l_compile.integrations.stored_weights import Conversion, Stored, TensorNames
 from l2l_compile.ranks.sharded import is_sharded, local, shard_spec_of, sharded_as
@@ -90,6 +92,7 @@ class _Plan:
 def _plan(model: nn.Module, folder: Path, strict: bool) -> _Plan:
     """Check that a folder fits to a model. Raises `L2LError`; changes nothing."""
     stored = stored_in(folder)
+    _refuse_quantized(folder)
     tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)}
     names = _names(model, stored, tensors)
     made = {name for conversion in names.made for name in _check_made(folder, conversion, stored, tensors)}
@@ -161,12 +164,29 @@ def _names(model: nn.Module, stored: Mapping[str, Stored], tensors: Mapping[str,
 
 
 def _check(folder: Path, key: str, stored: Stored, name: str, tensor: torch.Tensor) -> None:
+    if is_wrapper(local(tensor)):
+        raise L2LError(
+            f"'{name}' of the model is a {type(tensor).__name__}, a quantized weight: fill the model first, and quantize it then"
+        )
     if stored.shape != tuple(tensor.shape):
         raise L2LError(f"'{key}' of {folder} has the shape {list(stored.shape)}, and '{name}' of the model {list(tensor.shape)}")
     if stored.dtype != tensor.dtype and not (_is_plain(stored.dtype) and _is_plain(tensor.dtype)):
         raise L2LError(
             f"'{key}' of {folder} is {stored.dtype}, and '{name}' of the model {tensor.dtype}: quantized weights are not read"
         )
+
+
+def _refuse_quantized(folder: Path) -> None:
+    """Raise `L2LError` for a folder whose weights are quantized, by its config: `from_pretrained` makes the modules for them."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        method = config["quantization_config"]["quant_method"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return  # without a config that says so, dtypes and names are compared
+    raise L2LError(
+        f"{folder} has weights that {str(method)[:40]!r} has quantized, for which the model needs other modules: make the model with transformers' "
+        "from_pretrained(folder, device_map={'': 'cpu'}), which leaves it on the host, and compile that (docs/quantized.md)"
+    )
 
 
 def _is_plain(dtype: torch.dtype) -> bool:

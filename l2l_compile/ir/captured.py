@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -30,13 +31,27 @@ class ParameterSlice:
 
 
 @dataclass(frozen=True)
+class InnerTensor:
+    """A plain tensor within a tensor subclass: `of` is the index of the subclass's input, `path` the attributes that lead to it."""
+
+    of: int
+    path: tuple[str, ...]
+
+    def view(self, whole: torch.Tensor) -> torch.Tensor:
+        """The inner tensor, detached, in the same memory."""
+        return functools.reduce(getattr, self.path, whole).detach()
+
+
+@dataclass(frozen=True)
 class Input:
-    """An input of the captured graph, or a slice of one.
+    """An input of the captured graph, a slice of one, or an inner tensor of one.
 
     kind    "parameter", "buffer", "state" (a tensor of the model that goes from segment to segment as a value, see
-            `frontend/rewrites/writes.py`), "value" or "symbol"
-    index   its position among the arguments of a call; slices are numbered after the arguments
-    slice   the slice of a parameter that it is; None for an argument
+            `frontend/rewrites/writes.py`), "value" or "symbol"; "wrapped parameter" or "wrapped buffer" for a tensor subclass of
+            the model whose inner tensors are weights
+    index   its position among the arguments of a call; slices and inner tensors are numbered after the arguments
+    slice   the slice of a parameter that it is; None for all others
+    inner   the inner tensor that it is; None for all others
     shard_spec  how it is sharded over ranks; None if every rank has all of it
     """
 
@@ -45,6 +60,7 @@ class Input:
     name: str
     kind: str
     slice: ParameterSlice | None = None
+    inner: InnerTensor | None = None
     shard_spec: ShardSpec | None = None
 
     @property
@@ -53,8 +69,9 @@ class Input:
 
     @property
     def owner(self) -> int:
-        """The index of the argument that this input is, or is a slice of."""
-        return self.index if self.slice is None else self.slice.of
+        """The index of the argument that this input is, or is taken from."""
+        taken = self.slice or self.inner
+        return self.index if taken is None else taken.of
 
 
 @dataclass(frozen=True)
@@ -109,7 +126,7 @@ class Captured:
     """Dynamo's graph, ready for the passes.
 
     inputs       the placeholders that are arguments, in the order in which the compiled function is called
-    slices       slices of parameters that are weights of their own, numbered after the inputs
+    derived      slices of parameters and inner tensors of subclasses that are weights of their own, numbered after the inputs
     specs        a `TensorSpec` per node that holds a tensor
     batch        the symbol of the batch size; None where the graph is not polymorphic in it
     why_static   why the graph has no batch symbol; "" where it has one
@@ -144,7 +161,7 @@ class Captured:
     lookups: dict[fx.Node, TensorSpec] = field(default_factory=dict)
     dropped: dict[int, TensorSpec] = field(default_factory=dict)
     views: dict[int, View] = field(default_factory=dict)
-    slices: tuple[Input, ...] = ()
+    derived: tuple[Input, ...] = ()
     indices: Callable[[Sequence, Bindings], None] | None = None
     fixed_sizes: bool = False
     mesh: Mesh | None = None
@@ -158,8 +175,8 @@ class Captured:
 
     @property
     def weights(self) -> tuple[Input, ...]:
-        """The inputs that are parameters, slices of parameters, or buffers."""
-        return tuple(i for i in (*self.inputs, *self.slices) if i.is_weight)
+        """The parameters and buffers, also those that are derived from an input."""
+        return tuple(i for i in (*self.inputs, *self.derived) if i.is_weight)
 
     @property
     def outputs(self) -> tuple:

@@ -111,7 +111,8 @@ class Report:
     def on(self, machine: Machine) -> Report:
         """The report with memory counted as on a machine: an accelerator has weight slabs, and copies from page-locked memory."""
         options = replace(self.options, device=ACCELERATOR if machine.overlaps else HOST)
-        return replace(self, machine=machine, options=options, host_memory=host_memory(self.programs, options))
+        memory = replace(host_memory(self.programs, options), parameters=self.host_memory.parameters)
+        return replace(self, machine=machine, options=options, host_memory=memory)
 
     def streamed(self, options: Options, rows: int | None = None) -> Report:
         """The report of the same segments with other options, without a new trace: micro_batches, prefetch, stash, updates.
@@ -124,7 +125,8 @@ class Report:
         if rows is not None:
             programs = [replace(p, bindings={**p.bindings, p.captured.batch: rows}) for p in programs]
         made = report_of(programs, options, self.uncompiled)
-        made = replace(made, compilations=self.compilations, model=self.model)
+        memory = replace(made.host_memory, parameters=self.host_memory.parameters)
+        made = replace(made, compilations=self.compilations, model=self.model, host_memory=memory)
         return made if self.machine is None else made.on(self.machine)
 
     @property

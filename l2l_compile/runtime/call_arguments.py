@@ -10,7 +10,7 @@ import torch
 from l2l_compile.errors import DeviceError, L2LError
 from l2l_compile.frontend.dynamo.wrong_inputs import error_of_dtypes
 from l2l_compile.ir import nodes
-from l2l_compile.ir.captured import ParameterSlice
+from l2l_compile.ir.captured import Input
 from l2l_compile.ir.program import Program
 from l2l_compile.memory.address import address
 from l2l_compile.ranks.sharded import local
@@ -22,10 +22,10 @@ class Arguments:
 
     def __init__(self, program: Program):
         captured = self.captured = program.captured
-        self._slices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by index: a parameter, and its slice
+        self._derived: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by index: an argument, and what is derived from it
         writes = nodes.returned(program.forward.graph).writes
         self._written = [*program.carried, *(nodes.operands(node).input for node in writes)]
-        parameters = (i for i in captured.inputs if i.kind == "parameter")
+        parameters = (i for i in captured.inputs if i.kind in ("parameter", "wrapped parameter"))
         self._frozen = [i.index for i in parameters if not i.node.meta["example_value"].requires_grad]
 
     def check(self, arguments: Sequence, check_indices: bool) -> None:
@@ -45,7 +45,7 @@ class Arguments:
     def read(self, arguments: Sequence, to_train: bool) -> list:
         """The values that the program reads: shards of this rank, slices of parameters, and copies of what may be written."""
         shards = map(local, arguments)
-        found = [*shards, *(self._slice_of(arguments, i.index, i.slice) for i in self.captured.slices if i.slice is not None)]
+        found = [*shards, *(self._derive(arguments, i) for i in self.captured.derived)]
         kept = {*self._written, *(self.snapshots(arguments) if to_train else ())}
         for index in kept:  # backward recomputes from the values that forward read, before later writes
             found[index] = arguments[index].detach().clone()
@@ -76,15 +76,16 @@ class Arguments:
             wrong.first_useful_frame = inspect.currentframe()  # Dynamo leaves the frames before it out of the traceback
             raise wrong from None
 
-    def _slice_of(self, arguments: Sequence, index: int, cut: ParameterSlice) -> torch.Tensor:
-        """A slice of a parameter; the same tensor in every step, unless the parameter has moved."""
-        whole = arguments[cut.of]
-        view = cut.view(whole)
-        if index in self._slices:
-            before, known = self._slices[index]
+    def _derive(self, arguments: Sequence, derived: Input) -> torch.Tensor:
+        """A slice or an inner tensor of an argument; the same tensor in every step, unless the argument has moved."""
+        whole, taken = arguments[derived.owner], derived.slice or derived.inner
+        assert taken is not None
+        view = taken.view(whole)
+        if derived.index in self._derived:
+            before, known = self._derived[derived.index]
             if before is whole and address(known) == address(view):
                 return known
-        self._slices[index] = (whole, view)
+        self._derived[derived.index] = (whole, view)
         return view
 
 

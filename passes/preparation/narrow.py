@@ -13,7 +13,8 @@ Before a captured graph is cut into segments, its specs are narrowed:
                                             not once per addition. Their gradients are fp32 too, since they do not leave
                                             the device
     parameters of 16 bits                   unchanged: a frozen base has the format of the link already
-    everything else                         unchanged: masks, rotary tables, scalars, outputs of the model
+    everything else                         unchanged: masks, rotary tables, scalars, scales of quantized weights, outputs of the
+                                            model
 
 Every block then runs under `torch.autocast` of that dtype, which decides in which width each operation computes. The block sees
 all of these values in fp32. Otherwise an operation that autocast does not know would get a 16-bit weight together with 32-bit
@@ -72,7 +73,7 @@ def narrow(captured: Captured, precision: str) -> None:
     captured.autocast = DTYPES[precision]
     for weight in parameters:
         spec = captured.specs[weight.node]
-        if spec.dtype is torch.float32 and len(spec.shape) >= 2:
+        if spec.dtype is torch.float32 and len(spec.shape) >= 2 and weight.inner is None:
             captured.specs[weight.node] = replace(spec, dtype=captured.autocast, compute_dtype=torch.float32)
             captured.lookups[weight.node] = replace(spec, dtype=torch.float16, compute_dtype=torch.float32)
     for node in _activations(captured):

@@ -1,6 +1,7 @@
 """One accepted and, where there is one, one refused use of every op that has a batch rule."""
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -759,3 +760,56 @@ def over_ranks(x):
 ok("l2l_compile::sum_over_ranks.default", over_ranks, X("B", 3), numbers=False)
 ok("l2l_compile::sum_over_ranks.default", over_ranks, X(3, "2B"), numbers=False)
 ok("l2l_compile::sum_over_ranks.default", lambda x: over_ranks(x.sum(0)), X("B", 3), numbers=False)
+
+# ---- quantized weights, where bitsandbytes is installed ----------------------------------------------------------------
+
+with contextlib.suppress(ImportError):
+    import bitsandbytes  # noqa: F401
+bnb = torch.ops.bitsandbytes
+
+
+def four_bits(x, w):
+    packed, scales = bnb.quantize_4bit(w.float(), 64, "nf4", torch.uint8)
+    return bnb.gemm_4bit(x.float(), packed, list(w.shape), scales, 64, "nf4")
+
+
+def four_bits_of_one_row(x, w):
+    packed, scales = bnb.quantize_4bit(w.float(), 64, "nf4", torch.uint8)
+    return bnb.gemv_4bit(x.float(), packed, list(w.shape), scales, torch.linspace(-1, 1, 16), 64)
+
+
+def scaled_product(x, w):
+    a, of_rows, _ = bnb.int8_vectorwise_quant(x.half())
+    b, of_columns, _ = bnb.int8_vectorwise_quant(w.half())
+    return bnb.int8_scaled_mm(a, b, of_rows, of_columns)
+
+
+def product_of_integers(x, w):
+    return bnb.int8_linear_matmul(x.to(torch.int8), w.to(torch.int8))
+
+
+def quantized(x, threshold=0.0):
+    return bnb.int8_vectorwise_quant(x.half(), threshold)[:2]
+
+
+def and_back(x):
+    return bnb.int8_vectorwise_dequant(*bnb.int8_vectorwise_quant(x.half())[:2])
+
+
+def dequantized_product(x, w):
+    return bnb.int8_mm_dequant(product_of_integers(x, w), x.float().amax(1), w.float().amax(1))
+
+
+ok("bitsandbytes::gemm_4bit.default", four_bits, X("B", 3, 64), X(8, 64))
+ok("bitsandbytes::gemv_4bit.default", four_bits_of_one_row, X("B", 1, 64), X(8, 64), numbers=False)
+ok("bitsandbytes::int8_linear_matmul.default", product_of_integers, I("2B", 4), I(8, 4))
+no("bitsandbytes::int8_linear_matmul.default", product_of_integers, I(8, 4), I("B", 4), why="reads rows where it needs")
+ok("bitsandbytes::int8_scaled_mm.default", scaled_product, X("B", 4), X(8, 4))
+no("bitsandbytes::int8_scaled_mm.default", scaled_product, X(8, 4), X("B", 4), why="reads rows where it needs")
+ok("bitsandbytes::int8_mm_dequant.default", dequantized_product, I("B", 4), I(8, 4))
+ok("bitsandbytes::int8_vectorwise_quant.default", quantized, X("B", 4))
+no("bitsandbytes::int8_vectorwise_quant.default", lambda x: quantized(x.T), X("B", 4), why="sums over the batch")
+ok("bitsandbytes::int8_vectorwise_dequant.default", and_back, X("B", 4))
+no("bitsandbytes::int8_vectorwise_dequant.default", lambda x, s: bnb.int8_vectorwise_dequant(x.to(torch.int8), s.float()), I(4, "B"), X(4),
+   why="sums over the batch")
+

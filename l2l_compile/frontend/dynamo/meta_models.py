@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_any, tree_map_only
 
 from l2l_compile.devices.host import HOST
@@ -28,12 +29,12 @@ class OnTheHost:
 def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fake: bool = False) -> Iterator[OnTheHost]:
     """Context manager in which fake tensors on the host replace meta tensors of a module and of the arguments.
 
-    With `all_fake`, they replace all tensors.
+    With `all_fake`, they replace all tensors that `_can_be_fake`.
 
     Nothing changes if there are no meta tensors and `all_fake` is False. Afterwards, the module has its own tensors again.
     """
     module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
-    chosen = _is_tensor if all_fake else _is_meta
+    chosen = _can_be_fake if all_fake else _is_meta
     places = list(_tensors_of(module, chosen)) if isinstance(module, torch.nn.Module) else []
     if not places and not tree_any(chosen, (args, kwargs)) and not all_fake:
         yield OnTheHost(args, kwargs, lambda tensor: tensor)
@@ -56,8 +57,14 @@ def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fak
                 values[name] = tensor
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+def _can_be_fake(value: object) -> bool:
+    """Whether a fake tensor can take the place of a tensor: not of a subclass that keeps more beside its entries, as bitsandbytes'."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.is_meta or type(value) in _OF_TORCH or is_traceable_wrapper_subclass(value)
+
+
+_OF_TORCH = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def _is_meta(value: object) -> bool:

@@ -47,6 +47,7 @@ from l2l_compile.passes.batching.batch_rules import (
     normalisation,
     orders,
     pointwise,
+    quantized,
     recurrent,
     reductions,
     views,
