@@ -249,13 +249,25 @@ def test_a_quantized_folder_is_not_read_as_a_plain_one(tmp_path):
         torch.testing.assert_close(found, model(**batch()).logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("nf4", "Params4bit"), ("int8", "Int8Tensor")])
+def test_quantized_weights_are_not_sharded(kind, name):
+    model = KINDS[kind](llama(1).requires_grad_(False))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        with pytest.raises(L2LError, match=rf"_proj.weight' is a {name}, .*cannot be sharded"):
+            l2l_compile.shard(model, mesh)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_weights_that_are_quantized_anew_are_seen():
     model = adapted(llama, "int8")
     step = torch.compile(model, backend="l2l", options=OPTIONS)
     with torch.no_grad():
         before = step(**batch()).logits
         linear = model.get_submodule("base_model.model.model.layers.1.mlp.up_proj")
-        linear.weight.data.qdata.neg_()
+        linear.weight.qdata = -linear.weight.qdata  # in new memory
         now, expected = step(**batch()).logits, model(**batch()).logits
     assert not torch.allclose(now, before)
     torch.testing.assert_close(now, expected, rtol=1e-5, atol=1e-6)
