@@ -94,16 +94,16 @@ def _launches_before_fetches(given: Sequence[fx.Node]) -> list[fx.Node]:
     """The nodes, with each fetch moved after the next launch that does not read it. Slabs rotate, so fetches keep their order
     among themselves."""
     ordered: list[fx.Node] = []
-    put_off: list[fx.Node] = []
+    deferred: list[fx.Node] = []
     for node in given:
         if nodes.carries(node) is nodes.Carries.WEIGHTS:
-            put_off.append(node)
+            deferred.append(node)
             continue
-        read = [i for i, fetch in enumerate(put_off, 1) if fetch in node.all_input_nodes]
+        read = [i for i, fetch in enumerate(deferred, 1) if fetch in node.all_input_nodes]
         count = max(read, default=0)
-        ordered += [*put_off[:count], node]
-        del put_off[:count]
+        ordered += [*deferred[:count], node]
+        del deferred[:count]
         if nodes.runs_segment(node):
-            ordered += put_off
-            put_off.clear()
-    return ordered + put_off
+            ordered += deferred
+            deferred.clear()
+    return ordered + deferred

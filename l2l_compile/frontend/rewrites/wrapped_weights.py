@@ -59,10 +59,10 @@ def _inner_inputs(graph: fx.Graph, outer: Input, first_index: int) -> list[Input
     readers = list(outer.node.users)
     with graph.inserting_before(_first_operation(graph)):
         nodes = [_inner_node(graph, outer, path, value) for path, value in _inner_tensors(example)]
-    form = _form_of(example)
+    wrapper = _wrapper_of(example)
     for reader in readers:  # each in its own place, so that the wrapper goes from no segment to another
         with graph.inserting_before(reader):
-            wrapped = graph.call_function(_wrapping(form), tuple(nodes))
+            wrapped = graph.call_function(_wrapping(wrapper), tuple(nodes))
         wrapped.meta = {**reader.meta, "example_value": example}
         reader.replace_input_with(outer.node, wrapped)
     return [
@@ -98,46 +98,46 @@ def _inner_tensors(outer: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tup
 
 
 @dataclass(frozen=True)
-class _Form:
-    """All of a wrapper but its plain tensors. `inner` has the form of each attribute that is a wrapper, else None."""
+class _Wrapper:
+    """All of a wrapper but its plain tensors. `inner` has that of each attribute that is a wrapper itself, else None."""
 
     kind: type
     context: Any
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    inner: tuple[tuple[str, _Form | None], ...]
+    inner: tuple[tuple[str, _Wrapper | None], ...]
 
     def wrap(self, tensors: Iterator[torch.Tensor]) -> torch.Tensor:
-        """A wrapper of this form around the tensors, taken in order."""
-        within = {name: next(tensors) if form is None else form.wrap(tensors) for name, form in self.inner}
+        """A tensor subclass like this one around the tensors, taken in order."""
+        within = {name: next(tensors) if wrapper is None else wrapper.wrap(tensors) for name, wrapper in self.inner}
         return self.kind.__tensor_unflatten__(within, self.context, torch.Size(self.shape), self.stride)  # type: ignore[attr-defined]
 
 
-def _form_of(outer: Any) -> _Form:
+def _wrapper_of(outer: Any) -> _Wrapper:
     names, context = outer.__tensor_flatten__()
-    inner = tuple((name, _form_of(value) if is_wrapper(value := getattr(outer, name)) else None) for name in names)
-    return _Form(type(outer), context, tuple(map(int, outer.shape)), tuple(map(int, outer.stride())), inner)
+    inner = tuple((name, _wrapper_of(value) if is_wrapper(value := getattr(outer, name)) else None) for name in names)
+    return _Wrapper(type(outer), context, tuple(map(int, outer.shape)), tuple(map(int, outer.stride())), inner)
 
 
-_wrappings: list[tuple[_Form, Callable[..., torch.Tensor]]] = []
+_wrappings: list[tuple[_Wrapper, Callable[..., torch.Tensor]]] = []
 
 
-def _wrapping(form: _Form) -> Callable[..., torch.Tensor]:
-    """The function that wraps tensors in this form. Equal forms have the same function, so that layers share a block."""
+def _wrapping(wrapper: _Wrapper) -> Callable[..., torch.Tensor]:
+    """The function that wraps tensors like this. Equal wrappers have the same function, so that layers share a block."""
     for known, function in _wrappings:
-        if _equal(known, form):
+        if _equal(known, wrapper):
             return function
 
     def wrap(*tensors: torch.Tensor) -> torch.Tensor:
-        return form.wrap(iter(tensors))
+        return wrapper.wrap(iter(tensors))
 
-    wrap.__name__ = f"wrap_{form.kind.__name__}"
-    _wrappings.append((form, wrap))
+    wrap.__name__ = f"wrap_{wrapper.kind.__name__}"
+    _wrappings.append((wrapper, wrap))
     return wrap
 
 
-def _equal(a: _Form, b: _Form) -> bool:
-    """Whether forms are equal. A context may have parts that cannot be compared: then they are not."""
+def _equal(a: _Wrapper, b: _Wrapper) -> bool:
+    """Whether wrappers are equal. A context may hold what cannot be compared: then they are not."""
     try:
         return bool(a == b)
     except Exception:  # noqa: BLE001 - of the library's code

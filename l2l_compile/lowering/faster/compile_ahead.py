@@ -72,17 +72,17 @@ def begin(module: fx.GraphModule) -> Begun:
     return Begun(run, waits)
 
 
-_put_off = threading.local()
+_deferred = threading.local()
 
 
 @contextmanager
 def _without_waiting() -> Iterator[list[Callable[[], None]]]:
     waits: list[Callable[[], None]] = []
-    _put_off.waits, _put_off.kernels = waits, []
+    _deferred.waits, _deferred.kernels = waits, []
     try:
         yield waits
     finally:
-        _put_off.waits = _put_off.kernels = None
+        _deferred.waits = _deferred.kernels = None
 
 
 @functools.cache
@@ -100,7 +100,7 @@ def _wait_later() -> None:
 
     @functools.wraps(compiles)
     def cpp_pybinding(self: AsyncCompile, types: list[str], source: str) -> object:
-        kernels = getattr(_put_off, "kernels", None)
+        kernels = getattr(_deferred, "kernels", None)
         if kernels is None or get_compile_threads() < 2:
             return compiles(self, types, source)
         kernels.append(kernel := Kernel(types, source))
@@ -108,15 +108,15 @@ def _wait_later() -> None:
 
     @functools.wraps(wait)
     def wait_futures(self: AsyncCompile, scope: dict) -> None:
-        waits = getattr(_put_off, "waits", None)
+        waits = getattr(_deferred, "waits", None)
         if waits is None:
             wait(self, scope)
             return
-        for kernels in in_files(_put_off.kernels, number_of_files(_put_off.kernels, get_compile_threads())):
+        for kernels in in_files(_deferred.kernels, number_of_files(_deferred.kernels, get_compile_threads())):
             compile_file(
                 kernels, functools.partial(CppPythonBindingsCodeCache.load_pybinding_async, submit_fn=_compilers().submit)
             )
-        _put_off.kernels.clear()
+        _deferred.kernels.clear()
         waits.append(functools.partial(wait, self, scope))
 
     replace(AsyncCompile, "_wait_futures", wait_futures)
