@@ -64,7 +64,7 @@ def build_model(arguments: argparse.Namespace) -> tuple[torch.nn.Module, transfo
             bnb_4bit_compute_dtype=COMPUTE[arguments.precision],
         )
         base = transformers.AutoModelForCausalLM.from_pretrained(
-            arguments.model, quantization_config=chosen, device_map={"": "cpu"}
+            arguments.model, quantization_config=chosen, dtype=COMPUTE[arguments.precision], device_map={"": "cpu"}
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
         trained = None
