@@ -58,10 +58,13 @@ def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fak
 
 
 def _can_be_fake(value: object) -> bool:
-    """Whether a fake tensor can take the place of a tensor: not of a subclass that keeps more beside its entries, as bitsandbytes'."""
+    """Whether a fake tensor can take the place of a tensor.
+
+    Not of a frozen one of another library's class, which may keep more than its entries, as bitsandbytes' weights do.
+    """
     if not isinstance(value, torch.Tensor):
         return False
-    return value.is_meta or type(value) in _OF_TORCH or is_traceable_wrapper_subclass(value)
+    return value.is_meta or value.requires_grad or type(value) in _OF_TORCH or is_traceable_wrapper_subclass(value)
 
 
 _OF_TORCH = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
