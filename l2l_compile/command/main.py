@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import sys
@@ -28,9 +29,13 @@ from l2l_compile.simulation.result import Simulation
 from l2l_compile.testing import compare
 from l2l_compile.units import format_bytes, format_count
 
+_TALKATIVE = ("torchao", "torch.utils._pytree")  # warn of themselves when PEFT or transformers imports torchao
+
 
 def main(given: Sequence[str] | None = None) -> int:
     """Run a command. Exit status: 0, 1 if a model does not fit, fails or differs from eager, 2 for an invalid request."""
+    for library in _TALKATIVE:
+        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         chosen = parser().parse_args(given)
         status = chosen.run(chosen)
