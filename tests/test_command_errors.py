@@ -63,6 +63,7 @@ ARGUMENTS = {
     "a length of ten million million": (["explain", "a", "--length", str(HUGE)], "--length must be at most"),
     "a rank of zero": (["explain", "a", "--lora", "0"], "--lora must be at least 1"),
     "a rank in words": (["explain", "a", "--lora", "low"], "invalid int"),
+    "quantized weights without adapters": (["explain", "a", "--base", "nf4"], "--base nf4: quantized weights are not trained"),
     "an unknown base": (["explain", "a", "--base", "int4"], "base"),
     "a half row": (["explain", "a", "--batch", "0.5"], "invalid int"),
     "no micro-batch": (["explain", "a", "--micro-batches", "0"], "micro_batches"),

@@ -37,7 +37,7 @@ def text_of(path: Path) -> str:
 def glossary() -> dict[str, str]:
     """The meaning of each term, in the order of ARCHITECTURE."""
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", text_of(ROOT / "ARCHITECTURE.md").split("## Glossary")[1].split("\n## ")[0], re.M)
-    return {term: meaning for names, meaning in rows[1:] for term in names.split(", ") if not set(names) <= {"-"}}
+    return {term: meaning for names, meaning in rows[1:] for term in names.split(", ")}
 
 
 def pattern_of(term: str) -> str:

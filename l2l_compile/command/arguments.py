@@ -82,8 +82,8 @@ def _add_step(parser: argparse.ArgumentParser, machine_is_needed: bool) -> None:
         "--base",
         choices=(*DTYPES, *QUANTIZED),
         default=_OWN["base"],
-        help="dtype of the frozen parameters, with --lora; nf4 (needs bitsandbytes) or int8 (needs torchao) for linear layers "
-        "with quantized weights (default: bf16)",
+        help="dtype of the frozen parameters, with --lora; nf4 (needs bitsandbytes) or int8 for linear layers with "
+        "quantized weights (default: bf16)",
     )
     model.add_argument(
         "--optimizer", choices=sorted(OPTIMIZERS), default=_OWN["optimizer"], help="of torch.optim (default: adamw)"

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from l2l_compile.command.failures import failing_as
 from l2l_compile.command.models import Workload, check_sizes, load
+from l2l_compile.command.quantized_models import QUANTIZED
 from l2l_compile.errors import OptionError
 from l2l_compile.options import Options
 from l2l_compile.report.explain import Report, explain
@@ -73,6 +74,8 @@ class Settings:
     def check(self) -> None:
         """Raise `OptionError` for values that are out of range or do not go together, before a model is built."""
         check_sizes(self.batch, self.length, self.lora)
+        if self.base in QUANTIZED and self.lora is None:
+            raise OptionError(f"--base {self.base}: quantized weights are not trained, so adapters are needed: --lora RANK")
         parameter = torch.nn.Parameter(torch.zeros(2, 2))
         self.options(Workload("a model", torch.nn.ParameterList([parameter]), (torch.empty(10**7, 1, device="meta"),)))
 

@@ -62,8 +62,8 @@ def load(given: str, batch: int | None, length: int | None, *, lora: int | None 
 
     The function returns a model and its batch (a mapping, a tuple or a tensor). It is called on the meta device, with `batch`
     and `length` if it takes them. With `lora`, the rank of adapters, a model of transformers is frozen in `base`: a precision, "nf4"
-    or "int8". Raises
-    `OptionError` if `given` is none of these, for a config or a function that gives no model, and for a size that is not taken.
+    or "int8". Raises `OptionError` if `given` is none of these, for a config or a function that gives no model, and for a size that
+    is not taken.
     """
     check_sizes(batch, length, lora)
     if _exists(given):

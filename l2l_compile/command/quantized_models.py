@@ -79,13 +79,15 @@ def entries(model: torch.nn.Module) -> int:
 def quantize(model: Any, kind: str) -> None:
     """Replace the frozen linear layers within LoRA's by layers of this kind, "nf4" or "int8".
 
-    Raises `OptionError` if bitsandbytes, whose operations "nf4" is counted by, is not installed.
+    Raises `OptionError` if there are none, and if bitsandbytes, whose operations "nf4" is counted by, is not installed.
     """
     if kind == "nf4":
         try:
             import bitsandbytes  # noqa: F401 - defines its operations
         except ImportError as error:
             raise OptionError("--base nf4 needs bitsandbytes, which is not installed: pip install bitsandbytes") from error
-    for module in list(model.modules()):
-        if type(base := getattr(module, "base_layer", None)) is torch.nn.Linear:
-            module.base_layer = QUANTIZED[kind](base)
+    adapted = [module for module in model.modules() if type(getattr(module, "base_layer", None)) is torch.nn.Linear]
+    if not adapted:
+        raise OptionError(f"--base {kind}: the model has no layer of the class torch.nn.Linear that could be quantized")
+    for module in adapted:
+        module.base_layer = QUANTIZED[kind](module.base_layer)

@@ -70,8 +70,12 @@ class Input:
     @property
     def owner(self) -> int:
         """The index of the argument that this input is, or is taken from."""
-        taken = self.slice or self.inner
-        return self.index if taken is None else taken.of
+        return self.index if self.taken is None else self.taken.of
+
+    @property
+    def taken(self) -> ParameterSlice | InnerTensor | None:
+        """What is taken from an argument to make this input; None for an argument itself."""
+        return self.slice or self.inner
 
 
 @dataclass(frozen=True)

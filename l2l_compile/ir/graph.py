@@ -155,3 +155,8 @@ def drop_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op.startswith("call_") and not node.users and (node.target in _SILENT or is_pure(node)):
             graph.erase_node(node)
+
+
+def first_operation(graph: fx.Graph) -> fx.Node:
+    """The node behind the placeholders."""
+    return next(node for node in graph.nodes if node.op != "placeholder")

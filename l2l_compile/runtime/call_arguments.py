@@ -78,9 +78,9 @@ class Arguments:
 
     def _derive(self, arguments: Sequence, derived: Input) -> torch.Tensor:
         """A slice or an inner tensor of an argument; the same tensor in every step, unless the argument has moved."""
-        whole, taken = arguments[derived.owner], derived.slice or derived.inner
-        assert taken is not None
-        view = taken.view(whole)
+        assert derived.taken is not None
+        whole = arguments[derived.owner]
+        view = derived.taken.view(whole)
         if derived.index in self._derived:
             before, known = self._derived[derived.index]
             if before is whole and address(known) == address(view):

@@ -92,9 +92,7 @@ def test_an_equal_call_in_every_step_compiles_once():
         step = compiled(model, optimizer=optimizer, update="in_forward")
         step(batch()).sum().backward()
         optimizer.step()
-        l2l_compile.synchronize(
-            step
-        )  # Lightning, once imported, copies the options of torch.compile, and the optimizer's state with them
+        l2l_compile.synchronize(step)  # once Lightning is imported, torch.compile copies its options, with the optimizer's state
         if not number:
             before = graphs()
     assert graphs() == before

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from l2l_compile.ir.captured import Input, ParameterSlice
-from l2l_compile.ir.graph import is_pure
+from l2l_compile.ir.graph import first_operation, is_pure
 
 _TAKEN = {operator.getitem, torch.select, torch.narrow, torch.unbind, "select", "narrow", "unbind"}
 _SAME = {torch.reshape, "view", "reshape", "contiguous", "unflatten", torch.unflatten}
@@ -51,7 +51,7 @@ def _slices(graph: fx.Graph, whole: Input, first_index: int) -> list[Input]:
     for (offset, shape, _), nodes in readers.items():
         cut = ParameterSlice(whole.index, offset - parameter.storage_offset(), shape)
         name = f"{whole.name}{_place_of(cut, parameter)}"
-        with graph.inserting_before(_first_operation(graph)):
+        with graph.inserting_before(first_operation(graph)):
             weight = graph.call_function(slice_of, (whole.node, cut.start, cut.shape))  # Dynamo counts placeholders
         weight.meta["example_value"] = nodes[0].meta["example_value"]
         for node in nodes:
@@ -67,10 +67,6 @@ def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
         (read,) = node.all_input_nodes
         graph.erase_node(node)
         node = read
-
-
-def _first_operation(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.op != "placeholder")
 
 
 def _slice_nodes(start: fx.Node) -> Iterator[fx.Node]:

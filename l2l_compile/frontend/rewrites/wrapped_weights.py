@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from l2l_compile.errors import L2LError
 from l2l_compile.ir.captured import InnerTensor, Input
+from l2l_compile.ir.graph import first_operation
 
 
 def is_wrapper(value: object) -> TypeGuard[torch.Tensor]:
@@ -56,8 +57,8 @@ def _check(outer: Input, example: torch.Tensor) -> None:
 def _inner_inputs(graph: fx.Graph, outer: Input, first_index: int) -> list[Input]:
     example = outer.node.meta["example_value"]
     kind = outer.kind.removeprefix("wrapped ")
-    readers = list(outer.node.users)
-    with graph.inserting_before(_first_operation(graph)):
+    readers = [reader for reader in outer.node.users if reader.op != "output"]  # an output is the argument itself
+    with graph.inserting_before(first_operation(graph)):
         nodes = [_inner_node(graph, outer, path, value) for path, value in _inner_tensors(example)]
     wrapper = _wrapper_of(example)
     for reader in readers:  # each in its own place, so that the wrapper goes from no segment to another
@@ -75,10 +76,6 @@ def _inner_node(graph: fx.Graph, outer: Input, path: tuple[str, ...], value: tor
     node = graph.call_function(inner_tensor, (outer.node, path))  # Dynamo counts placeholders
     node.meta["example_value"] = value.detach()
     return node
-
-
-def _first_operation(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.op != "placeholder")
 
 
 def inner_tensor(outer: torch.Tensor, path: tuple[str, ...]) -> torch.Tensor:
