@@ -14,6 +14,7 @@ import torch
 from l2l_compile.devices.host import HOST
 from l2l_compile.devices.registry import KINDS, default_device
 from l2l_compile.errors import OptionError
+from l2l_compile.units import format_bytes
 from l2l_compile.update_modes import MODES, UpdateMode, UpdatePlace
 
 _LEAST_PINNED = 1 << 20  # bytes: the staging ring needs some
@@ -49,6 +50,8 @@ class Options:
                     begins, whether it is the last one of the step.
     pinned_memory   the limit for page-locked host memory (cuda): bytes, or "8GB", "512MiB"; None sets no limit. Beyond
                     it, weights go through a ring of staging buffers, and returned tensors are not pinned.
+    device_cache    the limit for inputs that stay on the device from call to call without gradients, such as the attention cache
+                    of a text that is being generated: bytes, or "20GB"; 0 keeps none, None what the device has free.
     passes          passes of the user (`l2l_compile.passes.compilation.Pass`), run and verified after the backend's passes.
     batch_scope     what the batch of a call is, if the model is sharded over ranks (`l2l_compile.shard`). "per_rank": each
                     rank's own, and gradients are the mean over the ranks. "global": a rank's rows of one batch of all ranks.
@@ -73,6 +76,7 @@ class Options:
     compile_update: bool = True
     pinned_memory: int | None = None
     batch_scope: str = "per_rank"
+    device_cache: int | None = None
     passes: tuple[Any, ...] = ()
 
     @property
@@ -118,7 +122,8 @@ class Options:
         _check_choice(settings, "compile_update", (True, False))
         _check_optimizer(settings)
         settings["passes"] = _passes(settings.get("passes", ()))
-        settings["pinned_memory"] = _bytes(settings.get("pinned_memory"))
+        settings["pinned_memory"] = _bytes(settings, "pinned_memory", _LEAST_PINNED)
+        settings["device_cache"] = _bytes(settings, "device_cache", 0)
         settings["device"] = _device(settings.get("device"))
         return cls(**settings)
 
@@ -232,14 +237,17 @@ def _passes(value: Any) -> tuple[Any, ...]:
 _UNITS = {f"{prefix}{i}B": base**power for base, i in ((1000, ""), (1024, "i")) for power, prefix in enumerate("KMGT", 1)}
 
 
-def _bytes(value: Any) -> int | None:
+def _bytes(settings: dict, name: str, least: int) -> int | None:
     """A number of bytes from an int or a string like "8GB" (10^9) or "8GiB" (2^30)."""
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= _LEAST_PINNED):
+    value = settings.get(name)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
         return value
     found = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]*)?)\s*([KMGT]i?B)\s*", value) if isinstance(value, str) else None
-    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    if size < _LEAST_PINNED:
-        raise OptionError(f"option 'pinned_memory' must be bytes or a size such as '8GB', of at least 1 MiB, got {value!r}")
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else -1
+    if size < least:
+        raise OptionError(
+            f"option {name!r} must be bytes or a size such as '8GB', of at least {format_bytes(least)}, got {value!r}"
+        )
     return size
 
 

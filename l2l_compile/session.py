@@ -27,6 +27,7 @@ from l2l_compile.param_groups import parameters_of
 from l2l_compile.races import Unwatched
 from l2l_compile.ranks.ranks import anything_is_sharded
 from l2l_compile.row_check import RowCheck
+from l2l_compile.runtime.kept_inputs import KeptInputs
 from l2l_compile.runtime.runner import Runner
 from l2l_compile.runtime.stashes import StashQueue
 from l2l_compile.runtime.stats import Stats
@@ -56,6 +57,7 @@ class Session:
         self.lowering = lowering or Lowering(self.device.torch_device, options.block_compiler)
         self.check = RowCheck(self.device.torch_device) if options.check else None
         self.server = ParameterServer(options, self.device, worker)
+        self.kept_inputs = KeptInputs(self.device, options.device_cache)
         self.waiting = StashQueue() if options.stash == "host" else StashQueue(near=None)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: a program that it forgets is gone here too
         self._step: list[weakref.ref[Runner]] = []

@@ -114,13 +114,33 @@ class Compilation:
 
     @property
     def outputs(self) -> tuple[Value | None, ...]:
-        """The newest version of each output of the captured graph (None for an output that is a number), then `carried`.
+        """The newest version of each output of the captured graph, then `carried`.
 
-        A returned input has version 0, also if the model writes into it: it is the user's own tensor.
+        None for an output that is a number, or that the host makes itself. A returned input has version 0, also if the model writes
+        into it: it is the user's own tensor.
         """
-        newest = {node: value for node, value in self._newest().items() if node.op != "placeholder"}
-        returned = (newest.get(node, Value(node)) if node in self.captured.specs else None for node in self.captured.outputs)
+        by_host, newest = self.captured.parts.outputs, self._newest()
+        outputs = enumerate(self.captured.outputs)
+        returned = (None if position in by_host else self._returned(node, newest) for position, node in outputs)
         return (*returned, *self.carried)
+
+    @property
+    def kept_outputs(self) -> dict[int, Value]:
+        """The outputs that the host makes itself and that the device has too, by position."""
+        outputs, newest = self.captured.outputs, self._newest()
+        values = {position: self._returned(outputs[position], newest) for position in self.captured.parts.outputs}
+        return {position: value for position, value in values.items() if value is not None}
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """Whether inputs may stay on the device from call to call."""
+        captured = self.captured
+        return not captured.grad_enabled and captured.mesh is None and self.options.device_cache != 0
+
+    def _returned(self, node: fx.Node | None, newest: dict[fx.Node, Value]) -> Value | None:
+        if node not in self.captured.specs:
+            return None
+        return Value(node) if node.op == "placeholder" else newest.get(node, Value(node))
 
     @property
     def carried(self) -> tuple[Value, ...]:

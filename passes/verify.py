@@ -238,7 +238,7 @@ def _alive(graph: fx.Graph) -> None:
         for read in node.all_input_nodes:
             if read in released:
                 raise VerifyError("alive", node.name, f"reads '{read.name}' after its release")
-        if node.target is nodes.release:
+        if node.target in (nodes.release, *nodes.KEEPS):
             released.add(nodes.operands(node).x)
 
 

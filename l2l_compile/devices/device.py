@@ -246,6 +246,10 @@ class Device(ABC):
     def peak_bytes(self) -> int:
         """Peak of device memory in bytes since `start_peak`."""
 
+    def room_bytes(self) -> int | None:
+        """How many more bytes of the device may be taken for longer than a call; None for no bound."""
+        return None
+
     def now(self) -> float:
         """Seconds on the caller's clock."""
         return time.perf_counter()

@@ -267,7 +267,7 @@ def _bytes_in(dtype: torch.dtype, spec: TensorSpec, sizes: Bindings) -> int:
 
 def _kind_of(node: fx.Node) -> str:
     """The purpose of a value on the device."""
-    source = nodes.operands(node).x if node.target is nodes.restore else node
+    source = nodes.operands(node).x if node.target in (nodes.restore, nodes.recall) else node
     kind = source.meta.get("kind")
     if kind == "gradient" or str(node.meta.get("value", "")).startswith("d "):
         return GRADIENTS

@@ -18,6 +18,7 @@ from l2l_compile.frontend.inputs import describe, symbols_of
 from l2l_compile.frontend.refusals import check_on_host, refuse, refuse_written_constants
 from l2l_compile.frontend.rewrites.inline import inline_subgraphs
 from l2l_compile.frontend.rewrites.parallel_layers import make_local
+from l2l_compile.frontend.rewrites.part_results import take_parts
 from l2l_compile.frontend.rewrites.sharded_weights import make_whole
 from l2l_compile.frontend.rewrites.simplify import simplify
 from l2l_compile.frontend.rewrites.stacked_weights import take_slices_apart
@@ -83,6 +84,11 @@ def take_views_out(draft: Draft) -> None:
     draft.views = take_views(draft.graph, draft.inputs)
 
 
+def take_parts_out(draft: Draft) -> None:
+    if not torch.is_grad_enabled():
+        draft.parts = take_parts(draft.graph, draft.inputs)
+
+
 def take_slices(draft: Draft) -> None:
     draft.derived = take_slices_apart(draft.graph, draft.inputs)
 
@@ -122,6 +128,7 @@ REWRITES = (
         describe, requires=_of(DraftFact.NAMED, DraftFact.UNSHARDED, DraftFact.WRITES_SETTLED), provides=_of(DraftFact.INPUTS)
     ),
     Rewrite(take_views_out, requires=_of(DraftFact.INPUTS, DraftFact.WRITES_SETTLED), provides=_of(DraftFact.VIEWS_TAKEN)),
+    Rewrite(take_parts_out, requires=_of(DraftFact.INPUTS, DraftFact.VIEWS_TAKEN), provides=_of(DraftFact.PARTS_TAKEN)),
     Rewrite(take_slices, requires=_of(DraftFact.INPUTS, DraftFact.VIEWS_TAKEN), provides=_of(DraftFact.SLICES_APART)),
     Rewrite(unwrap, requires=_of(DraftFact.INPUTS, DraftFact.SLICES_APART), provides=_of(DraftFact.UNWRAPPED)),
     Rewrite(specify, requires=_of(DraftFact.INPUTS, DraftFact.VIEWS_TAKEN, DraftFact.UNWRAPPED), provides=_of(DraftFact.SPECS)),
@@ -144,6 +151,7 @@ def _captured(draft: Draft) -> Captured:
         break_reason=draft.break_reason,
         derived=draft.derived,
         views=draft.views,
+        parts=draft.parts,
         fixed_sizes=batch_marks.sizes_are_fixed(),
         mesh=_mesh(draft.world),
         parallel_layer=draft.parallel_layer,

@@ -11,6 +11,7 @@ from torch import fx
 
 from l2l_compile.errors import L2LError
 from l2l_compile.ir.captured import Input, View
+from l2l_compile.ir.replay import PartResults
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.ranks.shard_spec import ShardSpec
@@ -29,6 +30,7 @@ class DraftFact(enum.StrEnum):
     WRITES_SETTLED = "writes_settled"  # which inputs are written, and with what
     INPUTS = "inputs"  # every input has a kind, and the batch its symbol
     VIEWS_TAKEN = "views_taken"  # no output is a view of an input or of another output
+    PARTS_TAKEN = "parts_taken"  # no output repeats entries of an input
     SLICES_APART = "slices_apart"  # every slice of a stacked parameter is a weight of its own
     UNWRAPPED = "unwrapped"  # every inner tensor of a subclass is a weight of its own
     SPECS = "specs"  # every tensor has a `TensorSpec`
@@ -47,6 +49,7 @@ class Draft:
     batch           the symbol of the batch size                             describe
     why_static      why there is none                                        describe
     views           outputs that are views, by position                      take_views
+    parts           outputs and writes that the host makes itself            take_parts
     derived         slices of parameters, and inner tensors of subclasses    take_slices, unwrap
     specs           a spec for each node that holds a tensor                 specify
     """
@@ -61,6 +64,7 @@ class Draft:
     batch: sympy.Symbol | None = None
     why_static: str = ""
     views: dict[int, View] = field(default_factory=dict)
+    parts: PartResults = field(default_factory=PartResults)
     derived: tuple[Input, ...] = ()
     specs: dict[fx.Node, TensorSpec] = field(default_factory=dict)
 

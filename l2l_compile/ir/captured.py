@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch import fx
 
+from l2l_compile.ir.replay import PartResults
 from l2l_compile.ir.values import Bindings, Dim, TensorSpec, evaluate, float_operand, is_float
 from l2l_compile.ranks.shard_spec import ShardSpec
 
@@ -142,6 +143,7 @@ class Captured:
     break_reason why Dynamo ended the graph early, if it did
     lookups      specs of weights for blocks that only look up rows in them, where they differ from `specs`
     dropped      outputs that are not computed, by position: the graph has None in their place
+    parts        outputs and writes that the host makes itself; the graph has the outputs that it needs for them behind the model's
     views        outputs that are views of an argument or of another output, by position: the graph has None in their place too
     indices      the check of the indices in the arguments of a call; None if there is none
     fixed_sizes  whether each size has a program of its own (`torch.compile(dynamic=False)`)
@@ -165,6 +167,7 @@ class Captured:
     lookups: dict[fx.Node, TensorSpec] = field(default_factory=dict)
     dropped: dict[int, TensorSpec] = field(default_factory=dict)
     views: dict[int, View] = field(default_factory=dict)
+    parts: PartResults = field(default_factory=PartResults)
     derived: tuple[Input, ...] = ()
     indices: Callable[[Sequence, Bindings], None] | None = None
     fixed_sizes: bool = False

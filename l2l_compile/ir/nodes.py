@@ -58,7 +58,7 @@ class Result(enum.Enum):
     DEVICE = "a value in memory of the device, or a weight slab: it has to be released"
     HOST = "a value on the host"
     SEVERAL = "a tuple of values, of which `getitem` picks one"
-    KEPT = "the value that it reads, which stays on the device for backward"
+    KEPT = "the value that it reads, which stays on the device for backward, or for the next call"
     TAKEN = "its operand, in the same memory: whoever releases the result releases the operand"
     DONE = "no value: others may wait until it is done"
     NOTHING = "no value"
@@ -231,6 +231,24 @@ def restore(x: OnHost) -> typing.NoReturn:
     _not_run("restore")
 
 
+@operation(Lane.H2D, Result.DEVICE)
+def recall(x: OnHost) -> typing.NoReturn:
+    """Take an input of the program that an earlier call has kept on the device, else copy it there; asynchronous."""
+    _not_run("recall")
+
+
+@operation(Lane.NONE, Result.KEPT)
+def keep_input(x: OnDevice, input: InputIndex) -> typing.NoReturn:
+    """Keep the contents of an input on the device, as they are after this call, for the next call with it."""
+    _not_run("keep_input")
+
+
+@operation(Lane.NONE, Result.KEPT)
+def keep_output(x: OnDevice, output: int) -> typing.NoReturn:
+    """Keep the output at this position, which the host makes itself, on the device too: for a call that takes it as an input."""
+    _not_run("keep_output")
+
+
 @operation(Lane.NONE, Result.KEPT)
 def stash(x: OnDevice) -> typing.NoReturn:
     """Keep a value on the device for backward."""
@@ -333,6 +351,9 @@ def getitem(results: Results, index: int) -> typing.NoReturn:
 
 operation(Lane.NONE, Result.DEVICE)(getitem)
 VOCABULARY[operator.getitem] = VOCABULARY.pop(getitem)
+
+
+KEEPS = (keep_input, keep_output)  # a value that these read is released by them, or by a later call
 
 
 # ---- questions about a node ---------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ class Arguments:
         writes = nodes.returned(program.forward.graph).writes
         self._written = [*program.carried, *(nodes.operands(node).input for node in writes)]
         parameters = (i for i in captured.inputs if i.kind in ("parameter", "wrapped parameter"))
+        self._weights = {i.index for i in captured.inputs if i.is_weight}
         self._frozen = [i.index for i in parameters if not i.node.meta["example_value"].requires_grad]
 
     def check(self, arguments: Sequence, check_indices: bool) -> None:
@@ -46,7 +47,7 @@ class Arguments:
         """The values that the program reads: shards of this rank, slices of parameters, and copies of what may be written."""
         shards = map(local, arguments)
         found = [*shards, *(self._derive(arguments, i) for i in self.captured.derived)]
-        kept = {*self._written, *(self.snapshots(arguments) if to_train else ())}
+        kept = {*self._written, *self.snapshots(arguments)} if to_train else self._weights.intersection(self._written)
         for index in kept:  # backward recomputes from the values that forward read, before later writes
             found[index] = arguments[index].detach().clone()
         return found

@@ -169,6 +169,47 @@ def _restore(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     return result
 
 
+@handles(nodes.recall)
+def _recall(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+    result, spec, rows = RuntimeValue(), node.meta["spec"], run.step.rows
+    (whole,) = x.tensors
+    is_split = node.meta["split"]
+    parts = [rows.slice(whole, spec, number) for number in range(len(rows.sizes))] if is_split else [whole]
+    kept = run.step.engine.kept_inputs.take(whole, [part.shape for part in parts])
+
+    def work() -> None:
+        if kept is not None:
+            result.tensors = kept
+            return
+        result.tensors, copied = copies(parts, run.device.upload)
+        run.device.hold(result.tensors)
+        run.step.stats.restored_bytes += copied
+
+    run.submit(Lane.H2D, (x,), (result,), work)
+    return result
+
+
+@handles(nodes.keep_input)
+def _keep_input(run: Executor, node: fx.Node, x: RuntimeValue, input: int) -> RuntimeValue:
+    is_unchanged = nodes.operands(node).x.target is nodes.recall
+    wanted = not is_unchanged or run.step.engine.kept_inputs.is_known(run.step.given[input])
+    return _keep(run, node, x, input, wanted)
+
+
+@handles(nodes.keep_output)
+def _keep_output(run: Executor, node: fx.Node, x: RuntimeValue, output: int) -> RuntimeValue:
+    return _keep(run, node, x, output, wanted=True)
+
+
+def _keep(run: Executor, node: fx.Node, x: RuntimeValue, index: int, wanted: bool) -> RuntimeValue:
+    """Keep a value until the end of the call, when the tensor that it belongs to is known; or release it now."""
+    size = nodes.operands(node).x.meta["spec"].bytes(run.step.rows.bindings)
+    if not wanted or not run.step.engine.kept_inputs.admits(size):
+        return _release(run, node, x)
+    run.step.keeps[node.target, index] = x, size  # type: ignore[index]  # a call of the vocabulary
+    return x
+
+
 @handles(nodes.offload)
 def _offload(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     if x.absent:

@@ -42,11 +42,17 @@ class Outputs:
         found = {}
         for position in self._made:
             example = self._nodes[position].meta.get("example_value")
-            plain = isinstance(example, FakeTensor) and example.layout is torch.strided and position not in self._viewed
+            is_read = position not in self._viewed and not self._only_for_host(position)
+            plain = isinstance(example, FakeTensor) and example.layout is torch.strided and is_read
             dims = dims_of_memory(example) if plain else None
             if dims is not None and sorted(dims) != dims:
                 found[position] = tuple(dims)
         return found
+
+    def _only_for_host(self, position: int) -> bool:
+        """Whether the program makes this output for a replay alone."""
+        parts = self.captured.parts
+        return bool(parts.outputs or parts.writes) and position >= parts.count
 
     def gradient_mask(self, gradients: Sequence[torch.Tensor | None]) -> tuple[bool, ...]:
         """Which outputs have a gradient, from the gradients of those that the program makes."""
@@ -75,12 +81,27 @@ class Outputs:
             arguments[index].copy_(outputs.pop())  # recorded by autograd: gradients of later readers of the argument lead here
         for position, spec in self.captured.dropped.items():
             outputs[position] = torch.empty(spec.sizes(self.captured.bindings(arguments)), dtype=spec.dtype, device="meta")
+        self._replay(outputs, arguments)
         if self.captured.views:
             self.captured.fill_views(outputs, arguments, self.captured.bindings(arguments))
         return outputs
 
+    def _replay(self, outputs: list, arguments: Sequence) -> None:
+        """Make the outputs and the writes that the host makes itself, and drop the outputs that were made for them."""
+        parts, bindings = self.captured.parts, self.captured.bindings(arguments)
+        if not parts.outputs and not parts.writes:
+            return
+        with torch.no_grad():
+            for position, replay in parts.outputs.items():
+                outputs[position] = replay.run(arguments, outputs, bindings)
+            for index, writes in parts.writes.items():
+                with torch.inference_mode(arguments[index].is_inference()):
+                    for write in writes:
+                        write.run(arguments, outputs, bindings)
+        del outputs[parts.count :]
+
     def _not_made(self, node: Any, arguments: Sequence) -> Any:
-        """An output that no segment makes: an argument as it came, a size, a constant."""
+        """An output that no segment makes: an argument as it came, a size, a constant; a placeholder for one that the host makes."""
         if not isinstance(node, fx.Node):
             return node
         if node in self._argument_of:

@@ -11,6 +11,7 @@ from torch import fx
 
 from l2l_compile.devices.host import outside_inference_mode, without_autocast
 from l2l_compile.devices.profiler_ranges import ranges
+from l2l_compile.ir import nodes
 from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.values import is_float
@@ -90,7 +91,8 @@ class Runner:
             made = StreamedFunction.apply(self, *arguments)
         else:
             with outside_inference_mode():
-                made, _, _ = self.forward(arguments, to_train=False)
+                made, step, _ = self.forward(arguments, to_train=False)
+                return self._completed(step, made, arguments)
         return self.outputs.complete(made, arguments)
 
     def forward(self, arguments: Sequence, to_train: bool) -> tuple[list[torch.Tensor], Step, Stashes]:
@@ -103,6 +105,7 @@ class Runner:
         engine.started(self)
         self.stats = Stats()
         device.start_peak()
+        engine.kept_inputs.begin()
         step = self._begin(arguments, to_train)
         try:
             values = self.arguments.values(step.arguments)
@@ -120,6 +123,19 @@ class Runner:
         self.stats.forward_seconds = device.now() - start
         self.stats.peak_device_bytes = device.peak_bytes()
         return made, step, stashes
+
+    def _completed(self, step: Step, made: Sequence[torch.Tensor], arguments: Sequence) -> list:
+        """All outputs of a call without gradients. Keeps on the device what the next call may read: its tensors are known now."""
+        kept = self.engine.kept_inputs
+        try:
+            outputs = self.outputs.complete(made, arguments)
+        except BaseException:
+            for value, size in step.keeps.values():
+                kept.refuse(value.tensors, size)
+            raise
+        for (node, index), (value, size) in step.keeps.items():
+            kept.keep((arguments if node is nodes.keep_input else outputs)[index], value.tensors, size)
+        return outputs
 
     def _begin(self, arguments: Sequence, to_train: bool) -> Step:
         """A new step: its arguments, its rows, agreed with the other ranks, and the compilation of blocks for new sizes."""
@@ -191,6 +207,7 @@ class Runner:
                 if step.world is not None:
                     step.world.abort()
                 device.recover()
+                self.engine.kept_inputs.clear()
             except Exception as another:  # noqa: BLE001 - a device that has failed for good fails in each call: the first error says why
                 error.add_note(f"the device could not be used after it either: {type(another).__name__}: {another}")
             finally:

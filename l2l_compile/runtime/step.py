@@ -15,6 +15,7 @@ from l2l_compile.lowering.lower import Lowering
 from l2l_compile.options import Options
 from l2l_compile.races import Place
 from l2l_compile.ranks.ranks import Ranks
+from l2l_compile.runtime.kept_inputs import KeptInputs
 from l2l_compile.runtime.rows import StepRows
 from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.stashes import StashQueue
@@ -64,6 +65,7 @@ class Engine(Protocol):
     """What the programs of one compiled model share (`session.py`).
 
     waiting  the stashes of all programs
+    kept_inputs  inputs that stay on the device from call to call
     check    compares blocks on rows together and apart, if the user asked for it
     """
 
@@ -81,6 +83,9 @@ class Engine(Protocol):
 
     @property
     def waiting(self) -> StashQueue: ...
+
+    @property
+    def kept_inputs(self) -> KeptInputs: ...
 
     @property
     def check(self) -> BlockCheck | None: ...
@@ -121,6 +126,7 @@ class Step:
     world      the ranks that run the program together; None for one
     seed       the number that all random draws derive from; None until something is random
     writes     new contents of buffers and other inputs, by index; `place` is watched for races
+    keeps      what stays on the device for the next call, by node and by the index of the input or output, with its bytes
     """
 
     engine: Engine
@@ -133,6 +139,7 @@ class Step:
     seed: int | None = None
     writes: dict[int, torch.Tensor] = field(default_factory=dict)
     place: Place = field(default_factory=lambda: Place("new contents of a buffer"))
+    keeps: dict[tuple[Callable, int], tuple[RuntimeValue, int]] = field(default_factory=dict)
     host: HostRecord = field(default_factory=HostRecord)
 
     @property

@@ -21,7 +21,7 @@ from l2l_compile.ir import nodes
 from l2l_compile.passes.compilation import Compilation, Fact
 
 _TENSORS = ("spec", "split", "value")
-_KEEP = (nodes.stash, nodes.offload)  # readers for which a value does not have to wait
+_KEEP = (nodes.stash, nodes.offload, *nodes.KEEPS)  # readers for which a value does not have to wait
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _waits_on_device(node: fx.Node) -> bool:
 
 
 def _restore_before(graph: fx.Graph, node: fx.Node, at: fx.Node, readers: list[fx.Node], order: dict) -> None:
-    if node.target is nodes.restore:
+    if node.target in (nodes.restore, nodes.recall):
         source = nodes.operands(node).x  # it came from the host, where it still is
     else:
         with graph.inserting_after(node):

@@ -8,7 +8,8 @@ The compute lane frees memory, and first waits for every copy that reads it. The
 released after the next segment, during which the copy can run; otherwise the compute lane would wait idle for each copy. With
 `prefetch` = 0 it does wait: no copy overlaps then, and memory is freed at once.
 
-A value that forward stashes on the device is not released there: backward releases it.
+A value that forward stashes on the device is not released there: backward releases it. A value that may stay for the next call
+is kept or released where its release would stand.
 """
 
 from __future__ import annotations
@@ -39,15 +40,21 @@ class Release:
 
 def _release_all(graph: fx.Graph, overlap: bool) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in [n for n in graph.nodes if n.target in nodes.KEEPS]:
+        _last_reader(nodes.operands(node).x, order, overlap, but=node).append(node)
     for node in sorted(_released(graph), key=lambda n: not _is_copied(n)):
         # of the releases at one place, the first to be placed stands last: a slab must not wait for a copy of another value
-        ends = [_end(reader) if overlap else reader for reader in node.users]
-        last = max(ends, key=order.__getitem__, default=node)
-        last = _after_results(last, order)
-        while last.op == "placeholder" and last.next.op == "placeholder":
-            last = last.next
-        with graph.inserting_after(last):
+        with graph.inserting_after(_last_reader(node, order, overlap)):
             graph.call_function(nodes.release, (node,)).meta["segment"] = None
+
+
+def _last_reader(node: fx.Node, order: dict[fx.Node, int], overlap: bool, but: fx.Node | None = None) -> fx.Node:
+    """The node behind which the memory of `node` is needed no longer."""
+    ends = [_end(reader) if overlap else reader for reader in node.users if reader is not but]
+    last = _after_results(max(ends, key=order.__getitem__, default=node), order)
+    while last.op == "placeholder" and last.next.op == "placeholder":
+        last = last.next
+    return last
 
 
 def _released(graph: fx.Graph) -> list[fx.Node]:

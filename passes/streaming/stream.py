@@ -20,6 +20,7 @@ from typing import ClassVar
 from torch import fx
 
 from l2l_compile.ir import nodes
+from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.segments import Segment, Value
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.passes.compilation import Compilation, Fact
@@ -48,9 +49,12 @@ class _Forward:
         self.compilation, self.captured = compilation, compilation.captured
         self.writer = GraphWriter()
         self.values = Layouts(self.writer, self.captured.specs)
+        self.index_of = {i.node: i.index for i in self.captured.inputs}
+        self.grown = _grown(self.captured)
         self.inputs: dict[fx.Node, fx.Node] = {}  # placeholders, by the input of the captured graph
         self.streamed = streamed_outputs(compilation)
         self.returned = dict.fromkeys(compilation.outputs)
+        self.written = {value.node for segment in compilation.segments for value in segment.outputs if value.version}
 
     def write(self) -> fx.Graph:
         for value in self.captured.inputs:
@@ -62,6 +66,7 @@ class _Forward:
             self._restore_inputs(segment)
             returned |= self._run(segment)
         writes = tuple(self._write_backs())
+        self._keep_results()
         stashes = tuple(self._stash(value) for value in self.compilation.gradients.kept)
         outputs = tuple(returned.get(value) if value is not None else None for value in self.compilation.outputs)
         self.writer.graph.output((outputs, stashes, writes))
@@ -70,7 +75,32 @@ class _Forward:
     def _restore_inputs(self, segment: Segment) -> None:
         for value in segment.values:
             if self._is_input(value) and value not in self.values:
-                self.values.hold(value, self.writer.derived(nodes.restore, self.inputs[value.node]))
+                self.values.hold(value, self._to_device(value, bool(segment.block.inner_looped)))
+
+    def _to_device(self, value: Value, split: bool) -> fx.Node:
+        """The copy of an input; what may be there from an earlier call, in the layout of its first reader."""
+        source = self.inputs[value.node]
+        if not self._may_be_there(value):
+            return self.writer.derived(nodes.restore, source)
+        node = self.writer.derived(nodes.recall, source, split=split)
+        if value.node not in self.written and value.node not in self.grown:
+            self.writer.emit(nodes.keep_input, node, self.index_of[value.node])
+        return node
+
+    def _may_be_there(self, value: Value) -> bool:
+        return self.compilation.keeps_inputs and (
+            self.captured.specs[value.node].dtype.is_floating_point or value.node in self.written
+        )
+
+    def _keep_results(self) -> None:
+        """Keep what the host does not get whole, and what the model has written, for the next call."""
+        if not self.compilation.keeps_inputs:
+            return
+        for position, value in self.compilation.kept_outputs.items():
+            if value in self.values:
+                self.writer.emit(nodes.keep_output, self.values.as_made(value), position)
+        for value in self._newest_writes():
+            self.writer.emit(nodes.keep_input, self.values.as_made(value), self.index_of[value.node])
 
     def _is_input(self, value: Value) -> bool:
         """Whether a value is an input of the captured graph that no segment has written into."""
@@ -99,17 +129,21 @@ class _Forward:
     def _write_backs(self) -> list[fx.Node]:
         """Write the new contents of buffers and inputs back to the host, once, after the last segment.
 
-        New contents with a gradient (`carried`) are outputs instead.
+        New contents with a gradient (`carried`) are outputs instead. Writes that the host makes itself are not among them.
         """
-        index_of = {i.node: i.index for i in self.captured.inputs}
+        by_host = self.captured.parts.writes
+        back = [value for value in self._newest_writes() if self.index_of[value.node] not in by_host]
+        return [self.writer.emit(nodes.write_back, self.index_of[v.node], self.values.get(v, False)) for v in back]
+
+    def _newest_writes(self) -> list[Value]:
+        """The new contents of written inputs, without `carried`."""
         newest = {}
         for segment in self.compilation.segments:
             for value in segment.outputs:
-                if value.version and value.node in index_of:
+                if value.version and value.node in self.index_of:
                     newest[value.node] = value
         carried = self.compilation.carried
-        back = [value for value in newest.values() if value not in carried]
-        return [self.writer.emit(nodes.write_back, index_of[v.node], self.values.get(v, False)) for v in back]
+        return [value for value in newest.values() if value not in carried]
 
     def _stash(self, value: Value) -> fx.Node:
         if self._is_input(value):
@@ -222,6 +256,12 @@ def _streamed_gradients(compilation: Compilation) -> set[Value]:
 def _with_gradient(compilation: Compilation) -> list[Value]:
     """The outputs of the captured graph that have a gradient."""
     return [v for v, wanted in zip(compilation.outputs, compilation.gradient_mask, strict=True) if v is not None and wanted]
+
+
+def _grown(captured: Captured) -> set[fx.Node]:
+    """The inputs that come back with more entries, as outputs: after the call, nobody needs them as they were."""
+    read = {index for replay in captured.parts.outputs.values() for index in replay.reads()}
+    return {i.node for i in captured.inputs if i.index in read}
 
 
 def _spec(specs: dict[fx.Node, TensorSpec], value: Value) -> TensorSpec:
