@@ -60,8 +60,8 @@ class Session:
         self.kept_inputs = KeptInputs(self.device, options.device_cache)
         self.waiting = StashQueue() if options.stash == "host" else StashQueue(near=None)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: a program that it forgets is gone here too
-        self._step: list[weakref.ref[Runner]] = []
-        self._call = 0  # the call of the model in which the last forward ran
+        self._runs: list[Stats] = []  # the runs of programs in the last step
+        self._call = 0  # the call of the model in which the last step began
         watch_compiled_code()
         self._entries: weakref.WeakSet[kept_programs.Entry] = weakref.WeakSet()
         self._roots: list[weakref.ref[torch.nn.Module]] = []
@@ -109,23 +109,26 @@ class Session:
         """Whether all modules for which programs were captured are gone."""
         return bool(self._roots) and not _alive(self._roots)
 
-    def started(self, runner: Runner) -> None:
-        """Record that a forward begins. It begins a new step unless it is another program of the same call of the model."""
+    def begin_forward(self) -> list[Stats]:
+        """The runs of programs in the step to which a forward belongs: a new step, or the last one if its call still runs.
+
+        A forward that follows a backward is of a new step in any case.
+        """
         if not self._has_run:
             self._has_run = True
             _release_others(self)
-        step, call = _alive(self._step), calls.number_of_call()
-        if call != self._call or runner in step or any(r.stats.backward_seconds for r in step):
-            step = []
-        self._call = call
-        self._step = [weakref.ref(r) for r in (*step, runner)]
+        if not calls.is_running(self._call) or any(run.backward_seconds for run in self._runs):
+            self._runs, self._call = [], calls.number_of_call()
+        return self._runs
+
+    def begin_backward(self, runs: list[Stats]) -> None:
+        """Record that a backward begins. The step of its forward is the last one, although others may have begun since."""
+        self._runs = runs
 
     @property
     def stats(self) -> Stats:
-        """Figures of the last step: sums over its programs, and the largest peak."""
-        total = Stats()
-        for runner in _alive(self._step):
-            total = total + runner.stats
+        """Figures of the last step: sums over its runs of programs, and the largest peak."""
+        total = sum(self._runs, start=Stats())
         self.server.describe(total)
         return total
 

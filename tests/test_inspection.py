@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import sys
 import threading
 import types
 
@@ -13,7 +14,8 @@ import torch
 from torch import fx, nn
 
 import l2l_compile
-from models import Broken, Layer, Stack, TwoHeads, compiled, rows
+from l2l_compile.torch_internals import calls
+from models import WIDTH, Broken, Layer, Stack, TwoHeads, compiled, rows
 
 
 def explain(model, *inputs, **options):
@@ -384,6 +386,113 @@ def test_the_stats_of_a_generation_are_those_of_its_last_call():
         step(rows(1, dtype=torch.float32))
     assert len(l2l_compile.programs(step)) == 2
     assert last.fetched_bytes == l2l_compile.stats(step).fetched_bytes > 0
+
+
+def figures(step, *actions) -> tuple[int, int]:
+    """Bytes fetched and pushed in the last step, after some actions."""
+    for act in actions:
+        act()
+    stats = l2l_compile.stats(step)
+    return stats.fetched_bytes, stats.pushed_bytes
+
+
+def of_length(length) -> torch.Tensor:
+    """An input; with `dynamic=False`, each length has a program of its own."""
+    return torch.rand(6, length, 5)
+
+
+def test_the_stats_of_one_call_on_each_thread_do_not_add_up():
+    step = compiled(Stack(2), dynamic=False)
+    found = []
+    for length in (2, 3, 4):
+        thread = threading.Thread(target=torch.no_grad()(step), args=(of_length(length),))
+        thread.start(), thread.join()
+        found.append(figures(step))
+    assert len(l2l_compile.programs(step)) == 3
+    assert found == [(sum(p.nbytes for p in step.parameters()), 0)] * 3
+
+
+class BrokenLayers(nn.Module):
+    """A graph break behind every layer: all layers are runs of one program."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*does not run BrokenLayers.forward")
+@pytest.mark.parametrize("make", [Broken, BrokenLayers])
+def test_all_programs_that_run_in_a_call_are_in_its_stats(make):
+    step = compiled(model := make())
+    x = torch.rand(6, 5 if make is Broken else WIDTH)
+    size = sum(p.nbytes for p in model.parameters())
+    for _ in range(2):
+        assert figures(step, torch.no_grad()(lambda: step(x))) == (size, 0)
+        assert figures(step, lambda: step(x).sum().backward()) == (2 * size, size)
+
+
+def test_calls_within_a_compiled_function_are_steps():
+    step = compiled(Stack(2), dynamic=False)
+    lengths = iter((2, 3, 4))
+    found = []
+
+    @torch.compiler.disable
+    def token(x):
+        found.append(figures(step, torch.no_grad()(lambda: step(of_length(next(lengths))))))
+        return x
+
+    @torch.compile(backend="eager")
+    def generate(x):
+        return token(token(token(x + 1) + 1) + 1)
+
+    generate(torch.ones(2))
+    assert found == [(sum(p.nbytes for p in step.parameters()), 0)] * 3
+
+
+def test_a_call_of_another_model_does_not_end_the_step():
+    """Between the two programs of one call, another model runs twice."""
+    inner = compiled(Stack(2))
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.second(between(self.first(x)))
+
+    @torch.compiler.disable
+    def between(x):
+        for _ in range(2):
+            inner(rows(6, dtype=torch.float32))
+        return x
+
+    step, x = compiled(Outer(), prefetch=1), torch.rand(6, 3)
+    assert figures(step, torch.no_grad()(lambda: step(x))) == (2 * 12 * 4, 0)
+
+
+def test_a_backward_is_of_the_step_of_its_forward():
+    """Two calls, each with a program of its own, before the backward of the first one."""
+    step = compiled(Stack(2), dynamic=False)
+    size = sum(p.nbytes for p in step.parameters())
+    first, second = (step(of_length(n)).sum() for n in (2, 3))
+    assert figures(step) == (size, 0)
+    assert figures(step, first.backward) == figures(step, second.backward) == (2 * size, size)
+    assert figures(step, lambda: step(of_length(3))) == (size, 0)
+
+
+def test_a_call_that_could_not_end_is_forgotten():
+    """A handler of a signal has raised in PyTorch's code around it."""
+    found = calls._Calls()
+    found.begins_or_ends((lambda: sys._getframe())(), print)
+    found.begins_or_ends(sys._getframe(), print)
+    assert list(found.running) == [sys._getframe()]
 
 
 def test_a_report_with_other_options_lowers_its_blocks():

@@ -68,7 +68,6 @@ class Runner:
         self.engine, self.ranks = engine, ranks
         self.captured: Captured = program.captured
         self.outputs, self.arguments = Outputs(program, differentiable), Arguments(program)
-        self.stats = Stats()
         self._program = self._shown = program
         self._backwards = backwards
         self._bindings = program.bindings
@@ -102,11 +101,11 @@ class Runner:
         """
         engine, device = self.engine, self.engine.device
         start = device.now()
-        engine.started(self)
-        self.stats = Stats()
+        runs = engine.begin_forward()
+        runs.append(stats := Stats())
         device.start_peak()
         engine.kept_inputs.begin()
-        step = self._begin(arguments, to_train)
+        step = self._begin(arguments, stats, runs, to_train)
         try:
             values = self.arguments.values(step.arguments)
             outputs, kept, _ = self._run(self._program.forward.graph, step, values, keep=to_train)
@@ -120,8 +119,8 @@ class Runner:
         if to_train:
             engine.waiting.add(stashes)
         made = self.outputs.made(outputs, kept, device)
-        self.stats.forward_seconds = device.now() - start
-        self.stats.peak_device_bytes = device.peak_bytes()
+        stats.forward_seconds = device.now() - start
+        stats.peak_device_bytes = device.peak_bytes()
         return made, step, stashes
 
     def _completed(self, step: Step, made: Sequence[torch.Tensor], arguments: Sequence) -> list:
@@ -137,12 +136,12 @@ class Runner:
             kept.keep((arguments if node is nodes.keep_input else outputs)[index], value.tensors, size)
         return outputs
 
-    def _begin(self, arguments: Sequence, to_train: bool) -> Step:
+    def _begin(self, arguments: Sequence, stats: Stats, runs: list[Stats], to_train: bool) -> Step:
         """A new step: its arguments, its rows, agreed with the other ranks, and the compilation of blocks for new sizes."""
         captured, options = self.captured, self.engine.options
         read = self.arguments.read(arguments, to_train)
         rows = StepRows(captured.bindings(arguments), captured.batch, options.micro_batches)
-        step = Step(self.engine, read, arguments, captured.constants, rows, self.stats, self.ranks)
+        step = Step(self.engine, read, arguments, captured.constants, rows, stats, runs, self.ranks)
         if self.ranks is not None:
             collectives = collectives_of(self._program.forward.graph, self._program.segments)
             begin_together(self.ranks, step, collectives, captured, to_train, options.batch_scope == "global")
@@ -159,9 +158,9 @@ class Runner:
         self, step: Step, stashes: list[RuntimeValue], gradients: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor]:
         """Run the backward graph, given gradients of the outputs of forward. Returns gradients by index of the argument."""
-        device, server = self.engine.device, self.engine.server
+        device, server, stats = self.engine.device, self.engine.server, step.stats
         start = device.now()
-        self.stats = step.stats  # torch.utils.checkpoint has run another forward since
+        self.engine.begin_backward(step.runs)
         module = self._backwards.of(self.outputs.gradient_mask(gradients))
         if step.world is not None:
             step.world.announce(ActionKind.BACKWARD, collectives_of(module.graph, self._program.segments))
@@ -180,8 +179,8 @@ class Runner:
         if scale != 1.0:
             found = {i: g / scale for i, g in found.items()}
         found |= {i: sharded_as(g, step.given[i]) for i, g in server.end_backward(step).items()}
-        self.stats.backward_seconds += device.now() - start
-        self.stats.peak_device_bytes = max(self.stats.peak_device_bytes, device.peak_bytes())
+        stats.backward_seconds += device.now() - start
+        stats.peak_device_bytes = max(stats.peak_device_bytes, device.peak_bytes())
         return found
 
     def _run(self, graph: fx.Graph, step: Step, inputs: Sequence[RuntimeValue], keep: bool = False) -> Any:

@@ -90,8 +90,11 @@ class Engine(Protocol):
     @property
     def check(self) -> BlockCheck | None: ...
 
-    def started(self, runner: Any, /) -> None:
-        """A forward of a program begins."""
+    def begin_forward(self) -> list[Stats]:
+        """A forward of a program begins. Returns the list of the figures of its step, for the program to add its own."""
+
+    def begin_backward(self, runs: list[Stats], /) -> None:
+        """A backward of a program begins, of the step with this list."""
 
 
 @dataclass(eq=False)
@@ -123,6 +126,8 @@ class Step:
 
     arguments  the values that the program reads: for a parameter that is sharded over ranks, this rank's shard
     given      the arguments as the caller passes them
+    stats      figures of this run
+    runs       figures of all runs in the same call of the model
     world      the ranks that run the program together; None for one
     seed       the number that all random draws derive from; None until something is random
     writes     new contents of buffers and other inputs, by index; `place` is watched for races
@@ -135,6 +140,7 @@ class Step:
     constants: dict[str, torch.Tensor]
     rows: StepRows
     stats: Stats
+    runs: list[Stats]
     world: Ranks | None = None
     seed: int | None = None
     writes: dict[int, torch.Tensor] = field(default_factory=dict)

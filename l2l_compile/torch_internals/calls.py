@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable
 from typing import Any
@@ -49,9 +51,8 @@ def watch_regions(entered: Callable[[Any], None], left: Callable[[], None]) -> N
 
     @functools.wraps(original)
     def set_callback(callback: Any) -> Any:
-        if is_frame_of_region(sys._getframe(1)):
-            _calls.number += callback is not None and not _calls.is_inside
-            _calls.is_inside = callback is not None
+        if is_frame_of_region(frame := sys._getframe(1)):
+            _calls.begins_or_ends(frame, callback)
         if callback is not None:
             for entering, _ in _watching_regions:
                 entering(callback)
@@ -113,18 +114,32 @@ _RESET = torch._dynamo.reset_code_caches.__code__
 
 
 class _Calls(threading.local):
-    """Calls of compiled functions on a thread, those from within compiled code not counted."""
+    """The calls of compiled functions that run on a thread, outermost first: PyTorch's frame around each, and its number."""
 
-    number = 0
-    is_inside = False
+    def __init__(self) -> None:
+        self.running: dict[types.FrameType, int] = {}
+
+    def begins_or_ends(self, frame: types.FrameType, callback: Any) -> None:
+        """Note that PyTorch sets the callback in its frame around a call: when the call begins, and again when it ends."""
+        if self.running.pop(frame, None) is None and callback is not None:
+            if self.running:  # a handler of a signal may have raised before PyTorch could end a call
+                stack = {f for f, _ in traceback.walk_stack(frame)}
+                self.running = {f: n for f, n in self.running.items() if f in stack}
+            self.running[frame] = next(_numbers)
 
 
 _calls = _Calls()
+_numbers = itertools.count(1)
 
 
 def number_of_call() -> int:
-    """The number of the call of a compiled function that runs on this thread, counted since `watch_regions`."""
-    return _calls.number
+    """The number of the innermost call of a compiled function that runs on this thread, counted over all threads; 0 for none."""
+    return next(reversed(_calls.running.values()), 0)
+
+
+def is_running(number: int) -> bool:
+    """Whether the call of a compiled function with a number still runs on this thread."""
+    return number in _calls.running.values()
 
 
 def is_frame_of_region(frame: types.FrameType) -> bool:
