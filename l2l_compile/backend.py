@@ -14,7 +14,7 @@ from l2l_compile.dumps import log_artifact
 from l2l_compile.errors import L2LError, OptionError
 from l2l_compile.frontend.batch_dimension import try_other_batch_dimension
 from l2l_compile.frontend.capture import capture
-from l2l_compile.frontend.dynamo import adapter, batch_marks, kept_programs, watched_frames
+from l2l_compile.frontend.dynamo import adapter, batch_marks, inference_marks, kept_programs, watched_frames
 from l2l_compile.frontend.dynamo.class_names import trace_methods_of_names
 from l2l_compile.frontend.dynamo.fake_operations import watch_fake_operations
 from l2l_compile.frontend.rewrites.recurrent_stacks import sizes_of_stack
@@ -118,6 +118,7 @@ calls.look_at_calls(streams_layers, _check_call)
 calls.refuse_calls_within_dynamo(streams_layers)
 kept_programs.note_contexts(streams_layers)
 batch_marks.mark_batches(streams_layers)
+inference_marks.mark_integers(streams_layers)
 watched_frames.watch_frames(streams_layers, frame_skipped, function_recompiled, frame_begins)
 watched_frames.keep_graphs_whole(streams_layers)
 watched_frames.log_while_tracing(streams_layers)

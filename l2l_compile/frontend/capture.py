@@ -12,7 +12,7 @@ from l2l_compile.devices.host import HOST
 from l2l_compile.devices.registry import KINDS
 from l2l_compile.errors import L2LError
 from l2l_compile.frontend.draft import Draft, DraftFact, Rewrite, rewrite
-from l2l_compile.frontend.dynamo import adapter, batch_marks
+from l2l_compile.frontend.dynamo import adapter, inference_marks
 from l2l_compile.frontend.index_checks.indices import IndexCheck
 from l2l_compile.frontend.inputs import describe, symbols_of
 from l2l_compile.frontend.refusals import check_on_host, refuse, refuse_written_constants
@@ -152,7 +152,7 @@ def _captured(draft: Draft) -> Captured:
         derived=draft.derived,
         views=draft.views,
         parts=draft.parts,
-        fixed_sizes=batch_marks.sizes_are_fixed(),
+        fixed_sizes=inference_marks.sizes_are_fixed(),
         mesh=_mesh(draft.world),
         parallel_layer=draft.parallel_layer,
         snapshots=frozenset(i.index for i in draft.inputs if i.node in draft.cloned and i.kind in ("buffer", "value")),

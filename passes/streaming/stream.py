@@ -84,7 +84,7 @@ class _Forward:
             return self.writer.derived(nodes.restore, source)
         node = self.writer.derived(nodes.recall, source, split=split)
         if value.node not in self.written and value.node not in self.grown:
-            self.writer.emit(nodes.keep_input, node, self.index_of[value.node])
+            self.writer.derived(nodes.keep_input, node, self.index_of[value.node])
         return node
 
     def _may_be_there(self, value: Value) -> bool:
@@ -98,9 +98,9 @@ class _Forward:
             return
         for position, value in self.compilation.kept_outputs.items():
             if value in self.values:
-                self.writer.emit(nodes.keep_output, self.values.as_made(value), position)
+                self.writer.derived(nodes.keep_output, self.values.as_made(value), position)
         for value in self._newest_writes():
-            self.writer.emit(nodes.keep_input, self.values.as_made(value), self.index_of[value.node])
+            self.writer.derived(nodes.keep_input, self.values.as_made(value), self.index_of[value.node])
 
     def _is_input(self, value: Value) -> bool:
         """Whether a value is an input of the captured graph that no segment has written into."""

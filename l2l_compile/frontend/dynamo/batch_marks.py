@@ -1,8 +1,8 @@
 """The adapter to Dynamo's marks of symbolic dimensions: dimension 0 of the user's inputs is the batch.
 
 A dimension is symbolic only if it is marked before Dynamo looks at the tensor, but a backend is called after that. Therefore
-`mark_batches` marks dimension 0 of every user input when Dynamo wraps it, and removes the mark again. It does so only in frames
-that are compiled by this backend.
+`mark_batches` marks dimension 0 of every user input when Dynamo wraps it, and the lengths of `inference_marks.py`, and removes the
+marks again. It does so only in frames that are compiled by this backend.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.variables import builder
 
 from l2l_compile.frontend.dynamo.adapter import source_name, translator_at_work
+from l2l_compile.frontend.dynamo.inference_marks import lengths_of
 from l2l_compile.torch_internals.patches import is_replaced, replace
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
@@ -47,9 +48,10 @@ def mark_batches(is_ours: Callable[[Any], bool]) -> None:
         if not marks:
             return original(e, tx, source, static_shapes, *args, **kwargs)
         dimension = _batch_dimension(tx, source)
-        if dimension is None:
+        dimensions = lengths_of(e, tx, source) | ({dimension} if dimension is not None else set())
+        if not dimensions:
             return original(e, tx, source, static_shapes, *args, **kwargs)
-        torch._dynamo.maybe_mark_dynamic(e, dimension)
+        torch._dynamo.maybe_mark_dynamic(e, sorted(dimensions))
         try:
             return original(e, tx, source, static_shapes, *args, **kwargs)
         finally:
@@ -78,11 +80,6 @@ def _dimension_in(choice: Any, name: str) -> int | None:
 def batch_dimension_of(placeholder: torch.fx.Node) -> int | None:
     """The batch dimension of an input of the frame that is being compiled (see `trace_again`); None if it has no rows."""
     return _dimension_in(batch_choice(), source_name(placeholder))
-
-
-def sizes_are_fixed() -> bool:
-    """Whether the frame is compiled with `dynamic=False`, so that each size has a program of its own."""
-    return torch._dynamo.config.assume_static_by_default and not torch._dynamo.config.automatic_dynamic_shapes
 
 
 def batch_choice() -> Any:
