@@ -9,6 +9,7 @@ none makes room for another: the one that was used least lately is the one that 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -112,15 +113,18 @@ class KeptInputs:
         self._entries, self._seen, self._held = {}, {}, 0
 
     def _note(self, entries: dict[int, _Entry], tensor: torch.Tensor, contents: list[torch.Tensor], size: int) -> None:
-        key, device, notes, version = id(tensor), self._device, self._gone, _version(tensor)
+        version = _version(tensor)
         assert version is not None
+        gone = functools.partial(_is_gone, self._device, contents, self._gone, entries, id(tensor))
+        entries[id(tensor)] = _Entry(weakref.ref(tensor, gone), version, contents, size)
 
-        def gone(reference: weakref.ref) -> None:
-            device.forget(contents)
-            contents.clear()  # at once: the memory is free before the next call
-            notes.append((entries, key, reference))
 
-        entries[key] = _Entry(weakref.ref(tensor, gone), version, contents, size)
+@torch.compiler.disable  # a finalizer may run in the middle of the user's code, which Dynamo may compile
+def _is_gone(device: Device, contents: list, notes: deque, entries: dict[int, _Entry], key: int, reference: weakref.ref) -> None:
+    """Free the contents at once, and note the rest for the next call."""
+    device.forget(contents[:])
+    contents.clear()
+    notes.append((entries, key, reference))
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -14,6 +14,7 @@ the release of each value.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -51,6 +52,7 @@ class _Forward:
         self.values = Layouts(self.writer, self.captured.specs)
         self.index_of = {i.node: i.index for i in self.captured.inputs}
         self.grown = _grown(self.captured)
+        self.readers = Counter(value for segment in compilation.segments for value in segment.values)
         self.inputs: dict[fx.Node, fx.Node] = {}  # placeholders, by the input of the captured graph
         self.streamed = streamed_outputs(compilation)
         self.returned = dict.fromkeys(compilation.outputs)
@@ -88,9 +90,9 @@ class _Forward:
         return node
 
     def _may_be_there(self, value: Value) -> bool:
-        return self.compilation.keeps_inputs and (
-            self.captured.specs[value.node].dtype.is_floating_point or value.node in self.written
-        )
+        """Whether an input may be kept on the device. Tokens and masks are new in each call. One segment reads it as it comes."""
+        kept = self.captured.specs[value.node].dtype.is_floating_point or value.node in self.written
+        return kept and self.compilation.keeps_inputs and self.readers[value] == 1
 
     def _keep_results(self) -> None:
         """Keep what the host does not get whole, and what the model has written, for the next call."""

@@ -78,7 +78,9 @@ def in_place(model):
 
 
 @pytest.mark.parametrize(
-    ("make", "cache", "most"), [(llama, None, 2), (llama, "static", 2), (t5, None, 3), (t5, "static", 2)], ids=str
+    ("make", "cache", "most"),
+    [(llama, None, 2), (llama, "static", 2), (t5, None, 3), (t5, "static", 2)],
+    ids=["llama", "llama-static", "t5", "t5-static"],
 )
 def test_generate_has_a_program_for_prompts_and_one_for_tokens(make, cache, most):
     """T5 has one more: the cache of its decoder has length 1 at the second token, and PyTorch specialises 1."""

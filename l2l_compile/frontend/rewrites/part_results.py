@@ -16,7 +16,7 @@ from torch import fx
 
 from l2l_compile.ir.captured import Input
 from l2l_compile.ir.fx_types import function_of, name_of
-from l2l_compile.ir.graph import drop_dead, hint_of, memory_of, written_operands
+from l2l_compile.ir.graph import hint_of, memory_of, written_operands
 from l2l_compile.ir.replay import Given, Made, PartResults, Replay, Size
 from l2l_compile.ir.values import dim_of
 
@@ -29,10 +29,7 @@ _WRITES = {"index_copy_", "copy_", "__setitem__", operator.setitem}
 
 
 def take_parts(graph: fx.Graph, inputs: Sequence[Input]) -> PartResults:
-    """The results and writes that the host makes itself. Adds what it needs for them to the graph's outputs.
-
-    A result that no operation reads is no longer made on the device: None replaces it in the graph's outputs.
-    """
+    """The results and writes that the host makes itself. Adds what it needs for them to the graph's outputs."""
     taken = _Parts(graph, inputs)
     for position, node in enumerate(taken.outputs[: taken.count]):
         taken.take_output(position, node)
@@ -41,7 +38,6 @@ def take_parts(graph: fx.Graph, inputs: Sequence[Input]) -> PartResults:
             taken.take_writes(given)
     if taken.found.outputs or taken.found.writes:
         graph.output_node().args = (tuple(taken.outputs),)
-        drop_dead(graph)
     return taken.found
 
 
@@ -87,8 +83,6 @@ class _Parts:
             return
         self.outputs += draft.new
         self.found.outputs[position] = replay
-        if all(user.op == "output" for user in node.users):
-            self.outputs[position] = None
 
     def take_writes(self, given: Input) -> None:
         """Make all writes into an input on the host."""
