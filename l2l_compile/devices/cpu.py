@@ -41,6 +41,7 @@ class CpuDevice(Counted):
     """
 
     overlaps = keeps_slabs = False
+    is_host = True
 
     def __init__(self) -> None:
         self.torch_device = HOST

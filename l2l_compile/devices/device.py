@@ -117,6 +117,7 @@ class Device(ABC):
     takes_norms           whether the device computes norms of gradients before they cross the link, to save time on the host
     overlaps              whether the device works at the same time as the caller
     profiled              whether its lanes are measured now
+    is_host               whether its memory is the host's, so that what it keeps need not be made again there
     keeps_slabs           whether weights may stay in a slab between a forward and its backward
     kept                  the weights that stay, by slab
     """
@@ -125,6 +126,7 @@ class Device(ABC):
     launches_first = False
     takes_norms = False
     overlaps = True
+    is_host = False
     profiled = False
     keeps_slabs = True
     kept: dict[int, Kept]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -71,8 +72,13 @@ class Outputs:
         made = [t.clone() if memory_of(t) in kept_memory else device.handed_over(t) for t in made]
         return [_no_view(_laid_out(t, self._layouts.get(position))) for position, t in zip(self._made, made, strict=True)]
 
-    def complete(self, made: Sequence[torch.Tensor], arguments: Sequence) -> list:
-        """All outputs of a call. Arguments that the model writes into with a gradient get their new contents here."""
+    def complete(
+        self, made: Sequence[torch.Tensor], arguments: Sequence, there: Mapping[int, torch.Tensor] = MappingProxyType({})
+    ) -> list:
+        """All outputs of a call. Arguments that the model writes into with a gradient get their new contents here.
+
+        `there` has outputs, by position, that the host need not make although it could.
+        """
         outputs = [
             self._not_made(node, arguments) if source is None else made[source]
             for node, source in zip(self._nodes, self._source, strict=True)
@@ -81,19 +87,19 @@ class Outputs:
             arguments[index].copy_(outputs.pop())  # recorded by autograd: gradients of later readers of the argument lead here
         for position, spec in self.captured.dropped.items():
             outputs[position] = torch.empty(spec.sizes(self.captured.bindings(arguments)), dtype=spec.dtype, device="meta")
-        self._replay(outputs, arguments)
+        self._replay(outputs, arguments, there)
         if self.captured.views:
             self.captured.fill_views(outputs, arguments, self.captured.bindings(arguments))
         return outputs
 
-    def _replay(self, outputs: list, arguments: Sequence) -> None:
+    def _replay(self, outputs: list, arguments: Sequence, there: Mapping[int, torch.Tensor]) -> None:
         """Make the outputs and the writes that the host makes itself, and drop the outputs that were made for them."""
         parts, bindings = self.captured.parts, self.captured.bindings(arguments)
         if not parts.outputs and not parts.writes:
             return
         with torch.no_grad():
             for position, replay in parts.outputs.items():
-                outputs[position] = replay.run(arguments, outputs, bindings)
+                outputs[position] = there[position] if position in there else replay.run(arguments, outputs, bindings)
             for index, writes in parts.writes.items():
                 with torch.inference_mode(arguments[index].is_inference()):
                     for write in writes:

@@ -126,8 +126,11 @@ class Runner:
     def _completed(self, step: Step, made: Sequence[torch.Tensor], arguments: Sequence) -> list:
         """All outputs of a call without gradients. Keeps on the device what the next call may read: its tensors are known now."""
         kept = self.engine.kept_inputs
+        whole = {index: value.tensors for (node, index), (value, _) in step.keeps.items() if node is nodes.keep_output}
+        is_there = self.engine.device.is_host
+        there = {index: tensors[0].detach() for index, tensors in whole.items() if is_there and len(tensors) == 1}
         try:
-            outputs = self.outputs.complete(made, arguments)
+            outputs = self.outputs.complete(made, arguments, there)
         except BaseException:
             for value, size in step.keeps.values():
                 kept.refuse(value.tensors, size)
