@@ -288,6 +288,17 @@ def test_the_lines_on_quantized_weights_run(shown, tmp_path):
     assert stored == {torch.uint8} and len(scope["optimizer"].state) == sum(p.requires_grad for p in scope["model"].parameters())
 
 
+@checks("docs/generation.md: Generation")
+def test_the_lines_on_generation_run(shown, tmp_path):
+    """On a folder with a tiny Llama."""
+    (block,) = shown
+    plain, loader = tiny_llama()
+    plain.save_pretrained(tmp_path)
+    scope = {"torch": torch, "transformers": transformers, "prompts": {"input_ids": loader[0]["input_ids"]}}
+    run(block.text.replace("meta-llama/Meta-Llama-3-8B", str(tmp_path)).replace("=64", "=3"), scope)
+    assert len(scope["tokens"][0]) == len(loader[0]["input_ids"][0]) + 3 and l2l_compile.programs(scope["model"])
+
+
 INSTALLING = [block for block in BLOCKS if block.document == "docs/installing.md"]
 CHECKED.update(INSTALLING)
 

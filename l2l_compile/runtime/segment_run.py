@@ -192,6 +192,8 @@ class _Forward(_Run):
     def _add(self, result: RuntimeValue, spec: TensorSpec, tensor: torch.Tensor, number: int) -> None:
         """Add a micro-batch's part to an output. If it is computed once, the first micro-batch's part counts for all."""
         if number == 0 or not spec.computed_once:
+            if not tensor.is_contiguous():  # Inductor copies the strides of the other operand of a `cat` with an empty tensor
+                tensor = tensor.contiguous()
             parts = self.step.rows.replicate(tensor, spec) if spec.equal_rows else [tensor]
             result.tensors += parts
             self.device.hold(parts)

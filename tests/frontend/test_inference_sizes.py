@@ -95,6 +95,14 @@ def test_generate_has_a_program_for_prompts_and_one_for_tokens(make, cache, most
     assert counts == [most] * 3
 
 
+def test_layers_with_caches_of_one_length_have_one_block():
+    model = in_place(llama())
+    model.generate(tokens(4, 6), max_new_tokens=4, do_sample=False)
+    _, token = l2l_compile.programs(model)
+    layers = [s for s in token.segments if "layers" in s.name]
+    assert len(layers) == 2 and len({id(s.block) for s in layers}) == 1 and sizes_of(model) == [2, 2]
+
+
 def test_evaluation_has_three_programs_for_all_sizes():
     """PyTorch specialises sizes of 1: one program for one row, one for one token, and one for all other sizes."""
     plain = llama()

@@ -17,7 +17,7 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.variables import builder
 
 from l2l_compile.frontend.dynamo.adapter import source_name, translator_at_work
-from l2l_compile.frontend.dynamo.inference_marks import lengths_of
+from l2l_compile.frontend.dynamo.inference_marks import lengths_of, with_one_length
 from l2l_compile.torch_internals.patches import is_replaced, replace
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
@@ -48,12 +48,13 @@ def mark_batches(is_ours: Callable[[Any], bool]) -> None:
         if not marks:
             return original(e, tx, source, static_shapes, *args, **kwargs)
         dimension = _batch_dimension(tx, source)
-        dimensions = lengths_of(e, tx, source) | ({dimension} if dimension is not None else set())
+        lengths = lengths_of(e, tx, source)
+        dimensions = lengths | ({dimension} if dimension is not None else set())
         if not dimensions:
             return original(e, tx, source, static_shapes, *args, **kwargs)
         torch._dynamo.maybe_mark_dynamic(e, sorted(dimensions))
         try:
-            return original(e, tx, source, static_shapes, *args, **kwargs)
+            return with_one_length(original(e, tx, source, static_shapes, *args, **kwargs), e, source, lengths - {dimension})
         finally:
             for mark in _MARKS:
                 if hasattr(e, mark):

@@ -43,6 +43,21 @@ def lengths_of(tensor: torch.Tensor, tx: Any, source: Any) -> set[int]:
     return {dim for dim in _may_be_lengths(tensor, source) if tuple(tensor.shape[dim : dim + 1]) != known[dim : dim + 1]}
 
 
+def with_one_length(context: Any, tensor: torch.Tensor, source: Any, lengths: set[int]) -> Any:
+    """How Dynamo makes the sizes of an input symbolic: caches of equal length have one symbol, so that layers have one block.
+
+    When their lengths part, PyTorch compiles again, with a symbol each.
+    """
+    for dim in lengths if _is_cache(tensor, source) else ():
+        if context.dynamic_sizes[dim] is DimDynamic.DYNAMIC:
+            context.dynamic_sizes[dim] = DimDynamic.DUCK
+    return context
+
+
+def _is_cache(tensor: torch.Tensor, source: Any) -> bool:
+    return tensor.is_floating_point() and tensor.dim() == 4 and _is_held_by_an_argument(source)
+
+
 _SIZES = "_l2l_sizes_with_gradient"  # on the backend object of a call: the last shape of each input, by code object and name
 
 
@@ -58,7 +73,7 @@ def _may_be_lengths(tensor: torch.Tensor, source: Any) -> range | tuple[int, ...
         return range(tensor.dim())
     if tensor.dim() == 3:
         return (0, 1)
-    return (2,) if tensor.dim() == 4 and _is_held_by_an_argument(source) else ()
+    return (2,) if _is_cache(tensor, source) else ()
 
 
 def mark_integers(is_ours: Callable[[Any], bool]) -> None:
