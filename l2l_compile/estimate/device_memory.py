@@ -116,7 +116,10 @@ class _DryRun:
             nodes.release: self._release,
             nodes.split: self._split,
             nodes.merge: self._merge,
+            nodes.keep_input: self._keep,
+            nodes.keep_output: self._keep,
         }
+        self.kept = 0  # bytes that stay for the next call
 
     def step(self) -> None:
         """Forward, and backward if there is one."""
@@ -188,6 +191,15 @@ class _DryRun:
 
     def _release(self, node: fx.Node) -> None:
         self.held.pop(nodes.operands(node).x, None)
+
+    def _keep(self, node: fx.Node) -> None:
+        """What a call leaves as it was is kept only if it comes again, which is not known."""
+        source, limit = nodes.operands(node).x, self.options.device_cache
+        size = self.held[source].bytes
+        if source.target is nodes.recall or limit is not None and self.kept + size > limit:
+            del self.held[source]
+        else:
+            self.kept += size
 
     def _fetch(self, node: fx.Node) -> None:
         segment = self.program.segments[nodes.operands(node).segment]

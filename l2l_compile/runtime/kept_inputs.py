@@ -56,8 +56,12 @@ class KeptInputs:
                 self._held -= entries.pop(key).bytes
         return self._held
 
-    def begin(self) -> None:
-        """A call begins: from now on it is known how much it may keep."""
+    def begin(self, to_train: bool) -> None:
+        """A call begins: from now on it is known how much it may keep. A call with gradients needs the memory for itself."""
+        if to_train:
+            for key in list(self._entries):
+                entry = self._entries.pop(key)
+                self.refuse(entry.contents, entry.bytes)
         room = self._device.room_bytes()
         self._limit = self._budget if self._budget is not None else None if room is None else self.bytes + room
 
@@ -84,7 +88,7 @@ class KeptInputs:
         return True
 
     def refuse(self, contents: list[torch.Tensor], size: int) -> None:
-        """Free what was admitted, and is not kept."""
+        """Free what was admitted."""
         self._device.free(contents)
         self._held -= size
 

@@ -104,7 +104,7 @@ class Runner:
         runs = engine.begin_forward()
         runs.append(stats := Stats())
         device.start_peak()
-        engine.kept_inputs.begin()
+        engine.kept_inputs.begin(to_train)
         step = self._begin(arguments, stats, runs, to_train)
         try:
             values = self.arguments.values(step.arguments)
@@ -209,10 +209,10 @@ class Runner:
                 if step.world is not None:
                     step.world.abort()
                 device.recover()
-                self.engine.kept_inputs.clear()
             except Exception as another:  # noqa: BLE001 - a device that has failed for good fails in each call: the first error says why
                 error.add_note(f"the device could not be used after it either: {type(another).__name__}: {another}")
             finally:
+                self.engine.kept_inputs.clear()
                 self.engine.server.recover(step)
             raise
 

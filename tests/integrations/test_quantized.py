@@ -99,8 +99,10 @@ KINDS = {
 }
 MODELS = [llama, qwen, mistral, t5, mixtral, gpt_neox]
 ADAPTED = {t5: ["q", "v"], gpt_neox: ["query_key_value"]}
-PAIRS = [(llama, kind) for kind in KINDS] + [(build, kind) for build in MODELS[1:] for kind in ("nf4", "int4")]
-DEEPER = [(llama, "nf4"), (llama, "int4"), (t5, "nf4"), (mixtral, "int4")]
+PAIRS = [(llama, kind) for kind in KINDS] + [
+    (build, kind) for build in MODELS[1:] for kind in ("nf4", "int4") if (build, kind) != (t5, "int4")
+]
+DEEPER = [(llama, "nf4"), (llama, "int4"), (mixtral, "int4")]
 OPTIONS = {"device": "cpu", "micro_batches": 2, "block_compiler": "eager"}
 
 
@@ -190,8 +192,7 @@ def test_adapters_get_the_gradients_of_eager(build, kind):
 @pytest.mark.parametrize(("build", "kind"), DEEPER, ids=names(DEEPER))
 def test_depth_adds_neither_blocks_nor_device_memory(build, kind):
     shallow, deep = (streamed(build, kind, layers)[3] for layers in (3, 5))
-    stacks = 2 if build is t5 else 1
-    assert [len(layers_of(step)) for step in (shallow, deep)] == [3 * stacks, 5 * stacks]
+    assert [len(layers_of(step)) for step in (shallow, deep)] == [3, 5]
     blocks = [{id(s.block) for s in l2l_compile.programs(step)[0].segments} for step in (shallow, deep)]
     assert len(blocks[1]) == len(blocks[0])
     assert l2l_compile.stats(deep).peak_device_bytes <= 1.01 * l2l_compile.stats(shallow).peak_device_bytes

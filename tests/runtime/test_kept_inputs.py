@@ -171,12 +171,15 @@ def test_a_cache_of_inference_mode_is_right(threaded):
     Decoding(written, mode=torch.inference_mode).tokens(3)
 
 
-def test_training_between_tokens_changes_nothing(threaded):
+def test_training_between_tokens_has_the_device_for_itself(threaded):
+    """The cache goes up once more behind it."""
     decoding = Decoding()
     decoding.tokens(2)
-    x = drawn(1, WIDTH)
-    decoding.step(x, empty_caches(2), decoding.position)[0].sum().backward()
-    assert decoding.token().restored_bytes <= ROW + FLOAT
+    loss = decoding.step(drawn(1, WIDTH), empty_caches(2), decoding.position)[0].sum()
+    assert session_of(decoding.step).kept_inputs.bytes == 0
+    loss.backward()
+    assert decoding.token().restored_bytes == ROW + 2 * LAYERS * 7 * ROW
+    assert decoding.token().restored_bytes == ROW
 
 
 def test_an_input_that_comes_again_stays_on_the_device(threaded):
@@ -218,6 +221,17 @@ def test_a_failed_call_leaves_no_cache_behind(threaded):
     broken.data = kept
     assert decoding.token().restored_bytes <= ROW + FLOAT + 2 * LAYERS * 7 * ROW
     assert session.kept_inputs.bytes == 2 * LAYERS * 8 * ROW
+
+
+@pytest.mark.parametrize("cache", [None, 2 * 8 * ROW])
+def test_explain_counts_what_is_kept(cache):
+    """A call keeps what it has made; the first one has nothing from before."""
+    model, x = decoder(), drawn(1, WIDTH)
+    step = compiled(model, device_cache=cache)
+    with torch.no_grad():
+        report = l2l_compile.explain(step)(x, empty_caches(7), torch.zeros(1, dtype=torch.long))
+        step(x, empty_caches(7), torch.zeros(1, dtype=torch.long))
+    assert report.device_memory.peak == l2l_compile.stats(step).peak_device_bytes
 
 
 @pytest.mark.parametrize("size", [-1, True, "much", 1.5])
