@@ -401,15 +401,15 @@ def test_a_run_that_is_told_to_stop_saves_behind_its_step(shown, tmp_path):
     scope = {"torch": torch, "plain": plain, "optimizer": optimizer, "path": tmp_path / "checkpoint.pt"}
     scope["model"], scope["loader"] = torch.compile(plain, backend="l2l", options=options), [torch.randn(4, 8)] * 4
     forwards = itertools.count()
-    started = session.Session.started
+    begin = session.Session.begin_forward
 
-    def interrupted(own, runner):
+    def interrupted(own):
         if next(forwards) == 1:
             signal.raise_signal(signal.SIGTERM)
-        started(own, runner)
+        return begin(own)
 
     before = signal.getsignal(signal.SIGTERM)
-    with mock.patch.object(session.Session, "started", interrupted):
+    with mock.patch.object(session.Session, "begin_forward", interrupted):
         try:
             run(block.text, scope)
         finally:

@@ -131,7 +131,11 @@ REWRITES = (
     Rewrite(take_parts_out, requires=_of(DraftFact.INPUTS, DraftFact.VIEWS_TAKEN), provides=_of(DraftFact.PARTS_TAKEN)),
     Rewrite(take_slices, requires=_of(DraftFact.INPUTS, DraftFact.VIEWS_TAKEN), provides=_of(DraftFact.SLICES_APART)),
     Rewrite(unwrap, requires=_of(DraftFact.INPUTS, DraftFact.SLICES_APART), provides=_of(DraftFact.UNWRAPPED)),
-    Rewrite(specify, requires=_of(DraftFact.INPUTS, DraftFact.VIEWS_TAKEN, DraftFact.UNWRAPPED), provides=_of(DraftFact.SPECS)),
+    Rewrite(
+        specify,
+        requires=_of(DraftFact.INPUTS, DraftFact.VIEWS_TAKEN, DraftFact.PARTS_TAKEN, DraftFact.UNWRAPPED),
+        provides=_of(DraftFact.SPECS),
+    ),
 )
 
 

@@ -58,13 +58,20 @@ def _is_cache(tensor: torch.Tensor, source: Any) -> bool:
     return tensor.is_floating_point() and tensor.dim() == 4 and _is_held_by_an_argument(source)
 
 
+class _Sizes(dict):
+    """Of calls in this process: a copy of a compiled model has not seen any, and code objects cannot be pickled."""
+
+    def __reduce__(self) -> tuple:
+        return _Sizes, ()
+
+
 _SIZES = "_l2l_sizes_with_gradient"  # on the backend object of a call: the last shape of each input, by code object and name
 
 
 def _sizes_with_gradient(tx: Any) -> dict[str, tuple[int, ...]]:
     owner = innermost_backend(tx.output.compiler_fn)
     if not hasattr(owner, _SIZES):
-        setattr(owner, _SIZES, {})
+        setattr(owner, _SIZES, _Sizes())
     return getattr(owner, _SIZES).setdefault(tx.output.root_tx.f_code, {})
 
 
