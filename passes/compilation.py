@@ -126,10 +126,10 @@ class Compilation:
 
     @property
     def kept_outputs(self) -> dict[int, Value]:
-        """The outputs that the host makes itself and that the device has too, by position."""
+        """The outputs that the host makes itself and that the device has too, by position; each value once."""
         outputs, newest = self.captured.outputs, self._newest()
-        values = {position: self._returned(outputs[position], newest) for position in self.captured.parts.outputs}
-        return {position: value for position, value in values.items() if value is not None}
+        first = {self._returned(outputs[position], newest): position for position in reversed(self.captured.parts.outputs)}
+        return {position: value for value, position in first.items() if value is not None}
 
     @property
     def keeps_inputs(self) -> bool:

@@ -83,9 +83,12 @@ class PartResults:
 
     outputs  results of the model, by position
     writes   for an input that the model writes into, by index: the writes, in order
-    count    how many results the model has; the program makes more of them, for the host
+    count    how many results the model has, if the program makes more of them for the host
     """
 
     outputs: dict[int, Replay] = field(default_factory=dict)
     writes: dict[int, tuple[Replay, ...]] = field(default_factory=dict)
     count: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.outputs or self.writes)

@@ -53,7 +53,7 @@ class Outputs:
     def _only_for_host(self, position: int) -> bool:
         """Whether the program makes this output for a replay alone."""
         parts = self.captured.parts
-        return bool(parts.outputs or parts.writes) and position >= parts.count
+        return bool(parts) and position >= parts.count
 
     def gradient_mask(self, gradients: Sequence[torch.Tensor | None]) -> tuple[bool, ...]:
         """Which outputs have a gradient, from the gradients of those that the program makes."""
@@ -95,7 +95,7 @@ class Outputs:
     def _replay(self, outputs: list, arguments: Sequence, there: Mapping[int, torch.Tensor]) -> None:
         """Make the outputs and the writes that the host makes itself, and drop the outputs that were made for them."""
         parts, bindings = self.captured.parts, self.captured.bindings(arguments)
-        if not parts.outputs and not parts.writes:
+        if not parts:
             return
         with torch.no_grad():
             for position, replay in parts.outputs.items():

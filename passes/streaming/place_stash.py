@@ -107,7 +107,7 @@ def _waits_on_device(node: fx.Node) -> bool:
 
 
 def _restore_before(graph: fx.Graph, node: fx.Node, at: fx.Node, readers: list[fx.Node], order: dict) -> None:
-    if node.target in (nodes.restore, nodes.recall):
+    if node.target is nodes.restore:
         source = nodes.operands(node).x  # it came from the host, where it still is
     else:
         with graph.inserting_after(node):

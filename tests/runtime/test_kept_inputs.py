@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import l2l_compile
 from l2l_compile.errors import OptionError
@@ -92,13 +93,12 @@ class Decoding:
         self.model, self.mode = decoder(write), mode
         self.step, self.position = compiled(self.model, **options), torch.zeros(1, dtype=torch.long)
         self.caches = [empty_caches(length) for _ in range(2)]
-        self.fills = write in (joined, windowed)
 
     def token(self, seed=0):
         x = drawn(1, WIDTH, seed=seed)
         with self.mode():
             made = [call(x, c, self.position) for call, c in zip((self.model, self.step), self.caches, strict=True)]
-        for found, expected in zip(nn_leaves(made[1]), nn_leaves(made[0]), strict=True):
+        for found, expected in zip(tree_leaves(made[1]), tree_leaves(made[0]), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         self.caches = [caches for _, caches in made]
         self.position = self.position + 1
@@ -106,10 +106,6 @@ class Decoding:
 
     def tokens(self, count):
         return [self.token(seed) for seed in range(count)][-1]
-
-
-def nn_leaves(made):
-    return torch.utils._pytree.tree_leaves(made)
 
 
 ROW = BATCH * WIDTH * FLOAT

@@ -13,6 +13,30 @@ import l2l_compile
 from models import Broken, Stack, TwoHeads, assert_parity, compiled, forward_alone, pair_of, rows
 
 
+class Beginning(nn.Module):
+    """Makes a cache, as libraries do: new entries behind an empty tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        made = []
+        for layer in self.layers:
+            x = layer(x)
+            made.append(torch.cat([torch.tensor([]), x.unflatten(-1, (2, 4)).transpose(1, 2)], -2))
+        return made
+
+
+@pytest.mark.slow
+def test_compiled_blocks_return_the_strides_of_eager():
+    """Inductor takes those of the other operand of `cat`."""
+    model, x = Beginning(), torch.rand(3, 5, 8)
+    step = torch.compile(model, backend="l2l", options={"device": "cpu", "block_compiler": "inductor"})
+    with torch.no_grad():
+        assert [t.stride() for t in step(x)] == [t.stride() for t in model(x)]
+
+
 class Language(nn.Module):
     """Scores over a vocabulary next to their loss; the scores alone without targets."""
 

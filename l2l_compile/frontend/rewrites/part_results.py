@@ -36,7 +36,7 @@ def take_parts(graph: fx.Graph, inputs: Sequence[Input]) -> PartResults:
     for given in inputs:
         if given.kind in ("value", "state") and taken.writes_into(given):
             taken.take_writes(given)
-    if taken.found.outputs or taken.found.writes:
+    if taken.found:
         graph.output_node().args = (tuple(taken.outputs),)
     return taken.found
 
