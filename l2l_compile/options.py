@@ -52,6 +52,8 @@ class Options:
                     it, weights go through a ring of staging buffers, and returned tensors are not pinned.
     device_cache    the limit for inputs that stay on the device from call to call without gradients, such as the attention cache
                     of a text that is being generated: bytes, or "20GB"; 0 keeps none, None what the device has free.
+    resident        the limit for weights that stay on the device from call to call without gradients: bytes, or "20GB"; 0 keeps
+                    none, None what the device has free beside what a call needs.
     passes          passes of the user (`l2l_compile.passes.compilation.Pass`), run and verified after the backend's passes.
     batch_scope     what the batch of a call is, if the model is sharded over ranks (`l2l_compile.shard`). "per_rank": each
                     rank's own, and gradients are the mean over the ranks. "global": a rank's rows of one batch of all ranks.
@@ -77,6 +79,7 @@ class Options:
     pinned_memory: int | None = None
     batch_scope: str = "per_rank"
     device_cache: int | None = None
+    resident: int | None = None
     passes: tuple[Any, ...] = ()
 
     @property
@@ -124,6 +127,7 @@ class Options:
         settings["passes"] = _passes(settings.get("passes", ()))
         settings["pinned_memory"] = _bytes(settings, "pinned_memory", _LEAST_PINNED)
         settings["device_cache"] = _bytes(settings, "device_cache", 0)
+        settings["resident"] = _bytes(settings, "resident", 0)
         settings["device"] = _device(settings.get("device"))
         return cls(**settings)
 

@@ -28,6 +28,7 @@ from l2l_compile.races import Unwatched
 from l2l_compile.ranks.ranks import anything_is_sharded
 from l2l_compile.row_check import RowCheck
 from l2l_compile.runtime.kept_inputs import KeptInputs
+from l2l_compile.runtime.resident_weights import ResidentWeights
 from l2l_compile.runtime.runner import Runner
 from l2l_compile.runtime.stashes import StashQueue
 from l2l_compile.runtime.stats import Stats
@@ -58,6 +59,7 @@ class Session:
         self.check = RowCheck(self.device.torch_device) if options.check else None
         self.server = ParameterServer(options, self.device, worker)
         self.kept_inputs = KeptInputs(self.device, options.device_cache)
+        self.resident = ResidentWeights(self.device, options.resident)
         self.waiting = StashQueue() if options.stash == "host" else StashQueue(near=None)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: a program that it forgets is gone here too
         self._runs: list[Stats] = []  # the runs of programs in the last step

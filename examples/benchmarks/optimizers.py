@@ -35,7 +35,7 @@ import torch
 from torch import nn
 
 import l2l_compile
-from l2l_compile.host.step.object_copies import copied, same
+from l2l_compile.object_copies import copied, same
 from l2l_compile.host.step.small_copies import held_attributes
 
 STEPS, RESUMED_AT = 40, 20

@@ -27,7 +27,7 @@ class Accelerator(Device):
     def __init__(self, lanes: Mapping[str, LaneQueue], pinned: PinnedMemory, pool: Pool):
         self.lanes, self.pinned, self._pool = lanes, pinned, pool
         self._staging = self._new_staging()
-        self._slabs: list[torch.Tensor] = []
+        self.slabs: list[torch.Tensor] = []
         self.kept = {}
 
     def _new_staging(self) -> Staging:
@@ -52,14 +52,19 @@ class Accelerator(Device):
             super()._send_weight(weight, target)
 
     def reserve_slabs(self, count: int, size: int) -> None:
-        if len(self._slabs) == count and (not count or self._slabs[0].numel() >= size):
+        if len(self.slabs) == count and (not count or self.slabs[0].numel() >= size):
             return
         self.empty_slabs()
-        self._slabs = []
-        self._slabs = [self.empty(torch.Size([size]), torch.uint8) for _ in range(count)]
+        self.slabs = []
+        self.slabs = [self.empty(torch.Size([size]), torch.uint8) for _ in range(count)]
         if count:  # not in a recovery: a device that has failed may refuse to record an event
             # the memory may have belonged to a value that compute still reads, and deterministic mode fills it on compute
             self._h2d_after_compute()
+
+    def set_apart(self, size: int) -> torch.Tensor:
+        made = self.empty(torch.Size([size]), torch.uint8)
+        self._h2d_after_compute()  # the memory may have belonged to a value that compute still reads
+        return made
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory that is not page-locked goes through the ring: it may be a temporary that is freed before its copy is done."""

@@ -47,7 +47,7 @@ class CpuDevice(Counted):
         self.torch_device = HOST
         self.lanes = dict.fromkeys(OF_DEVICE, _Inline())
         self.ledger = Ledger()
-        self._slabs: list[torch.Tensor] = []
+        self.slabs: list[torch.Tensor] = []
         self.kept = {}
         self.pinned = unlocked()  # no copy is asynchronous
         self._pool = Pool(self.pinned)
@@ -55,22 +55,22 @@ class CpuDevice(Counted):
     def reserve_slabs(self, count: int, size: int) -> None:
         if count == 0:
             self.ledger.clear()
-        if len(self._slabs) != count or not count:
-            self._slabs = [torch.empty(0, dtype=torch.uint8)] * count  # empty until `load_copies`: nothing else needs memory
+        if len(self.slabs) != count or not count:
+            self.slabs = [torch.empty(0, dtype=torch.uint8) for _ in range(count)]  # empty until `load_copies`: nothing else needs memory
 
-    def load_copies(self, slab: int, copies: Sequence[HostCopy], size: int) -> torch.Tensor:
-        if self._slabs[slab].numel() < size:
-            self._slabs[slab] = torch.empty(size, dtype=torch.uint8)
+    def load_copies(self, slab: torch.Tensor, copies: Sequence[HostCopy], size: int) -> torch.Tensor:
+        if slab.numel() < size:
+            slab.resize_(size)
         for copy in copies:
             flat = copy.tensor.detach().reshape(-1).view(torch.uint8)
-            self._slabs[slab][copy.start : copy.start + flat.numel()] = flat
-        return self._slabs[slab][:size]
+            slab[copy.start : copy.start + flat.numel()] = flat
+        return slab[:size]
 
-    def send(self, slab: int, wire: HostWeights, start: int, end: int) -> None:
+    def send(self, slab: torch.Tensor, wire: HostWeights, start: int, end: int) -> None:
         """Does nothing: the wire is read where it is."""
 
     def load_weights(
-        self, slab: int, wire: HostWeights | None, weights: Sequence[torch.Tensor], unread: frozenset[int] = frozenset()
+        self, slab: torch.Tensor, wire: HostWeights | None, weights: Sequence[torch.Tensor], unread: frozenset[int] = frozenset()
     ) -> list[torch.Tensor]:
         return [*(wire.views if wire is not None else ()), *(_alone(w.detach().contiguous()) for w in weights)]
 

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
@@ -97,6 +97,14 @@ class HostCopy:
     pinned: bool
 
 
+class DeviceMemory(NamedTuple):
+    """Bytes of a device: those that this process holds, those that it may still take, and all."""
+
+    held: int
+    free: int
+    total: int
+
+
 class Kept:
     """Weights that a forward has left in a slab: their step and segment, and the tensors once all lanes are done."""
 
@@ -120,6 +128,7 @@ class Device(ABC):
     is_host               whether its memory is the host's, so that what it keeps need not be made again there
     keeps_slabs           whether weights may stay in a slab between a forward and its backward
     kept                  the weights that stay, by slab
+    slabs                 device memory for weights, uint8
     """
 
     assertions_are_final = False
@@ -135,7 +144,7 @@ class Device(ABC):
     pinned: PinnedMemory
     accesses: Unwatched = UNWATCHED
     _pool: Pool
-    _slabs: list[torch.Tensor]
+    slabs: list[torch.Tensor]
     _staging: Staging
 
     @abstractmethod
@@ -148,43 +157,46 @@ class Device(ABC):
             self.free(kept.tensors)
         self.kept.clear()
 
-    def send(self, slab: int, wire: HostWeights, start: int, end: int) -> None:
+    def set_apart(self, size: int) -> torch.Tensor:
+        """Memory for weights that stay from call to call, uint8: a slab of their own (h2d lane)."""
+        return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
+
+    def send(self, slab: torch.Tensor, wire: HostWeights, start: int, end: int) -> None:
         """Copy bytes of a wire to the same place in a slab (h2d lane)."""
-        target = self._slabs[slab][start:end]
+        target = slab[start:end]
         if wire.pinned:
             target.copy_(wire.buffer[start:end], non_blocking=True)
         else:
             self._staging.send(wire.buffer[start:end], target)
 
     def load_weights(
-        self, slab: int, wire: HostWeights | None, weights: Sequence[torch.Tensor], unread: frozenset[int] = frozenset()
+        self, slab: torch.Tensor, wire: HostWeights | None, weights: Sequence[torch.Tensor], unread: frozenset[int] = frozenset()
     ) -> list[torch.Tensor]:
         """Copy host tensors into a slab, after the bytes of a wire that was sent there (h2d lane).
 
         Returns contiguous device tensors, which may alias host memory: first the wire's weights, then `weights`. `unread` has
         positions in this order; the entries of these tensors are undefined.
         """
-        target, offset, loaded = self._slabs[slab], 0, []
+        offset, loaded = 0, []
         if wire is not None:
-            offset, loaded = wire.buffer.numel(), wire.in_slab(target)
+            offset, loaded = wire.buffer.numel(), wire.in_slab(slab)
         for position, weight in enumerate(weights, len(loaded)):
-            part = target[offset : offset + weight.nbytes]
+            part = slab[offset : offset + weight.nbytes]
             if position not in unread:
                 self._send_weight(weight, part)
             loaded.append(part.view(weight.dtype).view(weight.shape))
             offset += aligned(part.numel())
         return loaded
 
-    def load_copies(self, slab: int, copies: Sequence[HostCopy], size: int) -> torch.Tensor:
+    def load_copies(self, slab: torch.Tensor, copies: Sequence[HostCopy], size: int) -> torch.Tensor:
         """Copy host tensors into a slab, each to its offset. Returns the first `size` bytes of the slab, uint8 (h2d lane)."""
-        target = self._slabs[slab]
         for copy in copies:
-            part = target[copy.start : copy.start + copy.tensor.nbytes]
+            part = slab[copy.start : copy.start + copy.tensor.nbytes]
             if copy.pinned:
                 part.copy_(copy.tensor.view(-1).view(torch.uint8), non_blocking=True)
             elif part.numel():
                 self._send_weight(copy.tensor, part)
-        return target[:size]
+        return slab[:size]
 
     def lock(self, weights: Sequence[torch.Tensor]) -> None:
         """Page-lock host tensors where they are, within the budget, for copies that follow (h2d lane)."""
@@ -248,8 +260,8 @@ class Device(ABC):
     def peak_bytes(self) -> int:
         """Peak of device memory in bytes since `start_peak`."""
 
-    def room_bytes(self) -> int | None:
-        """How many more bytes of the device may be taken for longer than a call; None for no bound."""
+    def memory(self) -> DeviceMemory | None:
+        """The memory of the device; None for a device without a bound of its own."""
         return None
 
     def now(self) -> float:

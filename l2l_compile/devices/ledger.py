@@ -30,9 +30,14 @@ class Ledger:
     @property
     def held(self) -> int:
         """Bytes that values hold now, besides the reserved ones."""
+        return self.all_held - sum(self._reserved.values())
+
+    @property
+    def all_held(self) -> int:
+        """Bytes that values hold now, and the reserved ones."""
         with self._lock:
             self._clear_notes()
-            return self._held - sum(self._reserved.values())
+            return self._held
 
     def _clear_notes(self) -> None:
         """Called with the lock, before anything else. What every node calls looks first whether there are any."""

@@ -133,16 +133,17 @@ class ParameterServer:
         wire = self._wire(step, segment, weights, copied, key, ready) if copied else None
         on_wire = set(copied)
         if self.device.pinned.budget != 0:  # else nothing is page-locked, as on the host
-            self.device.lock([weights[i] for i in range(len(weights)) if i not in on_wire and self._is_locked(segment, i)])
+            self.device.lock([weights[i] for i in range(len(weights)) if i not in on_wire and self._is_locked(step, segment, i)])
         return wire, [weight for i, weight in enumerate(weights) if i not in on_wire]
 
     def on_wire(self, step: Step, segment: Segment) -> list[int]:
         """Positions of the weights of a segment that cross the link on its wire."""
         return on_wire(segment, step.rows.bindings, self.options)
 
-    def _is_locked(self, segment: Segment, position: int) -> bool:
+    def _is_locked(self, step: Step, segment: Segment, position: int) -> bool:
         """Whether a weight that crosses the link from its own memory is to be page-locked there."""
-        return segment.weights[position].kind == "parameter" and is_locked(segment.block.weights[position], self.options)
+        is_parameter = segment.weights[position].kind == "parameter"
+        return is_parameter and is_locked(segment.block.weights[position], self.options, step.to_train)
 
     def _wire(
         self,

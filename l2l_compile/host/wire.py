@@ -48,12 +48,14 @@ def _is_copied(weight: Input, spec: TensorSpec, bindings: Bindings, options: Opt
     return is_cast or has_versions or math.prod(shape_on_host(weight, spec, bindings)) * spec.dtype.itemsize < _SMALL
 
 
-def is_locked(spec: TensorSpec, options: Options) -> bool:
+def is_locked(spec: TensorSpec, options: Options, to_train: bool) -> bool:
     """Whether a parameter that crosses the link from its own memory is page-locked there, within the option `pinned_memory`.
 
     In full precision, trained parameters go through the ring: they are all of the model, and would take the whole budget.
+    A model without an optimizer that is called without gradients is taken for one that is not trained.
     """
-    return options.precision != "fp32" or not spec.differentiable
+    is_trained = spec.differentiable and (to_train or options.optimizer is not None)
+    return options.precision != "fp32" or not is_trained
 
 
 def shape_on_host(weight: Input, spec: TensorSpec, bindings: Bindings) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from l2l_compile.runtime.instructions import Instructions
 from l2l_compile.runtime.overlapped_copies import GradientStream, OutputStream, StreamedGradient
 from l2l_compile.runtime.runtime_value import RuntimeValue, bytes_of, copies
 from l2l_compile.runtime.segment_run import for_the_link, norms, run_backward, run_forward
-from l2l_compile.runtime.slab import slots
+from l2l_compile.runtime.slab import slab_bytes, slots
 from l2l_compile.runtime.slabs import Slabs
 from l2l_compile.runtime.step import Step
 
@@ -112,11 +112,13 @@ class Executor:
 @handles(nodes.fetch_weights)
 def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeValue | None = None) -> RuntimeValue:
     fetched = run.segments[segment]
+    weights = [run.step.arguments[w.index] if w.index >= 0 else run.step.constants[w.name] for w in fetched.weights]
+    if (resident := _resident(run, fetched, weights)) is not None:
+        return resident
     slab, kept = run.slabs.take(segment, may_stay=not fetched.sharded)  # ranks must gather the same weights
     result = RuntimeValue()
     result.slab, result.place = slab, run.slabs.places[slab]
     result.unfetched = unread(run.step, node, run.segments) if kept is None else frozenset()
-    weights = [run.step.arguments[w.index] if w.index >= 0 else run.step.constants[w.name] for w in fetched.weights]
     if run.slabs.free[slab] is not None:
         run.device.lanes[Lane.H2D].wait(run.slabs.free[slab])
 
@@ -125,8 +127,32 @@ def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeVal
             run.step.engine.server.load(run.step, fetched, weights)  # the server counts fetches
             result.tensors = kept.tensors
             return
-        result.tensors = load(run.step, run.device, fetched, slab, weights, result.unfetched)
+        result.tensors = load(run.step, run.device, fetched, run.device.slabs[slab], weights, result.unfetched)
         run.device.hold(result.tensors)
+
+    run.submit(Lane.H2D, (), (result,), work)
+    return result
+
+
+def _resident(run: Executor, segment: Segment, weights: Sequence[torch.Tensor]) -> RuntimeValue | None:
+    """The weights of a segment that stay on the device from call to call; None if these do not."""
+    step, device = run.step, run.device
+    if step.to_train or step.world is not None:
+        return None
+    found, size = step.engine.resident.find(segment, weights), slab_bytes([segment], step.rows.bindings)
+    entry = found or step.engine.resident.admit(segment, weights, size)
+    if entry is None:
+        return None
+    result = RuntimeValue()
+    result.resident = entry
+
+    def work() -> None:
+        if found is None:
+            entry.tensors = load(step, device, segment, device.set_apart(size), weights, frozenset())
+            device.hold(entry.tensors)
+        else:
+            step.stats.resident_bytes += bytes_of(entry.tensors)
+        result.tensors = entry.tensors
 
     run.submit(Lane.H2D, (), (result,), work)
     return result
@@ -295,7 +321,7 @@ def _release(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
         run.device.accesses.write(x.place)
         if kept is not None:
             kept.tensors = x.tensors
-        else:
+        elif x.resident is None:
             run.device.free([t for t in x.tensors if t is not None])
         x.tensors = None
 

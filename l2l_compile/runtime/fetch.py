@@ -38,7 +38,7 @@ def unread(step: Step, node: fx.Node, segments: Sequence[Segment]) -> frozenset[
 
 
 def load(
-    step: Step, device: Device, segment: Segment, slab: int, weights: Sequence[torch.Tensor], unread: frozenset[int]
+    step: Step, device: Device, segment: Segment, slab: torch.Tensor, weights: Sequence[torch.Tensor], unread: frozenset[int]
 ) -> list[torch.Tensor]:
     """Fetch a segment's weights, except the entries of the weights in `unread` (h2d lane)."""
     if segment.sharded:
@@ -59,7 +59,7 @@ def load(
 
 
 def _load_shards(
-    step: Step, device: Device, segment: Segment, slab: int, wire: HostWeights | None, loose: Sequence[torch.Tensor]
+    step: Step, device: Device, segment: Segment, slab: torch.Tensor, wire: HostWeights | None, loose: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Fetch this rank's shards of a segment's weights. Returns the whole weights, with padding, as they will be gathered."""
     from_wire, others = iter(wire.views if wire is not None else ()), iter(loose)

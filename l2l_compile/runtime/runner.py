@@ -24,6 +24,7 @@ from l2l_compile.runtime.executor import Executor
 from l2l_compile.runtime.instructions import instructions_of
 from l2l_compile.runtime.joint_forward import begin_together, collectives_of
 from l2l_compile.runtime.outputs import Outputs
+from l2l_compile.runtime.resident_weights import Need
 from l2l_compile.runtime.rows import StepRows
 from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.segment_run import lowerings
@@ -33,6 +34,8 @@ from l2l_compile.runtime.stashes import Stashes
 from l2l_compile.runtime.stats import Stats
 from l2l_compile.runtime.step import Engine, Step
 from l2l_compile.runtime.streamed_function import StreamedFunction
+from l2l_compile.units import format_bytes
+from l2l_compile.user_line import warn
 
 
 class Backwards:
@@ -72,6 +75,8 @@ class Runner:
         self._backwards = backwards
         self._bindings = program.bindings
         self._lowered: set[tuple] = set()  # sizes for which compilation has begun
+        self._need = Need()
+        self._weight_bytes = sum(slab_bytes([segment], self.captured.hints) for segment in program.segments)
         self._slab_bytes = slab_bytes(program.segments, self.captured.hints)
 
     @property
@@ -104,14 +109,21 @@ class Runner:
         runs = engine.begin_forward()
         runs.append(stats := Stats())
         device.start_peak()
-        engine.kept_inputs.begin(to_train)
+        if to_train:
+            engine.resident.clear()
+        engine.kept_inputs.begin(to_train, engine.resident.bytes)
         step = self._begin(arguments, stats, runs, to_train)
         try:
-            values = self.arguments.values(step.arguments)
-            outputs, kept, _ = self._run(self._program.forward.graph, step, values, keep=to_train)
+            outputs, kept = self._run_forward(step)
+        except torch.OutOfMemoryError as error:
+            if not engine.resident.lost:
+                raise
+            step = self._without_residents(step, error)
+            outputs, kept = self._run_forward(step)
         except RuntimeError as error:
             self.arguments.check_dtypes(arguments, error)
             raise
+        stats = step.stats
         device.accesses.read(step.place)
         for index, contents in step.writes.items():
             _overwrite(arguments[index], contents)
@@ -122,6 +134,26 @@ class Runner:
         stats.forward_seconds = device.now() - start
         stats.peak_device_bytes = device.peak_bytes()
         return made, step, stashes
+
+    def _run_forward(self, step: Step) -> tuple[Sequence[RuntimeValue], Sequence[RuntimeValue]]:
+        """The outputs and the stashes of the forward graph, on the host."""
+        outputs, kept, _ = self._run(self._program.forward.graph, step, self.arguments.values(step.arguments), step.to_train)
+        if not step.to_train:
+            self.engine.resident.end(self._need, self._sizes_of(step))
+        return outputs, kept
+
+    def _without_residents(self, step: Step, error: torch.OutOfMemoryError) -> Step:
+        """The step once more, after weights that stay on the device left too little memory. Nothing was written yet."""
+        resident = self.engine.resident
+        resident.leave_more()
+        warn(
+            f"backend 'l2l': the device ran out of memory beside {format_bytes(resident.lost)} of weights that stay there, which are freed "
+            f"now; the call runs again, and fewer stay from now on. The option resident=0 keeps none. {error}"
+        )
+        step.runs[-1] = stats = Stats()
+        again = self._begin(step.given, stats, step.runs, to_train=False)
+        again.seed = step.seed
+        return again
 
     def _completed(self, step: Step, made: Sequence[torch.Tensor], arguments: Sequence) -> list:
         """All outputs of a call without gradients. Keeps on the device what the next call may read: its tensors are known now."""
@@ -144,18 +176,20 @@ class Runner:
         captured, options = self.captured, self.engine.options
         read = self.arguments.read(arguments, to_train)
         rows = StepRows(captured.bindings(arguments), captured.batch, options.micro_batches)
-        step = Step(self.engine, read, arguments, captured.constants, rows, stats, runs, self.ranks)
+        step = Step(self.engine, read, arguments, captured.constants, rows, stats, runs, to_train, self.ranks)
         if self.ranks is not None:
             collectives = collectives_of(self._program.forward.graph, self._program.segments)
             begin_together(self.ranks, step, collectives, captured, to_train, options.batch_scope == "global")
-        numbers = [number for symbol, number in rows.bindings.items() if not is_float(symbol)]
-        if (sizes := (to_train, *numbers, sum(step.rows.of_ranks))) not in self._lowered:
+        if (sizes := (to_train, *self._sizes_of(step), sum(step.rows.of_ranks))) not in self._lowered:
             self._lowered.add(sizes)
             self.engine.lowering.ahead(lowerings(step, self.program, to_train))
         parameters = [a for a, i in zip(arguments, captured.inputs, strict=True) if i.kind == "parameter"]
         self.engine.server.begin_forward(step, parameters, to_train)
         self._bindings = rows.bindings
         return step
+
+    def _sizes_of(self, step: Step) -> list[int]:
+        return [number for symbol, number in step.rows.bindings.items() if not is_float(symbol)]
 
     def backward(
         self, step: Step, stashes: list[RuntimeValue], gradients: Sequence[torch.Tensor | None]
@@ -193,6 +227,8 @@ class Runner:
         try:
             with device.running(), ranges(device), torch.no_grad(), without_autocast(device.torch_device):
                 device.reserve_slabs(count, self._slab_bytes)
+                if not step.to_train:
+                    self.engine.resident.begin(self._need, self._sizes_of(step), self._weight_bytes)
                 instructions = instructions_of(graph, device.launches_first)
                 slabs = Slabs(device, step, count, instructions.fetches, keep)
                 result = Executor(device, step, segments, slabs).run(instructions, inputs)
@@ -213,6 +249,8 @@ class Runner:
                 error.add_note(f"the device could not be used after it either: {type(another).__name__}: {another}")
             finally:
                 self.engine.kept_inputs.clear()
+                self.engine.resident.forget()
+                self._need = Need()
                 self.engine.server.recover(step)
             raise
 

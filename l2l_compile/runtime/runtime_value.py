@@ -20,12 +20,13 @@ class RuntimeValue:
     absent       a gradient that does not exist
     results      for a node with several results, a value each
     slab         for weights: the number of their slab
+    resident     for weights: the object that holds them from call to call; they are not freed
     unfetched    positions of weights whose entries were left out of the fetch, since nothing reads them
     in_flight    for gradients on the host: the work there that reads them
     place        its memory, watched for races
     """
 
-    __slots__ = ("absent", "event", "in_flight", "lane", "place", "readers", "results", "slab", "tensors", "unfetched")
+    __slots__ = ("absent", "event", "in_flight", "lane", "place", "readers", "resident", "results", "slab", "tensors", "unfetched")
 
     def __init__(self, tensors: list[torch.Tensor] | None = None, absent: bool = False, results: Sequence[RuntimeValue] = ()):
         self.tensors: Any = tensors  # None until its lane fills it, and after its release
@@ -34,6 +35,7 @@ class RuntimeValue:
         self.event: Any = None
         self.readers: dict[str, Any] = {}
         self.slab: int | None = None
+        self.resident: Any = None
         self.unfetched: frozenset[int] = frozenset()
         self.in_flight: Any = None
         self.place = Place()

@@ -17,6 +17,7 @@ class Stats:
 
     peak_device_bytes: int = 0
     fetched_bytes: int = 0
+    resident_bytes: int = 0
     pushed_bytes: int = 0
     gathered_bytes: int = 0
     reduced_bytes: int = 0

@@ -16,6 +16,7 @@ from l2l_compile.options import Options
 from l2l_compile.races import Place
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.runtime.kept_inputs import KeptInputs
+from l2l_compile.runtime.resident_weights import ResidentWeights
 from l2l_compile.runtime.rows import StepRows
 from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.stashes import StashQueue
@@ -66,6 +67,7 @@ class Engine(Protocol):
 
     waiting  the stashes of all programs
     kept_inputs  inputs that stay on the device from call to call
+    resident     weights that stay on the device from call to call
     check    compares blocks on rows together and apart, if the user asked for it
     """
 
@@ -86,6 +88,9 @@ class Engine(Protocol):
 
     @property
     def kept_inputs(self) -> KeptInputs: ...
+
+    @property
+    def resident(self) -> ResidentWeights: ...
 
     @property
     def check(self) -> BlockCheck | None: ...
@@ -128,6 +133,7 @@ class Step:
     given      the arguments as the caller passes them
     stats      figures of this run
     runs       figures of all runs in the same call of the model
+    to_train   whether a backward may follow
     world      the ranks that run the program together; None for one
     seed       the number that all random draws derive from; None until something is random
     writes     new contents of buffers and other inputs, by index; `place` is watched for races
@@ -141,6 +147,7 @@ class Step:
     rows: StepRows
     stats: Stats
     runs: list[Stats]
+    to_train: bool
     world: Ranks | None = None
     seed: int | None = None
     writes: dict[int, torch.Tensor] = field(default_factory=dict)

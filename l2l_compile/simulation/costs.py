@@ -16,8 +16,10 @@ from l2l_compile.ir.values import Bindings, dim_of, evaluate
 from l2l_compile.simulation.machine import Machine
 
 aten = torch.ops.aten
-_FREE = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.detach, aten.alias)
+_FREE = (aten._unsafe_view, aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.detach, aten.alias)
 _WRITTEN_ONLY = (aten.copy_, aten.fill_, aten.zero_)  # they do not read the operand that they write into
+
+_WRITTEN_IN_PART = (aten.index_copy_, aten.index_put_, aten.scatter_)  # they write the entries of their last operand
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
@@ -87,6 +89,8 @@ def moved(operation: OpOverload, args: tuple, kwargs: dict[str, Any], result: An
     read = tensors_in((args, kwargs))
     if operation.overloadpacket in _WRITTEN_ONLY:
         read = read[1:]
+    if operation.overloadpacket in _WRITTEN_IN_PART:
+        return nbytes(read[1:]) + nbytes(read[-1:])
     return nbytes(read) + nbytes(into) + nbytes(made)
 
 

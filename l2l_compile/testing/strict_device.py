@@ -103,7 +103,7 @@ class ThreadedDevice(Counted):
         self.lanes = dict(zip(OF_DEVICE, self._threads, strict=True))
         self.ledger = Ledger()
         self._forgotten: deque[Sequence[torch.Tensor]] = deque()
-        self._slabs: list[torch.Tensor] = []
+        self.slabs: list[torch.Tensor] = []
         self.kept = {}
 
     def reseed(self, seed: int) -> None:
@@ -114,10 +114,10 @@ class ThreadedDevice(Counted):
     def reserve_slabs(self, count: int, size: int) -> None:
         if count == 0:
             self.ledger.clear()
-        if len(self._slabs) != count or (count and self._slabs[0].numel() < size):
+        if len(self.slabs) != count or (count and self.slabs[0].numel() < size):
             self.empty_slabs()
-            self._slabs = [torch.empty(size, dtype=torch.uint8, device=self.torch_device) for _ in range(count)]
-            self.ledger.reserve(self._slabs)
+            self.slabs = [torch.empty(size, dtype=torch.uint8, device=self.torch_device) for _ in range(count)]
+            self.ledger.reserve(self.slabs)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.torch_device).copy_(tensor.detach())

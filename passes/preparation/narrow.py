@@ -62,7 +62,7 @@ def narrow(captured: Captured, precision: str) -> None:
         raise L2LError(
             f"parameter '{wide[0]}' is float64, but {option} keeps float32 on the host: convert the model with .float()"
         )
-    trained = [i for i in parameters if captured.specs[i.node].requires_grad]
+    trained = [i for i in parameters if captured.grad_enabled and captured.specs[i.node].requires_grad]
     short = [i.name for i in trained if captured.specs[i.node].dtype in (torch.bfloat16, torch.float16)]
     if short:
         warnings.warn(

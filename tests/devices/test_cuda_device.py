@@ -147,7 +147,7 @@ def device(monkeypatch):
     """A `CudaDevice` of the second GPU, without its memory; `device.asked` has what its streams are asked."""
     device = object.__new__(cuda.CudaDevice)
     device.kept = {}
-    device.torch_device, device._slabs, device.asked = GPU, [], []
+    device.torch_device, device.slabs, device.asked = GPU, [], []
     device.lanes = {}
     for name in ("compute", "h2d", "d2h"):
         lane = device.lanes[name] = object.__new__(cuda._Stream)

@@ -49,7 +49,7 @@ def test_steps_stop_taking_memory(threaded, monkeypatch, way, precision):
         optimizer.step()
         optimizer.zero_grad()
         per_step.append(list(taken))
-        slabs.append([slab.data_ptr() for slab in session_of(step).device._slabs])
+        slabs.append([slab.data_ptr() for slab in session_of(step).device.slabs])
     assert per_step[0] and not any(per_step[-3:]), per_step
     assert slabs[1] == slabs[-1]
 

@@ -67,7 +67,7 @@ def test_larger_slabs_of_a_second_program_replace_the_first_ones(threaded):
     pair = pair_of(model, prefetch=7)
     loss = alone(pair.compiled, rows(6))
     device = session_of(pair.compiled).device
-    memory = {slab.untyped_storage().data_ptr() for slab in device._slabs}
+    memory = {slab.untyped_storage().data_ptr() for slab in device.slabs}
     assert {t.untyped_storage().data_ptr() for kept in device.kept.values() for t in kept.tensors} <= memory
     loss.backward()
     pair.compiled.zero_grad()

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_any, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from l2l_compile.devices.host import HOST
+from l2l_compile.object_copies import copied, is_unchanging, objects_within, tensors_within
 from l2l_compile.ranks.sharded import is_sharded, local, sharded_as
 
 
@@ -36,7 +37,7 @@ def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fak
     module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
     chosen = _can_be_fake if all_fake else _is_meta
     places = list(_tensors_of(module, chosen)) if isinstance(module, torch.nn.Module) else []
-    if not places and not tree_any(chosen, (args, kwargs)) and not all_fake:
+    if not places and not all_fake and not any(map(chosen, tensors_within((args, kwargs)))):
         yield OnTheHost(args, kwargs, lambda tensor: tensor)
         return
     made: dict[int, torch.Tensor] = {}  # by identity: a tensor that is in several places stays one tensor
@@ -50,11 +51,25 @@ def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fak
         try:
             for values, name, tensor in places:
                 values[name] = fake(tensor)
-            args, kwargs = tree_map_only(torch.Tensor, fake, (args, kwargs))
+            args, kwargs = _with_fakes((args, kwargs), fake)
             yield OnTheHost(args, kwargs, fake)
         finally:
             for values, name, tensor in places:
                 values[name] = tensor
+
+
+def _with_fakes(arguments: Any, fake: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The arguments with a fake tensor for each tensor. Objects that hold tensors, such as attention caches, are copied."""
+    memo = {id(tensor): fake(tensor) for tensor in tensors_within(arguments)}
+    made = tree_map(lambda leaf: leaf if is_unchanging(leaf) else copied(leaf, memo), arguments)
+    for holder in objects_within(tree_leaves(made)):
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if value == _META:
+                setattr(holder, name, HOST)
+    return made
+
+
+_META = torch.device("meta")
 
 
 def _can_be_fake(value: object) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from l2l_compile.host.step.object_copies import copied, same
+from l2l_compile.object_copies import copied, same
 from l2l_compile.host.step.torch_step import Hyperparameters, hyperparameters
 
 

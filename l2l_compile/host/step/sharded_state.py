@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from l2l_compile.errors import L2LError
-from l2l_compile.host.step.object_copies import tensors_within
+from l2l_compile.object_copies import tensors_within
 from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.ranks import Ranks, floats_of, numbers_of
 from l2l_compile.ranks.sharded import is_sharded, is_split_by_a_parallel_layer, local, ranks_behind, shard_spec_of, sharded_as

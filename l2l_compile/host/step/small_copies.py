@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from l2l_compile.host.hooks import step_of_a_copy
-from l2l_compile.host.step.object_copies import copied, is_unchanging
+from l2l_compile.object_copies import copied, is_unchanging
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.sharded import attributes, local
 

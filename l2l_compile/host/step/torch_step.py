@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from l2l_compile.host.gradients import GradientMemory
-from l2l_compile.host.step.object_copies import copied, is_unchanging, tensors_within
+from l2l_compile.object_copies import copied, is_unchanging, tensors_within
 from l2l_compile.host.step.sharded_state import kept_state, own_state
 from l2l_compile.host.step.small_copies import Small, named_state, own_step, with_fresh_state
 from l2l_compile.memory.heap import apart_from_the_heap

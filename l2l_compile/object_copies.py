@@ -247,18 +247,25 @@ def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.is_floating_point() and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def tensors_within(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """All tensors in a value: in containers, and in attributes of objects."""
+def tensors_within(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a value: in containers, and in attributes of objects. Each once."""
+    return (found for found in objects_within(value) if isinstance(found, torch.Tensor))
+
+
+def objects_within(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """A value and what it holds, in containers and in attributes of objects, without what a tensor holds. Each once."""
     seen = set() if seen is None else seen
+    if isinstance(value, _UNCHANGING) or id(value) in seen:
+        return
+    seen.add(id(value))
+    yield value
     if isinstance(value, torch.Tensor):
-        yield value
-    elif not isinstance(value, _UNCHANGING) and id(value) not in seen:
-        seen.add(id(value))
-        if isinstance(value, Mapping):
-            parts: Iterable[Any] = value.values()
-        elif isinstance(value, _CONTAINERS):
-            parts = value
-        else:
-            parts = attributes_of(value).values()
-        for part in parts:
-            yield from tensors_within(part, seen)
+        return
+    if isinstance(value, Mapping):
+        parts: Iterable[Any] = value.values()
+    elif isinstance(value, _CONTAINERS):
+        parts = value
+    else:
+        parts = attributes_of(value).values()
+    for part in parts:
+        yield from objects_within(part, seen)

@@ -1,0 +1,220 @@
+"""Weights that stay on the device from call to call, in programs without backward. They cross the link once.
+
+Which weights stay is found out by measurement. The first call of a program keeps none, and shows how much memory it takes beside
+them. From the second call on, weights that fit into the rest stay. A call with larger sizes than before begins anew.
+
+A call reads all segments, each once, in the same order. So none makes room for another: the one that was used least lately is the
+one that the next call needs first. Segments that are used more often do make room: after a prompt, an encoder gives its place to
+the decoder. Those that stay are spread over the program, so that the link is at work while they are computed with.
+
+A call with gradients frees all: training needs the memory for itself, and changes the weights.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from l2l_compile.devices.device import Device, DeviceMemory
+from l2l_compile.ir.segments import Segment
+
+_SAMPLED = 256  # entries of a weight
+_GROWTH = 1.1  # a call whose sizes are larger by this factor is unlike those before
+_SPARE, _LEAST_SPARE = 1 / 5, 1 / 64  # of the device's memory, for other code: without the option and with it
+_STEP = 1 / 16
+
+
+class Need:
+    """What the calls of one program need of the device's memory beside resident weights.
+
+    sizes   the largest sizes of its calls
+    bytes   more than at the begin of the call; None before the first call
+    """
+
+    def __init__(self) -> None:
+        self.sizes: tuple[int, ...] = ()
+        self.bytes: int | None = None
+
+    def covers(self, sizes: Sequence[int]) -> bool:
+        """Whether a call with these sizes is like those that were measured."""
+        known = self.bytes is not None and len(sizes) == len(self.sizes)
+        return known and all(size <= _GROWTH * before for size, before in zip(sizes, self.sizes, strict=True))
+
+    def measured(self, sizes: Sequence[int], size: int, alone: bool) -> None:
+        """A call has taken `size` bytes; `alone` says whether no weights were added meanwhile."""
+        self.sizes = tuple(map(max, sizes, self.sizes)) if len(sizes) == len(self.sizes) else tuple(sizes)
+        self.bytes = size if alone or self.bytes is None else max(size, self.bytes)
+
+
+class _Weight:
+    """What a weight was when it was copied to the device. PyTorch counts writes, but not those through `.data`."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._place = _place(tensor)
+        self._sample = _sample(tensor)
+
+    def is_still(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor has the same memory and, by all that is known without reading all of it, the same contents."""
+        is_same = self._storage() is tensor.untyped_storage() and self._place == _place(tensor)
+        return is_same and torch.equal(self._sample, _sample(tensor))
+
+    @property
+    def is_gone(self) -> bool:
+        return self._storage() is None
+
+
+def _place(tensor: torch.Tensor) -> tuple:
+    version = None if tensor.is_inference() else tensor._version
+    return version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Entries from all over a tensor, as bytes: NaN equals NaN."""
+    each = max(1, round(_SAMPLED ** (1 / max(1, tensor.dim()))))
+    spread = tensor.detach()[tuple(slice(None, None, max(1, size // each)) for size in tensor.shape)]
+    return spread.contiguous().view(-1).view(torch.uint8).clone()
+
+
+@dataclass(eq=False)
+class Resident:
+    """The weights of a segment on the device, from one call to the next.
+
+    tensors  filled by the lane that copies
+    call     the last call that has used them
+    """
+
+    weights: list[_Weight]
+    bytes: int
+    call: int
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+
+class ResidentWeights:
+    """The resident weights of one device. It is called while no lane works, but for `find` and `admit`.
+
+    budget  the most bytes; None for what calls have left of the device
+    bytes   of all that stay
+    lost    bytes that were forgotten in the call that began last, since it failed
+    """
+
+    def __init__(self, device: Device, budget: int | None):
+        self._device, self._budget = device, 0 if device.is_host else budget
+        self._entries: dict[tuple, Resident] = {}
+        self._uses: Counter[tuple] = Counter()
+        self._call = self._room = self._added = self._held_at_begin = 0
+        self._share = self._due = 0.0
+        self._more_spare = 0.0
+        self.bytes = self.lost = 0
+
+    def begin(self, need: Need, sizes: Sequence[int], total: int) -> None:
+        """A call of a program with `total` bytes of weights begins. From now on it is known how many more bytes may stay."""
+        self._call, self._added, self._room, self._due, self.lost = self._call + 1, 0, 0, 0.0, 0
+        if self._budget == 0:
+            return
+        for key in [key for key, entry in self._entries.items() if any(weight.is_gone for weight in entry.weights)]:
+            self._evict(key)
+        memory = self._device.memory()
+        before = self.bytes
+        if memory is not None and not need.covers(sizes):
+            self.clear()
+            self._room, need.bytes = 0, None
+        else:
+            self._room = self._room_beside(need, memory)
+            for key in reversed(list(self._entries)):
+                if self._room >= 0:
+                    break
+                self._evict(key)
+        self._share = self._room / max(1, total - self.bytes)
+        if memory is not None:
+            self._held_at_begin = memory.held - (before - self.bytes)
+        if self.bytes < before:
+            self._device.start_peak()
+
+    def _room_beside(self, need: Need, memory: DeviceMemory | None) -> int:
+        of_budget = self._budget - self.bytes if self._budget is not None else None
+        if memory is None:
+            return of_budget or 0
+        assert need.bytes is not None
+        spare = int(memory.total * ((_SPARE if self._budget is None else _LEAST_SPARE) + self._more_spare))
+        free = memory.free - need.bytes - spare
+        return free if of_budget is None else min(free, of_budget)
+
+    def end(self, need: Need, sizes: Sequence[int]) -> None:
+        """The call that began last has ended."""
+        if self._budget != 0 and (memory := self._device.memory()) is not None:
+            taken = self._device.peak_bytes() - self._held_at_begin - self._added
+            need.measured(sizes, max(0, taken), alone=not self._added)
+
+    def find(self, segment: Segment, weights: Sequence[torch.Tensor]) -> Resident | None:
+        """The resident weights of a segment, if there are some and the host's have not changed since."""
+        if self._budget == 0:
+            return None
+        self._uses[key := _key(segment, weights)] += 1
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        if entry.call != self._call and not all(w.is_still(t) for w, t in zip(entry.weights, weights, strict=True)):
+            self._evict(key)
+            return None
+        entry.call = self._call
+        return entry
+
+    def admit(self, segment: Segment, weights: Sequence[torch.Tensor], size: int) -> Resident | None:
+        """A place for the weights of a segment, which the caller fills; None if there is no room."""
+        if self._budget == 0 or not size:
+            return None
+        key = _key(segment, weights)
+        self._due += size * self._share
+        if size > self._room:
+            self._make_room(key, size)
+        elif self._due < size:
+            return None
+        if size > self._room:
+            return None
+        self._due = max(0.0, self._due - size)
+        self._room -= size
+        self._added += size
+        self.bytes += size
+        entry = self._entries[key] = Resident([_Weight(weight) for weight in weights], size, self._call)
+        return entry
+
+    def _make_room(self, key: tuple, size: int) -> None:
+        """Free segments that are used less often than this one, if that is enough."""
+        rare = [k for k, e in self._entries.items() if self._uses[k] + 1 < self._uses[key] and e.call != self._call]
+        if self._room + sum(self._entries[k].bytes for k in rare) < size:
+            return
+        for other in sorted(rare, key=self._uses.__getitem__):
+            if self._room < size:
+                self._evict(other)
+
+    def _evict(self, key: tuple) -> None:
+        entry = self._entries.pop(key)
+        self._device.free(entry.tensors)
+        entry.tensors = []
+        self.bytes -= entry.bytes
+        self._room += entry.bytes
+
+    def clear(self) -> None:
+        """Free all."""
+        for key in list(self._entries):
+            self._evict(key)
+
+    def leave_more(self) -> None:
+        """Memory ran out although it was measured: leave more of it from now on."""
+        self._more_spare += _STEP
+
+    def forget(self) -> None:
+        """After a failure of the device: its ledger is empty."""
+        self._entries, self.bytes, self.lost = {}, 0, self.bytes
+
+
+def _key(segment: Segment, weights: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Where the weights of a segment are on the host, and in which form they are on the device."""
+    specs = zip(weights, segment.block.weights, strict=True)
+    return tuple((w.untyped_storage()._cdata, w.storage_offset(), w.shape, w.dtype, spec.dtype) for w, spec in specs)
