@@ -102,6 +102,15 @@ def launcher(tmp_path_factory):
     launcher.close()
 
 
+@pytest.fixture(autouse=True)
+def as_many_micro_batches_as_given(request, monkeypatch):
+    """Calls of tiny models without gradients have as many micro-batches as with gradients, unless a test is marked `few_micro_batches`."""
+    from l2l_compile.runtime import micro_batches
+
+    if request.node.get_closest_marker("few_micro_batches") is None:
+        monkeypatch.setattr(micro_batches, "limit_of", lambda program, bindings: 1)
+
+
 @pytest.fixture
 def threaded(monkeypatch):
     """Compiled models run on a device of three threads; `threaded.devices` lists the devices opened so far."""

@@ -24,6 +24,7 @@ from l2l_compile.ir.segments import Segment, block_bindings
 from l2l_compile.ir.values import Bindings, TensorSpec
 from l2l_compile.lowering.lower import Lowering
 from l2l_compile.options import Options
+from l2l_compile.runtime.micro_batches import micro_batches_of
 from l2l_compile.runtime.slab import slab_bytes
 from l2l_compile.units import format_bytes
 
@@ -104,7 +105,7 @@ class _DryRun:
         self.program, self.options, self.lowering, self.slabs = program, options, lowering, slabs
         self.captured = program.captured
         rows = program.bindings.get(self.captured.batch, 1)
-        self.micro_batches = min(options.micro_batches, rows)
+        self.micro_batches = min(micro_batches_of(program, program.bindings, options, lowering), rows)
         self.held: dict[fx.Node, _Held] = {}
         self.peak: Counter[str] = Counter()
         self.most: dict[tuple[str, str], int] = {}  # the most values of one kind and spec at once
@@ -263,7 +264,7 @@ class _DryRun:
 
     def _runs(self, segment: Segment) -> list[Bindings]:
         """The sizes of each micro-batch of a segment."""
-        return block_bindings(segment.block, self.program.bindings, self.captured.batch, self.options.micro_batches)
+        return block_bindings(segment.block, self.program.bindings, self.captured.batch, self.micro_batches)
 
 
 def _made(segment: Segment, spec: TensorSpec, runs: Sequence[Bindings]) -> list[int]:

@@ -23,6 +23,7 @@ from l2l_compile.runtime.call_arguments import Arguments
 from l2l_compile.runtime.executor import Executor
 from l2l_compile.runtime.instructions import instructions_of
 from l2l_compile.runtime.joint_forward import begin_together, collectives_of
+from l2l_compile.runtime.micro_batches import micro_batches_of
 from l2l_compile.runtime.outputs import Outputs
 from l2l_compile.runtime.resident_weights import Need
 from l2l_compile.runtime.rows import StepRows
@@ -175,7 +176,8 @@ class Runner:
         """A new step: its arguments, its rows, agreed with the other ranks, and the compilation of blocks for new sizes."""
         captured, options = self.captured, self.engine.options
         read = self.arguments.read(arguments, to_train)
-        rows = StepRows(captured.bindings(arguments), captured.batch, options.micro_batches)
+        bindings = captured.bindings(arguments)
+        rows = StepRows(bindings, captured.batch, micro_batches_of(self._program, bindings, options, self.engine.lowering))
         step = Step(self.engine, read, arguments, captured.constants, rows, stats, runs, to_train, self.ranks)
         if self.ranks is not None:
             collectives = collectives_of(self._program.forward.graph, self._program.segments)
