@@ -249,7 +249,7 @@ def test_help_says_which_defaults_are_not_the_librarys(capsys):
 
 def test_options_that_change_time_or_memory_are_all_there():
     # of the machine, of a look for errors, of several devices, of calls without gradients
-    neither = {"device", "check", "block_compiler", "batch_scope", "passes", "device_cache"}
+    neither = {"device", "check", "block_compiler", "batch_scope", "passes", "device_cache", "resident"}
     assert {f.name for f in fields(Options)} - neither <= {f.name for f in fields(Settings)}
 
 
@@ -315,3 +315,93 @@ def test_python_runs_the_package(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         runpy.run_module("l2l_compile", run_name="__main__")
     assert "explain" in capsys.readouterr().out
+
+
+def test_generate_simulates_a_prompt_and_a_token(config, capsys):
+    asked = ["simulate", config(), "--rows", "4", "--length", "16", "--generate", "8", "--machine", "h200"]
+    assert main(asked) == 0
+    printed = capsys.readouterr().out
+    assert "4 rows, prompts of 16 tokens, 8 new tokens each, static cache" in printed
+    prompt, token, text = (float(s) for s in re.findall(r"(?:prompt|of all rows|whole text): ([\d.e-]+) s", printed))
+    assert text == pytest.approx(prompt + 7 * token, rel=0.02)
+    assert "0 B cross the link for a token" in printed and "a token" in printed.splitlines()[-1]
+
+
+def test_generate_counts_what_does_not_stay(config, capsys):
+    asked = ["simulate", config(), "--rows", "4", "--length", "16", "--generate", "8", "--machine", "h200"]
+    assert main([*asked, "--resident", "0", "--device-cache", "0", "--cache", "dynamic"]) == 0
+    printed = capsys.readouterr().out
+    assert "; 0 B stay on the device" in printed
+    cached = 3 * 2 * 4 * 2 * 20 * 16 * 2  # layers, keys and values, rows, heads, entries, width, bytes
+    up = re.search(rf"cache: {cached / 1024:.1f} KiB after half of the tokens, of which ([\d.]+) KiB go up", printed)
+    assert up is not None and cached < 1024 * float(up[1]) < 1.1 * cached
+
+
+def test_generate_says_when_memory_is_too_small(config, small_machine, capsys):
+    asked = ["simulate", config(vocab_size=1 << 20), "--rows", "4", "--length", "16", "--generate", "8"]
+    assert main([*asked, "--machine", small_machine(1e8, 1e8)]) == 1
+    assert "too large host memory: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("base", ["fp32", "int8"])
+def test_generate_takes_other_formats_of_weights(config, base, capsys):
+    asked = ["simulate", config(), "--rows", "2", "--length", "8", "--generate", "4", "--machine", "h200"]
+    assert main([*asked, "--base", base]) == 0
+    assert "whole text" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_generate_simulates_other_models(tmp_path, cache, capsys):
+    kind = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 256, **kind}))
+    asked = [
+        "simulate",
+        str(tmp_path),
+        "--rows",
+        "2",
+        "--length",
+        "8",
+        "--generate",
+        "4",
+        "--machine",
+        "rtx4090",
+        "--cache",
+        cache,
+    ]
+    assert main(asked) == 0
+    assert "whole text" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--generate", "0"], "--generate must be between 1"),
+        (["--generate", "60"], "--length and --generate 76: the model has 64 positions"),
+        (["--generate", "4", "--lora", "8"], "--lora is for training steps"),
+        (["--generate", "4", "--update", "in_backward"], "--update is for training steps"),
+        (["--generate", "4", "--no-compile-update"], "--no-compile-update is for training steps"),
+        (["--generate", "4", "--html", "page.html"], "--html shows a training step"),
+        (["--generate", "4", "--resident", "much"], "'resident' must be bytes"),
+    ],
+)
+def test_generate_refuses_what_does_not_go_with_it(config, more, said, capsys):
+    assert main(["simulate", config(), "--length", "16", "--machine", "h200", *more]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_generate_refuses_models_that_continue_no_text(tmp_path, capsys):
+    of_bert = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
+    of_t5 = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
+    for kind in (of_bert, of_t5):
+        (tmp_path / "config.json").write_text(json.dumps(kind))
+        assert main(["simulate", str(tmp_path), "--generate", "4", "--machine", "h200"]) == 2
+        assert re.search("takes no cache of keys|simulates models that continue a text", capsys.readouterr().err)
+    assert main(["simulate", "test_command:function", "--generate", "4", "--machine", "h200"]) == 2
+    assert "--generate needs a folder or a config.json" in capsys.readouterr().err

@@ -35,8 +35,8 @@ import torch
 from torch import nn
 
 import l2l_compile
-from l2l_compile.object_copies import copied, same
 from l2l_compile.host.step.small_copies import held_attributes
+from l2l_compile.object_copies import copied, same
 
 STEPS, RESUMED_AT = 40, 20
 COMPILED = 1e-6  # relative difference that a compiled update may have, as docs/updates.md says

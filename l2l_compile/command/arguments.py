@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 from l2l_compile import __version__
 from l2l_compile.command.asked import OPTIMIZERS, Settings
-from l2l_compile.command.models import BATCH, LENGTH
+from l2l_compile.command.generation import CACHES, Generation
+from l2l_compile.command.models import BATCH, LENGTH, check_sizes
 from l2l_compile.command.quantized_models import QUANTIZED
 from l2l_compile.errors import OptionError
 from l2l_compile.ir.precision import DTYPES
@@ -41,6 +42,7 @@ def parser(commands: Mapping[str, Callable[[argparse.Namespace], int]]) -> argpa
     _add_step(explained, machine_is_needed=False)
     simulated = added.add_parser("simulate", help="also how long a step would take on a machine", allow_abbrev=False)
     _add_step(simulated, machine_is_needed=True)
+    _add_generation(simulated.add_argument_group("generation, in place of a training step (docs/generation.md)"))
 
     covered = added.add_parser("coverage", help="one training step of tiny models, streamed and in eager", allow_abbrev=False)
     covered.add_argument("name", nargs="+", help="a class of transformers, such as BertForMaskedLM, or package.module:function")
@@ -73,7 +75,7 @@ def _add_step(parser: argparse.ArgumentParser, machine_is_needed: bool) -> None:
     machine.add_argument("--html", metavar="FILE", help="write the page with pictures, of a step on the machine (default: h200)")
 
     model = parser.add_argument_group("model and batch")
-    model.add_argument("--batch", type=int, help=f"rows of the batch (default: {BATCH})")
+    model.add_argument("--batch", "--rows", type=int, help=f"rows of the batch (default: {BATCH})")
     model.add_argument("--length", type=int, help=f"tokens of a row (default: {LENGTH})")
     model.add_argument(
         "--lora", metavar="RANK", type=int, help="freeze the model, and train LoRA adapters of this rank (needs peft)"
@@ -89,6 +91,21 @@ def _add_step(parser: argparse.ArgumentParser, machine_is_needed: bool) -> None:
         "--optimizer", choices=sorted(OPTIMIZERS), default=_OWN["optimizer"], help="of torch.optim (default: adamw)"
     )
     _add_options(parser.add_argument_group("options of the library (docs/options.md)"))
+
+
+def _add_generation(group: Any) -> None:
+    group.add_argument(
+        "--generate", metavar="N", type=int, help="simulate a text: prompts of --length tokens, and N new tokens for each row"
+    )
+    group.add_argument(
+        "--cache", choices=CACHES, default=CACHES[0], help="keys and values: a static cache, or one that grows (default: static)"
+    )
+    for name, what in (("device_cache", "of the cache"), ("resident", "of weights")):
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            metavar="SIZE",
+            help=f"the most device memory {what} that stay from token to token, such as 20GB (default: what is free)",
+        )
 
 
 def _add_options(group: Any) -> None:
@@ -131,6 +148,26 @@ def _size(text: str) -> float:
 def settings_of(given: argparse.Namespace) -> Settings:
     """The settings of a command line. Raises `OptionError` for values that are out of range or do not go together."""
     made = Settings(**{name: getattr(given, name) for name in _OWN})
+    made.check()
+    return made
+
+
+_FOR_TEXTS = ("batch", "length", "base", "micro_batches", "prefetch", "pinned_memory")
+
+
+def generation_of(given: argparse.Namespace) -> Generation:
+    """The text of a command line. Raises `OptionError` for values that are out of range, and for flags of training steps."""
+    for name, default in _OWN.items():
+        if name not in _FOR_TEXTS and getattr(given, name) != default:
+            flag = "no-compile-update" if name == "compile_update" else name.replace("_", "-")
+            raise OptionError(f"--{flag} is for training steps, and --generate simulates a text: leave one of them out")
+    if given.html is not None:
+        raise OptionError("--html shows a training step, and --generate simulates a text: leave one of them out")
+    check_sizes(given.batch, given.length, None)
+    options = {"micro_batches": given.micro_batches, "prefetch": given.prefetch, "pinned_memory": given.pinned_memory}
+    options |= {name: size if (size := getattr(given, name)) != "0" else 0 for name in ("device_cache", "resident")}
+    # parameters are in the format of --base already, so that they cross the link as they are
+    made = Generation(given.config, given.generate, given.batch, given.length, given.base, given.cache, options)
     made.check()
     return made
 

@@ -78,7 +78,9 @@ def _explain(given: argparse.Namespace) -> int:
 
 
 def _simulate(given: argparse.Namespace) -> int:
-    """The step that is asked for, or the first one that fits."""
+    """The step that is asked for, or the first one that fits; the text with `--generate`."""
+    if given.generate is not None:
+        return _generate(given)
     asked = _asked(given)
     assert asked.machine is not None
     with progress() as under_way:
@@ -95,6 +97,15 @@ def _simulate(given: argparse.Namespace) -> int:
     print("\n" + "\n".join(paragraphs(f"{report.device_memory}\n{report.host_memory}")))
     print("\nlanes at work in a step:\n" + "\n".join(lanes_of(step, report.options)))
     return 0 if fitting == asked.settings else 1
+
+
+def _generate(given: argparse.Namespace) -> int:
+    generation, machine = arguments.generation_of(given), arguments.machine_of(given)
+    assert machine is not None
+    with progress() as under_way:
+        text = generation.on(machine, under_way)
+    print(text)
+    return 0 if text.fits else 1
 
 
 def _condition(fitting: Settings | None, asked: Asked) -> str:

@@ -115,7 +115,7 @@ def workload(model: Any, batch: int, length: int, where: str = "the config") -> 
     a_label_a_row = kind.endswith(_TASKS)
     if plain.main_input_name == "input_ids":
         vocabulary = getattr(config.get_text_config(), "vocab_size", None)
-        _check_length(config, length)
+        check_length(config, length)
         tokens = _tokens(batch, length, vocabulary or 2, plain.device)
         labels = torch.zeros(batch, dtype=torch.long, device=plain.device) if a_label_a_row else tokens
         return Workload(kind, model, {"input_ids": tokens, **_labels(plain, labels)}, batch * length, not adapted)
@@ -143,7 +143,8 @@ def _labels(model: Any, labels: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"labels": labels} if "labels" in inspect.signature(model.forward).parameters else {}
 
 
-def _check_length(config: Any, length: int) -> None:
+def check_length(config: Any, length: int, what: str = "--length") -> None:
+    """Raise `OptionError` if a text is longer than a model takes. `what` names the flags that say how long it is."""
     most = getattr(config, "max_position_embeddings", None)
     if most is not None and length > most:
-        raise OptionError(f"--length {length}: the model has {most} positions (max_position_embeddings)")
+        raise OptionError(f"{what} {length}: the model has {most} positions (max_position_embeddings)")

@@ -81,13 +81,29 @@ def quantize(model: Any, kind: str) -> None:
 
     Raises `OptionError` if there are none, and if bitsandbytes, whose operations "nf4" is counted by, is not installed.
     """
+    _check_installed(kind)
+    adapted = [module for module in model.modules() if type(getattr(module, "base_layer", None)) is torch.nn.Linear]
+    _replace([(module, "base_layer") for module in adapted], kind)
+
+
+def quantize_linears(model: Any, kind: str) -> None:
+    """Replace all linear layers but the head, as transformers does. Raises as `quantize`."""
+    _check_installed(kind)
+    head = model.get_output_embeddings()
+    places = ((module, name) for module in model.modules() for name, part in module.named_children() if part is not head)
+    _replace([(module, name) for module, name in places if type(getattr(module, name)) is torch.nn.Linear], kind)
+
+
+def _replace(places: list[tuple[torch.nn.Module, str]], kind: str) -> None:
+    if not places:
+        raise OptionError(f"--base {kind}: the model has no layer of the class torch.nn.Linear that could be quantized")
+    for module, name in places:
+        setattr(module, name, QUANTIZED[kind](getattr(module, name)))
+
+
+def _check_installed(kind: str) -> None:
     if kind == "nf4":
         try:
             import bitsandbytes  # noqa: F401 - defines its operations
         except ImportError as error:
             raise OptionError("--base nf4 needs bitsandbytes, which is not installed: pip install bitsandbytes") from error
-    adapted = [module for module in model.modules() if type(getattr(module, "base_layer", None)) is torch.nn.Linear]
-    if not adapted:
-        raise OptionError(f"--base {kind}: the model has no layer of the class torch.nn.Linear that could be quantized")
-    for module in adapted:
-        module.base_layer = QUANTIZED[kind](module.base_layer)

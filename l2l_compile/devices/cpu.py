@@ -56,7 +56,9 @@ class CpuDevice(Counted):
         if count == 0:
             self.ledger.clear()
         if len(self.slabs) != count or not count:
-            self.slabs = [torch.empty(0, dtype=torch.uint8) for _ in range(count)]  # empty until `load_copies`: nothing else needs memory
+            self.slabs = [
+                torch.empty(0, dtype=torch.uint8) for _ in range(count)
+            ]  # empty until `load_copies`: nothing else needs memory
 
     def load_copies(self, slab: torch.Tensor, copies: Sequence[HostCopy], size: int) -> torch.Tensor:
         if slab.numel() < size:

@@ -141,7 +141,9 @@ class _SegmentMemory:
             (*copied, *own),
             on_wire=tuple((name, spec.dtype) for name, spec in copied),
             wire=sum(aligned(spec.bytes({})) for _, spec in copied),
-            own=tuple((name, _whole_pages(spec)) for name, spec in own if is_locked(spec, options, program.captured.grad_enabled)),
+            own=tuple(
+                (name, _whole_pages(spec)) for name, spec in own if is_locked(spec, options, program.captured.grad_enabled)
+            ),
             room=sum(_master_bytes(spec) for spec in trained if _is_widened(spec, options)),
             pushed=sum(_on_link(spec, options) for spec in trained),
         )

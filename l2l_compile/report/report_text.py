@@ -99,7 +99,13 @@ def _table(number: int, program: Program, notes: dict[str, int]) -> list[str]:
         members = [s for s in program.segments if s.block is block]
         names = members[0].name if len(members) == 1 else f"{members[0].name} … {members[-1].name}"
         rows.append(
-            (block.name, f"x{block.repeats}", format_bytes(members[0].parameter_bytes), names, _how(block, members[0], notes, not program.captured.grad_enabled))
+            (
+                block.name,
+                f"x{block.repeats}",
+                format_bytes(members[0].parameter_bytes),
+                names,
+                _how(block, members[0], notes, not program.captured.grad_enabled),
+            )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     widths[3] = max(min(widths[3], WIDTH - 2 * 5 - sum(widths) + widths[3]), _LONGEST_NAME)
@@ -113,7 +119,9 @@ def _table(number: int, program: Program, notes: dict[str, int]) -> list[str]:
 def _how(block: Block, segment: Any, notes: dict[str, int], is_most: bool) -> str:
     count = segment.micro_batches
     most = "up to " * (is_most and count > 1)
-    how = f"{most}{count} micro-batch" + "es" * (count != 1) if block.inner_looped else f"whole batch [{notes[block.reason or '']}]"
+    how = (
+        f"{most}{count} micro-batch" + "es" * (count != 1) if block.inner_looped else f"whole batch [{notes[block.reason or '']}]"
+    )
     return how + " *" * bool(block.summed_whole)
 
 

@@ -147,7 +147,7 @@ class ResidentWeights:
 
     def end(self, need: Need, sizes: Sequence[int]) -> None:
         """The call that began last has ended."""
-        if self._budget != 0 and (memory := self._device.memory()) is not None:
+        if self._budget != 0 and self._device.memory() is not None:
             taken = self._device.peak_bytes() - self._held_at_begin - self._added
             need.measured(sizes, max(0, taken), alone=not self._added)
 

@@ -26,7 +26,19 @@ class RuntimeValue:
     place        its memory, watched for races
     """
 
-    __slots__ = ("absent", "event", "in_flight", "lane", "place", "readers", "resident", "results", "slab", "tensors", "unfetched")
+    __slots__ = (
+        "absent",
+        "event",
+        "in_flight",
+        "lane",
+        "place",
+        "readers",
+        "resident",
+        "results",
+        "slab",
+        "tensors",
+        "unfetched",
+    )
 
     def __init__(self, tensors: list[torch.Tensor] | None = None, absent: bool = False, results: Sequence[RuntimeValue] = ()):
         self.tensors: Any = tensors  # None until its lane fills it, and after its release

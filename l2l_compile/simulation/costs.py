@@ -16,7 +16,16 @@ from l2l_compile.ir.values import Bindings, dim_of, evaluate
 from l2l_compile.simulation.machine import Machine
 
 aten = torch.ops.aten
-_FREE = (aten._unsafe_view, aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.detach, aten.alias)
+_FREE = (
+    aten._unsafe_view,
+    aten.empty,
+    aten.empty_like,
+    aten.new_empty,
+    aten.empty_strided,
+    aten.new_empty_strided,
+    aten.detach,
+    aten.alias,
+)
 _WRITTEN_ONLY = (aten.copy_, aten.fill_, aten.zero_)  # they do not read the operand that they write into
 
 _WRITTEN_IN_PART = (aten.index_copy_, aten.index_put_, aten.scatter_)  # they write the entries of their last operand

@@ -25,6 +25,7 @@ class Simulation:
     steady             whether the step took as long as the step before; if not, other steps may take another time
     ranks              the number of ranks that the model is sharded over; bytes, lanes and memory are of one rank
     tokens             tokens in the batch of a rank; None for a model that takes no tokens
+    trains             whether it is a training step; else a call without gradients
     """
 
     machine: Machine
@@ -35,6 +36,7 @@ class Simulation:
     steady: bool = True
     ranks: int = 1
     tokens: int | None = None
+    trains: bool = True
 
     @property
     def seconds(self) -> float:
@@ -65,7 +67,7 @@ class Simulation:
     def __str__(self) -> str:
         where = f"one of {self.ranks} ranks on {self.machine.name}" if self.ranks > 1 else self.machine.name
         rate = f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second is not None else ""
-        lines = [f"simulated on {where}: {self.seconds:.4g} s a step{rate}"]
+        lines = [f"simulated on {where}: {self.seconds:.4g} s a {'step' if self.trains else 'call'}{rate}"]
         if not self.steady:
             lines.append("  no two steps in a row took as long: this is the last one")
         for lane in AT_WORK:

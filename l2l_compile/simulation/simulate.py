@@ -1,4 +1,4 @@
-"""`simulate`: training steps of a model in virtual time, without the machine and without memory for the model."""
+"""`simulate`: steps of a model in virtual time, without the machine and without memory for the model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from l2l_compile.frontend.dynamo import adapter, watched_frames
 from l2l_compile.frontend.dynamo.meta_models import OnTheHost, on_the_host
 from l2l_compile.host.compiled_step.compiled_step import CompiledStep, why_not_compiled
 from l2l_compile.host.step.closures import check_needs_no_closure
-from l2l_compile.object_copies import copied, tensors_within
 from l2l_compile.host.step.torch_step import state_bytes_of_trial
 from l2l_compile.host.step.trial import check_layers_are_independent
 from l2l_compile.host.updates.overlapped import OverlappedUpdates
+from l2l_compile.object_copies import copied, tensors_within
 from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.session import Session
@@ -54,6 +54,9 @@ def simulate(
     blocks: str = "roofline",
 ) -> Callable[..., Simulation]:
     """`simulate(model, "h200", options)(**batch)`: a training step of a compiled model on a machine, in virtual time.
+
+    Under `torch.no_grad()`, a call without backward. An argument that the model writes into, such as an attention cache, is what the
+    call before it has left: a token of a text follows a token. The caller's own arguments stay as they are.
 
     model    a module or a function, compiled or not; its tensors may be on the meta device
     machine  the name of a machine that comes with the package, the path of a file that `measure_machine` wrote, or a `Machine`
@@ -86,7 +89,7 @@ def simulate(
         watched_frames.retry_skipped()
         try:
             with torch.random.fork_rng([]), on_the_host(plain, args, kwargs, all_fake=True) as call:
-                return _Training(plain, call, figures, division, chosen, state_bytes, loss or _loss_of, blocks).simulation()
+                return _Loop(plain, call, figures, division, chosen, state_bytes, loss or _loss_of, blocks).simulation()
         finally:
             watched_frames.retry_skipped()
 
@@ -115,8 +118,8 @@ def _state_bytes(options: Options) -> int | None:
     return None
 
 
-class _Training:
-    """A training loop on fake tensors. Made and used in fake mode."""
+class _Loop:
+    """A loop of training steps, or of calls without gradients, on fake tensors. Made and used in fake mode."""
 
     def __init__(
         self,
@@ -129,6 +132,7 @@ class _Training:
         loss: Loss,
         blocks: str,
     ):
+        self.trains = torch.is_grad_enabled()
         self.plain, self.call, self.machine, self.division, self.loss = plain, call, machine, division, loss
         self.optimizer = _on_fakes(options.optimizer, call.fake) if options.optimizer is not None else None
         self.options = dataclasses.replace(options, optimizer=self.optimizer)
@@ -151,7 +155,7 @@ class _Training:
         compiled = torch.compile(fresh_caller(), backend=_Simulator(self))
         times, clocks = [self.device.now()], self.device.clocks
         with self.division.in_virtual_time(clocks) if self.division is not None else nullcontext():
-            while len(times) <= _MOST_STEPS and not _is_steady(times):
+            while len(times) <= _MOST_STEPS and not self._is_steady(times):
                 self._start_peaks()
                 self._step(compiled)
                 times.append(self.device.now())
@@ -161,10 +165,15 @@ class _Training:
             self.session.stats,
             self.device.taken.peak,
             self.device.locked.peak,
-            _is_steady(times),
+            self._is_steady(times),
             self.division.ring.ranks if self.division is not None else 1,
             self._tokens(),
+            self.trains,
         )
+
+    def _is_steady(self, times: Sequence[float]) -> bool:
+        """Training steps are equal up to the rounding of clocks. Of calls without gradients, each may have a longer text."""
+        return _is_steady(times, 1e-6 if self.trains else 2e-3)
 
     def _tokens(self) -> int | None:
         """Tokens of the batch: the entries of the first integer tensor with two dimensions; None if there is none."""
@@ -178,7 +187,7 @@ class _Training:
 
     def _step(self, compiled: Callable) -> None:
         outputs = compiled(self.plain, *self.call.args, **self.call.kwargs)
-        if not torch.is_grad_enabled():
+        if not self.trains:
             return
         clocks = self.device.clocks
         clocks.label = "loss outside of the model"
@@ -203,10 +212,10 @@ class _Training:
         return [module for module in found if isinstance(module, torch.nn.Module)]
 
 
-def _is_steady(times: Sequence[float]) -> bool:
-    """Whether the last step took as long as the step before it, up to the rounding of clocks."""
+def _is_steady(times: Sequence[float], tolerance: float) -> bool:
+    """Whether the last step took as long as the step before it, up to a relative difference."""
     seconds = [after - before for before, after in itertools.pairwise(times)]
-    return len(seconds) > 1 and math.isclose(seconds[-1], seconds[-2], rel_tol=1e-6 if torch.is_grad_enabled() else 2e-3)
+    return len(seconds) > 1 and math.isclose(seconds[-1], seconds[-2], rel_tol=tolerance)
 
 
 class _Simulator:
@@ -215,13 +224,13 @@ class _Simulator:
     streams_layers = True  # `batch_marks.mark_batches` looks for this attribute
     __name__ = "l2l_simulate"
 
-    def __init__(self, training: _Training):
-        self.training = training
+    def __init__(self, loop: _Loop):
+        self.loop = loop
         self.skipped: list[watched_frames.SkippedFrame] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
-        runner = new_runner(gm, self.training.session)
-        charges = self.training.charges
+        runner = new_runner(gm, self.loop.session)
+        charges = self.loop.charges
         backward = runner.backward
 
         @functools.wraps(backward)

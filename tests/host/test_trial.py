@@ -19,12 +19,12 @@ from l2l_compile import L2LError
 from l2l_compile.host.compiled_step.compiled_step import CompiledStep
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.step.groups import Groups
-from l2l_compile.object_copies import copied, same, tensors_within
 from l2l_compile.host.step.small_copies import held_attributes, own_step
 from l2l_compile.host.step.torch_step import TorchStep, hyperparameters
 from l2l_compile.host.step.trial import check_layers_are_independent, check_steps_on_the_host
 from l2l_compile.host.wire import Wires
 from l2l_compile.memory.pages import unlocked
+from l2l_compile.object_copies import copied, same, tensors_within
 from models import Stack
 
 

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from l2l_compile.errors import L2LError
 from l2l_compile.host.compiled_step.formulas import COMPARISONS, IGNORED, formula_of
-from l2l_compile.object_copies import tensors_within
 from l2l_compile.host.step.sharded_state import own_state
 from l2l_compile.host.step.torch_step import Hyperparameters, left_by, shadow_of
+from l2l_compile.object_copies import tensors_within
 from l2l_compile.ranks.sharded import attributes, local
 
 

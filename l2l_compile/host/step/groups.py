@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from l2l_compile.object_copies import copied, same
 from l2l_compile.host.step.torch_step import Hyperparameters, hyperparameters
+from l2l_compile.object_copies import copied, same
 
 
 class Groups:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from l2l_compile.host.gradients import GradientMemory
-from l2l_compile.object_copies import copied, is_unchanging, tensors_within
 from l2l_compile.host.step.sharded_state import kept_state, own_state
 from l2l_compile.host.step.small_copies import Small, named_state, own_step, with_fresh_state
 from l2l_compile.memory.heap import apart_from_the_heap
+from l2l_compile.object_copies import copied, is_unchanging, tensors_within
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.sharded import attributes, is_sharded, local
 

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from l2l_compile.errors import L2LError
 from l2l_compile.host.step.closures import check_needs_no_closure, closure_needed, needs_a_closure
 from l2l_compile.host.step.groups import Groups, names_of_differences
-from l2l_compile.object_copies import copied, same
 from l2l_compile.host.step.sharded_state import check_shards_are_independent
 from l2l_compile.host.step.small_copies import (
     Small,
@@ -37,6 +36,7 @@ from l2l_compile.host.step.small_copies import (
     with_fresh_state,
 )
 from l2l_compile.host.step.torch_step import hyperparameters, step_on
+from l2l_compile.object_copies import copied, same
 from l2l_compile.param_groups import parameters_of
 
 _LAYER_BY_LAYER = "an update layer by layer"
