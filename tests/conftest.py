@@ -108,7 +108,7 @@ def as_many_micro_batches_as_given(request, monkeypatch):
     from l2l_compile.runtime import micro_batches
 
     if request.node.get_closest_marker("few_micro_batches") is None:
-        monkeypatch.setattr(micro_batches, "limit_of", lambda program, bindings: 1)
+        monkeypatch.setattr(micro_batches, "limit_of", lambda program: 1)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from l2l_compile.ir.segments import Segment, block_bindings
 from l2l_compile.ir.values import Bindings, TensorSpec
 from l2l_compile.lowering.lower import Lowering
 from l2l_compile.options import Options
-from l2l_compile.runtime.micro_batches import micro_batches_of
+from l2l_compile.runtime.micro_batches import MicroBatches
 from l2l_compile.runtime.slab import slab_bytes
 from l2l_compile.units import format_bytes
 
@@ -105,7 +105,7 @@ class _DryRun:
         self.program, self.options, self.lowering, self.slabs = program, options, lowering, slabs
         self.captured = program.captured
         rows = program.bindings.get(self.captured.batch, 1)
-        self.micro_batches = min(micro_batches_of(program, program.bindings, options, lowering), rows)
+        self.micro_batches = min(MicroBatches(program, options, lowering).of(program.bindings), rows)
         self.held: dict[fx.Node, _Held] = {}
         self.peak: Counter[str] = Counter()
         self.most: dict[tuple[str, str], int] = {}  # the most values of one kind and spec at once

@@ -118,7 +118,8 @@ def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeVal
     slab, kept = run.slabs.take(segment, may_stay=not fetched.sharded)  # ranks must gather the same weights
     result = RuntimeValue()
     result.slab, result.place = slab, run.slabs.places[slab]
-    result.unfetched = unread(run.step, node, run.segments) if kept is None else frozenset()
+    is_copied = kept is None and not run.device.is_host
+    result.unfetched = unread(run.step, node, run.segments) if is_copied else frozenset()
     if run.slabs.free[slab] is not None:
         run.device.lanes[Lane.H2D].wait(run.slabs.free[slab])
 
@@ -136,11 +137,13 @@ def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeVal
 
 def _resident(run: Executor, segment: Segment, weights: Sequence[torch.Tensor]) -> RuntimeValue | None:
     """The weights of a segment that stay on the device from call to call; None if these do not."""
-    step, device = run.step, run.device
-    if step.to_train or step.world is not None:
+    step, device, resident = run.step, run.device, run.step.engine.resident
+    if step.to_train or step.world is not None or not resident.is_used:
         return None
-    found, size = step.engine.resident.find(segment, weights), slab_bytes([segment], step.rows.bindings)
-    entry = found or step.engine.resident.admit(segment, weights, size)
+    found, size = resident.find(segment, weights), 0
+    if (entry := found) is None:
+        size = slab_bytes([segment], step.rows.bindings)
+        entry = resident.admit(segment, weights, size)
     if entry is None:
         return None
     result = RuntimeValue()
@@ -148,7 +151,7 @@ def _resident(run: Executor, segment: Segment, weights: Sequence[torch.Tensor]) 
 
     def work() -> None:
         if found is None:
-            entry.tensors = load(step, device, segment, device.set_apart(size), weights, frozenset())
+            entry.fill(load(step, device, segment, device.set_apart(size), weights, frozenset()), weights)
             device.hold(entry.tensors)
         else:
             step.stats.resident_bytes += bytes_of(entry.tensors)

@@ -85,26 +85,41 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 class Resident:
     """The weights of a segment on the device, from one call to the next.
 
-    tensors  filled by the lane that copies
     call     the last call that has used them
+    tensors  on the device
     """
 
-    weights: list[_Weight]
     bytes: int
     call: int
     tensors: list[torch.Tensor] = field(default_factory=list)
+    _weights: list[_Weight] = field(default_factory=list)
+
+    def fill(self, tensors: list[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+        """The lane that copies has copied the host's weights: updates that were put off are made by now."""
+        self.tensors, self._weights = tensors, [_Weight(weight) for weight in weights]
+
+    def is_still(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether the host's weights are those that were copied."""
+        return all(mine.is_still(weight) for mine, weight in zip(self._weights, weights, strict=True))
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether one of the host's weights has no memory any more."""
+        return any(weight.is_gone for weight in self._weights)
 
 
 class ResidentWeights:
     """The resident weights of one device. It is called while no lane works, but for `find` and `admit`.
 
     budget  the most bytes; None for what calls have left of the device
+    is_used whether any may stay
     bytes   of all that stay
     lost    bytes that were forgotten in the call that began last, since it failed
     """
 
     def __init__(self, device: Device, budget: int | None):
         self._device, self._budget = device, 0 if device.is_host else budget
+        self.is_used = self._budget != 0
         self._entries: dict[tuple, Resident] = {}
         self._uses: Counter[tuple] = Counter()
         self._call = self._room = self._added = self._held_at_begin = 0
@@ -115,9 +130,9 @@ class ResidentWeights:
     def begin(self, need: Need, sizes: Sequence[int], total: int) -> None:
         """A call of a program with `total` bytes of weights begins. From now on it is known how many more bytes may stay."""
         self._call, self._added, self._room, self._due, self.lost = self._call + 1, 0, 0, 0.0, 0
-        if self._budget == 0:
+        if not self.is_used:
             return
-        for key in [key for key, entry in self._entries.items() if any(weight.is_gone for weight in entry.weights)]:
+        for key in [key for key, entry in self._entries.items() if entry.is_gone]:
             self._evict(key)
         memory = self._device.memory()
         before = self.bytes
@@ -147,19 +162,17 @@ class ResidentWeights:
 
     def end(self, need: Need, sizes: Sequence[int]) -> None:
         """The call that began last has ended."""
-        if self._budget != 0 and self._device.memory() is not None:
+        if self.is_used and self._device.memory() is not None:
             taken = self._device.peak_bytes() - self._held_at_begin - self._added
             need.measured(sizes, max(0, taken), alone=not self._added)
 
     def find(self, segment: Segment, weights: Sequence[torch.Tensor]) -> Resident | None:
         """The resident weights of a segment, if there are some and the host's have not changed since."""
-        if self._budget == 0:
-            return None
         self._uses[key := _key(segment, weights)] += 1
         entry = self._entries.get(key)
         if entry is None:
             return None
-        if entry.call != self._call and not all(w.is_still(t) for w, t in zip(entry.weights, weights, strict=True)):
+        if entry.call != self._call and not entry.is_still(weights):
             self._evict(key)
             return None
         entry.call = self._call
@@ -167,7 +180,7 @@ class ResidentWeights:
 
     def admit(self, segment: Segment, weights: Sequence[torch.Tensor], size: int) -> Resident | None:
         """A place for the weights of a segment, which the caller fills; None if there is no room."""
-        if self._budget == 0 or not size:
+        if not size:
             return None
         key = _key(segment, weights)
         self._due += size * self._share
@@ -181,7 +194,7 @@ class ResidentWeights:
         self._room -= size
         self._added += size
         self.bytes += size
-        entry = self._entries[key] = Resident([_Weight(weight) for weight in weights], size, self._call)
+        entry = self._entries[key] = Resident(size, self._call)
         return entry
 
     def _make_room(self, key: tuple, size: int) -> None:

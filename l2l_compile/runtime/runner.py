@@ -23,7 +23,7 @@ from l2l_compile.runtime.call_arguments import Arguments
 from l2l_compile.runtime.executor import Executor
 from l2l_compile.runtime.instructions import instructions_of
 from l2l_compile.runtime.joint_forward import begin_together, collectives_of
-from l2l_compile.runtime.micro_batches import micro_batches_of
+from l2l_compile.runtime.micro_batches import MicroBatches
 from l2l_compile.runtime.outputs import Outputs
 from l2l_compile.runtime.resident_weights import Need
 from l2l_compile.runtime.rows import StepRows
@@ -76,6 +76,7 @@ class Runner:
         self._backwards = backwards
         self._bindings = program.bindings
         self._lowered: set[tuple] = set()  # sizes for which compilation has begun
+        self._micro_batches = MicroBatches(program, engine.options, engine.lowering)
         self._need = Need()
         self._weight_bytes = sum(slab_bytes([segment], self.captured.hints) for segment in program.segments)
         self._slab_bytes = slab_bytes(program.segments, self.captured.hints)
@@ -177,7 +178,7 @@ class Runner:
         captured, options = self.captured, self.engine.options
         read = self.arguments.read(arguments, to_train)
         bindings = captured.bindings(arguments)
-        rows = StepRows(bindings, captured.batch, micro_batches_of(self._program, bindings, options, self.engine.lowering))
+        rows = StepRows(bindings, captured.batch, self._micro_batches.of(bindings))
         step = Step(self.engine, read, arguments, captured.constants, rows, stats, runs, to_train, self.ranks)
         if self.ranks is not None:
             collectives = collectives_of(self._program.forward.graph, self._program.segments)

@@ -17,13 +17,13 @@ pytestmark = pytest.mark.few_micro_batches
 @pytest.fixture
 def runs(monkeypatch):
     """The numbers of micro-batches that calls had."""
-    found, chosen = [], micro_batches.micro_batches_of
+    found, chosen = [], micro_batches.MicroBatches.of
 
-    def noted(*arguments):
-        found.append(chosen(*arguments))
+    def noted(chooser, bindings):
+        found.append(chosen(chooser, bindings))
         return found[-1]
 
-    monkeypatch.setattr("l2l_compile.runtime.runner.micro_batches_of", noted)
+    monkeypatch.setattr(micro_batches.MicroBatches, "of", noted)
     return found
 
 
@@ -44,7 +44,7 @@ def test_a_small_batch_is_not_divided(runs):
 def test_a_layer_takes_no_more_than_the_limit(runs, monkeypatch, limit, expected):
     """The least power of two with which a part of what a layer takes fits, and not more than the option."""
     model, x = Stack(3).double(), rows(8)
-    monkeypatch.setattr(micro_batches, "limit_of", lambda program, bindings: 1 << 40)
+    monkeypatch.setattr(micro_batches, "limit_of", lambda program: 1 << 40)
     step = served(model, x)
     (program,) = l2l_compile.programs(step)
     lowering = session_of(step).lowering
@@ -53,7 +53,7 @@ def test_a_layer_takes_no_more_than_the_limit(runs, monkeypatch, limit, expected
         + sum(spec.bytes(program.bindings) for spec in (*s.block.values, *s.block.outputs))
         for s in program.segments
     )
-    monkeypatch.setattr(micro_batches, "limit_of", lambda program, bindings: int(limit * taken))
+    monkeypatch.setattr(micro_batches, "limit_of", lambda program: int(limit * taken))
     served(model, x)
     assert runs[1:] == [expected]
 
