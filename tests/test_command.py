@@ -20,6 +20,8 @@ from l2l_compile.options import Options
 from l2l_compile.simulation.machine import names
 from l2l_compile.units import parse_bytes
 
+pytestmark = pytest.mark.few_micro_batches
+
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -35,6 +35,8 @@ from l2l_compile.passes.pipeline import PIPELINE
 from l2l_compile.simulation.machine import Machine, names
 from l2l_compile.timeline import save_together
 
+pytestmark = pytest.mark.few_micro_batches
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -319,7 +321,7 @@ def test_commands_of_the_package_are_parsed(shown):
 
 
 @pytest.mark.slow
-@checks("docs/command.md: Llama-3-8B on a 24 GB card")
+@checks("docs/command.md: Llama-3-8B on a 24 GB card", "docs/generation.md: How long a text takes")
 def test_answers_about_a_card_are_those_of_the_command(shown, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     for asked, answer in zip(shown[::2], shown[1::2], strict=True):

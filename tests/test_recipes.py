@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from pathlib import Path
@@ -32,9 +33,16 @@ WAYS = {  # of training, as a row of the table begins
 }
 
 
+@functools.cache
+def asked_of(lora: int | None, base: str) -> Asked:
+    """Ways of training that differ in other settings alone are traced once."""
+    return Asked(str(ROOT / "examples" / "llama-3-8b.json"), Settings(batch=8, length=2048, lora=lora, base=base), MACHINE)
+
+
 def row_of(way: str, settings: Settings) -> str:
-    asked = Asked(str(ROOT / "examples" / "llama-3-8b.json"), settings, MACHINE)
-    fit, plain = Fit.of(asked.report, MACHINE), Plain.of(asked.report, asked.workload)
+    asked = asked_of(settings.lora, settings.base)
+    report = asked.report_of(settings)
+    fit, plain = Fit.of(report, MACHINE), Plain.of(report, asked.workload_of(settings))
     verdict = "does not fit"
     if fit.fits:
         step = asked.simulated(MACHINE, settings)

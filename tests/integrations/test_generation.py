@@ -9,6 +9,8 @@ import torch
 import transformers as T
 from transformers.cache_utils import DynamicCache, StaticCache
 
+import l2l_compile
+
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache:UserWarning")  # of Mamba
 T.logging.set_verbosity_error()
 
@@ -236,3 +238,16 @@ def test_changes_of_a_cache_between_tokens_are_seen(kind):
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4), change.__name__
         is_other = change not in (unchanged, copied, shared)
         assert torch.allclose(expected[:, :13], usual[:, :13]) != is_other, f"{change.__name__} does not do what it should"
+
+
+@pytest.mark.parametrize("kind", [llama, t5], ids=lambda build: build.__name__)
+def test_the_weights_of_a_text_cross_the_link_once(threaded, kind):
+    torch.manual_seed(0)
+    eager = kind().eval()
+    model = copy.deepcopy(eager)
+    model.compile(backend="l2l", options={"device": "cpu", "block_compiler": "eager", "micro_batches": 2, "resident": 1 << 30})
+    for rows in (4, 6):
+        inputs = prompt(kind, rows)
+        expected, found = (generated(each, inputs, "greedy", "dynamic") for each in (eager, model))
+        assert torch.equal(found, expected)
+        assert l2l_compile.stats(model).fetched_bytes == 0 < l2l_compile.stats(model).resident_bytes
