@@ -46,9 +46,13 @@ class Need:
         return known and all(size <= _GROWTH * before for size, before in zip(sizes, self.sizes, strict=True))
 
     def measured(self, sizes: Sequence[int], size: int, alone: bool) -> None:
-        """A call has taken `size` bytes; `alone` says whether no weights were added meanwhile."""
-        self.sizes = tuple(map(max, sizes, self.sizes)) if len(sizes) == len(self.sizes) else tuple(sizes)
-        self.bytes = size if alone or self.bytes is None else max(size, self.bytes)
+        """A call has taken `size` bytes; `alone` says whether no weights were added meanwhile.
+
+        What a smaller call takes says nothing about larger ones.
+        """
+        largest = tuple(map(max, sizes, self.sizes)) if len(sizes) == len(self.sizes) else tuple(sizes)
+        is_exact = self.bytes is None or (alone and largest == tuple(sizes))
+        self.sizes, self.bytes = largest, size if is_exact else max(size, self.bytes or 0)
 
 
 class _Weight:
@@ -214,9 +218,10 @@ class ResidentWeights:
         self._room += entry.bytes
 
     def clear(self) -> None:
-        """Free all."""
+        """Free all, and count uses anew."""
         for key in list(self._entries):
             self._evict(key)
+        self._uses.clear()
 
     def leave_more(self) -> None:
         """Memory ran out although it was measured: leave more of it from now on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -115,16 +116,19 @@ class Runner:
             engine.resident.clear()
         engine.kept_inputs.begin(to_train, engine.resident.bytes)
         step = self._begin(arguments, stats, runs, to_train)
+        ran_out = ""
         try:
             outputs, kept = self._run_forward(step)
         except torch.OutOfMemoryError as error:
             if not engine.resident.lost:
                 raise
-            step = self._without_residents(step, error)
-            outputs, kept = self._run_forward(step)
+            ran_out = str(error)
         except RuntimeError as error:
             self.arguments.check_dtypes(arguments, error)
             raise
+        if ran_out:  # the error is gone by now, and with it what its traceback has held of the device
+            step = self._without_residents(step, ran_out)
+            outputs, kept = self._run_forward(step)
         stats = step.stats
         device.accesses.read(step.place)
         for index, contents in step.writes.items():
@@ -144,9 +148,10 @@ class Runner:
             self.engine.resident.end(self._need, self._sizes_of(step))
         return outputs, kept
 
-    def _without_residents(self, step: Step, error: torch.OutOfMemoryError) -> Step:
+    def _without_residents(self, step: Step, error: str) -> Step:
         """The step once more, after weights that stay on the device left too little memory. Nothing was written yet."""
         resident = self.engine.resident
+        gc.collect()  # an error and its traceback may be a circle, which holds memory of the device
         resident.leave_more()
         warn(
             f"backend 'l2l': the device ran out of memory beside {format_bytes(resident.lost)} of weights that stay there, which are freed "

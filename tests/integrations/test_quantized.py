@@ -208,6 +208,20 @@ def test_weights_cross_the_link_as_they_are_stored(kind):
     assert stored < 0.45 * sum(p.nbytes for p in llama(6).parameters())
 
 
+@pytest.mark.slow(but=["nf4", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_weights_stay_on_the_device(threaded, kind):
+    model = adapted(llama, kind)
+    step = torch.compile(model, backend="l2l", options={**OPTIONS, "resident": 1 << 30})
+    for change in (0, 1):
+        for _ in range(2):
+            with torch.no_grad():
+                expected, found = (call(**batch()).logits for call in (model, step))
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert l2l_compile.stats(step).fetched_bytes == 0
+        model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj.lora_A.default").weight.data += change + 1
+
+
 @pytest.mark.slow(but=["at_step-int4", "in_forward-nf4", "in_backward-int8"])
 @pytest.mark.parametrize("kind", ["nf4", "int8", "int4"])
 @pytest.mark.parametrize("update", ["at_step", "in_backward", "in_forward"])

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -175,6 +176,16 @@ def test_larger_calls_are_measured_anew(bounded):
     assert serving.call(62).fetched_bytes == 0
 
 
+def test_a_smaller_call_says_nothing_about_larger_ones(bounded):
+    serving = Serving()
+    for count in (60, 60, 6, 6):
+        serving.call(count)
+    (runner,) = session_of(serving.step).runners
+    before = runner._need.bytes
+    serving.call(60)
+    assert runner._need.bytes == before
+
+
 def test_weights_make_room_for_calls_that_need_more(bounded):
     serving = Serving()
     for _ in range(3):
@@ -188,11 +199,15 @@ def test_weights_make_room_for_calls_that_need_more(bounded):
 def test_a_call_that_runs_out_of_memory_runs_again_without(threaded, monkeypatch):
     serving = Serving(resident=ALL)
     serving.call()
-    hold, left = ThreadedDevice.hold, [3]
+    hold, left, lost = ThreadedDevice.hold, [3], []
 
     def failing(device, tensors):
         left[0] -= 1
+        if left[0] == -1:
+            still = sum(tensor() is not None for tensor in lost)
+            assert still <= 8 < len(lost), "the second try needs this memory, but for what a thread has worked on last"
         if left[0] == 0:
+            lost.extend(weakref.ref(t) for entry in serving.resident._entries.values() for t in entry.tensors)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         hold(device, tensors)
 
