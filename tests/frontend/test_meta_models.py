@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import l2l_compile
 from models import Stack, rows
@@ -86,3 +86,37 @@ def test_training_says_what_a_model_on_meta_lacks():
         model = Stack(2)
     with pytest.raises(l2l_compile.DeviceError, match="is on meta, without values: .*to_empty"):
         torch.compile(model, backend="l2l", options=OPTIONS)(torch.empty(4, 5, device="meta"))
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("look", ["explain", "simulate"])
+def test_a_cache_stays_as_the_caller_has_filled_it(kind, device, look):
+    with torch.device(device), torch.no_grad():
+        model = llama().eval()
+        size = {"max_cache_len": 16} if kind is StaticCache else {}
+        cache = kind(config=model.config, **size)
+        ids = torch.ones(2, 5, dtype=torch.long)
+        model(ids, None, None, cache)
+    before = [(t, t._version, t.shape) for layer in cache.layers for t in (layer.keys, layer.values)]
+    run = l2l_compile.explain(model, OPTIONS) if look == "explain" else l2l_compile.simulate(model, "h200", {"micro_batches": 2})
+    with torch.no_grad():
+        found = run(ids[:, :1], None, None, cache)
+    if look == "explain":
+        assert "up to 2 micro-batches" in str(found)
+    else:
+        assert found.seconds > 0 and not found.trains and found.stats.pushed_bytes == 0
+    after = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+    assert all(
+        t is a and t._version == version and t.shape == shape for a, (t, version, shape) in zip(after, before, strict=True)
+    )
+
+
+def test_modules_among_the_arguments_are_not_copied():
+    teacher, student = Stack(2), Stack(2)
+
+    def distilled(x, model):
+        assert model is teacher
+        return (student(x) - model(x)).square().mean()
+
+    assert "micro-batches" in str(l2l_compile.explain(distilled, OPTIONS)(rows(4, dtype=torch.float32), teacher))

@@ -32,13 +32,14 @@ def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fak
 
     With `all_fake`, they replace all tensors that `_can_be_fake`.
 
-    Nothing changes if there are no meta tensors and `all_fake` is False. Afterwards, the module has its own tensors again.
+    All tensors stay as they are if there are no meta tensors and `all_fake` is False. Afterwards, the module has its own tensors
+    again. Objects among the arguments that hold tensors, such as attention caches, are copies: Dynamo writes new attributes into them.
     """
     module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
     chosen = _can_be_fake if all_fake else _is_meta
     places = list(_tensors_of(module, chosen)) if isinstance(module, torch.nn.Module) else []
     if not places and not all_fake and not any(map(chosen, tensors_within((args, kwargs)))):
-        yield OnTheHost(args, kwargs, lambda tensor: tensor)
+        yield OnTheHost(*_copies((args, kwargs), lambda tensor: tensor), lambda tensor: tensor)
         return
     made: dict[int, torch.Tensor] = {}  # by identity: a tensor that is in several places stays one tensor
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -51,20 +52,21 @@ def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fak
         try:
             for values, name, tensor in places:
                 values[name] = fake(tensor)
-            args, kwargs = _with_fakes((args, kwargs), fake)
-            yield OnTheHost(args, kwargs, fake)
+            yield OnTheHost(*_copies((args, kwargs), fake), fake)
         finally:
             for values, name, tensor in places:
                 values[name] = tensor
 
 
-def _with_fakes(arguments: Any, fake: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The arguments with a fake tensor for each tensor. Objects that hold tensors, such as attention caches, are copied."""
-    memo = {id(tensor): fake(tensor) for tensor in tensors_within(arguments)}
+def _copies(arguments: Any, other: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The arguments with `other(tensor)` in place of each tensor. Objects that hold tensors are copied, but for modules."""
+    held = list(objects_within(arguments))
+    modules = {id(value): value for value in held if isinstance(value, torch.nn.Module)}
+    memo = {id(value): other(value) for value in held if isinstance(value, torch.Tensor)} | modules
     made = tree_map(lambda leaf: leaf if is_unchanging(leaf) else copied(leaf, memo), arguments)
-    for holder in objects_within(tree_leaves(made)):
+    for holder in objects_within(tree_leaves(made), set(modules)):
         for name, value in getattr(holder, "__dict__", {}).items():
-            if value == _META:
+            if isinstance(value, torch.device) and value == _META:
                 setattr(holder, name, HOST)
     return made
 
