@@ -56,18 +56,20 @@ class KeptInputs:
                 self._held -= entries.pop(key).bytes
         return self._held
 
-    def begin(self, to_train: bool, resident: int) -> None:
-        """A call begins: from now on it is known how much it may keep. A call with gradients needs the memory for itself.
+    def begin(self, resident: int) -> None:
+        """A call without gradients begins, and has its slabs: from now on it is known how much it may keep.
 
         `resident` are the bytes of weights that stay: they make room. A fifth of the device is left to the calls themselves.
         """
-        if to_train:
-            for key in list(self._entries):
-                entry = self._entries.pop(key)
-                self.refuse(entry.contents, entry.bytes)
         memory, self._limit = self._device.memory(), self._budget
         if self._budget is None and memory is not None:
-            self._limit = self.bytes + max(0, memory.free + resident - memory.total // 5)
+            self._limit = self.bytes + memory.free + resident - memory.total // 5
+
+    def release(self) -> None:
+        """Free all: a call with gradients needs the memory for itself."""
+        for key in list(self._entries):
+            entry = self._entries.pop(key)
+            self.refuse(entry.contents, entry.bytes)
 
     def take(self, tensor: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor] | None:
         """The contents of the caller's tensor, in parts of these shapes; they leave this object.

@@ -1,7 +1,7 @@
 """Weights that stay on the device from call to call, in programs without backward. They cross the link once.
 
 Which weights stay is found out by measurement. The first call of a program keeps none, and shows how much memory it takes beside
-them. From the second call on, weights that fit into the rest stay. A call with larger sizes than before begins anew.
+them. From the second call on, weights that fit into the rest stay. For a call with larger sizes than before, more is left.
 
 A call reads all segments, each once, in the same order. So none makes room for another: the one that was used least lately is the
 one that the next call needs first. Segments that are used more often do make room: after a prompt, an encoder gives its place to
@@ -12,6 +12,7 @@ A call with gradients frees all: training needs the memory for itself, and chang
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +25,6 @@ from l2l_compile.devices.device import Device, DeviceMemory
 from l2l_compile.ir.segments import Segment
 
 _SAMPLED = 256  # entries of a weight
-_GROWTH = 1.1  # a call whose sizes are larger by this factor is unlike those before
 _SPARE, _LEAST_SPARE = 1 / 5, 1 / 64  # of the device's memory, for other code: without the option and with it
 _STEP = 1 / 16
 
@@ -40,10 +40,15 @@ class Need:
         self.sizes: tuple[int, ...] = ()
         self.bytes: int | None = None
 
-    def covers(self, sizes: Sequence[int]) -> bool:
-        """Whether a call with these sizes is like those that were measured."""
-        known = self.bytes is not None and len(sizes) == len(self.sizes)
-        return known and all(size <= _GROWTH * before for size, before in zip(sizes, self.sizes, strict=True))
+    def of(self, sizes: Sequence[int]) -> int | None:
+        """The most bytes that a call with these sizes takes; None if nothing is known.
+
+        Memory grows at most with the square of a size, as attention does.
+        """
+        if self.bytes is None or len(sizes) != len(self.sizes):
+            return None
+        growth = math.prod(max(1.0, size / max(1, before)) for size, before in zip(sizes, self.sizes, strict=True))
+        return int(self.bytes * growth**2)
 
     def measured(self, sizes: Sequence[int], size: int, alone: bool) -> None:
         """A call has taken `size` bytes; `alone` says whether no weights were added meanwhile.
@@ -140,11 +145,12 @@ class ResidentWeights:
             self._evict(key)
         memory = self._device.memory()
         before = self.bytes
-        if memory is not None and not need.covers(sizes):
+        needed = need.of(sizes)
+        if memory is not None and needed is None:
             self.clear()
-            self._room, need.bytes = 0, None
+            self._room = 0
         else:
-            self._room = self._room_beside(need, memory)
+            self._room = self._room_beside(needed or 0, memory)
             for key in reversed(list(self._entries)):
                 if self._room >= 0:
                     break
@@ -155,13 +161,12 @@ class ResidentWeights:
         if self.bytes < before:
             self._device.start_peak()
 
-    def _room_beside(self, need: Need, memory: DeviceMemory | None) -> int:
+    def _room_beside(self, needed: int, memory: DeviceMemory | None) -> int:
         of_budget = self._budget - self.bytes if self._budget is not None else None
         if memory is None:
             return of_budget or 0
-        assert need.bytes is not None
         spare = int(memory.total * ((_SPARE if self._budget is None else _LEAST_SPARE) + self._more_spare))
-        free = memory.free - need.bytes - spare
+        free = memory.free - needed - spare
         return free if of_budget is None else min(free, of_budget)
 
     def end(self, need: Need, sizes: Sequence[int]) -> None:

@@ -114,7 +114,7 @@ class Runner:
         device.start_peak()
         if to_train:
             engine.resident.clear()
-        engine.kept_inputs.begin(to_train, engine.resident.bytes)
+            engine.kept_inputs.release()
         step = self._begin(arguments, stats, runs, to_train)
         ran_out = ""
         try:
@@ -236,6 +236,7 @@ class Runner:
             with device.running(), ranges(device), torch.no_grad(), without_autocast(device.torch_device):
                 device.reserve_slabs(count, self._slab_bytes)
                 if not step.to_train:
+                    self.engine.kept_inputs.begin(self.engine.resident.bytes)
                     self.engine.resident.begin(self._need, self._sizes_of(step), self._weight_bytes)
                 instructions = instructions_of(graph, device.launches_first)
                 slabs = Slabs(device, step, count, instructions.fetches, keep)

@@ -166,11 +166,14 @@ def test_a_call_keeps_what_fits_beside_what_it_needs(bounded):
     assert stats.peak_device_bytes <= 0.81 * bounded.total
 
 
-def test_larger_calls_are_measured_anew(bounded):
+def test_weights_make_room_for_larger_calls(bounded):
+    """Ten times as many rows may need a hundred times the memory, until it is measured."""
     serving = Serving()
-    for _ in range(2):
+    bounded.total = 1 << 16
+    for _ in range(3):
         serving.call(6)
     assert serving.resident.bytes > 0
+    assert serving.call(7).fetched_bytes == 0
     assert serving.call(60).resident_bytes == 0
     assert serving.call(60).fetched_bytes == sum(sizes(serving.model))
     assert serving.call(62).fetched_bytes == 0

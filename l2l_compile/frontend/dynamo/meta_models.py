@@ -39,7 +39,8 @@ def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fak
     chosen = _can_be_fake if all_fake else _is_meta
     places = list(_tensors_of(module, chosen)) if isinstance(module, torch.nn.Module) else []
     if not places and not all_fake and not any(map(chosen, tensors_within((args, kwargs)))):
-        yield OnTheHost(*_copies((args, kwargs), lambda tensor: tensor), lambda tensor: tensor)
+        args, kwargs = _copies((args, kwargs), lambda tensor: tensor)
+        yield OnTheHost(args, kwargs, lambda tensor: tensor)
         return
     made: dict[int, torch.Tensor] = {}  # by identity: a tensor that is in several places stays one tensor
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -52,7 +53,8 @@ def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fak
         try:
             for values, name, tensor in places:
                 values[name] = fake(tensor)
-            yield OnTheHost(*_copies((args, kwargs), fake), fake)
+            args, kwargs = _copies((args, kwargs), fake)
+            yield OnTheHost(args, kwargs, fake)
         finally:
             for values, name, tensor in places:
                 values[name] = tensor
