@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from l2l_compile.devices.host import outside_inference_mode
+from l2l_compile.devices.host import is_host, outside_inference_mode
 from l2l_compile.dumps import log_artifact
 from l2l_compile.errors import L2LError, OptionError
 from l2l_compile.frontend.batch_dimension import try_other_batch_dimension
@@ -17,6 +17,7 @@ from l2l_compile.frontend.capture import capture
 from l2l_compile.frontend.dynamo import adapter, batch_marks, inference_marks, kept_programs, watched_frames
 from l2l_compile.frontend.dynamo.class_names import trace_methods_of_names
 from l2l_compile.frontend.dynamo.fake_operations import watch_fake_operations
+from l2l_compile.frontend.dynamo.readiness import refuse_packed
 from l2l_compile.frontend.rewrites.recurrent_stacks import sizes_of_stack
 from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.graph_modules import graph_module
@@ -64,8 +65,10 @@ def _check_call(backend: Any) -> None:
 
 def make_runner(gm: fx.GraphModule, session: Session) -> Runner:
     """Compile a captured graph for a session and register its program there."""
-    runner = new_runner(gm, session)
     local, others = adapter.modules_in_frame()
+    if not is_host(session.options.device):
+        refuse_packed([*local, *others])
+    runner = new_runner(gm, session)
     session.server.watch([*local, *others])
     session.ends_with(adapter.current_owner(), local or others)
     return runner

@@ -103,12 +103,14 @@ def launcher(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def as_many_micro_batches_as_given(request, monkeypatch):
+def as_many_micro_batches_as_given(request):
     """Calls of tiny models without gradients have as many micro-batches as with gradients, unless a test is marked `few_micro_batches`."""
     from l2l_compile.runtime import micro_batches
 
-    if request.node.get_closest_marker("few_micro_batches") is None:
-        monkeypatch.setattr(micro_batches, "limit_of", lambda program: 1)
+    with pytest.MonkeyPatch.context() as patched:  # not the fixture of the test, whose changes must end before other fixtures do
+        if request.node.get_closest_marker("few_micro_batches") is None:
+            patched.setattr(micro_batches, "limit_of", lambda program: 1)
+        yield
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch import nn
 
 import l2l_compile
 from l2l_compile import Machine
-from l2l_compile.command.asked import Settings
+from l2l_compile.command.asked import Asked, Settings
 from l2l_compile.command.main import main
 from l2l_compile.options import Options
 from l2l_compile.simulation.machine import names
@@ -336,7 +336,7 @@ def test_generate_counts_what_does_not_stay(config, capsys):
     assert "; 0 B stay on the device" in printed
     cached = 3 * 2 * 4 * 2 * 20 * 16 * 2  # layers, keys and values, rows, heads, entries, width, bytes
     up = re.search(rf"cache: {cached / 1024:.1f} KiB after half of the tokens, of which ([\d.]+) KiB go up", printed)
-    assert up is not None and cached < 1024 * float(up[1]) < 1.1 * cached
+    assert up is not None and cached < 1024 * float(up[1]) < 1.2 * cached
 
 
 def test_generate_says_when_memory_is_too_small(config, small_machine, capsys):
@@ -407,3 +407,10 @@ def test_generate_refuses_models_that_continue_no_text(tmp_path, capsys):
         assert re.search("takes no cache of keys|simulates models that continue a text", capsys.readouterr().err)
     assert main(["simulate", "test_command:function", "--generate", "4", "--machine", "h200"]) == 2
     assert "--generate needs a folder or a config.json" in capsys.readouterr().err
+
+
+def test_the_order_of_questions_does_not_change_the_answers(config):
+    late, early = (Asked(config(), Settings(batch=4, length=16)) for _ in range(2))
+    other = Settings(batch=4, length=16, update="in_backward")
+    early.report_of(other)
+    assert early.report.host_memory == late.report.host_memory != late.report_of(other).host_memory

@@ -93,15 +93,15 @@ class Asked:
     given: str
     settings: Settings
     machine: Machine | None = None
-    _traced: dict[tuple, tuple[Workload, Report]] = field(default_factory=dict)
+    _traced: dict[tuple, tuple[Settings, Workload, Report]] = field(default_factory=dict)
 
     @property
     def workload(self) -> Workload:
-        return self._trace(self.settings)[0]
+        return self._trace(self.settings)[1]
 
     def workload_of(self, settings: Settings) -> Workload:
         """The model of other settings, with the rows of these settings."""
-        workload = self._trace(settings)[0]
+        workload = self._trace(settings)[1]
         rows = settings.batch
         if rows is None or rows >= workload.rows:
             return workload
@@ -115,14 +115,15 @@ class Asked:
 
     def report_of(self, settings: Settings) -> Report:
         """The report of a step with other settings. Raises `OptionError` if they do not go together, or cannot be traced."""
-        workload, report = self._trace(settings)
-        if settings == self.settings:
+        traced, workload, report = self._trace(settings)
+        if settings == traced:
             return report
         rows = min(settings.batch, workload.rows) if settings.batch is not None else workload.rows
         options = Options.build({**settings.options(workload), "device": "cpu"})
         return report.streamed(options, rows if rows != workload.rows else None)
 
-    def _trace(self, settings: Settings) -> tuple[Workload, Report]:
+    def _trace(self, settings: Settings) -> tuple[Settings, Workload, Report]:
+        """The model and its report, and the settings of the report: those for which it was traced first."""
         splits = settings.micro_batches > 1
         batch = self.settings.batch if splits else settings.batch  # the number of rows is a symbol where rows are split
         key = (*(getattr(settings, name) for name in _TRACED), splits, batch)
@@ -133,7 +134,7 @@ class Asked:
                 report = workload.call(explain(workload.model, {**options, "device": "cpu"}))
             memory = replace(report.host_memory, parameters=workload.parameters)
             report = replace(report, tokens=workload.tokens, model=workload.name, host_memory=memory)
-            self._traced[key] = workload, report if self.machine is None else report.on(self.machine)
+            self._traced[key] = settings, workload, report if self.machine is None else report.on(self.machine)
         return self._traced[key]
 
     def simulated(self, machine: Machine, settings: Settings) -> Simulation:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from l2l_compile.devices.accelerator import Accelerator
-from l2l_compile.devices.device import DRAWING, DeviceKind, DeviceMemory, LaneQueue
+from l2l_compile.devices.device import DRAWING, DeviceKind, LaneQueue, MemoryState
 from l2l_compile.lanes import OF_DEVICE, Lane
 from l2l_compile.memory.pages import PinnedMemory, Pool
 
@@ -92,10 +92,10 @@ class CudaDevice(Accelerator):
                 check()
                 time.sleep(_LOOK)
 
-    def memory(self) -> DeviceMemory:
+    def memory(self) -> MemoryState:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         reserved, allocated = torch.cuda.memory_reserved(self.torch_device), torch.cuda.memory_allocated(self.torch_device)
-        return DeviceMemory(allocated, free + reserved - allocated, total)
+        return MemoryState(allocated, free + reserved - allocated, total)
 
     def start_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)

@@ -97,7 +97,7 @@ class HostCopy:
     pinned: bool
 
 
-class DeviceMemory(NamedTuple):
+class MemoryState(NamedTuple):
     """Bytes of a device: those that this process holds, those that it may still take, and all."""
 
     held: int
@@ -260,7 +260,7 @@ class Device(ABC):
     def peak_bytes(self) -> int:
         """Peak of device memory in bytes since `start_peak`."""
 
-    def memory(self) -> DeviceMemory | None:
+    def memory(self) -> MemoryState | None:
         """The memory of the device; None for a device without a bound of its own."""
         return None
 

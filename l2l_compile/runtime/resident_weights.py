@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from l2l_compile.devices.device import Device, DeviceMemory
+from l2l_compile.devices.device import Device, MemoryState
 from l2l_compile.ir.segments import Segment
 
 _SAMPLED = 256  # entries of a weight
@@ -29,7 +29,7 @@ _SPARE, _LEAST_SPARE = 1 / 5, 1 / 64  # of the device's memory, for other code: 
 _STEP = 1 / 16
 
 
-class Need:
+class MeasuredNeed:
     """What the calls of one program need of the device's memory beside resident weights.
 
     sizes   the largest sizes of its calls
@@ -136,7 +136,7 @@ class ResidentWeights:
         self._more_spare = 0.0
         self.bytes = self.lost = 0
 
-    def begin(self, need: Need, sizes: Sequence[int], total: int) -> None:
+    def begin(self, need: MeasuredNeed, sizes: Sequence[int], total: int) -> None:
         """A call of a program with `total` bytes of weights begins. From now on it is known how many more bytes may stay."""
         self._call, self._added, self._room, self._due, self.lost = self._call + 1, 0, 0, 0.0, 0
         if not self.is_used:
@@ -161,7 +161,7 @@ class ResidentWeights:
         if self.bytes < before:
             self._device.start_peak()
 
-    def _room_beside(self, needed: int, memory: DeviceMemory | None) -> int:
+    def _room_beside(self, needed: int, memory: MemoryState | None) -> int:
         of_budget = self._budget - self.bytes if self._budget is not None else None
         if memory is None:
             return of_budget or 0
@@ -169,7 +169,7 @@ class ResidentWeights:
         free = memory.free - needed - spare
         return free if of_budget is None else min(free, of_budget)
 
-    def end(self, need: Need, sizes: Sequence[int]) -> None:
+    def end(self, need: MeasuredNeed, sizes: Sequence[int]) -> None:
         """The call that began last has ended."""
         if self.is_used and self._device.memory() is not None:
             taken = self._device.peak_bytes() - self._held_at_begin - self._added

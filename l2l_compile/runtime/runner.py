@@ -26,7 +26,7 @@ from l2l_compile.runtime.instructions import instructions_of
 from l2l_compile.runtime.joint_forward import begin_together, collectives_of
 from l2l_compile.runtime.micro_batches import MicroBatches
 from l2l_compile.runtime.outputs import Outputs
-from l2l_compile.runtime.resident_weights import Need
+from l2l_compile.runtime.resident_weights import MeasuredNeed
 from l2l_compile.runtime.rows import StepRows
 from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.segment_run import lowerings
@@ -78,7 +78,7 @@ class Runner:
         self._bindings = program.bindings
         self._lowered: set[tuple] = set()  # sizes for which compilation has begun
         self._micro_batches = MicroBatches(program, engine.options, engine.lowering)
-        self._need = Need()
+        self._need = MeasuredNeed()
         self._weight_bytes = sum(slab_bytes([segment], self.captured.hints) for segment in program.segments)
         self._slab_bytes = slab_bytes(program.segments, self.captured.hints)
 
@@ -259,7 +259,7 @@ class Runner:
             finally:
                 self.engine.kept_inputs.clear()
                 self.engine.resident.forget()
-                self._need = Need()
+                self._need = MeasuredNeed()
                 self.engine.server.recover(step)
             raise
 

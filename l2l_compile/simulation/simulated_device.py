@@ -22,7 +22,7 @@ from torch import fx
 from l2l_compile.devices.accelerator import Accelerator
 from l2l_compile.devices.counted import Counted
 from l2l_compile.devices.cpu import CpuDevice
-from l2l_compile.devices.device import DeviceMemory, LaneQueue
+from l2l_compile.devices.device import LaneQueue, MemoryState
 from l2l_compile.devices.host import HOST
 from l2l_compile.devices.labels import label_of, label_of_micro_batch
 from l2l_compile.devices.ledger import Ledger
@@ -297,9 +297,9 @@ class SimulatedDevice(_InVirtualTime, Accelerator):
         if self.slabs is not before:
             self.ledger.reserve(self.slabs)
 
-    def memory(self) -> DeviceMemory:
+    def memory(self) -> MemoryState:
         held = self.ledger.all_held
-        return DeviceMemory(held, self.machine.device_room - held, int(self.machine.device_memory))
+        return MemoryState(held, self.machine.device_room - held, int(self.machine.device_memory))
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         return mark(torch.empty(shape, dtype=dtype))

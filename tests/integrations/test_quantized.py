@@ -208,6 +208,37 @@ def test_weights_cross_the_link_as_they_are_stored(kind):
     assert stored < 0.45 * sum(p.nbytes for p in llama(6).parameters())
 
 
+class Packing(bitsandbytes.nn.Linear4bit):
+    """A layer on a host with AVX512-BF16, which packs its weight when it first runs in eval mode."""
+
+    def __init__(self, *sizes, **settings):
+        super().__init__(*sizes, **settings)
+        self.support_avx512bf16_for_cpu = True
+
+
+@pytest.fixture
+def packing(monkeypatch):
+    monkeypatch.setattr(bitsandbytes.nn, "Linear4bit", Packing)
+
+
+def test_weights_are_not_packed_for_the_host(packing):
+    model = adapted(llama, "nf4").eval()
+    step = torch.compile(model, backend="l2l", fullgraph=True, options=OPTIONS)
+    _, found = gradients(model, step)
+    packed = [m for m in model.modules() if getattr(getattr(m, "weight", None), "quant_state", None) is not None]
+    assert found and packed and not any(getattr(m.weight.quant_state, "packing_format_for_cpu", False) for m in packed)
+
+
+def test_packed_weights_do_not_go_to_another_device(stand_in):
+    model = adapted(llama, "nf4").eval()
+    for module in model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.weight.quant_state.packing_format_for_cpu = True  # as after a call in eager
+    step = torch.compile(model, backend="l2l", options={**OPTIONS, "device": stand_in})
+    with pytest.raises(L2LError, match="'.*q_proj.base_layer' is packed for this host.*Load the model anew"):
+        step(**batch())
+
+
 @pytest.mark.slow(but=["nf4", "int8"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_weights_stay_on_the_device(threaded, kind):

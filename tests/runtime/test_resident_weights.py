@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import l2l_compile
-from l2l_compile.devices.device import DeviceMemory
+from l2l_compile.devices.device import MemoryState
 from l2l_compile.errors import OptionError
 from l2l_compile.memory.layout import aligned
-from l2l_compile.runtime.resident_weights import Need, ResidentWeights
+from l2l_compile.runtime.resident_weights import MeasuredNeed, ResidentWeights
 from l2l_compile.session import session_of
 from l2l_compile.testing.strict_device import ThreadedDevice
 from models import Stack, compiled, rows
@@ -64,7 +64,7 @@ def bounded(threaded, monkeypatch):
 
     def memory(device):
         held = device.ledger.all_held
-        return DeviceMemory(held, bounds.total - held, bounds.total)
+        return MemoryState(held, bounds.total - held, bounds.total)
 
     monkeypatch.setattr(ThreadedDevice, "memory", memory)
     return bounds
@@ -99,7 +99,7 @@ def test_segments_that_stay_are_spread_over_the_program(threaded):
     assert (True, True) not in itertools.pairwise(stays)
 
 
-def test_without_the_option_nothing_stays_on_a_device_without_bound(threaded):
+def test_by_default_a_device_without_bound_keeps_nothing(threaded):
     serving = Serving()
     assert [serving.call().fetched_bytes for _ in range(2)] == [sum(sizes(serving.model))] * 2
 
@@ -248,7 +248,7 @@ def test_weights_of_a_module_that_is_gone_are_freed(threaded):
 def test_weights_used_more_often_take_the_place_of_others(threaded):
     """An encoder runs once for each text, a decoder for each token."""
     device = ThreadedDevice(0.0, 0, None)
-    resident, need = ResidentWeights(device, 1000), Need()
+    resident, need = ResidentWeights(device, 1000), MeasuredNeed()
     segments = {name: [torch.zeros(100)] for name in ("encoder", "decoder")}
     segment = SimpleNamespace(block=SimpleNamespace(weights=[SimpleNamespace(dtype=torch.float32)]))
 

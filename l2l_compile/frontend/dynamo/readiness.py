@@ -41,8 +41,35 @@ def _check_module(module: nn.Module, is_run: bool) -> None:
             f"layer '{name}' is sharded by fully_shard, whose hooks gather weights outside of the graph: shard the plain model with "
             "l2l_compile.shard"
         )
+    _leave_unpacked(module)
     if is_run and (name := next((n for n, p in module.named_parameters() if p.device.type == "meta"), None)) is not None:
         raise without_values(f"parameter '{name}'")
+
+
+def _leave_unpacked(module: nn.Module) -> None:
+    """Have bitsandbytes leave its 4-bit weights as they are stored.
+
+    On a host with AVX512-BF16, a layer in eval mode writes them into a form of its own when it first runs. Dynamo cannot trace that,
+    and no device but this host could read them.
+    """
+    for layer in module.modules():
+        if layer.__dict__.get(_PACKS):
+            layer.__dict__[_PACKS] = False
+
+
+def refuse_packed(modules: Iterable[nn.Module]) -> None:
+    """Raise `L2LError` for weights that bitsandbytes has packed for the host, in a model whose layers run elsewhere."""
+    for module in modules:
+        for name, layer in module.named_modules():
+            state = getattr(layer._parameters.get("weight"), "quant_state", None)
+            if getattr(state, "packing_format_for_cpu", False):
+                raise L2LError(
+                    f"the weight of '{name}' is packed for this host, in a form that no other device can read: bitsandbytes did it when the "
+                    "model ran on the host in eval mode. Load the model anew, and call the compiled model first"
+                )
+
+
+_PACKS = "support_avx512bf16_for_cpu"  # an attribute of `Linear4bit` of bitsandbytes
 
 
 def _sharded_by_hooks(module: nn.Module) -> str | None:
