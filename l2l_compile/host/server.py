@@ -122,10 +122,7 @@ class ParameterServer:
         `ready` is called for one chunk of the wire after another, as soon as it is up to date.
         With update='at_step', every forward copies the wire again, so backward frees a wire whose memory gradients will take.
         """
-        owners = [step.given[i.owner] for i in segment.weights if i.kind == "parameter"]
-        self.updates.wait(owners)
-        if not self.options.delay:
-            self.device.accesses.read_parameters(owners)
+        self.await_updates(step, segment)
         key = _indices(segment)
         if key in step.host.last_fetches:
             step.host.last_fetches[key] -= 1
@@ -135,6 +132,13 @@ class ParameterServer:
         if self.device.pinned.budget != 0:  # else nothing is page-locked, as on the host
             self.device.lock([weights[i] for i in range(len(weights)) if i not in on_wire and self._is_locked(step, segment, i)])
         return wire, [weight for i, weight in enumerate(weights) if i not in on_wire]
+
+    def await_updates(self, step: Step, segment: Segment) -> None:
+        """Wait until a segment's parameters have the updates that belong to this forward."""
+        owners = [step.given[i.owner] for i in segment.weights if i.kind == "parameter"]
+        self.updates.wait(owners)
+        if not self.options.delay:
+            self.device.accesses.read_parameters(owners)
 
     def on_wire(self, step: Step, segment: Segment) -> list[int]:
         """Positions of the weights of a segment that cross the link on its wire."""

@@ -118,7 +118,7 @@ def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeVal
     slab, kept = run.slabs.take(segment, may_stay=not fetched.sharded)  # ranks must gather the same weights
     result = RuntimeValue()
     result.slab, result.place = slab, run.slabs.places[slab]
-    is_copied = kept is None and not run.device.is_host
+    is_copied = kept is None and (run.step.to_train or not run.device.is_host)
     result.unfetched = unread(run.step, node, run.segments) if is_copied else frozenset()
     if run.slabs.free[slab] is not None:
         run.device.lanes[Lane.H2D].wait(run.slabs.free[slab])
@@ -140,6 +140,7 @@ def _resident(run: Executor, segment: Segment, weights: Sequence[torch.Tensor]) 
     step, device, resident = run.step, run.device, run.step.engine.resident
     if step.to_train or step.world is not None or not resident.is_used:
         return None
+    step.engine.server.await_updates(step, segment)  # one that was put off would not show in the comparison yet
     found, size = resident.find(segment, weights), 0
     if (entry := found) is None:
         size = slab_bytes([segment], step.rows.bindings)

@@ -268,3 +268,55 @@ def test_weights_used_more_often_take_the_place_of_others(threaded):
 def test_the_option_is_a_number_of_bytes(size):
     with pytest.raises(OptionError, match="'resident' must be bytes"):
         compiled(Stack(2), resident=size)
+
+
+@pytest.mark.parametrize("options", [{}, {"update": "in_forward"}, {"update": "in_backward"}], ids=str)
+@pytest.mark.parametrize("compile_update", [True, False])
+def test_evaluations_in_the_middle_of_a_step_keep_no_old_weights(threaded, options, compile_update):
+    """The optimizer changes one row of a table, which a few entries do not show."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(999, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (plain, model)]
+    if options:
+        options = {**options, "optimizer": optimizers[1], "compile_update": compile_update}
+    step, x = compiled(model, resident=ALL, **options), torch.full((6, 1), 7)
+
+    def evaluated():
+        with torch.no_grad():
+            torch.testing.assert_close(step(x), plain(x), rtol=1e-5, atol=1e-6)
+
+    for _ in range(3):
+        losses = [call(x).square().mean() for call in (plain, step)]
+        if options.get("update") == "in_backward":  # its updates are made in backward, so that eager is behind
+            with torch.no_grad():
+                step(x)
+        else:
+            evaluated()
+        for loss in losses:
+            loss.backward()
+        if options.get("update") != "in_backward":
+            evaluated()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        evaluated()
+        evaluated()
+
+
+def test_with_delayed_updates_an_evaluation_has_the_newest_weights(threaded):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(999, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step, x = compiled(model, resident=ALL, optimizer=optimizer, update="in_forward", delay=1), torch.full((6, 1), 7)
+    for _ in range(4):
+        loss = step(x).square().mean()
+        for finish in (lambda: None, loss.backward, optimizer.step):
+            finish()
+            with torch.no_grad():
+                found = step(x)
+            l2l_compile.synchronize(step)
+            torch.testing.assert_close(found, model(x).detach(), rtol=1e-5, atol=1e-6)
+        optimizer.zero_grad()

@@ -74,7 +74,7 @@ def test_with_checks_everything_is_fetched():
     assert found[0] == found[1]
 
 
-def test_code_that_reads_what_was_not_fetched_is_not_run(threaded, monkeypatch):
+def test_code_that_reads_what_was_not_fetched_is_not_run(monkeypatch):
     """Known to the fetch as unread, and read after all: never with wrong numbers."""
     step, x = compiled(Stack(2)), rows(4, dtype=torch.float32)
     step(x).sum().backward()
