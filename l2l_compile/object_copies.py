@@ -1,4 +1,4 @@
-"""Deep copies of the values that an optimizer holds, and whether two of them are equal.
+"""Deep copies of what a step may change, such as an optimizer's state or an attention cache, and whether two of them are equal.
 
 Values are of any type: tensors, numbers, containers, objects with attributes, functions with variables of their own.
 """

@@ -354,15 +354,9 @@ def test_generate_takes_other_formats_of_weights(config, base, capsys):
 
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 def test_generate_simulates_other_models(tmp_path, cache, capsys):
-    kind = {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 64,
-    }
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 256, **kind}))
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 256}
+    kind = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(kind))
     asked = [
         "simulate",
         str(tmp_path),

@@ -27,7 +27,6 @@ _FREE = (
     aten.alias,
 )
 _WRITTEN_ONLY = (aten.copy_, aten.fill_, aten.zero_)  # they do not read the operand that they write into
-
 _WRITTEN_IN_PART = (aten.index_copy_, aten.index_put_, aten.scatter_)  # they write the entries of their last operand
 
 
