@@ -271,7 +271,7 @@ CASES = [
         training,
         {
             "host.updates.in_forward.UpdatesInForward.wait: ticket.wait()": "host",
-            "host.server.ParameterServer.load: self.updates.wait(owners)": "host",
+            "host.server.ParameterServer.await_updates: self.updates.wait(owners)": "host",
             "host.updates.overlapped.OverlappedUpdates.begin_own_step: self.synchronize()": "host",
             "host.server.ParameterServer.synchronize: self.updates.synchronize()": "host",
             "host.updates.overlapped.OverlappedUpdates.synchronize: self._drain()": "host",

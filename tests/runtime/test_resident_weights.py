@@ -272,7 +272,7 @@ def test_the_option_is_a_number_of_bytes(size):
 
 @pytest.mark.parametrize("options", [{}, {"update": "in_forward"}, {"update": "in_backward"}], ids=str)
 @pytest.mark.parametrize("compile_update", [True, False])
-def test_evaluations_in_the_middle_of_a_step_keep_no_old_weights(threaded, options, compile_update):
+def test_evaluations_within_a_step_keep_no_old_weights(threaded, options, compile_update):
     """The optimizer changes one row of a table, which a few entries do not show."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -305,7 +305,7 @@ def test_evaluations_in_the_middle_of_a_step_keep_no_old_weights(threaded, optio
         evaluated()
 
 
-def test_with_delayed_updates_an_evaluation_has_the_newest_weights(threaded):
+def test_evaluations_beside_delayed_updates_are_of_the_newest(threaded):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(999, 8), nn.Linear(8, 8), nn.Linear(8, 3))
