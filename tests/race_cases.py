@@ -74,6 +74,17 @@ class WithBuffer(nn.Module):
         return self.stack(x) * self.count
 
 
+class Growing(Stack):
+    """Returns what it is given with one more entry."""
+
+    def __init__(self):
+        super().__init__(3)
+
+    def forward(self, x, cache=None):
+        made = super().forward(x)
+        return made if cache is None else torch.cat([cache, made[:, None]], 1)
+
+
 class Pausing(torch.optim.SGD):
     """Once it has written the weights in front of the layers of `TwoWays`, it takes its time."""
 
@@ -203,6 +214,11 @@ def an_output_is_held(step, optimizer):
     del held
 
 
+def a_cache_grows(step, optimizer):
+    with torch.no_grad():
+        read.append(step(batch(0), torch.ones(6, 4, 3, dtype=torch.float64)))
+
+
 read: list[torch.Tensor] = []  # what a run of a case has read on its way
 
 
@@ -258,6 +274,12 @@ CASES = [
         one_step,
         {"runtime.runner.Runner._run: device.synchronize()": "d2h"},
         model=lambda: WithBuffer().double(),
+    ),
+    Case(
+        "a cache",
+        a_cache_grows,
+        {"runtime.outputs.Outputs._part: device.wait_on_host(value.event)": "d2h"},
+        model=lambda: Growing().double(),
     ),
     Case("several forwards", four_forwards, {"runtime.stashes.Stashes._move: self.device.synchronize()": "d2h h2d"}),
     Case(

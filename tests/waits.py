@@ -10,7 +10,7 @@ import types
 from dataclasses import dataclass, field
 
 MODULES = (
-    "runtime.executor", "runtime.overlapped_copies", "runtime.stashes", "runtime.runner", "runtime.segment_run",
+    "runtime.executor", "runtime.overlapped_copies", "runtime.stashes", "runtime.runner", "runtime.outputs", "runtime.segment_run",
     "host.server", "host.updates.overlapped", "host.updates.other_models", "host.updates.in_forward", "host.updates.in_backward",
     "host.updates.delayed", "host.double_buffer",
 )  # fmt: skip

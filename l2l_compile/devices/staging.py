@@ -13,7 +13,7 @@ from l2l_compile.memory.layout import aligned
 from l2l_compile.memory.pages import PinnedMemory
 
 _SLOTS = 4
-_EDGES = 64  # slots of a page: a fetch of several layers does not wait for one
+_EDGES = 1024  # slots of a page: the fetches of a whole pass over dozens of layers do not wait for one
 _SLOT_BYTES = 8 << 20  # enough that a copy takes longer than its call
 
 
@@ -41,7 +41,7 @@ class Staging:
         self._begin(_SLOTS, ring_bytes(memory.budget) // _SLOTS)
 
     def _begin(self, slots: int, size: int) -> None:
-        self._slots = [self._memory.take(size, "the staging ring")[0] for _ in range(slots)]
+        self._slots = list(self._memory.take(slots * size, "the staging ring")[0].view(slots, size))
         self._events: list[Any] = [None] * slots  # of the last copy out of each slot that is full
         self._slot = self._filled = 0  # the slot that is being filled, and how many bytes of it are
 

@@ -6,7 +6,7 @@ them for its own use. Only `new` crosses the link, and the host repeats the oper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,19 +47,24 @@ class Replay:
 
     def reads(self) -> set[int]:
         """The indices of the arguments that it reads."""
-        found: set[int] = set()
+        return {operand.index for operand in self._operands() if isinstance(operand, Given)}
+
+    def made(self) -> list[int]:
+        """The positions of the results of the program that it reads."""
+        return sorted({operand.position for operand in self._operands() if isinstance(operand, Made)})
+
+    def _operands(self) -> list:
+        """The operands, and those of replays among them."""
+        found: list = []
 
         def look(operand: Any) -> Any:
-            if isinstance(operand, Given):
-                found.add(operand.index)
-            elif isinstance(operand, Replay):
-                found.update(operand.reads())
+            found.extend(operand._operands() if isinstance(operand, Replay) else [operand])
             return operand
 
         fx.node.map_aggregate((self.args, self.kwargs), look)
         return found
 
-    def run(self, arguments: Sequence, made: Sequence, bindings: Bindings) -> torch.Tensor:
+    def run(self, arguments: Sequence, made: Sequence | Mapping[int, torch.Tensor], bindings: Bindings) -> torch.Tensor:
         """The result, for the arguments of a call, the results of the program and the sizes."""
 
         def value(operand: Any) -> Any:

@@ -17,6 +17,7 @@ from l2l_compile.ir.program import Program
 from l2l_compile.ir.values import TensorSpec, dim_of, evaluate
 from l2l_compile.memory.address import memory_of
 from l2l_compile.runtime.runtime_value import RuntimeValue
+from l2l_compile.runtime.step import Step
 
 
 class Outputs:
@@ -72,12 +73,31 @@ class Outputs:
         made = [t.clone() if memory_of(t) in kept_memory else device.handed_over(t) for t in made]
         return [_no_view(_laid_out(t, self._layouts.get(position))) for position, t in zip(self._made, made, strict=True)]
 
-    def complete(
-        self, made: Sequence[torch.Tensor], arguments: Sequence, there: Mapping[int, torch.Tensor] = MappingProxyType({})
-    ) -> list:
-        """All outputs of a call. Arguments that the model writes into with a gradient get their new contents here.
+    def replay(self, step: Step, device: Device, results: tuple[Sequence[RuntimeValue], ...]) -> None:
+        """Make the outputs that the host makes itself, each as soon as its parts are on the host: lanes may still work."""
+        values, parts = results[0], self.captured.parts.outputs
+        if device.is_host:
+            whole = {i: value.tensors for (node, i), (value, _) in step.keeps.items() if node is nodes.keep_output}
+            step.replayed = {i: tensors[0].detach() for i, tensors in whole.items() if len(tensors) == 1}
+        for position in [position for position in parts if position not in step.replayed]:
+            there = {part: self._part(values[part], part, step, device) for part in parts[position].made()}
+            step.replayed[position] = parts[position].run(step.given, there, step.rows.bindings)
 
-        `there` has outputs, by position, that the host need not make although it could.
+    def _part(self, value: RuntimeValue | None, position: int, step: Step, device: Device) -> Any:
+        """A result that the host needs for a replay."""
+        node = self._nodes[position]
+        if value is None:
+            return self._not_made(node, step.given)
+        if value.event is not None:
+            device.wait_on_host(value.event)
+        device.accesses.read(value.place)
+        return _joined(value, self.captured.specs[node])
+
+    def complete(
+        self, made: Sequence[torch.Tensor], arguments: Sequence, replayed: Mapping[int, torch.Tensor] = MappingProxyType({})
+    ) -> list:
+        """All outputs of a call, with those of `replay`. Arguments that the model writes into get their new contents here, if these
+        have a gradient or if the host makes them itself.
         """
         outputs = [
             self._not_made(node, arguments) if source is None else made[source]
@@ -87,24 +107,22 @@ class Outputs:
             arguments[index].copy_(outputs.pop())  # recorded by autograd: gradients of later readers of the argument lead here
         for position, spec in self.captured.dropped.items():
             outputs[position] = torch.empty(spec.sizes(self.captured.bindings(arguments)), dtype=spec.dtype, device="meta")
-        self._replay(outputs, arguments, there)
+        if self.captured.parts:
+            for position, output in replayed.items():
+                outputs[position] = output
+            self._write(outputs, arguments)
+            del outputs[self.captured.parts.count :]  # made for the host alone
         if self.captured.views:
             self.captured.fill_views(outputs, arguments, self.captured.bindings(arguments))
         return outputs
 
-    def _replay(self, outputs: list, arguments: Sequence, there: Mapping[int, torch.Tensor]) -> None:
-        """Make the outputs and the writes that the host makes itself, and drop the outputs that were made for them."""
-        parts, bindings = self.captured.parts, self.captured.bindings(arguments)
-        if not parts:
-            return
-        with torch.no_grad():
-            for position, replay in parts.outputs.items():
-                outputs[position] = there[position] if position in there else replay.run(arguments, outputs, bindings)
-            for index, writes in parts.writes.items():
-                with torch.inference_mode(arguments[index].is_inference()):
-                    for write in writes:
-                        write.run(arguments, outputs, bindings)
-        del outputs[parts.count :]
+    def _write(self, outputs: list, arguments: Sequence) -> None:
+        """The writes into arguments that the host makes itself."""
+        bindings = self.captured.bindings(arguments)
+        for index, writes in self.captured.parts.writes.items():
+            with torch.no_grad(), torch.inference_mode(arguments[index].is_inference()):
+                for write in writes:
+                    write.run(arguments, outputs, bindings)
 
     def _not_made(self, node: Any, arguments: Sequence) -> Any:
         """An output that no segment makes: an argument as it came, a size, a constant; a placeholder for one that the host makes."""

@@ -50,12 +50,13 @@ class OutputStream:
             d2h.wait(made)
 
         def work() -> None:
-            self.device.accesses.read(self._on_device[micro_batch].place)
-            for output in self.outputs:
+            on_device = self._on_device[micro_batch]
+            self.device.accesses.read(on_device.place)
+            on_device.tensors = [output.tensors[micro_batch] for output in self.outputs]
+            for output, tensor in zip(self.outputs, on_device.tensors, strict=True):
                 self.device.accesses.write(output.place)
-                on_host = self.device.download(output.tensors[micro_batch])
+                output.tensors[micro_batch] = on_host = self.device.download(tensor)
                 self.step.stats.offloaded_bytes += bytes_of([on_host])
-                output.tensors[micro_batch] = (output.tensors[micro_batch], on_host)
 
         d2h.run(work)
         return d2h.record()
@@ -67,9 +68,8 @@ class OutputStream:
 
         def work() -> None:
             self.device.accesses.write(self._on_device[micro_batch].place)
-            for output in self.outputs:
-                on_device, output.tensors[micro_batch] = output.tensors[micro_batch]
-                self.device.free([on_device])
+            self.device.free(self._on_device[micro_batch].tensors)
+            self._on_device[micro_batch].tensors = None
 
         compute.run(work)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -143,7 +144,9 @@ class Runner:
 
     def _run_forward(self, step: Step) -> tuple[Sequence[RuntimeValue], Sequence[RuntimeValue]]:
         """The outputs and the stashes of the forward graph, on the host."""
-        outputs, kept, _ = self._run(self._program.forward.graph, step, self.arguments.values(step.arguments), step.to_train)
+        inputs = self.arguments.values(step.arguments)
+        replay = functools.partial(self.outputs.replay, step, self.engine.device)
+        outputs, kept, _ = self._run(self._program.forward.graph, step, inputs, step.to_train, meanwhile=replay)
         if not step.to_train:
             self.engine.resident.end(self._need, self._sizes_of(step))
         return outputs, kept
@@ -165,11 +168,8 @@ class Runner:
     def _completed(self, step: Step, made: Sequence[torch.Tensor], arguments: Sequence) -> list:
         """All outputs of a call without gradients. Keeps on the device what the next call may read: its tensors are known now."""
         kept = self.engine.kept_inputs
-        whole = {index: value.tensors for (node, index), (value, _) in step.keeps.items() if node is nodes.keep_output}
-        is_there = self.engine.device.is_host
-        there = {index: tensors[0].detach() for index, tensors in whole.items() if is_there and len(tensors) == 1}
         try:
-            outputs = self.outputs.complete(made, arguments, there)
+            outputs = self.outputs.complete(made, arguments, step.replayed)
         except BaseException:
             for value, size in step.keeps.values():
                 kept.refuse(value.tensors, size)
@@ -228,8 +228,18 @@ class Runner:
         stats.peak_device_bytes = max(stats.peak_device_bytes, device.peak_bytes())
         return found
 
-    def _run(self, graph: fx.Graph, step: Step, inputs: Sequence[RuntimeValue], keep: bool = False) -> Any:
-        """Run a graph; with `keep`, its last weights stay in their slabs for the backward of the step."""
+    def _run(
+        self,
+        graph: fx.Graph,
+        step: Step,
+        inputs: Sequence[RuntimeValue],
+        keep: bool = False,
+        meanwhile: Callable[[Any], None] = lambda result: None,
+    ) -> Any:
+        """Run a graph; with `keep`, its last weights stay in their slabs for the backward of the step.
+
+        `meanwhile` is what the caller does with the result while lanes still fill it.
+        """
         device, segments = self.engine.device, self._program.segments
         count = min(self.engine.options.prefetch, 2 * len(segments)) + 1  # a graph has no more fetches
         try:
@@ -243,6 +253,7 @@ class Runner:
                 result = Executor(device, step, segments, slabs).run(instructions, inputs)
                 if not keep:
                     slabs.end()
+                self._meanwhile(meanwhile, result)
                 if step.world is not None:
                     device.await_ranks(step.world.check)
                 device.synchronize()
@@ -261,6 +272,13 @@ class Runner:
                 self.engine.resident.forget()
                 self._need = MeasuredNeed()
                 self.engine.server.recover(step)
+            raise
+
+    def _meanwhile(self, work: Callable[[Any], None], result: Any) -> None:
+        try:
+            work(result)
+        except Exception:
+            self.engine.device.synchronize()  # raises the error of a lane, which may be the cause
             raise
 
 

@@ -139,6 +139,7 @@ class Step:
     world      the ranks that run the program together; None for one
     seed       the number that all random draws derive from; None until something is random
     writes     new contents of buffers and other inputs, by index; `place` is watched for races
+    replayed   outputs that the host has made itself, by position
     keeps      what stays on the device for the next call, by node and by the index of the input or output, with its bytes
     """
 
@@ -154,6 +155,7 @@ class Step:
     seed: int | None = None
     writes: dict[int, torch.Tensor] = field(default_factory=dict)
     place: Place = field(default_factory=lambda: Place("new contents of a buffer"))
+    replayed: dict[int, torch.Tensor] = field(default_factory=dict)
     keeps: dict[tuple[Callable, int], tuple[RuntimeValue, int]] = field(default_factory=dict)
     host: HostRecord = field(default_factory=HostRecord)
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 import l2l_compile
 from l2l_compile.errors import OptionError
 from l2l_compile.session import session_of
+from l2l_compile.testing.strict_device import ThreadedDevice
 from models import WIDTH
 
 LAYERS, BATCH, FLOAT = 3, 4, 8  # bytes of a float64
@@ -217,6 +218,19 @@ def test_a_failed_call_leaves_no_cache_behind(threaded):
     broken.data = kept
     assert decoding.token().restored_bytes <= ROW + FLOAT + 2 * LAYERS * 7 * ROW
     assert session.kept_inputs.bytes == 2 * LAYERS * 8 * ROW
+
+
+def test_a_copy_that_fails_is_named_and_not_the_join(threaded, monkeypatch):
+    decoding = Decoding()
+    decoding.tokens(2)
+
+    def fails(self, tensor):
+        raise OSError("on purpose")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="on purpose"), torch.no_grad():
+        patch.setattr(ThreadedDevice, "download", fails)
+        decoding.step(drawn(1, WIDTH), decoding.caches[1], decoding.position)
+    decoding.tokens(2)
 
 
 @pytest.mark.parametrize("cache", [None, 2 * 8 * ROW])

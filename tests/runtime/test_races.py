@@ -24,6 +24,7 @@ ELSEWHERE = {
     "runtime.executor.Executor.submit_comm: self.device.lanes[Lane.COMM].wait(released)": "tests/ranks/test_memory_taken_again.py",
 }
 NO_RACE = {
+    "runtime.runner.Runner._meanwhile: self.engine.device.synchronize()": "raises what failed on a lane",
     "host.server.ParameterServer.collect: self._in_flight.popleft().last.wait()": "bounds the memory of gradients",
     "host.updates.in_forward.UpdatesInForward.wait: super().wait(parameters)": "raises what failed, and waits for nothing",
 }

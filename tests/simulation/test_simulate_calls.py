@@ -91,3 +91,22 @@ def test_the_weights_of_a_large_model_stay_as_far_as_they_fit():
         assert stats.peak_device_bytes <= 0.81 * machine.device_memory
     assert found[0.25].stats.resident_bytes < found[0.5].stats.resident_bytes < found[4.0].stats.resident_bytes == total
     assert found[4.0].seconds < found[0.5].seconds < found[0.25].seconds
+
+
+def test_the_host_joins_a_cache_while_the_device_works():
+    """A join that takes half as long as the device's own work adds little to it."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 64}
+    machine = replace(MACHINE, host_bandwidth=1e18, node=0.0, micro_batch=0.0, launch=0.0)
+    with torch.device("meta"), torch.no_grad():
+        model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+        cache = cache_of(model, "dynamic")
+        model(torch.ones(64, 512, dtype=torch.long), None, None, cache)
+
+    def seconds(machine):
+        with torch.no_grad():
+            token = torch.ones(64, 1, dtype=torch.long)
+            return simulate(model, machine, {"micro_batches": 1, "resident": 0})(token, None, None, cache).seconds
+
+    moved = 2 * sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+    alone = seconds(machine)
+    assert seconds(replace(machine, host_bandwidth=2 * moved / alone)) < 1.2 * alone
