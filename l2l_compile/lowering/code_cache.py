@@ -7,6 +7,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import fx
@@ -166,21 +167,31 @@ def most_bytes(taken: Sequence[tuple[Dim, int, int]], bindings: Bindings) -> int
     return max(itertools.accumulate(change), default=0)
 
 
-class Store:
+class Guarded(Protocol):
+    """What is valid for the sizes for which its guards hold."""
+
+    @property
+    def guards(self) -> Guards: ...
+
+
+Kept = TypeVar("Kept", bound=Guarded)
+
+
+class Store(Generic[Kept]):
     """The codes of this process by fingerprint, the most recently used last. At most `size` codes are kept."""
 
     def __init__(self, size: int):
         self._size, self._count = size, 0  # a separate count: a walk over the dictionary would hash every fingerprint
-        self._codes: OrderedDict[tuple, list[Code]] = OrderedDict()
+        self._codes: OrderedDict[tuple, list[Kept]] = OrderedDict()
 
-    def find(self, key: tuple, sizes: Sequence[int]) -> Code | None:
+    def find(self, key: tuple, sizes: Sequence[int]) -> Kept | None:
         """A code for a block with this fingerprint at these sizes, if there is one."""
         found = next((code for code in self._codes.get(key, ()) if code.guards.hold(sizes)), None)
         if found is not None:
             self._codes.move_to_end(key)
         return found
 
-    def add(self, key: tuple, code: Code) -> None:
+    def add(self, key: tuple, code: Kept) -> None:
         """Keep a code."""
         self._codes.setdefault(key, []).append(code)
         self._codes.move_to_end(key)
@@ -194,4 +205,4 @@ class Store:
         self._count = 0
 
 
-store = Store(1024)
+store: Store[Code] = Store(1024)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import sympy
@@ -67,7 +68,7 @@ Request = tuple[Block, Bindings, str, tuple[bool, ...]]  # block, sizes, "forwar
 
 
 @dataclass(frozen=True)
-class _Key:
+class LoweringKey:
     """The key of a lowering.
 
     exact    the fingerprint of the block, and how it is lowered
@@ -82,7 +83,7 @@ class _Key:
 
 
 @dataclass(eq=False)
-class _Waiting:
+class Waiting:
     """A trace that waits for its compilation, which may have begun."""
 
     block: Block
@@ -98,7 +99,7 @@ class Lowering:
         self.device, self.block_compiler = device, block_compiler
         self._done: dict[tuple, Lowered] = {}
         self._with_floats: dict[tuple, tuple[Code, Lowered, tuple[sympy.Symbol, ...]]] = {}  # of blocks that read floats
-        self._ahead: dict[tuple, _Waiting | None] = {}
+        self._ahead: dict[tuple, Waiting | None] = {}
         self._progress = CompileProgress()
 
     def forward(self, block: Block, bindings: Bindings, again: bool = False) -> Lowered:
@@ -112,6 +113,10 @@ class Lowering:
         """The block's recompute and gradients, for the outputs in `gradient_mask`, at these sizes. Raises `LoweringError`."""
         return self._at(block, bindings, "backward", gradient_mask)
 
+    def apart(self) -> AbstractContextManager:
+        """Context manager in which blocks are traced and compiled, apart from what the caller is in."""
+        return nullcontext()
+
     @whole(COMPILATION)
     def ahead(self, requests: Iterable[Request]) -> None:
         """Begin to compile blocks that will be requested later. An error is not raised here, but by the later request."""
@@ -120,12 +125,19 @@ class Lowering:
         with one_at_a_time, gc_pause.paused_gc():
             for request in requests:
                 waiting = self._trace_ahead(*request)
-                if waiting is not None and self._is_compiled(waiting):
-                    self._progress.expect(1)
-                    waiting.begun = _begun(waiting.traced.graph)
+                if waiting is not None:
+                    self.begin([waiting])
 
-    def _trace_ahead(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> _Waiting | None:
-        key = self._key(block, bindings, which, wanted)
+    def begin(self, traced: Iterable[Waiting]) -> None:
+        """Begin to compile what waits for its compilation, where that can be done ahead."""
+        if self.block_compiler == "eager" or not is_host(self.device):
+            return
+        for waiting in filter(self._is_compiled, traced):
+            self._progress.expect(1)
+            waiting.begun = _begun(waiting.traced.graph)
+
+    def _trace_ahead(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Waiting | None:
+        key = self.key(block, bindings, which, wanted)
         if self._find(key, block) is not None or (key.exact, key.sizes) in self._ahead:
             return None
         try:
@@ -162,32 +174,36 @@ class Lowering:
     @whole(COMPILATION)
     def _at_first(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Lowered:
         """Lower a block at sizes that are requested for the first time."""
-        code, sizes = self._code(block, bindings, which, wanted)
-        lowered = code.at(sizes)
+        code, sizes = self.code(block, bindings, which, wanted)
+        lowered = self.at_sizes(code, sizes, (block, bindings, which, wanted))
         if block.sized_by != block.symbols:
-            symbols = self._key(block, bindings, which, wanted).symbols
+            symbols = self.key(block, bindings, which, wanted).symbols
             self._with_floats[block, which, wanted, *map(bindings.__getitem__, block.sized_by)] = code, lowered, symbols
         return lowered
 
-    def _key(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> _Key:
+    def at_sizes(self, code: Code, sizes: tuple[int, ...], request: Request) -> Lowered:
+        """Code at the sizes of a request."""
+        return code.at(sizes)
+
+    def key(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> LoweringKey:
         fingerprint = block_fingerprint(block, {s: bindings[s] for s in block.sized_by if bindings[s] < 2 or block.static})
         how = (which, wanted, self.device, self.block_compiler, torch._inductor.config.get_hash(), *settings_of_a_trace())
-        return _Key(
+        return LoweringKey(
             (fingerprint.key, how),
             (fingerprint.values, how),
             tuple(bindings[s] for s in fingerprint.symbols),
             fingerprint.symbols,
         )
 
-    def _find(self, key: _Key, block: Block) -> Code | None:
+    def _find(self, key: LoweringKey, block: Block) -> Code | None:
         code = store.find(key.exact, key.sizes)
         if code is None and not any(spec.differentiable for spec in block.outputs):
             code = store.find(key.values, key.sizes)  # evaluation runs the code that training has lowered
         return code
 
-    def _code(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> tuple[Code, tuple[int, ...]]:
+    def code(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> tuple[Code, tuple[int, ...]]:
         """Code for a block at these sizes, and the values of its symbolic sizes."""
-        key = self._key(block, bindings, which, wanted)
+        key = self.key(block, bindings, which, wanted)
         code = self._find(key, block)
         if code is None:
             code = self._make(key, block, bindings, which, wanted)
@@ -198,19 +214,19 @@ class Lowering:
                 store.add(key.values, code)
         return code, key.sizes
 
-    def _make(self, key: _Key, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Code:
+    def _make(self, key: LoweringKey, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Code:
         try:
             if (key.exact, key.sizes) in self._ahead:
                 waiting = self._ahead.pop((key.exact, key.sizes))
             else:
                 waiting = self._known_or_traced(key, block, bindings, which, wanted)
-            return self._compiled(waiting) if waiting is not None else self._everything(block, bindings, which, wanted)
+            return self.compiled(waiting) if waiting is not None else self._everything(block, bindings, which, wanted)
         except LoweringError as error:
             if not key.symbols:
                 raise
             waiting = self._traced(block, Sizes(bindings), which, wanted)
             compiles = not any(map(is_float, key.symbols))  # each value of a float would be compiled
-            code = self._compiled(waiting, compiles) if waiting is not None else self._everything(block, bindings, which, wanted)
+            code = self.compiled(waiting, compiles) if waiting is not None else self._everything(block, bindings, which, wanted)
             sizes = ", ".join(f"{symbol} = {bindings[symbol]}" for symbol in key.symbols)
             warnings.warn(
                 f"backend 'l2l' compiles {block.name} anew for every size ({sizes}), since with symbolic sizes: {error}",
@@ -219,11 +235,11 @@ class Lowering:
             return replace(code, guards=Guards.exactly(key.sizes))
 
     def _everything(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Code:
-        return self._code(block, bindings, which, (True,) * len(wanted))[0]
+        return self.code(block, bindings, which, (True,) * len(wanted))[0]
 
     def _known_or_traced(
-        self, key: _Key, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]
-    ) -> _Waiting | None:
+        self, key: LoweringKey, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]
+    ) -> Waiting | None:
         """The graph with symbolic sizes, from disk or traced; None as in `_traced`."""
         sizes = Sizes(bindings, key.symbols)
         name = (
@@ -235,12 +251,12 @@ class Lowering:
             return self._traced(block, sizes, which, wanted)
         known, traced = stored_traces.load(name, sizes)
         if known:
-            return _Waiting(block, sizes, traced) if traced is not None else None
+            return Waiting(block, sizes, traced) if traced is not None else None
         waiting = self._traced(block, sizes, which, wanted)
         stored_traces.save(name, waiting.traced if waiting is not None else None, sizes)
         return waiting
 
-    def _traced(self, block: Block, sizes: Sizes, which: str, wanted: tuple[bool, ...]) -> _Waiting | None:
+    def _traced(self, block: Block, sizes: Sizes, which: str, wanted: tuple[bool, ...]) -> Waiting | None:
         """Trace the graph. None if leaving out the unwanted outputs of forward would remove no computation."""
         if which == "backward":
             graph, present = trace_backward(block, sizes, self.device, wanted)
@@ -251,9 +267,9 @@ class Lowering:
             return None
         (returned,) = arguments(graph.graph.output_node())
         dtypes = tuple(node.meta["val"].dtype for node in returned)
-        return _Waiting(block, sizes, Traced(graph, draws, seeded, present, dtypes, lifetimes(graph.graph)))
+        return Waiting(block, sizes, Traced(graph, draws, seeded, present, dtypes, lifetimes(graph.graph)))
 
-    def _compiled(self, waiting: _Waiting, compiles: bool = True) -> Code:
+    def compiled(self, waiting: Waiting, compiles: bool = True) -> Code:
         graph = waiting.traced.graph
         if not compiles or not self._is_compiled(waiting):
             reshape_where_needed(graph)
@@ -262,12 +278,12 @@ class Lowering:
         run = self._inductor(waiting)
         return Code(waiting.traced, run, waiting.sizes.guards())
 
-    def _is_compiled(self, waiting: _Waiting) -> bool:
+    def _is_compiled(self, waiting: Waiting) -> bool:
         """Whether Inductor compiles a trace. A trace that is valid for one value of a float that changes is not compiled."""
         graph, guards = waiting.traced.graph, waiting.sizes.guards()
         return self.block_compiler != "eager" and not guards.fix_float and _gains(graph, self.device)
 
-    def _inductor(self, waiting: _Waiting) -> Callable:
+    def _inductor(self, waiting: Waiting) -> Callable:
         try:
             run = waiting.begun.result() if waiting.begun is not None else compile_graph(waiting.traced.graph, self.device)
         except ReentryError:

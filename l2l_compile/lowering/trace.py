@@ -140,7 +140,7 @@ def trace_forward(block: Block, sizes: Sizes, device: torch.device) -> fx.GraphM
     def forward(bindings: Any, operands: Any) -> Any:
         with recording(block):
             leaves = _leaves(block, operands) if grad else operands
-            return tuple(_own([r.detach() for r in _run(block, bindings, device, leaves)], operands))
+            return tuple(_own([r.detach() for r in _to_border(block, _results(block, bindings, device, leaves))], operands))
 
     module = traced(block, forward, block.operands, sizes, device, "forward")
     cancel_round_trips(module)
@@ -155,17 +155,32 @@ def trace_backward(
     Also returns, for each operand, whether it has a gradient. The graph returns the gradients that exist, in the order of
     operands.
     """
-    count = len(block.operands)
+    return _trace_gradients(block, sizes, device, gradient_mask, outputs=False)
+
+
+def trace_joint(
+    block: Block, sizes: Sizes, device: torch.device, gradient_mask: tuple[bool, ...]
+) -> tuple[fx.GraphModule, tuple[bool, ...]]:
+    """As `trace_backward`, with the outputs of forward in front of the gradients."""
+    return _trace_gradients(block, sizes, device, gradient_mask, outputs=True)
+
+
+def _trace_gradients(
+    block: Block, sizes: Sizes, device: torch.device, gradient_mask: tuple[bool, ...], outputs: bool
+) -> tuple[fx.GraphModule, tuple[bool, ...]]:
+    count, first = len(block.operands), len(block.outputs) if outputs else 0
     present: list[bool] = [False] * count
 
     def backward(bindings: Any, arguments: Any) -> Any:
         with torch.enable_grad():
             leaves = _leaves(block, arguments[:count])
-            outputs = _run(block, bindings, device, leaves, to_border=False)
+            results = _results(block, bindings, device, leaves)
             roots = [
                 (o, g)
                 for o, g in zip(
-                    [o for o, wanted in zip(outputs, gradient_mask, strict=True) if wanted], arguments[count:], strict=True
+                    [o for o, wanted in zip(_for_gradients(block, results), gradient_mask, strict=True) if wanted],
+                    arguments[count:],
+                    strict=True,
                 )
                 if o.requires_grad
             ]
@@ -182,13 +197,16 @@ def trace_backward(
                 f"{block.name} gives a sparse gradient, which cannot cross the link: build the embedding with sparse=False "
                 "(and use another optimizer than SparseAdam)"
             )
-        return tuple(_own([found[i] for i in sorted(found)], arguments))
+        made = [r.detach() for r in _to_border(block, results)] if outputs else []
+        return tuple(_own([*made, *(found[i] for i in sorted(found))], arguments))
 
     gradients = [replace(s, dtype=s.gradient_dtype) for s, wanted in zip(block.outputs, gradient_mask, strict=True) if wanted]
-    module = traced(block, backward, (*block.operands, *gradients), sizes, device, "backward")
+    which = "forward and backward" if outputs else "backward"
+    module = traced(block, backward, (*block.operands, *gradients), sizes, device, which)
     cancel_round_trips(module)
     shorter = [spec.dtype.itemsize == 2 for spec, there in zip(block.operands, present, strict=True) if there]
-    keep_results_narrow(module, [i for i in range(sum(present[: len(block.weights)])) if shorter[i]])
+    of_weights = range(sum(present[: len(block.weights)]))
+    keep_results_narrow(module, [first + i for i in of_weights if shorter[i]])
     return module, tuple(present)
 
 
@@ -222,25 +240,28 @@ def in_compute_dtypes(block: Block, operands: Sequence[torch.Tensor]) -> list[to
     return [o if o.dtype is dtype else o.to(dtype) for o, dtype in zip(operands, dtypes, strict=True)]
 
 
-def _run(
-    block: Block, bindings: Bindings, device: torch.device, operands: Sequence[torch.Tensor], to_border: bool = True
-) -> list[torch.Tensor]:
-    """The outputs and the new contents of mutated operands.
-
-    With `to_border`, they have the dtypes that go from block to block; without it, the dtypes of their gradients. `operands`
-    are not changed.
-    """
+def _results(block: Block, bindings: Bindings, device: torch.device, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs and the new contents of mutated operands, in the dtypes in which they were computed. `operands` stay as they are."""
     own = [o.clone() if i in block.mutated else o for i, o in enumerate(in_compute_dtypes(block, operands))]
     outputs = interpret(block, own, BlockInterpreter(block, bindings, device))
     results = outputs + [own[i] for i in block.mutated]
-    for index, (result, spec) in enumerate(zip(results, block.outputs, strict=True)):
-        results[index] = result.to(spec.dtype if to_border else spec.gradient_dtype)
+    for result, spec in zip(results, block.outputs, strict=True):
         if tuple(result.shape) != spec.sizes(bindings):
             raise LoweringError(
                 f"{block.name} gives a value of shape {tuple(result.shape)} where {spec} was captured, at {dict(bindings)}: "
                 "the model's operations depend on the size of the micro-batch"
             )
     return results
+
+
+def _to_border(block: Block, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Results in the dtypes in which they go from block to block."""
+    return [result.to(spec.dtype) for result, spec in zip(results, block.outputs, strict=True)]
+
+
+def _for_gradients(block: Block, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Results in the dtypes of their gradients."""
+    return [result.to(spec.gradient_dtype) for result, spec in zip(results, block.outputs, strict=True)]
 
 
 def _own(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:

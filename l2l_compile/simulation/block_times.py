@@ -14,7 +14,9 @@ from l2l_compile.devices.cpu import CpuDevice
 from l2l_compile.devices.host import HOST
 from l2l_compile.ir.values import Bindings, dim_of, evaluate
 from l2l_compile.lowering.code_cache import Lowered
+from l2l_compile.lowering.costs import Rates
 from l2l_compile.lowering.lower import Lowering, Request
+from l2l_compile.lowering.savings import Savings
 from l2l_compile.simulation.clocks import Stopwatch, stopwatch_of
 
 _SETS = 3  # sets of operands that take turns, as the operands of micro-batches do
@@ -32,15 +34,15 @@ class BlockTimes(Protocol):
 class MeasuredTimes:
     """Runs blocks on this host. Called outside of fake modes."""
 
-    def __init__(self, block_compiler: str):
-        self._lowering, self._watch = Lowering(HOST, block_compiler), stopwatch_of(HOST)
+    def __init__(self, block_compiler: str, rates: Rates | None = None):
+        self._savings = Savings(Lowering(HOST, block_compiler), block_compiler != "eager", rates)
+        self._watch = stopwatch_of(HOST)
 
     def seconds(self, request: Request) -> float:
-        block, bindings, which, wanted = request
-        code, sizes = self._lowering._code(block, bindings, which, wanted)
+        code, sizes = self._savings.code(request)
         at = dict(zip(code.guards.symbols, sizes, strict=True))
         with torch.no_grad(), torch.random.fork_rng([]), CpuDevice().running():
-            return time_of(code.at(sizes), at, len(block.weights), self._watch)
+            return time_of(code.at(sizes), at, len(request[0].weights), self._watch)
 
 
 def time_of(lowered: Lowered, bindings: Bindings, weights: int, watch: Stopwatch) -> float:

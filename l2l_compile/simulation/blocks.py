@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,12 +14,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from l2l_compile.devices.host import HOST
 from l2l_compile.devices.registry import ACCELERATOR, traced_on
 from l2l_compile.ir.fx_types import arguments
-from l2l_compile.ir.segments import Block
 from l2l_compile.ir.values import Bindings, dim_of, evaluate
-from l2l_compile.lowering.code_cache import Lowered
+from l2l_compile.lowering.code_cache import Code, Lowered
+from l2l_compile.lowering.costs import kernels_of
 from l2l_compile.lowering.lower import Lowering, Request
 from l2l_compile.simulation.block_times import BlockTimes
-from l2l_compile.simulation.costs import kernels_of
 from l2l_compile.simulation.simulated_device import SimulatedDevice, SimulatedHost
 
 
@@ -64,24 +65,29 @@ class SimulatedLowering(Lowering):
 
     def __init__(self, device: SimulatedDevice | SimulatedHost, compiled: bool, times: BlockTimes | None = None):
         super().__init__(traced_on(ACCELERATOR if device.machine.overlaps else HOST), "eager")
-        self.simulated, self.compiled, self.times = device, compiled, times
+        self.simulated, self.compiles, self.times = device, compiled, times
 
     def ahead(self, requests: Iterable[Request]) -> None:
         """Does nothing: no code is compiled."""
 
-    def _at_first(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> Lowered:
+    def _at_first(self, *request: Any) -> Lowered:
         with _disable_current_modes():
-            code, sizes = self._code(block, bindings, which, wanted)
-            lowered, at = code.at(sizes), dict(zip(code.guards.symbols, sizes, strict=True))
-            seconds, kernels = self._times_of(lowered.graph.graph, at, (block, bindings, which, wanted))
-            run = _Simulated(self.simulated, _results_of(lowered.graph.graph, at), seconds, kernels)
-            return Lowered(lowered.traced, run, (), lowered.workspace_bytes)
+            return super()._at_first(*request)
+
+    def apart(self) -> AbstractContextManager:
+        return _disable_current_modes()
+
+    def at_sizes(self, code: Code, sizes: tuple[int, ...], request: Request) -> Lowered:
+        lowered, at = code.at(sizes), dict(zip(code.guards.symbols, sizes, strict=True))
+        seconds, kernels = self._times_of(lowered.graph.graph, at, request)
+        run = _Simulated(self.simulated, _results_of(lowered.graph.graph, at), seconds, kernels)
+        return Lowered(lowered.traced, run, (), lowered.workspace_bytes)
 
     def _times_of(self, graph: fx.Graph, bindings: Bindings, request: Request) -> tuple[float, int]:
         """Seconds of a block, and the number of kernel launches that these seconds do not include."""
         if self.times is not None:
             return self.times.seconds(request), 0
-        kernels = kernels_of(graph, bindings, fused=self.compiled)
+        kernels = kernels_of(graph, bindings, fused=self.compiles)
         return sum(kernel.seconds(self.simulated.machine) for kernel in kernels), len(kernels)
 
 

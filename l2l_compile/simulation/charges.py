@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from l2l_compile.errors import L2LError
-from l2l_compile.simulation.costs import cost_of, moved, tensors_in
+from l2l_compile.lowering.costs import cost_of, moved, tensors_in
 from l2l_compile.simulation.simulated_device import SimulatedDevice, SimulatedHost, is_marked, is_pinned, mark
 
 aten = torch.ops.aten

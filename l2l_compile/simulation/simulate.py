@@ -138,13 +138,14 @@ class _Loop:
         self.options = dataclasses.replace(options, optimizer=self.optimizer)
         self.device = open_simulated(machine, options.pinned_memory)
         self.charges = Charges(self.device)
-        times = MeasuredTimes(options.block_compiler) if blocks == "measured" else None
+        times = MeasuredTimes(options.block_compiler, machine) if blocks == "measured" else None
         with self.charges:
             self.session = Session(
                 self.options,
                 self.device,
                 SimulatedLowering(self.device, options.block_compiler == "inductor", times),
-                lambda threads, accesses, name: SimulatedWorker(self.device.clocks, accesses, name),
+                rates=machine,
+                worker=lambda threads, accesses, name: SimulatedWorker(self.device.clocks, accesses, name),
             )
         updates = self.session.server.updates
         if state_bytes is not None and isinstance(updates, OverlappedUpdates) and isinstance(updates._step, CompiledStep):

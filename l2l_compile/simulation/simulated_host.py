@@ -9,9 +9,9 @@ import torch
 from l2l_compile.host.step.torch_step import Hyperparameters
 from l2l_compile.host.wire import Wires
 from l2l_compile.host.worker import Ticket, Worker
+from l2l_compile.lowering.costs import nbytes
 from l2l_compile.races import Unwatched, VectorClock
 from l2l_compile.ranks.sharded import local
-from l2l_compile.simulation.costs import nbytes
 from l2l_compile.simulation.simulated_device import Clock, Clocks, SimulatedEvent
 
 

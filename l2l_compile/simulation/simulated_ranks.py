@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from l2l_compile.errors import L2LError
+from l2l_compile.lowering.costs import nbytes
 from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.ranks import Ranks, standing_in
 from l2l_compile.ranks.sharded import is_of_a_parallel_layer, is_sharded
-from l2l_compile.simulation.costs import nbytes
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.ring import Ring, ring_of
 from l2l_compile.simulation.simulated_device import Clocks

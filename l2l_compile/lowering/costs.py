@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
 from l2l_compile.ir.values import Bindings, dim_of, evaluate
-from l2l_compile.simulation.machine import Machine
 
 aten = torch.ops.aten
 _FREE = (
@@ -45,6 +44,35 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 }
 
 
+class Rates(Protocol):
+    """How fast a device works (`simulation/machine.py`): bytes that its kernels move in a second, and FLOP/s of its products."""
+
+    @property
+    def kernel_bandwidth(self) -> float: ...
+
+    def flops_of(self, dtype: torch.dtype, /) -> float: ...
+
+
+@dataclass(frozen=True)
+class TypicalRates:
+    """Rates of a kind of device whose own are not known: what counts is their ratio."""
+
+    kernel_bandwidth: float
+    flops: float
+    flops_in_16_bits: float
+
+    def flops_of(self, dtype: torch.dtype, /) -> float:
+        return self.flops_in_16_bits if dtype.itemsize == 2 else self.flops
+
+
+_TYPICAL = {"cpu": TypicalRates(1e10, 1e11, 1e11), "cuda": TypicalRates(2e12, 4e13, 4e14)}
+
+
+def typical_rates(device: torch.device) -> Rates:
+    """Rates of a device of this type."""
+    return _TYPICAL.get(device.type, _TYPICAL["cuda"])
+
+
 @dataclass(frozen=True)
 class Cost:
     """FLOPs of matrix products in `dtype`, and the bytes that are read and written."""
@@ -53,7 +81,7 @@ class Cost:
     dtype: torch.dtype = torch.float32
     bytes: int = 0
 
-    def seconds(self, machine: Machine) -> float:
+    def seconds(self, machine: Rates) -> float:
         """Seconds on the device of a machine: the longer of computing and moving bytes."""
         computing = self.flops / machine.flops_of(self.dtype) if self.flops else 0.0
         return max(computing, self.bytes / machine.kernel_bandwidth)
@@ -116,13 +144,13 @@ def kernels_of(graph: fx.Graph, bindings: Bindings, fused: bool) -> list[Cost]:
     With `fused`, neighbouring elementwise operations and reductions are one kernel, as in Inductor. It reads the values that
     come from outside of it, and writes the values that are read outside of it. Without `fused`, each operation is a kernel.
     """
-    values = {node: _concrete(node.meta.get("val"), bindings) for node in graph.nodes}
+    values = {node: concrete(node.meta.get("val"), bindings) for node in graph.nodes}
     found: list[Cost] = []
     group: list[fx.Node] = []
     for node in graph.nodes:
         if not isinstance(node.target, OpOverload) or is_free(node.target):
             continue
-        if fused and _is_light(node.target):
+        if fused and is_light(node.target):
             group.append(node)
             continue
         found += _joined(group, values)
@@ -132,7 +160,7 @@ def kernels_of(graph: fx.Graph, bindings: Bindings, fused: bool) -> list[Cost]:
     return found + _joined(group, values)
 
 
-def _is_light(operation: OpOverload) -> bool:
+def is_light(operation: OpOverload) -> bool:
     """Whether a compiler fuses an operation with its neighbours: elementwise operations, reductions, fills."""
     tags = operation.tags
     return torch.Tag.pointwise in tags or operation.overloadpacket in _REDUCTIONS or not operation._schema.arguments
@@ -171,7 +199,7 @@ def _is_read_outside(user: fx.Node, inside: set[fx.Node]) -> bool:
     return user not in inside
 
 
-def _concrete(value: Any, bindings: Bindings) -> Any:
+def concrete(value: Any, bindings: Bindings) -> Any:
     """A value with its tensors on meta and its symbolic sizes as numbers, at these bindings."""
 
     def at(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,233 @@
+"""A block's forward and backward in one ATen graph, and the two graphs that it is cut into once it is known what forward saves.
+
+A value that forward saves is an additional result of forward and an operand of backward. What backward needs besides, and does not
+depend on an arriving gradient, it computes again. The operations are those of the one graph, so each value has the same bits
+whether it is saved or computed again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from l2l_compile.ir.fx_types import arguments
+from l2l_compile.ir.graph import dims_of_memory
+from l2l_compile.lowering.costs import is_free
+from l2l_compile.lowering.randomness import Draw
+from l2l_compile.lowering.widening import storages_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """Forward and backward of a block in one graph: (sizes, operands, gradients of outputs, draws) -> (outputs, gradients).
+
+    outputs    how many results of forward there are
+    gradients  how many gradients of outputs arrive
+    operands   how many placeholders stand in front of these gradients: sizes, weights and values
+    present    for each operand of the block, whether it has a gradient
+    """
+
+    graph: fx.GraphModule
+    draws: tuple[Draw, ...]
+    outputs: int
+    gradients: int
+    operands: int
+    present: tuple[bool, ...]
+
+    @functools.cached_property
+    def arriving(self) -> list[fx.Node]:
+        """The placeholders of the gradients that arrive."""
+        return self._placeholders[self.operands : self.operands + self.gradients]
+
+    @property
+    def _placeholders(self) -> list[fx.Node]:
+        return self.graph.graph.find_nodes(op="placeholder")
+
+    @functools.cached_property
+    def reads(self) -> dict[fx.Node, list[fx.Node]]:
+        """For each node, the nodes on which it depends: its operands, and those that have written into their memory before."""
+        return _dependencies(self.graph.graph)
+
+    @functools.cached_property
+    def written(self) -> frozenset[int]:
+        """The storages into which operations write."""
+        return frozenset(s for node in self.graph.graph.nodes for s in _written_by(node))
+
+    @functools.cached_property
+    def of_backward(self) -> frozenset[fx.Node]:
+        """The nodes that depend on a gradient that arrives."""
+        found = set(self.arriving)
+        for node in self.graph.graph.nodes:
+            if node.op != "output" and any(read in found for read in self.reads[node]):
+                found.add(node)
+        return frozenset(found)
+
+    @functools.cached_property
+    def returned(self) -> tuple[Sequence[fx.Node], Sequence[fx.Node]]:
+        """The outputs of forward, and the gradients."""
+        (results,) = arguments(self.graph.graph.output_node())
+        return results[: self.outputs], results[self.outputs :]
+
+    @functools.cached_property
+    def needed(self) -> list[fx.Node]:
+        """The values of forward that the operations of backward read, or that are gradients themselves."""
+        read = [r for node in self.graph.graph.nodes if node in self.of_backward for r in self.reads[node]]
+        found = dict.fromkeys([*read, *self.returned[1]])
+        return [node for node in found if node not in self.of_backward]
+
+    @functools.cached_property
+    def drawn(self) -> frozenset[fx.Node]:
+        """The placeholders that are random draws."""
+        return frozenset(self._placeholders[self.operands + self.gradients :])
+
+    def can_save(self, node: fx.Node) -> bool:
+        """Whether a value may be saved: a random draw, or a dense tensor of forward in memory of its own that nothing writes into."""
+        value = node.meta.get("val")
+        if node in self.drawn:
+            return True
+        if not isinstance(value, torch.Tensor) or node.op != "call_function" or node in self.of_backward:
+            return False
+        if node in self.returned[1]:
+            return False
+        if value.layout is not torch.strided or isinstance(node.target, torch._ops.OpOverload) and is_free(node.target):
+            return False
+        operands = {storage._cdata for operand in self._placeholders for storage in storages_of(operand)}
+        return value.untyped_storage()._cdata not in operands | self.written and dims_of_memory(value) is not None
+
+    def cut(self, saved: Sequence[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward: (sizes, operands, draws) -> (outputs, saved values), and backward: (sizes, operands, gradients of outputs, saved
+        values, draws) -> gradients. Saved values are contiguous, and share no memory with each other or with outputs.
+        """
+        return self._forward(saved), self._backward(saved)
+
+    def draws_of(self, graph: fx.GraphModule) -> tuple[Draw, ...]:
+        """The draws that a graph of `cut` takes, in order."""
+        numbers = {f"draw_{draw.number}": draw for draw in self.draws}
+        return tuple(numbers[n.target] for n in graph.graph.find_nodes(op="placeholder") if n.target in numbers)
+
+    def _copy(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+        copies: dict[fx.Node, fx.Node] = {}
+        graph = fx.Graph()
+        for node in self.graph.graph.nodes:
+            if node.op != "output":
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        return graph, copies
+
+    def _forward(self, saved: Sequence[fx.Node]) -> fx.GraphModule:
+        graph, copies = self._copy()
+        results = [copies[node] for node in self.returned[0]]
+        taken = {storage._cdata for node in self.returned[0] for storage in storages_of(node)}
+        for node in saved:
+            result = _in_order(graph, copies[node], node)
+            if (storage := node.meta["val"].untyped_storage()._cdata) in taken:
+                result = graph.call_function(aten.clone.default, (result,), {"memory_format": torch.contiguous_format})
+                result.meta["val"] = _contiguous(node)
+            taken.add(storage)
+            results.append(result)
+        graph.output(tuple(results))
+        _leave_out_unread(graph)
+        for arriving in self.arriving:
+            graph.erase_node(copies[arriving])
+        return self._module(graph)
+
+    def _backward(self, saved: Sequence[fx.Node]) -> fx.GraphModule:
+        graph, copies = self._copy()
+        before = next((n for n in graph.nodes if n.op == "placeholder" and str(n.target).startswith("draw_")), None)
+        if before is None:
+            before = next(n for n in graph.nodes if n.op != "placeholder")
+        for number, node in enumerate(saved):
+            with graph.inserting_before(before):
+                operand = graph.placeholder(f"saved_{number}")
+            operand.meta["val"] = _contiguous(node)
+            with graph.inserting_before(copies[node]):
+                copies[node].replace_all_uses_with(_as_made(graph, operand, node))
+        graph.output(tuple(copies[node] for node in self.returned[1]))
+        _leave_out_unread(graph)
+        return self._module(graph)
+
+    def _module(self, graph: fx.Graph) -> fx.GraphModule:
+        unused = [n for n in graph.find_nodes(op="placeholder") if str(n.target).startswith("draw_") and not n.users]
+        for node in unused:
+            graph.erase_node(node)
+        return fx.GraphModule(self.graph, graph)
+
+
+def _leave_out_unread(graph: fx.Graph) -> None:
+    """Erase operations on which no result depends, also those that PyTorch takes for random although they draw nothing here."""
+    reads, end = _dependencies(graph), graph.output_node()
+    found, waiting = {end}, [end]
+    while waiting:
+        for read in reads[waiting.pop()]:
+            if read not in found:
+                found.add(read)
+                waiting.append(read)
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and node not in found:
+            graph.erase_node(node)
+
+
+def _dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    writers: dict[int, list[fx.Node]] = {}  # by storage
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        touched = {storage._cdata for read in node.all_input_nodes for storage in storages_of(read)} if writers else ()
+        before = [writer for storage in touched for writer in writers.get(storage, ())]
+        found[node] = [*node.all_input_nodes, *before]
+        for storage in _written_by(node):
+            writers.setdefault(storage, []).append(node)
+    return found
+
+
+def _written_by(node: fx.Node) -> set[int]:
+    """The storages that an operation writes into."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return set()
+    found: list[fx.Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            fx.node.map_arg(given, found.append)
+    return {storage._cdata for written in found for storage in storages_of(written)}
+
+
+def _order(node: fx.Node) -> list[int]:
+    """The dimensions of a value in the order of its memory."""
+    dims = dims_of_memory(node.meta["val"])
+    assert dims is not None, f"{node.name} is not dense"
+    return dims
+
+
+def _contiguous(node: fx.Node) -> torch.Tensor:
+    """The fake value of a contiguous tensor with the entries of a value in the order of its memory."""
+    value = node.meta["val"]
+    with value.fake_mode:
+        return torch.empty([value.shape[dim] for dim in _order(node)], dtype=value.dtype, device=value.device)
+
+
+def _in_order(graph: fx.Graph, copy: fx.Node, node: fx.Node) -> fx.Node:
+    """A view of a value with its dimensions in the order of its memory: contiguous."""
+    if (order := _order(node)) == sorted(order):
+        return copy
+    result = graph.call_function(aten.permute.default, (copy, order))
+    value = node.meta["val"]
+    with value.fake_mode:
+        result.meta["val"] = value.permute(order)
+    return result
+
+
+def _as_made(graph: fx.Graph, operand: fx.Node, node: fx.Node) -> fx.Node:
+    """A saved value with the dimensions and strides that it was made with."""
+    if (order := _order(node)) == sorted(order):
+        return operand
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    result = graph.call_function(aten.permute.default, (operand, inverse))
+    value = operand.meta["val"]
+    with value.fake_mode:
+        result.meta["val"] = value.permute(inverse)
+    return result

@@ -1,0 +1,202 @@
+"""Blocks whose forward saves values for their backward: what a forward may save at given sizes, and the code that does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from l2l_compile.ir.fx_types import arguments
+from l2l_compile.ir.segments import Block
+from l2l_compile.ir.values import Bindings, evaluate
+from l2l_compile.lowering.code_cache import Code, Lowered, Store, Traced, lifetimes
+from l2l_compile.lowering.costs import Rates, typical_rates
+from l2l_compile.lowering.joint import Joint
+from l2l_compile.lowering.lower import Lowering, LoweringKey, Request, Waiting, one_at_a_time
+from l2l_compile.lowering.randomness import hoist_draws
+from l2l_compile.lowering.saving import Level, SavingChoice
+from l2l_compile.lowering.sizes import Guards, Sizes
+from l2l_compile.lowering.trace import trace_joint
+from l2l_compile.reentry import COMPILATION, whole
+
+SavingRequest = tuple[Block, Bindings, tuple[bool, ...], int]  # block, sizes, outputs whose gradients arrive, level
+
+
+@dataclass(frozen=True, eq=False)
+class Saving:
+    """A block at one size whose forward saves values for its backward.
+
+    forward   (weights, values, draws) -> (outputs, saved values)
+    backward  (weights, values, gradients, saved values, draws) -> gradients
+    mask      the outputs whose gradients `backward` takes
+    count     how many values are saved
+    bytes     of what is saved
+    """
+
+    forward: Lowered
+    backward: Lowered
+    mask: tuple[bool, ...]
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SavingLevel:
+    """One of the levels of a block at one size: the bytes that it saves, and the seconds of recompute that need not be."""
+
+    bytes: int
+    seconds: float
+
+
+@dataclass(eq=False)
+class _JointCode:
+    """The joint graph of a block, its levels, and the code of the levels that were asked for: forward and backward."""
+
+    block: Block
+    sizes: Sizes
+    guards: Guards
+    joint: Joint
+    levels: tuple[Level, ...]
+    recompute: float
+    codes: dict[int, tuple[Code, Code]] = field(default_factory=dict)
+
+
+_joints: Store[_JointCode] = Store(256)
+
+
+def cannot_save(block: Block) -> str:
+    """The reason why a block's forward saves nothing for its backward; "" if it may."""
+    if block.summed_whole:
+        return "gradients are summed over the whole batch at once"
+    return ""
+
+
+class Savings:
+    """The blocks of one compiled model with forwards that save. Both codes of a level come from one trace.
+
+    fuses  whether the compiler of blocks makes one kernel of neighbouring elementwise operations
+    rates  of the device, if they are known
+    """
+
+    def __init__(self, lowering: Lowering, fuses: bool, rates: Rates | None = None):
+        self._lowering, self._fuses, self._rates = lowering, fuses, rates or typical_rates(lowering.device)
+        self._done: dict[tuple, Saving] = {}
+        self._levels: dict[tuple, tuple[SavingLevel, ...]] = {}
+
+    def levels(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]) -> tuple[SavingLevel, ...]:
+        """What a forward of the block may save at these sizes, from little to much; () if it saves nothing."""
+        key = (block, gradient_mask, *map(bindings.__getitem__, block.symbols))
+        if key not in self._levels:
+            self._levels[key] = self._levels_at(block, bindings, gradient_mask)
+        return self._levels[key]
+
+    def recompute(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]) -> float:
+        """The seconds that a backward of the block at these sizes recomputes if nothing is saved, by the estimate of its levels."""
+        self.levels(block, bindings, gradient_mask)
+        with one_at_a_time, self._lowering.apart():
+            found, _ = self._known(block, bindings, gradient_mask)
+        return found.recompute if found is not None else 0.0
+
+    def saving(self, request: SavingRequest) -> Saving:
+        """The block at these sizes with a forward that saves what a level names, or the last one. Raises `LoweringError`."""
+        block, bindings, gradient_mask, level = request
+        key = (block, gradient_mask, level, *map(bindings.__getitem__, block.symbols))
+        if key not in self._done:
+            with one_at_a_time, self._lowering.apart():
+                self._done[key] = self._saving(block, bindings, gradient_mask, level)
+        return self._done[key]
+
+    def ahead(self, requests: Iterable[SavingRequest]) -> None:
+        """Compile what will be requested, all at the same time."""
+        waiting: list[tuple[_JointCode, int, list[Waiting]]] = []
+        with one_at_a_time, self._lowering.apart():
+            for block, bindings, gradient_mask, level in requests:
+                found, _ = self._known(block, bindings, gradient_mask)
+                if found is not None and level < len(found.levels) and level not in found.codes:
+                    waiting.append((found, level, self._cut(found, level)))
+            for _, _, both in waiting:
+                self._lowering.begin(both)
+            for found, level, both in waiting:
+                if level not in found.codes:
+                    self._finish(found, level, both)
+
+    def code(self, request: Request) -> tuple[Code, tuple[int, ...]]:
+        """The code of a request to `Lowering.at_sizes`, and the values of its symbolic sizes."""
+        block, bindings, which, wanted = request
+        which, _, level = which.partition(_AT_LEVEL)
+        if not level:
+            return self._lowering.code(block, bindings, which, wanted)
+        found, sizes = self._known(block, bindings, wanted)
+        assert found is not None
+        return self._codes(found, int(level))[which == "backward"], sizes
+
+    def _levels_at(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]) -> tuple[SavingLevel, ...]:
+        with one_at_a_time, self._lowering.apart():
+            found, sizes = self._known(block, bindings, gradient_mask)
+            if found is None:
+                return ()
+            at = dict(zip(found.guards.symbols, sizes, strict=True))
+            return tuple(SavingLevel(sum(evaluate(size, at) for size in level.bytes), level.seconds) for level in found.levels)
+
+    def _saving(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...], level: int) -> Saving:
+        found, sizes = self._known(block, bindings, gradient_mask)
+        assert found is not None and found.levels, f"{block.name} has no levels"
+        level = min(level, len(found.levels) - 1)
+        forward, backward = (
+            self._lowering.at_sizes(code, sizes, (block, bindings, f"{which}{_AT_LEVEL}{level}", gradient_mask))
+            for which, code in zip(("forward", "backward"), self._codes(found, level), strict=True)
+        )
+        at = dict(zip(found.guards.symbols, sizes, strict=True))
+        size = sum(evaluate(count, at) for count in found.levels[level].bytes)
+        return Saving(forward, backward, gradient_mask, len(found.levels[level].saved), size)
+
+    def _known(
+        self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]
+    ) -> tuple[_JointCode | None, tuple[int, ...]]:
+        """The joint graph of a block at these sizes, and the values of its symbolic sizes; None if its forward saves nothing."""
+        if cannot_save(block):
+            return None, ()
+        key = self._lowering.key(block, bindings, "joint", gradient_mask)
+        where = (key.exact, str(self._rates), self._fuses)
+        found = _joints.find(where, key.sizes)
+        if found is None:
+            found = self._trace(block, bindings, gradient_mask, key)
+            _joints.add(where, found)
+        return found, key.sizes
+
+    @whole(COMPILATION)
+    def _trace(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...], key: LoweringKey) -> _JointCode:
+        sizes, lowering = Sizes(bindings, key.symbols), self._lowering
+        graph, present = trace_joint(block, sizes, lowering.device, gradient_mask)
+        draws, seeded = hoist_draws(graph)
+        first = len(sizes.symbols) + len(block.operands)
+        joint = Joint(graph, draws, len(block.outputs), sum(gradient_mask), first, present)
+        at = dict(zip(sizes.names, key.sizes, strict=True))
+        choice = SavingChoice(joint, at, self._rates, self._fuses)
+        levels = () if seeded else choice.levels()
+        return _JointCode(block, sizes, sizes.guards(), joint, levels, choice.recompute)
+
+    def _codes(self, found: _JointCode, level: int) -> tuple[Code, Code]:
+        if level not in found.codes:
+            self._finish(found, level, self._cut(found, level))
+        return found.codes[level]
+
+    @whole(COMPILATION)
+    def _finish(self, found: _JointCode, level: int, both: Sequence[Waiting]) -> None:
+        forward, backward = map(self._lowering.compiled, both)
+        found.codes[level] = forward, backward
+
+    def _cut(self, found: _JointCode, level: int) -> list[Waiting]:
+        forward, backward = found.joint.cut(found.levels[level].saved)
+        outputs = (True,) * found.joint.outputs
+        return [self._traced(found, forward, outputs), self._traced(found, backward, found.joint.present)]
+
+    def _traced(self, found: _JointCode, graph: fx.GraphModule, present: tuple[bool, ...]) -> Waiting:
+        (returned,) = arguments(graph.graph.output_node())
+        dtypes = tuple(node.meta["val"].dtype for node in returned)
+        traced = Traced(graph, found.joint.draws_of(graph), False, present, dtypes, lifetimes(graph.graph))
+        return Waiting(found.block, found.sizes, traced)
+
+
+_AT_LEVEL = " at level "
