@@ -30,6 +30,8 @@ class Options:
                     sizes.
     device          where the layers run; without it, or with None, the accelerator if there is one, else the host.
     stash           where forward keeps the inputs of a layer for backward: "host" or "device".
+    keep            bytes of device memory for what forward computes inside of layers, so that backward need not compute it again:
+                    bytes, or "20GB"; "auto" what the device has free; 0 keeps nothing but the inputs of layers.
     prefetch        how many layers ahead weights and stashes are fetched; also the number of extra weight slabs.
     outputs         "all", or "loss": a program that makes a loss (an output without the batch dimension that takes a gradient)
                     makes only outputs without the batch dimension. Other outputs are returned on "meta", as shapes.
@@ -64,6 +66,7 @@ class Options:
     micro_batches: int = 1
     device: torch.device = HOST
     stash: str = "host"
+    keep: int | str = 0
     prefetch: int = 1
     outputs: str = "all"
     check: bool = False
@@ -127,6 +130,9 @@ class Options:
         settings["passes"] = _passes(settings.get("passes", ()))
         settings["pinned_memory"] = _bytes(settings, "pinned_memory", _LEAST_PINNED)
         settings["device_cache"] = _bytes(settings, "device_cache", 0)
+        keep = settings.get("keep")
+        if not (isinstance(keep, str) and keep == "auto"):
+            settings["keep"] = _bytes(settings, "keep", 0) or 0
         settings["resident"] = _bytes(settings, "resident", 0)
         settings["device"] = _device(settings.get("device"))
         return cls(**settings)
@@ -242,8 +248,10 @@ _UNITS = {f"{prefix}{i}B": base**power for base, i in ((1000, ""), (1024, "i")) 
 
 
 def _bytes(settings: dict, name: str, least: int) -> int | None:
-    """A number of bytes from an int or a string like "8GB" (10^9) or "8GiB" (2^30)."""
+    """A number of bytes from an int or a string like "8GB" (10^9), "8GiB" (2^30) or "0"."""
     value = settings.get(name)
+    if isinstance(value, str) and value == "0" and least == 0:
+        return 0
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
         return value
     found = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]*)?)\s*([KMGT]i?B)\s*", value) if isinstance(value, str) else None

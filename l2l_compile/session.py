@@ -19,14 +19,17 @@ from l2l_compile.frontend.dynamo import adapter, first_calls, kept_programs, lim
 from l2l_compile.host.server import ParameterServer
 from l2l_compile.host.watched_parameters import watch_compiled_code
 from l2l_compile.host.worker import Worker
+from l2l_compile.lowering.costs import Rates
 from l2l_compile.lowering.faster import vector_instructions
 from l2l_compile.lowering.lower import Lowering
+from l2l_compile.lowering.savings import Savings
 from l2l_compile.memory.finalizers import members
 from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.races import Unwatched
 from l2l_compile.ranks.ranks import anything_is_sharded
 from l2l_compile.row_check import RowCheck
+from l2l_compile.runtime.activation_room import ActivationRoom
 from l2l_compile.runtime.kept_inputs import KeptInputs
 from l2l_compile.runtime.resident_weights import ResidentWeights
 from l2l_compile.runtime.runner import Runner
@@ -49,6 +52,7 @@ class Session:
         options: Options,
         device: Device | None = None,
         lowering: Lowering | None = None,
+        rates: Rates | None = None,
         worker: Callable[[int, Unwatched, str], Worker] = Worker,
     ):
         self.options = options
@@ -56,10 +60,12 @@ class Session:
         if options.check and not self.device.accesses.watches:
             watch(self.device)
         self.lowering = lowering or Lowering(self.device.torch_device, options.block_compiler)
+        self.savings = Savings(self.lowering, options.block_compiler != "eager", rates)
         self.check = RowCheck(self.device.torch_device) if options.check else None
         self.server = ParameterServer(options, self.device, worker)
         self.kept_inputs = KeptInputs(self.device, options.device_cache)
         self.resident = ResidentWeights(self.device, options.resident)
+        self.room = ActivationRoom(self.device, options.keep)
         self.waiting = StashQueue() if options.stash == "host" else StashQueue(near=None)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: a program that it forgets is gone here too
         self._runs: list[Stats] = []  # the runs of programs in the last step

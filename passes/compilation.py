@@ -28,6 +28,7 @@ class Fact(enum.StrEnum):
     GRANULARITY = "granularity"
     GRADIENTS = "gradients"
     PROGRAM = "program"
+    ACTIVATIONS_KEPT = "activations_kept"
     STASHES_PLACED = "stashes_placed"
     PREFETCHED = "prefetched"
     ROWS_PLACED = "rows_placed"

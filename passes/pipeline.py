@@ -17,6 +17,7 @@ from l2l_compile.passes.segmentation.find_blocks import FindBlocks
 from l2l_compile.passes.segmentation.granularity import MeasureGranularity
 from l2l_compile.passes.segmentation.sequence_operations import SequenceOperations
 from l2l_compile.passes.streaming.differentiate import Differentiate
+from l2l_compile.passes.streaming.keep_activations import KeepActivations
 from l2l_compile.passes.streaming.place_ranks import PlaceRanks
 from l2l_compile.passes.streaming.place_rows import PlaceRows
 from l2l_compile.passes.streaming.place_stash import PlaceStash
@@ -31,6 +32,7 @@ SEGMENTATION: tuple[Pass, ...] = (FindBlocks(), CutSegments(), SplitRegions(), P
 STREAMING: tuple[Pass, ...] = (
     Differentiate(),
     Stream(),
+    KeepActivations(),
     PlaceStash(),
     Prefetch(),
     PlaceRows(),

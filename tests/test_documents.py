@@ -303,6 +303,16 @@ def test_the_lines_on_generation_run(shown, tmp_path):
     assert len(scope["tokens"][0]) == len(loader[0]["input_ids"][0]) + 3 and l2l_compile.programs(scope["model"])
 
 
+@checks("docs/keeping.md: Keeping activations")
+def test_the_line_on_keeping_runs(shown):
+    (block,) = shown
+    plain, (batch, _) = tiny_llama()
+    scope = {"torch": torch, "plain": plain}
+    run(block.text, scope)
+    scope["model"](**batch).loss.backward()
+    assert session.session_of(scope["model"]).options.keep == 20 * 10**9
+
+
 INSTALLING = [block for block in BLOCKS if block.document == "docs/installing.md"]
 CHECKED.update(INSTALLING)
 
@@ -323,7 +333,9 @@ def test_commands_of_the_package_are_parsed(shown):
 
 
 @pytest.mark.slow
-@checks("docs/command.md: Llama-3-8B on a 24 GB card", "docs/generation.md: How long a text takes")
+@checks(
+    "docs/command.md: Llama-3-8B on a 24 GB card", "docs/generation.md: How long a text takes", "docs/keeping.md: What is kept"
+)
 def test_answers_about_a_card_are_those_of_the_command(shown, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     for asked, answer in zip(shown[::2], shown[1::2], strict=True):

@@ -131,6 +131,7 @@ def _add_options(group: Any) -> None:
         help="updates by the optimizer's own step (default: compiled)",
     )
     add("stash", "where inputs of layers wait for backward", choices=("host", "device"))
+    add("keep", "device memory for what is computed inside of layers, such as 20GB, or auto: what is free", metavar="SIZE")
     add("prefetch", "layers that are fetched ahead", type=int)
     add("outputs", "what is copied to the host", choices=("all", "loss"))
     add("pinned_memory", "the most host memory that is page-locked, such as 8GB", metavar="SIZE")
@@ -165,7 +166,7 @@ def generation_of(given: argparse.Namespace) -> Generation:
         raise OptionError("--html shows a training step, and --generate simulates a text: leave one of them out")
     check_sizes(given.batch, given.length, None)
     options = {"micro_batches": given.micro_batches, "prefetch": given.prefetch, "pinned_memory": given.pinned_memory}
-    options |= {name: size if (size := getattr(given, name)) != "0" else 0 for name in ("device_cache", "resident")}
+    options |= {name: getattr(given, name) for name in ("device_cache", "resident")}
     # parameters are in the format of --base already, so that they cross the link as they are
     made = Generation(given.config, given.generate, given.batch, given.length, given.base, given.cache, options)
     made.check()

@@ -89,6 +89,7 @@ class Remedies:
         def less_prefetch(s: Settings) -> Settings | None:
             return replace(s, prefetch=s.prefetch - 1) if s.prefetch else None
 
+        yield lambda s: replace(s, keep=0) if s.keep else None
         yield more_micro_batches
         yield lambda s: replace(s, stash="host") if s.stash == "device" else None
         yield lambda s: replace(s, outputs="loss") if s.outputs == "all" else None
@@ -152,7 +153,7 @@ class Remedies:
     def _smallest(self, trial: Trial) -> Trial:
         """The trial with every change taken back that is not needed."""
         asked = self.asked.settings
-        for name in ("stash", "outputs", "prefetch", "delay", "micro_batches", "update", "optimizer"):
+        for name in ("keep", "stash", "outputs", "prefetch", "delay", "micro_batches", "update", "optimizer"):
             before = getattr(asked, name)
             if getattr(trial.settings, name) == before:
                 continue

@@ -11,21 +11,27 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from l2l_compile.devices.host import is_host
 from l2l_compile.devices.registry import kind_of, traced_on
 from l2l_compile.ir import nodes
 from l2l_compile.ir.precision import gradient_dtype
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.segments import Segment, block_bindings
 from l2l_compile.ir.values import Bindings, TensorSpec
+from l2l_compile.lowering.costs import typical_rates
 from l2l_compile.lowering.lower import Lowering
+from l2l_compile.lowering.savings import Savings
 from l2l_compile.options import Options
+from l2l_compile.runtime.activation_room import AUTO, OF_THE_HOST, SPARE, available_memory
+from l2l_compile.runtime.kept_activations import kept_levels
 from l2l_compile.runtime.micro_batches import MicroBatches
 from l2l_compile.runtime.slab import slab_bytes
+from l2l_compile.simulation.machine import Machine
 from l2l_compile.units import format_bytes
 
 WEIGHTS, STASHES, ACTIVATIONS, GRADIENTS = "weights", "stashes", "activations", "gradients"
@@ -36,7 +42,7 @@ class DeviceMemory:
     """Bytes on the device at the moment of a step when it holds most, by purpose.
 
     weights      of the segments that are fetched; on a device with memory of its own, the weight slabs
-    stashes      values that are kept for backward, or were restored for it
+    stashes      values that are kept for backward, or were restored for it; with the option `keep`, also from inside of layers
     activations  other values, and results of the operations of the running block
     gradients    of values and of weights
     grows        the kinds of memory that grow with the number of layers, and why; empty if none does
@@ -61,24 +67,52 @@ class DeviceMemory:
         return "\n".join([f"{line}; of it grows with depth:", *(f"  {what}" for what in self.grows)])
 
 
-def device_memory(programs: Sequence[Program], options: Options) -> DeviceMemory:
-    """The expected peak of one step through these programs. Raises `LoweringError` for a block that cannot be traced."""
-    lowering, slabs = Lowering(traced_on(options.device), "eager"), _slabs(programs, options)
-    runs = [_DryRun(program, options, lowering, slabs) for program in programs]
-    for run in runs:
-        run.step()
+def device_memory(programs: Sequence[Program], options: Options, machine: Machine | None = None) -> DeviceMemory:
+    """The expected peak of one step through these programs. Raises `LoweringError` for a block that cannot be traced.
+
+    On a `machine`, keep="auto" is what is free there.
+    """
+    runs = _runs(programs, options, machine)
     peak = max((run.peak for run in runs), key=lambda peak: sum(peak.values()), default=Counter())
     grows = [*(str(u) for p in programs for u in p.uncut), *(line for run in runs for line in run.growth())]
     return DeviceMemory(peak[WEIGHTS], peak[STASHES], peak[ACTIVATIONS], peak[GRADIENTS], tuple(dict.fromkeys(grows)))
 
 
-def samples(programs: Sequence[Program], options: Options) -> list[list[tuple[fx.Node, Counter[str]]]]:
+def samples(
+    programs: Sequence[Program], options: Options, machine: Machine | None = None
+) -> list[list[tuple[fx.Node, Counter[str]]]]:
     """For each program, the bytes that each kind is expected to take at the nodes of a step, in their order."""
+    return [run.samples for run in _runs(programs, options, machine)]
+
+
+def savings_for(options: Options, machine: Machine | None) -> Savings:
+    """What blocks may save, by the rates of a machine if there is one."""
+    lowering = Lowering(traced_on(options.device), "eager")
+    return Savings(lowering, options.block_compiler != "eager", machine or typical_rates(options.device))
+
+
+def room_of(programs: Sequence[Program], options: Options, machine: Machine | None) -> int:
+    """Bytes that the option `keep` allows for a step; 0 where "auto" is known after a first step on the device alone."""
+    if options.keep != AUTO:
+        return int(options.keep)
+    if is_host(options.device):
+        return int(available_memory() * OF_THE_HOST)
+    if machine is None:
+        return 0
+    peak = device_memory(programs, replace(options, keep=0)).peak
+    return max(0, int(machine.device_room - peak - SPARE * machine.device_memory))
+
+
+def _runs(programs: Sequence[Program], options: Options, machine: Machine | None) -> list[_DryRun]:
+    """A step through these programs."""
     lowering, slabs = Lowering(traced_on(options.device), "eager"), _slabs(programs, options)
-    runs = [_DryRun(program, options, lowering, slabs) for program in programs]
-    for run in runs:
+    savings, room = savings_for(options, machine), room_of(programs, options, machine)
+    runs = []
+    for program in programs:
+        runs.append(run := _DryRun(program, options, lowering, slabs, savings, room))
         run.step()
-    return [run.samples for run in runs]
+        room -= sum(level.bytes for level in run.levels.values())
+    return runs
 
 
 def _slabs(programs: Sequence[Program], options: Options) -> int | None:
@@ -101,7 +135,7 @@ class _Held:
 class _DryRun:
     """One step of a program. `peak` has the bytes of each kind at the moment when their sum is largest."""
 
-    def __init__(self, program: Program, options: Options, lowering: Lowering, slabs: int | None):
+    def __init__(self, program: Program, options: Options, lowering: Lowering, slabs: int | None, savings: Savings, room: int):
         self.program, self.options, self.lowering, self.slabs = program, options, lowering, slabs
         self.captured = program.captured
         rows = program.bindings.get(self.captured.batch, 1)
@@ -119,7 +153,10 @@ class _DryRun:
             nodes.merge: self._merge,
             nodes.keep_input: self._keep,
             nodes.keep_output: self._keep,
+            nodes.keep_activations: self._keep_activations,
         }
+        self.savings = savings
+        self.levels = kept_levels(program, self._runs, self.savings, room) if room else {}
         self.kept = 0  # bytes that stay for the next call
 
     def step(self) -> None:
@@ -165,7 +202,10 @@ class _DryRun:
         return whole // self.micro_batches if spec.equal_rows else whole
 
     def _make(self, node: fx.Node) -> None:
-        if nodes.result_of(node) is nodes.Result.TAKEN:
+        if node.meta.get("kind") == "activations":
+            (run,) = (user for user in node.users if nodes.runs_segment(user))
+            self.held[node] = self._activations_of(nodes.operands(run).segment)
+        elif nodes.result_of(node) is nodes.Result.TAKEN:
             (source,) = node.all_input_nodes
             self.held[node] = self.held.pop(source)
         elif nodes.carries(node) is nodes.Carries.GRADIENTS:  # of this rank
@@ -202,6 +242,14 @@ class _DryRun:
         else:
             self.kept += size
 
+    def _keep_activations(self, node: fx.Node) -> None:
+        self.held[node] = self._activations_of(nodes.operands(node).segment)
+
+    def _activations_of(self, segment: int) -> _Held:
+        """What a segment keeps for its backward."""
+        level = self.levels.get(segment)
+        return _Held(level.bytes if level is not None else 0, STASHES)
+
     def _fetch(self, node: fx.Node) -> None:
         segment = self.program.segments[nodes.operands(node).segment]
         in_slab = self.slabs is not None
@@ -215,8 +263,15 @@ class _DryRun:
         streamed = [result for result in results if result.meta.get("host")]
         kept = on_its_way = 0  # an output that is streamed to the host is on its way while the next one is computed
         for number, sizes in enumerate(runs):
-            lowered = self.lowering.forward(segment.block, sizes, number > 0)
+            level = self.levels.get(segment.index)
+            if level is None:
+                lowered = self.lowering.forward(segment.block, sizes, number > 0)
+                saved = 0
+            else:
+                saving = self.savings.saving((segment.block, sizes, level.mask, level.level))
+                lowered, saved = saving.forward, saving.bytes
             self._look(lowered.workspace_bytes + kept + on_its_way)
+            kept += saved
             on_its_way = sum(made[result][number] for result in streamed)
             kept += sum(parts[number] for result, parts in made.items() if result not in streamed)
         for result in results:
@@ -231,7 +286,11 @@ class _DryRun:
         arrives = [_made(segment, spec.detached(), runs) for gradient, spec in streamed if gradient is not None]
         gathered = cast = 0
         for number, sizes in enumerate(runs):
-            lowered = self.lowering.backward(block, sizes, gradient_mask)
+            level = self.levels.get(segment.index)
+            if level is None:
+                lowered = self.lowering.backward(block, sizes, gradient_mask)
+            else:
+                lowered = self.savings.saving((block, sizes, level.mask, level.level)).backward
             arrived = sum(sum(parts[number : number + 2]) for parts in arrives)  # the next micro-batch's gradient comes meanwhile
             self._look(lowered.workspace_bytes, arrived + gathered)
             there = [(i, spec) for i, spec in enumerate(block.operands) if lowered.present[i]]

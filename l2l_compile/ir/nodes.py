@@ -255,6 +255,12 @@ def stash(x: OnDevice) -> typing.NoReturn:
     _not_run("stash")
 
 
+@operation(Lane.NONE, Result.KEPT)
+def keep_activations(segment: SegmentIndex, results: Results) -> typing.NoReturn:
+    """Keep on the device what forward has saved inside of a segment for its backward."""
+    _not_run("keep_activations")
+
+
 @operation(Lane.COMPUTE, Result.SEVERAL)
 def backward(
     segment: SegmentIndex,
@@ -262,8 +268,9 @@ def backward(
     values: tuple[OnDevice, ...],
     gradients: tuple[OnDevice | None, ...],
     streamed_gradients: tuple[OnHost | None, ...] = (),
+    activations: OnDevice | None = None,
 ) -> typing.NoReturn:
-    """Recompute the segment and differentiate it on every micro-batch.
+    """Recompute the segment, but for `activations` that forward has kept, and differentiate it on every micro-batch.
 
     `gradients` has the gradient of each of the segment's outputs, None where there is none. A gradient that is on the host, and
     is copied to the device micro-batch by micro-batch, is at its position in `streamed_gradients`; `gradients` has None there.

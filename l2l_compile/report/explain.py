@@ -17,6 +17,7 @@ from l2l_compile.devices.host import HOST
 from l2l_compile.devices.registry import ACCELERATOR
 from l2l_compile.dumps import Dump, log_artifact
 from l2l_compile.errors import L2LError
+from l2l_compile.estimate.activations import KeptActivations, kept_activations
 from l2l_compile.estimate.device_memory import DeviceMemory, device_memory
 from l2l_compile.estimate.host_memory import HostMemory, host_memory
 from l2l_compile.frontend.capture import capture
@@ -104,9 +105,14 @@ class Report:
         return tuple(u for p in self.programs for u in p.uncut)
 
     @functools.cached_property
+    def kept(self) -> KeptActivations | None:
+        """What forwards keep inside of layers for backward, with the option `keep`; None without it. Traces each block."""
+        return kept_activations(self.programs, self.options, self.machine)
+
+    @functools.cached_property
     def device_memory(self) -> DeviceMemory:
         """The expected peak of device memory, and the parts of it that grow with depth. The first access traces each block."""
-        return device_memory(self.programs, self.options)
+        return device_memory(self.programs, self.options, self.machine)
 
     def on(self, machine: Machine) -> Report:
         """The report with memory counted as on a machine: an accelerator has weight slabs, and copies from page-locked memory."""

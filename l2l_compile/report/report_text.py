@@ -18,7 +18,9 @@ _LONGEST_NAME = 16  # columns of a cropped name, at least
 def text_of(report: Any) -> str:
     """The text of a `Report`."""
     notes = _reasons(report.programs)
-    lines = [*_paragraphs("", str(report.device_memory)), *_paragraphs("", str(report.host_memory))]
+    lines = _paragraphs("", str(report.device_memory))
+    lines += _paragraphs("", str(report.kept)) if report.kept is not None else []
+    lines += _paragraphs("", str(report.host_memory))
     lines += _whole_batch(report.programs, notes)
     lines += _copied(report)
     lines += _listed(f"graph breaks: {len(report.graph_breaks) or 'none'}", report.graph_breaks)

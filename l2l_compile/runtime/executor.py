@@ -351,7 +351,8 @@ def _forward(
 ) -> RuntimeValue:
     ran = run.segments[segment]
     weights = weights if weights is not None else RuntimeValue([])
-    results = [RuntimeValue() for _ in ran.block.outputs]
+    kept = RuntimeValue() if segment in run.step.levels else RuntimeValue(absent=True)
+    results = [*(RuntimeValue() for _ in ran.block.outputs), kept]
     inner_loop = run_forward(run.step, run.device, ran, weights, values, results)
     reads = (weights, *values)
     if streamed_outputs:
@@ -359,6 +360,11 @@ def _forward(
     else:
         run.submit(Lane.COMPUTE, reads, results, lambda: [work() for work in inner_loop])
     return RuntimeValue(results=results)
+
+
+@handles(nodes.keep_activations)
+def _keep_activations(run: Executor, node: fx.Node, segment: int, results: RuntimeValue) -> RuntimeValue:
+    return results.results[-1]
 
 
 @handles(nodes.backward)
@@ -370,6 +376,7 @@ def _backward(
     values: Sequence[RuntimeValue],
     gradients: Sequence[RuntimeValue | None],
     streamed_gradients: Sequence[RuntimeValue | None] = (),
+    activations: RuntimeValue | None = None,
 ) -> RuntimeValue:
     ran = run.segments[segment]
     weights = weights if weights is not None else RuntimeValue([])
@@ -377,8 +384,9 @@ def _backward(
     arriving = [RuntimeValue(absent=g is None and i not in streamed) if g is None else g for i, g in enumerate(gradients)]
     results = [RuntimeValue(absent=True) for _ in range(len(ran.values) + 1)]
     if not all(g.absent for g in arriving):
-        inner_loop = run_backward(run.step, run.device, ran, weights, values, arriving, results)
-        reads = (weights, *values, *arriving)
+        kept = activations or RuntimeValue(absent=True)
+        inner_loop = run_backward(run.step, run.device, ran, weights, values, arriving, kept, results)
+        reads = (weights, *values, *arriving, kept)
         if streamed:
             sources = [StreamedGradient(source, arriving[i], ran.block.outputs[i]) for i, source in streamed.items()]
             GradientStream(run.device, run.step, run.submit, sources).run(inner_loop, reads, results)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,12 +25,13 @@ from l2l_compile.runtime.call_arguments import Arguments
 from l2l_compile.runtime.executor import Executor
 from l2l_compile.runtime.instructions import instructions_of
 from l2l_compile.runtime.joint_forward import begin_together, collectives_of
+from l2l_compile.runtime.kept_activations import KeptLevel, kept_levels
 from l2l_compile.runtime.micro_batches import MicroBatches
 from l2l_compile.runtime.outputs import Outputs
 from l2l_compile.runtime.resident_weights import MeasuredNeed
 from l2l_compile.runtime.rows import StepRows
 from l2l_compile.runtime.runtime_value import RuntimeValue
-from l2l_compile.runtime.segment_run import lowerings
+from l2l_compile.runtime.segment_run import lowerings, savings_of
 from l2l_compile.runtime.slab import slab_bytes
 from l2l_compile.runtime.slabs import Slabs
 from l2l_compile.runtime.stashes import Stashes
@@ -77,6 +78,7 @@ class Runner:
         self._program = self._shown = program
         self._backwards = backwards
         self._bindings = program.bindings
+        self._levels: dict[tuple, Mapping[int, KeptLevel]] = {}  # by room and sizes
         self._lowered: set[tuple] = set()  # sizes for which compilation has begun
         self._micro_batches = MicroBatches(program, engine.options, engine.lowering)
         self._need = MeasuredNeed()
@@ -134,7 +136,7 @@ class Runner:
         device.accesses.read(step.place)
         for index, contents in step.writes.items():
             _overwrite(arguments[index], contents)
-        stashes = Stashes(device, kept)
+        stashes = Stashes(device, kept, _kept_bytes(step))
         if to_train:
             engine.waiting.add(stashes)
         made = self.outputs.made(outputs, kept, device)
@@ -188,13 +190,25 @@ class Runner:
         if self.ranks is not None:
             collectives = collectives_of(self._program.forward.graph, self._program.segments)
             begin_together(self.ranks, step, collectives, captured, to_train, options.batch_scope == "global")
+        if to_train and options.keep:
+            step.levels = self._levels_of(step)
         if (sizes := (to_train, *self._sizes_of(step), sum(step.rows.of_ranks))) not in self._lowered:
             self._lowered.add(sizes)
             self.engine.lowering.ahead(lowerings(step, self.program, to_train))
+            self.engine.savings.ahead(savings_of(step, self.program))
         parameters = [a for a, i in zip(arguments, captured.inputs, strict=True) if i.kind == "parameter"]
         self.engine.server.begin_forward(step, parameters, to_train)
         self._bindings = rows.bindings
         return step
+
+    def _levels_of(self, step: Step) -> Mapping[int, KeptLevel]:
+        """What each segment keeps for its backward, at these sizes and beside what earlier forwards keep."""
+        engine = self.engine
+        sizes = self._sizes_of(step)
+        key = max(0, engine.room.at(sizes) - engine.waiting.activations), *sizes
+        if key not in self._levels:
+            self._levels[key] = kept_levels(self.program, step.rows.bindings_of, engine.savings, budget=key[0])
+        return self._levels[key]
 
     def _sizes_of(self, step: Step) -> list[int]:
         return [number for symbol, number in step.rows.bindings.items() if not is_float(symbol)]
@@ -226,6 +240,7 @@ class Runner:
         found |= {i: sharded_as(g, step.given[i]) for i, g in server.end_backward(step).items()}
         stats.backward_seconds += device.now() - start
         stats.peak_device_bytes = max(stats.peak_device_bytes, device.peak_bytes())
+        self.engine.room.measured(self._sizes_of(step), stats.peak_device_bytes, _kept_bytes(step))
         return found
 
     def _run(
@@ -259,6 +274,11 @@ class Runner:
                 device.synchronize()
             return result
         except BaseException as error:
+            if isinstance(error, torch.OutOfMemoryError) and step.levels:
+                self.engine.room.ran_out()
+                error.add_note(
+                    f"the step keeps {format_bytes(_kept_bytes(step))} inside of layers for backward: a smaller option keep leaves more"
+                )
             if step.world is not None:
                 step.world.failed(error)
             try:
@@ -280,6 +300,11 @@ class Runner:
         except Exception:
             self.engine.device.synchronize()  # raises the error of a lane, which may be the cause
             raise
+
+
+def _kept_bytes(step: Step) -> int:
+    """Bytes that a step keeps inside of its segments."""
+    return sum(level.bytes for level in step.levels.values())
 
 
 def _overwrite(argument: torch.Tensor, contents: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from l2l_compile.ir.values import Bindings, TensorSpec
 from l2l_compile.lowering.code_cache import Lowered
 from l2l_compile.lowering.lower import Request, wanted_of
 from l2l_compile.lowering.randomness import derived_seed
+from l2l_compile.lowering.savings import Saving, SavingRequest
 from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.step import Step
 
@@ -30,12 +31,26 @@ def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]
     seen: set[tuple] = set()
     for graph in (program.forward.graph, program.backward.graph if to_train and program.backward is not None else None):
         for node in filter(nodes.runs_segment, graph.nodes if graph is not None else ()):
+            if nodes.operands(node).segment in step.levels:
+                continue
             for request in requests(step, node, program.segments):
                 block, bindings, which, wanted = request
                 key = block, which, wanted, bindings.get(step.rows.batch)
                 if key not in seen:
                     seen.add(key)
                     yield request
+
+
+def savings_of(step: Step, program: Program) -> Iterator[SavingRequest]:
+    """The savings that the segments of a step need, each once."""
+    seen: set[tuple] = set()
+    for index, kept in step.levels.items():
+        segment = program.segments[index]
+        for bindings in step.rows.bindings_of(segment):
+            key = segment.block, kept.mask, kept.level, bindings.get(step.rows.batch)
+            if key not in seen:
+                seen.add(key)
+                yield segment.block, bindings, kept.mask, kept.level
 
 
 def requests(step: Step, node: fx.Node, segments: Sequence[Segment]) -> Iterator[Request]:
@@ -71,6 +86,7 @@ def run_backward(
     weights: RuntimeValue,
     operands: Sequence[RuntimeValue],
     gradients: Sequence[RuntimeValue],
+    activations: RuntimeValue,
     results: Sequence[RuntimeValue],
 ) -> list[Callable[[], None]]:
     """Work, one for each micro-batch, that recomputes and differentiates a segment.
@@ -78,7 +94,7 @@ def run_backward(
     Marks at once which results exist; the last micro-batch fills them. The first piece of work may read the arriving
     gradients of the first two micro-batches.
     """
-    return _Backward(step, device, segment, weights, operands, gradients, results).inner_loop()
+    return _Backward(step, device, segment, weights, operands, gradients, activations, results).inner_loop()
 
 
 class _Run(ABC):
@@ -170,24 +186,43 @@ class _Forward(_Run):
         operands: Sequence[RuntimeValue],
         results: Sequence[RuntimeValue],
     ):
+        self.savings: list[Saving] = []
         super().__init__(step, device, segment, weights, operands)
-        self.results = results
+        *self.results, self.kept = results
         self.compare = step.engine.check.forward(step, segment, weights, operands) if step.engine.check else None
         for result in results:
             result.tensors = []
+        if not self.kept.absent:
+            self.kept.tensors = []
+            step.savings[segment.index] = self.savings
 
     def _lower(self, number: int, bindings: Bindings) -> Lowered:
-        return self.step.engine.lowering.forward(self.block, bindings, number > 0)
+        engine, kept = self.step.engine, self.step.levels.get(self.segment.index)
+        if kept is None:
+            return engine.lowering.forward(self.block, bindings, number > 0)
+        saving = engine.savings.saving((self.block, bindings, kept.mask, kept.level))
+        self.savings.append(saving)
+        return saving.forward
 
     def micro_batch(self, number: int) -> None:
         if self.compare and number == 0:
             self.compare()
         code = self.lowered[number]
         made = self.call(code, number, self.arguments(number))
+        if not self.kept.absent:
+            made = self._keep(made)
         outputs = zip(self.results, self.block.outputs, code.present, strict=True)
         filled = [(result, spec) for result, spec, present in outputs if present]
         for (result, spec), tensor in zip(filled, made, strict=True):
             self._add(result, spec, tensor, number)
+
+    def _keep(self, made: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Keep what code has saved for backward. Returns the other results."""
+        count = len(self.block.outputs)
+        saved = [tensor.contiguous() for tensor in made[count:]]
+        self.kept.tensors += saved
+        self.device.hold(saved)
+        return made[:count]
 
     def _add(self, result: RuntimeValue, spec: TensorSpec, tensor: torch.Tensor, number: int) -> None:
         """Add a micro-batch's part to an output. If it is computed once, the first micro-batch's part counts for all."""
@@ -219,9 +254,13 @@ class _Backward(_Run):
         weights: RuntimeValue,
         operands: Sequence[RuntimeValue],
         gradients: Sequence[RuntimeValue],
+        activations: RuntimeValue,
         results: Sequence[RuntimeValue],
     ):
         self.gradient_mask = tuple(not g.absent for g in gradients)
+        self.activations = activations
+        kept = [] if activations.absent else step.savings[segment.index]
+        self.savings = kept if all(saving.mask == self.gradient_mask for saving in kept) else []
         super().__init__(step, device, segment, weights, operands)
         block = self.block
         self.arriving = [(g, spec) for g, spec in zip(gradients, block.outputs, strict=True) if not g.absent]
@@ -235,6 +274,8 @@ class _Backward(_Run):
         self.gathered: list[torch.Tensor] = []
 
     def _lower(self, number: int, bindings: Bindings) -> Lowered:
+        if self.savings:
+            return self.savings[number].backward
         return self.step.engine.lowering.backward(self.block, bindings, self.gradient_mask)
 
     def _mark_absent(self) -> None:
@@ -254,9 +295,15 @@ class _Backward(_Run):
         if self.compare and number == 0:
             self.compare()
         arriving = [gradient_of(self.step, self.block, g.tensors, number, spec) for g, spec in self.arriving]
-        self._gather(self.call(self.lowered[number], number, [*self.arguments(number), *arriving]))  # and let go of what it made
+        operands = [*self.arguments(number), *arriving, *self._saved(number)]
+        self._gather(self.call(self.lowered[number], number, operands))  # and let go of what it made
         if number == len(self.lowered) - 1:
             self._finish()
+
+    def _saved(self, number: int) -> Sequence[torch.Tensor]:
+        """What forward has saved in a micro-batch."""
+        first = sum(saving.count for saving in self.savings[:number])
+        return self.activations.tensors[first : first + self.savings[number].count] if self.savings else ()
 
     def _indices_and_specs(self) -> Iterator[tuple[int, TensorSpec]]:
         """The operands that have a gradient, in the order in which code gives them."""

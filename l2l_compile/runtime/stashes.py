@@ -20,10 +20,13 @@ _NEAR = 2  # the last forwards may keep stashes on the device: a model and its s
 
 
 class Stashes:
-    """The values that one forward keeps for backward, on device or host. They are freed with this object at the latest."""
+    """The values that one forward keeps for backward, on device or host. They are freed with this object at the latest.
 
-    def __init__(self, device: Device, values: Sequence[RuntimeValue]):
-        self.device, self.values = device, list(values)
+    activations  bytes on the device of what was computed inside of segments
+    """
+
+    def __init__(self, device: Device, values: Sequence[RuntimeValue], activations: int = 0):
+        self.device, self.values, self.activations = device, list(values), activations
         self._offloaded: list[RuntimeValue] = []  # values that wait on the host until backward
 
     def take(self, keep: bool) -> list[RuntimeValue]:
@@ -38,6 +41,7 @@ class Stashes:
 
     def to_host(self) -> None:
         """Move the values on the device to the host, until backward. Called while no lane works."""
+        self.activations = 0
         for value in [value for value in self.values if _on_device(value)]:
             freed = value.tensors
             self._move(value, Lane.D2H, self.device.download)
@@ -80,13 +84,21 @@ class StashQueue:
 
     def add(self, stashes: Stashes) -> None:
         """Add the stashes of a forward. Stashes of all but the latest `near` forwards go to the host, unless `near` is None."""
+        self._all = [weakref.ref(earlier) for earlier in self._waiting()]
+        self._all.append(weakref.ref(stashes))
         if self._near is None:
             return
-        self._all = [r for r in self._all if (earlier := r()) is not None and earlier.values]
-        self._all.append(weakref.ref(stashes))
         for reference in self._all[: -self._near]:
             if (earlier := reference()) is not None:
                 earlier.to_host()
+
+    @property
+    def activations(self) -> int:
+        """Bytes on the device of what forwards have computed inside of segments, for backwards that are still to come."""
+        return sum(stashes.activations for stashes in self._waiting())
+
+    def _waiting(self) -> list[Stashes]:
+        return [stashes for reference in self._all if (stashes := reference()) is not None and stashes.values]
 
 
 def _on_device(value: RuntimeValue) -> bool:

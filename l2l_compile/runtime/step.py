@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,9 +12,12 @@ from torch import fx
 from l2l_compile.devices.device import Device, HostWeights
 from l2l_compile.ir.segments import Segment
 from l2l_compile.lowering.lower import Lowering
+from l2l_compile.lowering.savings import Saving, Savings
 from l2l_compile.options import Options
 from l2l_compile.races import Place
 from l2l_compile.ranks.ranks import Ranks
+from l2l_compile.runtime.activation_room import ActivationRoom
+from l2l_compile.runtime.kept_activations import KeptLevel
 from l2l_compile.runtime.kept_inputs import KeptInputs
 from l2l_compile.runtime.resident_weights import ResidentWeights
 from l2l_compile.runtime.rows import StepRows
@@ -70,6 +73,7 @@ class Engine(Protocol):
     waiting  the stashes of all programs
     kept_inputs  inputs that stay on the device from call to call
     resident     weights that stay on the device from call to call
+    room         how much forwards may keep of what they compute inside of segments
     check    compares blocks on rows together and apart, if the user asked for it
     """
 
@@ -83,6 +87,9 @@ class Engine(Protocol):
     def lowering(self) -> Lowering: ...
 
     @property
+    def savings(self) -> Savings: ...
+
+    @property
     def server(self) -> Host: ...
 
     @property
@@ -93,6 +100,9 @@ class Engine(Protocol):
 
     @property
     def resident(self) -> ResidentWeights: ...
+
+    @property
+    def room(self) -> ActivationRoom: ...
 
     @property
     def check(self) -> BlockCheck | None: ...
@@ -139,6 +149,8 @@ class Step:
     world      the ranks that run the program together; None for one
     seed       the number that all random draws derive from; None until something is random
     writes     new contents of buffers and other inputs, by index; `place` is watched for races
+    levels     what each segment keeps for its backward, by its index; a segment that keeps nothing is not in it
+    savings    the code of each micro-batch of a segment that keeps something
     replayed   outputs that the host has made itself, by position
     keeps      what stays on the device for the next call, by node and by the index of the input or output, with its bytes
     """
@@ -155,6 +167,8 @@ class Step:
     seed: int | None = None
     writes: dict[int, torch.Tensor] = field(default_factory=dict)
     place: Place = field(default_factory=lambda: Place("new contents of a buffer"))
+    levels: Mapping[int, KeptLevel] = field(default_factory=dict)
+    savings: dict[int, list[Saving]] = field(default_factory=dict)
     replayed: dict[int, torch.Tensor] = field(default_factory=dict)
     keeps: dict[tuple[Callable, int], tuple[RuntimeValue, int]] = field(default_factory=dict)
     host: HostRecord = field(default_factory=HostRecord)

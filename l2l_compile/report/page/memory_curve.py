@@ -16,6 +16,7 @@ from l2l_compile.ir import nodes
 from l2l_compile.ir.program import Program
 from l2l_compile.lanes import OF_DEVICE, Lane
 from l2l_compile.options import Options
+from l2l_compile.simulation.machine import Machine
 from l2l_compile.timeline import Timeline
 
 DEVICE = (WEIGHTS, STASHES, ACTIVATIONS, GRADIENTS)
@@ -40,11 +41,11 @@ class Curve:
             self.bytes.append(list(held))
 
 
-def device_curve(programs: Sequence[Program], options: Options, timeline: Timeline) -> Curve:
+def device_curve(programs: Sequence[Program], options: Options, timeline: Timeline, machine: Machine | None = None) -> Curve:
     """The curve of the device's memory. Raises `LoweringError` for a block that cannot be traced."""
     curve, clock = Curve(DEVICE), _Clock(timeline)
     curve.add(0.0, [0] * len(DEVICE))
-    for program, sampled in zip(programs, samples(programs, options), strict=True):
+    for program, sampled in zip(programs, samples(programs, options, machine), strict=True):
         for node, held in sampled:
             curve.add(clock.at(node, program), [held[kind] for kind in DEVICE])
     return curve
