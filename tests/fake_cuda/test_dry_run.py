@@ -40,3 +40,20 @@ def test_the_dry_run_counts_what_a_step_asks_for(computing, name, update, stash,
         l2l_compile.synchronize(step)
     asked = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     assert abs(asked - expected) <= 0.01 * expected, (asked, expected)
+
+
+@pytest.mark.parametrize("keep", ["50KB", "1GB"])
+@pytest.mark.parametrize("name", ["transformer", "encoder and decoder", "skips"])
+def test_the_dry_run_counts_what_forward_keeps(computing, name, keep):
+    make, batch = MODELS[name]
+    before = torch.cuda.memory_stats().get("requested_bytes.all.current", 0)
+    given, model = batch(0), make().train()
+    options = {"micro_batches": 3, "device": "cuda", "block_compiler": "eager", "keep": keep}
+    expected = l2l_compile.explain(model, options)(given).device_memory.peak
+    torch._dynamo.reset()
+    step = torch.compile(model, backend="l2l", fullgraph=True, options=options)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        models.loss_of(step(given)).backward()
+    asked = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    assert abs(asked - expected) <= 0.01 * expected, (asked, expected)

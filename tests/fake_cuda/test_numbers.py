@@ -18,3 +18,10 @@ def test_trains_with_the_numbers_of_the_cpu(computing, name, update, way):
     dtype, lazy, most = WAYS[way]
     computing.set_lazy(lazy)
     assert difference(name, update, dtype) < most
+
+
+@pytest.mark.parametrize("keep", ["100KB", "1GB", "auto"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_forward_keeps_changes_no_number(computing, name, keep):
+    computing.set_lazy(True)
+    assert difference(name, "delayed", torch.float64, keep=keep) < 1e-10
