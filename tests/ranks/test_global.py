@@ -154,6 +154,12 @@ def test_gradients_are_those_of_eager_on_the_rows_of_all_ranks(ranks, kind):
     ranks.run(equals_eager_on_all_rows, kind, {}, world=3 if kind in ("bias", "centered") else 2)
 
 
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.slow(but=("bias", "odd", "contrastive"))
+def test_ranks_keep_what_their_forwards_compute(ranks, kind):
+    ranks.run(equals_eager_on_all_rows, kind, {"keep": "1MB"})
+
+
 def test_one_micro_batch_a_rank(ranks):
     ranks.run(equals_eager_on_all_rows, "convolutions", {"micro_batches": 1})
 
