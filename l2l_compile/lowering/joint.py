@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from l2l_compile.ir.fx_types import arguments
 from l2l_compile.ir.graph import dims_of_memory
-from l2l_compile.lowering.costs import is_free
+from l2l_compile.lowering.costs import is_free, written
 from l2l_compile.lowering.randomness import Draw
 from l2l_compile.lowering.widening import storages_of
 
@@ -55,11 +56,6 @@ class Joint:
         return _dependencies(self.graph.graph)
 
     @functools.cached_property
-    def written(self) -> frozenset[int]:
-        """The storages into which operations write."""
-        return frozenset(s for node in self.graph.graph.nodes for s in _written_by(node))
-
-    @functools.cached_property
     def of_backward(self) -> frozenset[fx.Node]:
         """The nodes that depend on a gradient that arrives."""
         found = set(self.arriving)
@@ -82,9 +78,22 @@ class Joint:
         return [node for node in found if node not in self.of_backward]
 
     @functools.cached_property
-    def drawn(self) -> frozenset[fx.Node]:
-        """The placeholders that are random draws."""
-        return frozenset(self._placeholders[self.operands + self.gradients :])
+    def drawn(self) -> list[fx.Node]:
+        """The placeholders that are random draws, in their order."""
+        return self._placeholders[self.operands + self.gradients :]
+
+    @functools.cached_property
+    def asserted(self) -> list[fx.Node]:
+        """The operations of forward that return nothing: assertions of the model, which forward makes."""
+        return [node for node in self.graph.graph.nodes if _returns_nothing(node) and node not in self.of_backward]
+
+    @functools.cached_property
+    def _not_free(self) -> frozenset[int]:
+        """The storages of operands, and those into which operations write."""
+        operands = (storage for operand in self._placeholders for storage in storages_of(operand))
+        return frozenset(
+            {*(storage._cdata for storage in operands), *(s for n in self.graph.graph.nodes for s in _written_by(n))}
+        )
 
     def can_save(self, node: fx.Node) -> bool:
         """Whether a value may be saved: a random draw, or a dense tensor of forward in memory of its own that nothing writes into."""
@@ -95,10 +104,9 @@ class Joint:
             return False
         if node in self.returned[1]:
             return False
-        if value.layout is not torch.strided or isinstance(node.target, torch._ops.OpOverload) and is_free(node.target):
+        if value.layout is not torch.strided or isinstance(node.target, OpOverload) and is_free(node.target):
             return False
-        operands = {storage._cdata for operand in self._placeholders for storage in storages_of(operand)}
-        return value.untyped_storage()._cdata not in operands | self.written and dims_of_memory(value) is not None
+        return value.untyped_storage()._cdata not in self._not_free and dims_of_memory(value) is not None
 
     def cut(self, saved: Sequence[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward: (sizes, operands, draws) -> (outputs, saved values), and backward: (sizes, operands, gradients of outputs, saved
@@ -108,8 +116,8 @@ class Joint:
 
     def draws_of(self, graph: fx.GraphModule) -> tuple[Draw, ...]:
         """The draws that a graph of `cut` takes, in order."""
-        numbers = {f"draw_{draw.number}": draw for draw in self.draws}
-        return tuple(numbers[n.target] for n in graph.graph.find_nodes(op="placeholder") if n.target in numbers)
+        draws = {node.target: draw for node, draw in zip(self.drawn, self.draws, strict=True)}
+        return tuple(draws[n.target] for n in graph.graph.find_nodes(op="placeholder") if n.target in draws)
 
     def _copy(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
         copies: dict[fx.Node, fx.Node] = {}
@@ -131,16 +139,15 @@ class Joint:
             taken.add(storage)
             results.append(result)
         graph.output(tuple(results))
-        _leave_out_unread(graph)
+        _leave_out_unread(graph, [copies[node] for node in self.asserted])
         for arriving in self.arriving:
             graph.erase_node(copies[arriving])
-        return self._module(graph)
+        return self._module(graph, copies)
 
     def _backward(self, saved: Sequence[fx.Node]) -> fx.GraphModule:
         graph, copies = self._copy()
-        before = next((n for n in graph.nodes if n.op == "placeholder" and str(n.target).startswith("draw_")), None)
-        if before is None:
-            before = next(n for n in graph.nodes if n.op != "placeholder")
+        behind = self._placeholders[self.operands + self.gradients - 1]
+        before = copies[behind].next  # the first draw, or the first operation
         for number, node in enumerate(saved):
             with graph.inserting_before(before):
                 operand = graph.placeholder(f"saved_{number}")
@@ -149,19 +156,22 @@ class Joint:
                 copies[node].replace_all_uses_with(_as_made(graph, operand, node))
         graph.output(tuple(copies[node] for node in self.returned[1]))
         _leave_out_unread(graph)
-        return self._module(graph)
+        return self._module(graph, copies)
 
-    def _module(self, graph: fx.Graph) -> fx.GraphModule:
-        unused = [n for n in graph.find_nodes(op="placeholder") if str(n.target).startswith("draw_") and not n.users]
-        for node in unused:
-            graph.erase_node(node)
+    def _module(self, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> fx.GraphModule:
+        for draw in self.drawn:
+            if not copies[draw].users:
+                graph.erase_node(copies[draw])
         return fx.GraphModule(self.graph, graph)
 
 
-def _leave_out_unread(graph: fx.Graph) -> None:
-    """Erase operations on which no result depends, also those that PyTorch takes for random although they draw nothing here."""
-    reads, end = _dependencies(graph), graph.output_node()
-    found, waiting = {end}, [end]
+def _leave_out_unread(graph: fx.Graph, besides: Sequence[fx.Node] = ()) -> None:
+    """Erase operations on which no result depends, also those that PyTorch takes for random although they draw nothing here.
+
+    Those of `besides` stay, with what they depend on.
+    """
+    reads, waiting = _dependencies(graph), [graph.output_node(), *besides]
+    found = set(waiting)
     while waiting:
         for read in reads[waiting.pop()]:
             if read not in found:
@@ -186,14 +196,15 @@ def _dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 def _written_by(node: fx.Node) -> set[int]:
     """The storages that an operation writes into."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return set()
-    found: list[fx.Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            fx.node.map_arg(given, found.append)
-    return {storage._cdata for written in found for storage in storages_of(written)}
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: read.meta.get("val"))
+    return {tensor.untyped_storage()._cdata for tensor in written(node.target, args, kwargs) if tensor.layout is torch.strided}
+
+
+def _returns_nothing(node: fx.Node) -> bool:
+    """Whether an operation has no result and writes into nothing: it is there for the error that it may raise."""
+    return isinstance(node.target, OpOverload) and not node.target._schema.returns and not node.target._schema.is_mutable
 
 
 def _order(node: fx.Node) -> list[int]:

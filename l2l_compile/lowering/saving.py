@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from l2l_compile.ir.values import Bindings, Dim, dim_of
 from l2l_compile.lowering.costs import Rates, concrete, cost_of, is_free, is_light, nbytes, tensors_in
 from l2l_compile.lowering.joint import Joint
+from l2l_compile.lowering.widening import storages_of
 
 _BYTES_OF_A_DRAW = 16  # as many bytes are moved in the time in which a random number is drawn
 _MOST_LEVELS = 4
@@ -79,7 +80,7 @@ class SavingChoice:
             _, found = max(gains, key=lambda choice: choice[0] / max(self._bytes(choice[1]), 1))
             saved = self._without_idle((*saved, *found))
             before = self.time(saved)
-            yield Level(saved, tuple(_bytes_of(node) for node in saved), most - before)
+            yield Level(saved, tuple(dim_of(storages_of(node)[0].nbytes()) for node in saved), most - before)
 
     def _results(self) -> Iterator[tuple[fx.Node, ...]]:
         """For each operation with several results, those that are read: it runs again unless all of them are saved."""
@@ -134,10 +135,3 @@ class SavingChoice:
 def _is_light(node: fx.Node) -> bool:
     """Whether saving a value of a compiled block writes it, where it would not have been written."""
     return isinstance(node.target, OpOverload) and is_light(node.target)
-
-
-def _bytes_of(node: fx.Node) -> Dim:
-    count: Dim = node.meta["val"].element_size()
-    for size in node.meta["val"].shape:
-        count = count * dim_of(size)
-    return count
