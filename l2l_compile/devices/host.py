@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -45,3 +46,16 @@ def cores() -> int:
 def half_of_the_cores() -> int:
     """Threads for the host's own work where the lanes of a device compute on the host as well."""
     return max(1, cores() // 2)
+
+
+def physical_memory() -> int:
+    """Bytes of the host's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_memory() -> int:
+    """Bytes of the host's memory that new tensors can have, by the operating system's estimate; all of it where it gives none."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return found[0] if found else physical_memory()

@@ -8,15 +8,16 @@ kernels may need work space. On a machine without the device, blocks are traced 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from l2l_compile.devices.host import is_host
+from l2l_compile.devices.host import available_memory, is_host
 from l2l_compile.devices.registry import kind_of, traced_on
 from l2l_compile.ir import nodes
 from l2l_compile.ir.precision import gradient_dtype
@@ -25,10 +26,10 @@ from l2l_compile.ir.segments import Segment, block_bindings
 from l2l_compile.ir.values import Bindings, TensorSpec
 from l2l_compile.lowering.costs import typical_rates
 from l2l_compile.lowering.lower import Lowering
-from l2l_compile.lowering.savings import Savings
+from l2l_compile.lowering.savings import Saving, Savings
 from l2l_compile.options import Options
-from l2l_compile.runtime.activation_room import AUTO, OF_THE_HOST, SPARE, available_memory
-from l2l_compile.runtime.kept_activations import kept_levels
+from l2l_compile.runtime.activation_room import AUTO, OF_THE_HOST, SPARE
+from l2l_compile.runtime.kept_activations import KeptLevel, kept_levels
 from l2l_compile.runtime.micro_batches import MicroBatches
 from l2l_compile.runtime.slab import slab_bytes
 from l2l_compile.simulation.machine import Machine
@@ -106,13 +107,29 @@ def room_of(programs: Sequence[Program], options: Options, machine: Machine | No
 def _runs(programs: Sequence[Program], options: Options, machine: Machine | None) -> list[_DryRun]:
     """A step through these programs."""
     lowering, slabs = Lowering(traced_on(options.device), "eager"), _slabs(programs, options)
-    savings, room = savings_for(options, machine), room_of(programs, options, machine)
-    runs = []
-    for program in programs:
-        runs.append(run := _DryRun(program, options, lowering, slabs, savings, room))
+    savings = savings_for(options, machine)
+    levels = levels_of_step(programs, options, machine, savings)
+    runs = [_DryRun(p, options, lowering, slabs, savings, kept) for p, kept in zip(programs, levels, strict=True)]
+    for run in runs:
         run.step()
-        room -= sum(level.bytes for level in run.levels.values())
     return runs
+
+
+def levels_of_step(
+    programs: Sequence[Program], options: Options, machine: Machine | None, savings: Savings
+) -> list[dict[int, KeptLevel]]:
+    """For each program, what its segments keep for backward: the first program takes what it can."""
+    room, found = room_of(programs, options, machine) if options.keep else 0, []
+    for program in programs:
+        runs = functools.partial(runs_of, program, micro_batches=options.micro_batches)
+        found.append(kept_levels(program, runs, savings, room) if room else {})
+        room -= sum(level.bytes for level in found[-1].values())
+    return found
+
+
+def runs_of(program: Program, segment: Segment, micro_batches: int) -> list[Bindings]:
+    """The sizes of each micro-batch of a segment."""
+    return block_bindings(segment.block, program.bindings, program.captured.batch, micro_batches)
 
 
 def _slabs(programs: Sequence[Program], options: Options) -> int | None:
@@ -135,7 +152,15 @@ class _Held:
 class _DryRun:
     """One step of a program. `peak` has the bytes of each kind at the moment when their sum is largest."""
 
-    def __init__(self, program: Program, options: Options, lowering: Lowering, slabs: int | None, savings: Savings, room: int):
+    def __init__(
+        self,
+        program: Program,
+        options: Options,
+        lowering: Lowering,
+        slabs: int | None,
+        savings: Savings,
+        levels: Mapping[int, KeptLevel],
+    ):
         self.program, self.options, self.lowering, self.slabs = program, options, lowering, slabs
         self.captured = program.captured
         rows = program.bindings.get(self.captured.batch, 1)
@@ -155,8 +180,7 @@ class _DryRun:
             nodes.keep_output: self._keep,
             nodes.keep_activations: self._keep_activations,
         }
-        self.savings = savings
-        self.levels = kept_levels(program, self._runs, self.savings, room) if room else {}
+        self.savings, self.levels = savings, levels
         self.kept = 0  # bytes that stay for the next call
 
     def step(self) -> None:
@@ -263,15 +287,10 @@ class _DryRun:
         streamed = [result for result in results if result.meta.get("host")]
         kept = on_its_way = 0  # an output that is streamed to the host is on its way while the next one is computed
         for number, sizes in enumerate(runs):
-            level = self.levels.get(segment.index)
-            if level is None:
-                lowered = self.lowering.forward(segment.block, sizes, number > 0)
-                saved = 0
-            else:
-                saving = self.savings.saving((segment.block, sizes, level.mask, level.level))
-                lowered, saved = saving.forward, saving.bytes
+            saving = self._saving(segment, sizes)
+            lowered = saving.forward if saving is not None else self.lowering.forward(segment.block, sizes, number > 0)
             self._look(lowered.workspace_bytes + kept + on_its_way)
-            kept += saved
+            kept += saving.bytes if saving is not None else 0
             on_its_way = sum(made[result][number] for result in streamed)
             kept += sum(parts[number] for result, parts in made.items() if result not in streamed)
         for result in results:
@@ -286,11 +305,8 @@ class _DryRun:
         arrives = [_made(segment, spec.detached(), runs) for gradient, spec in streamed if gradient is not None]
         gathered = cast = 0
         for number, sizes in enumerate(runs):
-            level = self.levels.get(segment.index)
-            if level is None:
-                lowered = self.lowering.backward(block, sizes, gradient_mask)
-            else:
-                lowered = self.savings.saving((block, sizes, level.mask, level.level)).backward
+            saving = self._saving(segment, sizes)
+            lowered = saving.backward if saving is not None else self.lowering.backward(block, sizes, gradient_mask)
             arrived = sum(sum(parts[number : number + 2]) for parts in arrives)  # the next micro-batch's gradient comes meanwhile
             self._look(lowered.workspace_bytes, arrived + gathered)
             there = [(i, spec) for i, spec in enumerate(block.operands) if lowered.present[i]]
@@ -323,7 +339,12 @@ class _DryRun:
 
     def _runs(self, segment: Segment) -> list[Bindings]:
         """The sizes of each micro-batch of a segment."""
-        return block_bindings(segment.block, self.program.bindings, self.captured.batch, self.micro_batches)
+        return runs_of(self.program, segment, self.micro_batches)
+
+    def _saving(self, segment: Segment, sizes: Bindings) -> Saving | None:
+        """The code of a segment that keeps something; None if it keeps nothing."""
+        kept = self.levels.get(segment.index)
+        return self.savings.saving((segment.block, sizes, kept.mask, kept.level)) if kept is not None else None
 
 
 def _made(segment: Segment, spec: TensorSpec, runs: Sequence[Bindings]) -> list[int]:

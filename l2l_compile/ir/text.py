@@ -107,9 +107,7 @@ class _Printer:
     def _right(self, node: fx.Node) -> str:
         if "spec" in node.meta:
             return self._value(node)
-        if node.meta.get("kind") == "activations":
-            return node.meta["value"]
-        if node.target is nodes.keep_activations:
+        if node.meta.get("kind") == "activations" or node.target is nodes.keep_activations:
             return node.meta["value"]
         index = nodes.segment_of(node)
         if index is None:

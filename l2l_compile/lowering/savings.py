@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from l2l_compile.errors import LoweringError
 from l2l_compile.ir.fx_types import arguments
 from l2l_compile.ir.segments import Block
 from l2l_compile.ir.values import Bindings, evaluate
@@ -51,7 +53,11 @@ class SavingLevel:
 
 @dataclass(eq=False)
 class _JointCode:
-    """The joint graph of a block, its levels, and the code of the levels that were asked for: forward and backward."""
+    """The joint graph of a block, its levels, and the code of the levels that were asked for: forward and backward.
+
+    recompute  seconds of a backward's recompute if nothing is saved, by the estimate of the levels
+    why_none   what keeps the block from having levels; "" for nothing, although it may have none that gains something
+    """
 
     block: Block
     sizes: Sizes
@@ -59,6 +65,7 @@ class _JointCode:
     joint: Joint
     levels: tuple[Level, ...]
     recompute: float
+    why_none: str
     codes: dict[int, tuple[Code, Code]] = field(default_factory=dict)
 
 
@@ -69,6 +76,8 @@ def cannot_save(block: Block) -> str:
     """The reason why a block's forward saves nothing for its backward; "" if it may."""
     if block.summed_whole:
         return "gradients are summed over the whole batch at once"
+    if block.sized_by != block.symbols:
+        return "it reads a number that may change from call to call"
     return ""
 
 
@@ -93,10 +102,15 @@ class Savings:
 
     def recompute(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]) -> float:
         """The seconds that a backward of the block at these sizes recomputes if nothing is saved, by the estimate of its levels."""
-        self.levels(block, bindings, gradient_mask)
         with one_at_a_time, self._lowering.apart():
             found, _ = self._known(block, bindings, gradient_mask)
         return found.recompute if found is not None else 0.0
+
+    def why_none(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]) -> str:
+        """What keeps a forward of the block from saving something at these sizes; "" for nothing."""
+        with one_at_a_time, self._lowering.apart():
+            found, _ = self._known(block, bindings, gradient_mask)
+        return found.why_none if found is not None else cannot_save(block)
 
     def saving(self, request: SavingRequest) -> Saving:
         """The block at these sizes with a forward that saves what a level names, or the last one. Raises `LoweringError`."""
@@ -107,8 +121,11 @@ class Savings:
                 self._done[key] = self._saving(block, bindings, gradient_mask, level)
         return self._done[key]
 
-    def ahead(self, requests: Iterable[SavingRequest]) -> None:
-        """Compile what will be requested, all at the same time."""
+    def ahead(self, requests: Iterable[SavingRequest]) -> bool:
+        """Compile what will be requested, all at the same time. Returns whether all could be compiled.
+
+        A block that could not has no levels from now on, with a warning that says why: it is computed again as without them.
+        """
         waiting: list[tuple[_JointCode, int, list[Waiting]]] = []
         with one_at_a_time, self._lowering.apart():
             for block, bindings, gradient_mask, level in requests:
@@ -117,9 +134,18 @@ class Savings:
                     waiting.append((found, level, self._cut(found, level)))
             for _, _, both in waiting:
                 self._lowering.begin(both)
-            for found, level, both in waiting:
-                if level not in found.codes:
-                    self._finish(found, level, both)
+            done = [self._finish_or_warn(found, level, both) for found, level, both in waiting]
+        return all(done)
+
+    def _finish_or_warn(self, found: _JointCode, level: int, both: list[Waiting]) -> bool:
+        try:
+            if found.levels and level not in found.codes:
+                self._finish(found, level, both)
+        except LoweringError as error:
+            found.levels, found.why_none = (), str(error)
+            self._levels.clear()
+            warnings.warn(f"backend 'l2l' keeps nothing inside of {found.block.name}, since {error}", stacklevel=2)
+        return bool(found.levels)
 
     def code(self, request: Request) -> tuple[Code, tuple[int, ...]]:
         """The code of a request to `Lowering.at_sizes`, and the values of its symbolic sizes."""
@@ -154,7 +180,7 @@ class Savings:
     def _known(
         self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]
     ) -> tuple[_JointCode | None, tuple[int, ...]]:
-        """The joint graph of a block at these sizes, and the values of its symbolic sizes; None if its forward saves nothing."""
+        """The joint graph of a block at these sizes, and the values of its symbolic sizes; None for a block that cannot save."""
         if cannot_save(block):
             return None, ()
         key = self._lowering.key(block, bindings, "joint", gradient_mask)
@@ -165,17 +191,27 @@ class Savings:
             _joints.add(where, found)
         return found, key.sizes
 
-    @whole(COMPILATION)
     def _trace(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...], key: LoweringKey) -> _JointCode:
-        sizes, lowering = Sizes(bindings, key.symbols), self._lowering
-        graph, present = trace_joint(block, sizes, lowering.device, gradient_mask)
+        """With symbols for sizes, or anew for every size if that fails, as `Lowering` does: it warns of it."""
+        try:
+            return self._traced_with(Sizes(bindings, key.symbols), block, gradient_mask, key)
+        except LoweringError:
+            if not key.symbols:
+                raise
+            made = self._traced_with(Sizes(bindings), block, gradient_mask, key)
+            return replace(made, guards=Guards.exactly(key.sizes))
+
+    @whole(COMPILATION)
+    def _traced_with(self, sizes: Sizes, block: Block, gradient_mask: tuple[bool, ...], key: LoweringKey) -> _JointCode:
+        graph, present = trace_joint(block, sizes, self._lowering.device, gradient_mask)
         draws, seeded = hoist_draws(graph)
         first = len(sizes.symbols) + len(block.operands)
         joint = Joint(graph, draws, len(block.outputs), sum(gradient_mask), first, present)
-        at = dict(zip(sizes.names, key.sizes, strict=True))
+        at = dict(zip(sizes.names, key.sizes, strict=False))  # no names: sizes are numbers
         choice = SavingChoice(joint, at, self._rates, self._fuses)
         levels = () if seeded else choice.levels()
-        return _JointCode(block, sizes, sizes.guards(), joint, levels, choice.recompute)
+        why = "an operation in it draws random numbers by itself" if seeded else ""
+        return _JointCode(block, sizes, sizes.guards(), joint, levels, choice.recompute, why)
 
     def _codes(self, found: _JointCode, level: int) -> tuple[Code, Code]:
         if level not in found.codes:
@@ -184,7 +220,7 @@ class Savings:
 
     @whole(COMPILATION)
     def _finish(self, found: _JointCode, level: int, both: Sequence[Waiting]) -> None:
-        forward, backward = map(self._lowering.compiled, both)
+        forward, backward = (replace(self._lowering.compiled(traced), guards=found.guards) for traced in both)
         found.codes[level] = forward, backward
 
     def _cut(self, found: _JointCode, level: int) -> list[Waiting]:

@@ -8,11 +8,10 @@ host, it is half of the memory that is available in the first forward.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from l2l_compile.devices.device import Device
+from l2l_compile.devices.host import available_memory
 from l2l_compile.runtime.resident_weights import MeasuredNeed
 
 SPARE = 1 / 5  # of the device's memory
@@ -40,9 +39,9 @@ class ActivationRoom:
         need, memory = self._need.of(sizes), self._device.memory()
         if need is None or memory is None:
             return 0
-        part = memory.total // _PARTS
+        part = max(1, memory.total // _PARTS)
         room = self._share * (memory.held + memory.free - need - SPARE * memory.total)
-        return max(0, int(room // part * part)) if part else max(0, int(room))
+        return max(0, int(room // part * part))
 
     def measured(self, sizes: Sequence[int], peak: int, kept: int) -> None:
         """A step with these sizes is done. It had `peak` bytes on the device, of which it has kept `kept`."""
@@ -52,12 +51,3 @@ class ActivationRoom:
     def ran_out(self) -> None:
         """A step that has kept something ran out of memory."""
         self._share /= 2
-
-
-def available_memory() -> int:
-    """Bytes of host memory that a process may take without paging. Where the system does not say, all that it has."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

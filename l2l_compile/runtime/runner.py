@@ -78,7 +78,7 @@ class Runner:
         self._program = self._shown = program
         self._backwards = backwards
         self._bindings = program.bindings
-        self._levels: dict[tuple, Mapping[int, KeptLevel]] = {}  # by room and sizes
+        self._levels: dict[tuple, Mapping[int, KeptLevel]] = {}  # by backward graph, room, sizes
         self._lowered: set[tuple] = set()  # sizes for which compilation has begun
         self._micro_batches = MicroBatches(program, engine.options, engine.lowering)
         self._need = MeasuredNeed()
@@ -195,19 +195,25 @@ class Runner:
         if (sizes := (to_train, *self._sizes_of(step), sum(step.rows.of_ranks))) not in self._lowered:
             self._lowered.add(sizes)
             self.engine.lowering.ahead(lowerings(step, self.program, to_train))
-            self.engine.savings.ahead(savings_of(step, self.program))
         parameters = [a for a, i in zip(arguments, captured.inputs, strict=True) if i.kind == "parameter"]
         self.engine.server.begin_forward(step, parameters, to_train)
         self._bindings = rows.bindings
         return step
 
     def _levels_of(self, step: Step) -> Mapping[int, KeptLevel]:
-        """What each segment keeps for its backward, at these sizes and beside what earlier forwards keep."""
+        """What each segment keeps for its backward, at these sizes and beside what earlier forwards keep.
+
+        The gradients that arrive are taken to be those of the last backward.
+        """
         engine = self.engine
         sizes = self._sizes_of(step)
-        key = max(0, engine.room.at(sizes) - engine.waiting.activations), *sizes
+        room = max(0, engine.room.at(sizes) - engine.waiting.activations)
+        key = self._backwards.latest, room, *sizes
         if key not in self._levels:
-            self._levels[key] = kept_levels(self.program, step.rows.bindings_of, engine.savings, budget=key[0])
+            found = kept_levels(self.program, step.rows.bindings_of, engine.savings, room)
+            while not engine.savings.ahead(savings_of(found, step.rows, self.program)):
+                found = kept_levels(self.program, step.rows.bindings_of, engine.savings, room)
+            self._levels[key] = found
         return self._levels[key]
 
     def _sizes_of(self, step: Step) -> list[int]:

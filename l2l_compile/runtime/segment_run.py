@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import ClassVar
 
@@ -22,6 +22,8 @@ from l2l_compile.lowering.code_cache import Lowered
 from l2l_compile.lowering.lower import Request, wanted_of
 from l2l_compile.lowering.randomness import derived_seed
 from l2l_compile.lowering.savings import Saving, SavingRequest
+from l2l_compile.runtime.kept_activations import KeptLevel
+from l2l_compile.runtime.rows import StepRows
 from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.step import Step
 
@@ -41,13 +43,13 @@ def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]
                     yield request
 
 
-def savings_of(step: Step, program: Program) -> Iterator[SavingRequest]:
-    """The savings that the segments of a step need, each once."""
+def savings_of(levels: Mapping[int, KeptLevel], rows: StepRows, program: Program) -> Iterator[SavingRequest]:
+    """The savings that segments with these levels need, each once."""
     seen: set[tuple] = set()
-    for index, kept in step.levels.items():
+    for index, kept in levels.items():
         segment = program.segments[index]
-        for bindings in step.rows.bindings_of(segment):
-            key = segment.block, kept.mask, kept.level, bindings.get(step.rows.batch)
+        for bindings in rows.bindings_of(segment):
+            key = segment.block, kept.mask, kept.level, bindings.get(rows.batch)
             if key not in seen:
                 seen.add(key)
                 yield segment.block, bindings, kept.mask, kept.level

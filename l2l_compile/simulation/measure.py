@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from l2l_compile.devices.host import HOST, is_host
+from l2l_compile.devices.host import HOST, available_memory, is_host, physical_memory
 from l2l_compile.devices.registry import default_device
 from l2l_compile.lanes import Lane
 from l2l_compile.simulation.clocks import HostStopwatch, Stopwatch, WaitingStopwatch, stopwatch_of
@@ -48,7 +47,7 @@ def measure_machine(device: torch.device | str | None = None) -> Machine:
 
 def _machine(device: torch.device, figures: dict, overhead: Overhead) -> Machine:
     figures |= {"node": overhead.node, "micro_batch": overhead.micro_batch}
-    figures |= {"host_memory": _physical_memory(), "host_reserve": _memory_in_use(), "overlaps": not is_host(device)}
+    figures |= {"host_memory": physical_memory(), "host_reserve": _memory_in_use(), "overlaps": not is_host(device)}
     how = f"measured by measure_machine, torch {torch.__version__}, {torch.get_num_threads()} threads"
     sources = {field.name: how for field in fields(Machine) if field.name in figures and field.name != "overlaps"}
     sources |= {"flops_share": "1: flops are measured", "memory_share": "1: memory_bandwidth is measured"}
@@ -69,7 +68,7 @@ def _host_as_device() -> dict:
         "flops": flops(watch, HOST, _HOST_SIZE),
         "memory_bandwidth": bandwidth,
         "host_bandwidth": bandwidth,
-        "device_memory": _physical_memory(),
+        "device_memory": physical_memory(),
         "device_reserve": _memory_in_use(),
         **{Lane.H2D: copies.bandwidth, Lane.D2H: copies.bandwidth, "pageable": copies.bandwidth, "latency": copies.latency},
         "launch": launch(HOST),
@@ -143,17 +142,9 @@ def launch(device: torch.device) -> float:
     return watch.seconds(launches) / _LAUNCHES
 
 
-def _physical_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _memory_in_use() -> int:
     """Bytes of the host that no new tensor can have, by the operating system's estimate; 0 where it gives none."""
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.is_file() else []
-    kibibytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    available = kibibytes.get("MemAvailable", 0) * 1024
-    return max(0, _physical_memory() - available) if available else 0
+    return max(0, physical_memory() - available_memory())
 
 
 def _device_memory_in_use(device: torch.device) -> int:

@@ -16,8 +16,8 @@ from typing import ClassVar
 from torch import fx
 
 from l2l_compile.ir import nodes
-from l2l_compile.lowering.savings import cannot_save
 from l2l_compile.passes.compilation import Compilation, Fact
+from l2l_compile.passes.streaming.place_stash import stash_inputs
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,14 @@ class KeepActivations:
         runs = {nodes.operands(n).segment: n for n in forward.find_nodes(op="call_function", target=nodes.forward)}
         for node in backward.find_nodes(op="call_function", target=nodes.backward):
             segment = compilation.segments[nodes.operands(node).segment]
-            if not cannot_save(segment.block):
-                value = f"inside of {segment.name}"
-                _keep(forward, runs[segment.index], value)
-                _take(backward, node, value)
+            value = f"inside of {segment.name}"
+            _keep(forward, runs[segment.index], value)
+            _take(backward, node, value)
 
 
 def _keep(forward: fx.Graph, run: fx.Node, value: str) -> None:
     segment = nodes.operands(run).segment
-    last = max((run, *run.users), key=list(forward.nodes).index)
-    with forward.inserting_after(last):
+    with forward.inserting_after(run):
         kept = forward.call_function(nodes.keep_activations, (segment, run))
     kept.meta.update(segment=segment, value=value)
     outputs, stashes, writes = nodes.returned(forward)
@@ -52,8 +50,7 @@ def _keep(forward: fx.Graph, run: fx.Node, value: str) -> None:
 
 
 def _take(backward: fx.Graph, run: fx.Node, value: str) -> None:
-    last = [node for node in backward.nodes if node.op == "placeholder" and node.meta["kind"] in ("stash", "activations")][-1]
-    with backward.inserting_after(last):
+    with backward.inserting_after(stash_inputs(backward)[-1]):
         taken = backward.placeholder(f"inside_{nodes.operands(run).segment}")
     taken.target = taken.name
     taken.meta.update(segment=None, kind="activations", host=False, value=value)

@@ -13,11 +13,16 @@ from torch import nn
 
 import l2l_compile
 from l2l_compile.devices.device import MemoryState
-from l2l_compile.errors import OptionError
+from l2l_compile.errors import LoweringError, OptionError
+from l2l_compile.estimate.activations import kept_activations
 from l2l_compile.ir import nodes
 from l2l_compile.ir.program import Program
+from l2l_compile.lowering.code_cache import Store
 from l2l_compile.lowering.costs import TypicalRates
+from l2l_compile.lowering.lower import Lowering
 from l2l_compile.lowering.saving import SavingChoice
+from l2l_compile.lowering.savings import Savings
+from l2l_compile.options import Options
 from l2l_compile.runtime.activation_room import ActivationRoom
 from l2l_compile.session import session_of
 from l2l_compile.simulation.machine import Machine
@@ -182,7 +187,7 @@ def test_the_peak_does_not_grow_with_depth():
     assert max(peaks) <= 1.01 * min(peaks)
 
 
-def test_backward_computes_again_what_is_not_kept(monkeypatch):
+def test_backward_computes_again_what_is_not_kept():
     """All that backward reads is kept: it runs half of the operations, and no product of forward."""
     _, step = trained("stack", MUCH)
     session = session_of(step)
@@ -242,6 +247,111 @@ def test_a_gradient_that_was_not_expected_recomputes():
         call(x)["logits"].pow(2).sum().backward()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
+
+
+class Scored(nn.Module):
+    """A loss beside the scores that it is made from, by a layer of another size than those before."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.last = nn.ModuleList(Layer() for _ in range(2)), Layer(hidden=5 * WIDTH)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        scores = torch.tanh(self.last(x))
+        return {"loss": scores.pow(2).mean(), "logits": scores}
+
+
+def test_the_gradients_of_the_step_before_are_expected(monkeypatch):
+    """From the second step on, what is kept is used by the segment that makes the loss and the scores as well."""
+    torch._dynamo.reset()
+    step, x = compiled(Scored().double(), keep=MUCH), rows(6, WIDTH)
+    step(x)["logits"].pow(2).sum().backward()
+    plain, whole = Lowering.backward, []
+    monkeypatch.setattr(Lowering, "backward", lambda self, block, *rest: whole.append(block.name) or plain(self, block, *rest))
+    for _ in range(2):
+        step(x)["logits"].pow(2).sum().backward()
+    assert not set(whole) & {key[0].name for key in session_of(step).savings._done}
+
+
+class Asserting(nn.Module):
+    """Says in its forward what its values must be."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = Layer(), Layer()
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._assert_async((x.abs() < 100).all(), "too large")
+        return self.last(x)
+
+
+@pytest.mark.parametrize("keep", [0, MUCH])
+def test_assertions_of_the_model_stay(keep):
+    torch._dynamo.reset()
+    step = compiled(Asserting().double(), keep=keep)
+    step(rows(6, WIDTH)).sum().backward()
+    with pytest.raises(RuntimeError, match="too large"):
+        step(1000 * rows(6, WIDTH).abs() + 1000)
+
+
+class Scaled(nn.Module):
+    """Reads a number that changes from call to call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x, scale):
+        for layer in self.layers:
+            x = torch.tanh(layer(x) * scale)
+        return x
+
+
+def test_what_reads_a_changing_number_keeps_nothing():
+    torch._dynamo.reset()
+    model = Scaled().double()
+    step, x = compiled(model, keep=MUCH), rows(6, WIDTH)
+    made = []
+    for number in range(5):
+        step(x, 0.5 + number / 8).sum().backward()
+        made.append(len(session_of(step).savings._done))
+    assert len(set(made)) == 1  # of the first call, whose number counts as a constant
+    options = Options.build({"micro_batches": 3, "block_compiler": "eager", "keep": MUCH, "device": "cpu"})
+    kept = kept_activations(l2l_compile.programs(step)[-1:], options, None)
+    assert kept.bytes == 0 and "it reads a number that may change from call to call" in str(kept)
+
+
+def test_a_block_that_cannot_be_compiled_keeps_nothing(monkeypatch):
+    """With a warning, and with the gradients of a model that keeps nothing."""
+    expected, _ = trained("stack", 0)
+
+    def fails(*_):
+        raise LoweringError("on purpose")
+
+    monkeypatch.setattr(Savings, "_finish", fails)
+    monkeypatch.setattr("l2l_compile.lowering.savings._joints", Store(8))
+    with pytest.warns(UserWarning, match="keeps nothing inside of .*, since on purpose"):
+        found, _ = trained("stack", MUCH)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_block_without_symbolic_sizes_keeps_too(monkeypatch):
+    """As everywhere, it is traced anew for each size."""
+    expected, _ = trained("stack", 0)
+    traced = Savings._traced_with
+
+    def fails(self, sizes, *rest):
+        if sizes.symbols:
+            raise LoweringError("on purpose")
+        return traced(self, sizes, *rest)
+
+    monkeypatch.setattr(Savings, "_traced_with", fails)
+    monkeypatch.setattr("l2l_compile.lowering.savings._joints", Store(8))
+    found, step = trained("stack", MUCH)
+    assert all(map(torch.equal, found, expected)) and session_of(step).savings._done
 
 
 def test_a_forward_without_backward_gives_back_what_it_kept():
@@ -339,7 +449,7 @@ def test_a_step_that_runs_out_of_memory_names_the_option(threaded, monkeypatch):
 @pytest.mark.parametrize("keep", [-1, True, "much", 1.5, None])
 def test_keep_is_a_number_of_bytes_or_auto(keep):
     if keep is None:
-        assert l2l_compile.options.Options.build({"keep": None}).keep == 0
+        assert Options.build({"keep": None}).keep == 0
         return
     with pytest.raises(OptionError, match="'keep' must be bytes"):
         torch.compile(Stack(2), backend="l2l", options={"keep": keep})
@@ -374,7 +484,7 @@ def test_the_choice_is_nearly_the_best_of_all(name, fused):
     step = compiled(build().double(), keep=MUCH)
     torch._dynamo.reset()
     step(rows(6, *shape)).pow(2).mean().backward()
-    session, (program,) = session_of(step), l2l_compile.programs(step)
+    (program,) = l2l_compile.programs(step)
     for segment in program.segments:
         joints = [
             joint
@@ -384,7 +494,6 @@ def test_the_choice_is_nearly_the_best_of_all(name, fused):
         ]
         for joint in joints:
             _assert_nearly_best(joint, fused)
-    assert session
 
 
 def _assert_nearly_best(joint, fused):
