@@ -180,8 +180,11 @@ class Raised(Exception):
     """The error of a handler."""
 
 
-def errors_at_lines(update: str, share: float, kinds=(Raised, KeyboardInterrupt), seed: int = 0) -> str:
-    """Raise an error at a share of the lines that a step reaches, one a step. Behind it, the step is made again from a checkpoint."""
+def errors_at_lines(update: str, share: float, kinds=(Raised, KeyboardInterrupt), seed: int = 0, within: str = "") -> str:
+    """Raise an error at a share of the lines that a step reaches, one a step. Behind it, the step is made again from a checkpoint.
+
+    The lines are those of files with `within` in their paths.
+    """
     training, generator = Training(update), random.Random(seed)
     training.run(range(2))
     lines = sorted(_lines_of_a_step(training), key=lambda place: (place[0].co_filename, place[1]))
@@ -191,7 +194,7 @@ def errors_at_lines(update: str, share: float, kinds=(Raised, KeyboardInterrupt)
     expected = training.state()
     count = 0
     for place in lines:
-        if generator.random() > share:
+        if generator.random() > share or within not in place[0].co_filename:
             continue
         count += 1
         faulthandler.dump_traceback_later(HANGS, exit=True)

@@ -61,6 +61,12 @@ def test_a_step_can_be_made_again_after_an_error_of_a_handler(launcher, update):
     run(launcher, f"errors_at_lines({update!r}, 0.02)", threads=False, seconds=300)
 
 
+@pytest.mark.parametrize("update", ("in_backward", "delayed"))
+def test_an_error_at_any_line_of_the_ledger_spoils_no_step(launcher, update):
+    printed = run(launcher, f"errors_at_lines({update!r}, 1, within='gradient_ledger')", threads=False)
+    assert int(printed.split()[0]) > 50, printed
+
+
 @pytest.mark.parametrize("update", ("at_step", "in_backward", "in_forward", "delayed"))
 @pytest.mark.slow(but="in_backward")
 def test_finalizers_at_any_line_wait_for_nothing(launcher, update):

@@ -166,6 +166,8 @@ class GradientLedger:
     def begin_backward(self, pending: PendingBackward, pushes: Counter[Parameter]) -> None:
         """A backward begins, which will hand over gradients `pushes[p]` times for each parameter. Raises `L2LError`."""
         self.check(pending)
+        if not self.has_begun:
+            self.forget()  # what is left of a step whose end was interrupted
         if not self.closed.isdisjoint(pending.parameters):
             raise L2LError(
                 f"{self.rounds + 1} backward calls without optimizer.step() between them, but {self._expected(self.rounds)}. If "
@@ -174,9 +176,6 @@ class GradientLedger:
         self.close(pending)
         if self.complete:
             self._rounds_of_others, self.complete = self.rounds, False
-        if not self.has_begun:
-            self.gradients.clear()  # of a step whose end was interrupted
-        self.has_begun = True
         self.trained |= pending.parameters
         pending.pushes = pushes
         others = self._still_open()
@@ -187,11 +186,12 @@ class GradientLedger:
         self._in_round |= pending.parameters
         if pending.ends_round:
             self._end_round()
+        self.has_begun = True  # at last: a signal handler may raise an error at any line
 
     @property
     def in_a_last_round(self) -> bool:
         """Whether a backward of this step has begun that belongs to the last round of its model."""
-        return self.in_last_round or bool(self.closed)
+        return self.has_begun and (self.in_last_round or bool(self.closed))
 
     def check(self, pending: PendingBackward) -> None:
         """Raise `L2LError` if no backward may run through this forward any more."""
