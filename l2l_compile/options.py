@@ -32,6 +32,8 @@ class Options:
     stash           where forward keeps the inputs of a layer for backward: "host" or "device".
     keep            bytes of device memory for what forward computes inside of layers, so that backward need not compute it again:
                     bytes, or "20GB"; "auto" what the device has free; 0 keeps nothing but the inputs of layers.
+    keep_on_host    as `keep`, bytes of host memory: they go to the host in forward, and come back in backward. "auto": what the link
+                    carries while the device computes, and half of the host's free memory has room for.
     prefetch        how many layers ahead weights and stashes are fetched; also the number of extra weight slabs.
     outputs         "all", or "loss": a program that makes a loss (an output without the batch dimension that takes a gradient)
                     makes only outputs without the batch dimension. Other outputs are returned on "meta", as shapes.
@@ -67,6 +69,7 @@ class Options:
     device: torch.device = HOST
     stash: str = "host"
     keep: int | str = 0
+    keep_on_host: int | str = 0
     prefetch: int = 1
     outputs: str = "all"
     check: bool = False
@@ -89,6 +92,11 @@ class Options:
     def mode(self) -> UpdateMode:
         """What the value of `update` means."""
         return MODES[self.update]
+
+    @property
+    def keeps_activations(self) -> bool:
+        """Whether forward may keep what it computes inside of layers."""
+        return self.keep != 0 or self.keep_on_host != 0
 
     @property
     def gradients_on_link(self) -> str | None:
@@ -130,9 +138,9 @@ class Options:
         settings["passes"] = _passes(settings.get("passes", ()))
         settings["pinned_memory"] = _bytes(settings, "pinned_memory", _LEAST_PINNED)
         settings["device_cache"] = _bytes(settings, "device_cache", 0)
-        keep = settings.get("keep")
-        if not (isinstance(keep, str) and keep == "auto"):
-            settings["keep"] = _bytes(settings, "keep", 0) or 0
+        for name in ("keep", "keep_on_host"):
+            if not (isinstance(settings.get(name), str) and settings[name] == "auto"):
+                settings[name] = _bytes(settings, name, 0) or 0
         settings["resident"] = _bytes(settings, "resident", 0)
         settings["device"] = _device(settings.get("device"))
         return cls(**settings)

@@ -65,7 +65,7 @@ class Session:
         self.server = ParameterServer(options, self.device, worker)
         self.kept_inputs = KeptInputs(self.device, options.device_cache)
         self.resident = ResidentWeights(self.device, options.resident)
-        self.room = ActivationRoom(self.device, options.keep)
+        self.room = ActivationRoom(self.device, options.keep, options.keep_on_host)
         self.waiting = StashQueue() if options.stash == "host" else StashQueue(near=None)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: a program that it forgets is gone here too
         self._runs: list[Stats] = []  # the runs of programs in the last step

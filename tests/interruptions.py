@@ -25,6 +25,7 @@ import l2l_compile
 from l2l_compile import L2LError
 from l2l_compile.devices.cpu import CPU
 from l2l_compile.devices.registry import KINDS
+from l2l_compile.runtime.kept_activations import Room
 from l2l_compile.session import session_of
 from l2l_compile.testing.strict_device import ThreadedDevice
 from models import Stack
@@ -310,7 +311,7 @@ def _finalized(session, count: int) -> list:
         together = [
             session.device._pool.empty(torch.Size([64 + number % 7]), torch.uint8, "a test"),
             session.server._memory._pool.empty(torch.Size([64]), torch.uint8, "a test"),
-            Stashes(session.device, [stashed]),
+            Stashes(session.device, [stashed], Room()),
         ]
         if ledger is not None:
             together.append(PendingBackward(ledger, ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -16,6 +17,9 @@ from l2l_compile.command import main as command
 from l2l_compile.command.main import main
 from l2l_compile.report.explain import Report
 from test_command import TINY
+
+with contextlib.suppress(ImportError):
+    import bitsandbytes  # noqa: F401 - says once on stderr which of its kernels are missing: not within a test
 
 HUGE = 10**13
 

@@ -313,6 +313,14 @@ def test_the_line_on_keeping_runs(shown):
     assert session.session_of(scope["model"]).options.keep == 20 * 10**9
 
 
+@checks("docs/keeping.md: On the host")
+def test_the_line_on_keeping_on_the_host_is_taken(shown):
+    (block,) = shown
+    scope: dict = {}
+    run(block.text, scope)
+    assert Options.build(scope["options"]).keep_on_host == "auto"
+
+
 INSTALLING = [block for block in BLOCKS if block.document == "docs/installing.md"]
 CHECKED.update(INSTALLING)
 

@@ -132,6 +132,7 @@ def _add_options(group: Any) -> None:
     )
     add("stash", "where inputs of layers wait for backward", choices=("host", "device"))
     add("keep", "device memory for what is computed inside of layers, such as 20GB, or auto: what is free", metavar="SIZE")
+    add("keep_on_host", "host memory for it, or auto: what the link carries while the device computes", metavar="SIZE")
     add("prefetch", "layers that are fetched ahead", type=int)
     add("outputs", "what is copied to the host", choices=("all", "loss"))
     add("pinned_memory", "the most host memory that is page-locked, such as 8GB", metavar="SIZE")

@@ -89,6 +89,7 @@ class Remedies:
         def less_prefetch(s: Settings) -> Settings | None:
             return replace(s, prefetch=s.prefetch - 1) if s.prefetch else None
 
+        yield lambda s: replace(s, keep_on_host=0) if s.keep_on_host else None
         yield lambda s: replace(s, keep=0) if s.keep else None
         yield more_micro_batches
         yield lambda s: replace(s, stash="host") if s.stash == "device" else None
@@ -153,7 +154,7 @@ class Remedies:
     def _smallest(self, trial: Trial) -> Trial:
         """The trial with every change taken back that is not needed."""
         asked = self.asked.settings
-        for name in ("keep", "stash", "outputs", "prefetch", "delay", "micro_batches", "update", "optimizer"):
+        for name in ("keep", "keep_on_host", "stash", "outputs", "prefetch", "delay", "micro_batches", "update", "optimizer"):
             before = getattr(asked, name)
             if getattr(trial.settings, name) == before:
                 continue

@@ -12,11 +12,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from l2l_compile.devices.device import Device, LaneQueue
+from l2l_compile.devices.device import Device, LaneQueue, LinkRates
 from l2l_compile.devices.staging import Staging
 from l2l_compile.lanes import Lane
 from l2l_compile.memory.in_place import locked_bytes
 from l2l_compile.memory.pages import PinnedMemory, Pool
+
+_PROBE = 64 << 20  # bytes whose copy tells how fast the link is
+_PROBES = 3
 
 
 class Accelerator(Device):
@@ -29,6 +32,7 @@ class Accelerator(Device):
         self._staging = self._new_staging()
         self.slabs: list[torch.Tensor] = []
         self.kept = {}
+        self._rates: LinkRates | None = None
 
     def _new_staging(self) -> Staging:
         return Staging(self.pinned, self.lanes[Lane.H2D].record, self.wait_on_host)
@@ -82,6 +86,32 @@ class Accelerator(Device):
         host.copy_(tensor, non_blocking=True)
         self._pool.reads(host, self.lanes[Lane.D2H].record())
         return host
+
+    def host_memory_available(self) -> int:
+        """No more than may still be page-locked: copies to other memory would wait for the caller."""
+        free, budget = super().host_memory_available(), self.pinned.budget
+        return free if budget is None else max(0, min(free, budget - self.pinned.used))
+
+    def link_rates(self) -> LinkRates | None:
+        if self._rates is None:
+            device = self.empty(torch.Size([_PROBE]), torch.uint8)
+            host = self._pool.empty(device.shape, device.dtype, "a measurement of the link")
+            self._rates = LinkRates(self._rate(Lane.H2D, device, host), self._rate(Lane.D2H, host, device))
+        return self._rates
+
+    def _rate(self, lane: str, target: torch.Tensor, source: torch.Tensor) -> float:
+        """Bytes per second of a copy on a lane: of the fastest of a few."""
+        times = []
+
+        def copy() -> None:
+            target.copy_(source, non_blocking=True)
+
+        for _ in range(_PROBES):
+            start = self.now()
+            self.lanes[lane].run(copy)
+            self.lanes[lane].synchronize()
+            times.append(self.now() - start)
+        return source.nbytes / max(min(times), 1e-9)
 
     def _h2d_after_compute(self) -> None:
         self.lanes[Lane.H2D].wait(self.lanes[Lane.COMPUTE].record())

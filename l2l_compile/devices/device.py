@@ -8,6 +8,7 @@ allocator that knows one stream is enough.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
-from l2l_compile.devices.host import cores
+from l2l_compile.devices.host import available_memory, cores
 from l2l_compile.devices.staging import Staging
 from l2l_compile.ir.segments import Segment
 from l2l_compile.lanes import Lane
@@ -103,6 +104,13 @@ class MemoryState(NamedTuple):
     held: int
     free: int
     total: int
+
+
+class LinkRates(NamedTuple):
+    """Bytes per second between page-locked memory of the host and the device, each way."""
+
+    h2d: float
+    d2h: float
 
 
 class Kept:
@@ -263,6 +271,18 @@ class Device(ABC):
     def memory(self) -> MemoryState | None:
         """The memory of the device; None for a device without a bound of its own."""
         return None
+
+    def link_rates(self) -> LinkRates | None:
+        """How fast the link is, measured at the first call; None for a device without one. Called while no lane works."""
+        return None
+
+    def host_memory_available(self) -> int:
+        """Bytes of the host's memory that values of the device may still take."""
+        return self._free_host_memory()
+
+    def _free_host_memory(self) -> int:
+        """Bytes of the host's memory that this process may still take: its part, if torchrun has started several here."""
+        return available_memory() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
     def now(self) -> float:
         """Seconds on the caller's clock."""

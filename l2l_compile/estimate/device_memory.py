@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from l2l_compile.devices.device import LinkRates
 from l2l_compile.devices.host import available_memory, is_host
 from l2l_compile.devices.registry import kind_of, traced_on
+from l2l_compile.estimate.host_memory import host_memory
 from l2l_compile.ir import nodes
 from l2l_compile.ir.precision import gradient_dtype
 from l2l_compile.ir.program import Program
@@ -28,8 +30,9 @@ from l2l_compile.lowering.costs import typical_rates
 from l2l_compile.lowering.lower import Lowering
 from l2l_compile.lowering.savings import Saving, Savings
 from l2l_compile.options import Options
-from l2l_compile.runtime.activation_room import AUTO, OF_THE_HOST, SPARE
-from l2l_compile.runtime.kept_activations import KeptLevel, kept_levels
+from l2l_compile.runtime.activation_copies import ahead
+from l2l_compile.runtime.activation_room import AUTO, OF_THE_HOST, SPARE, Traffic
+from l2l_compile.runtime.kept_activations import KeptLevels, KeptPart, Room, kept_levels, masks_of
 from l2l_compile.runtime.micro_batches import MicroBatches
 from l2l_compile.runtime.slab import slab_bytes
 from l2l_compile.simulation.machine import Machine
@@ -92,15 +95,19 @@ def savings_for(options: Options, machine: Machine | None) -> Savings:
     return Savings(lowering, options.block_compiler != "eager", machine or typical_rates(options.device))
 
 
-def room_of(programs: Sequence[Program], options: Options, machine: Machine | None) -> int:
-    """Bytes that the option `keep` allows for a step; 0 where "auto" is known after a first step on the device alone."""
+def room_of(programs: Sequence[Program], options: Options, machine: Machine | None) -> Room:
+    """Bytes that `keep` and `keep_on_host` allow for a step; 0 where "auto" is known after the first steps on the device alone."""
+    return Room(_room_of_device(programs, options, machine), _room_of_host(programs, options, machine))
+
+
+def _room_of_device(programs: Sequence[Program], options: Options, machine: Machine | None) -> int:
     if options.keep != AUTO:
         return int(options.keep)
     if is_host(options.device):
         return int(available_memory() * OF_THE_HOST)
     if machine is None:
         return 0
-    peak = device_memory(programs, replace(options, keep=0)).peak
+    peak = device_memory(programs, replace(options, keep=0, keep_on_host=0)).peak
     return max(0, int(machine.device_room - peak - SPARE * machine.device_memory))
 
 
@@ -115,15 +122,41 @@ def _runs(programs: Sequence[Program], options: Options, machine: Machine | None
     return runs
 
 
+def _room_of_host(programs: Sequence[Program], options: Options, machine: Machine | None) -> int:
+    """With "auto", what the link carries while the device computes, in the half of what is left of the host's memory."""
+    if options.keep_on_host != AUTO:
+        return int(options.keep_on_host)
+    if machine is None or not machine.overlaps:
+        return 0
+    traffic = _traffic(programs, options, machine)
+    free = machine.host_room - host_memory(programs, options).total
+    return max(0, int(min(traffic.room(LinkRates(machine.h2d, machine.d2h)), free * OF_THE_HOST)))
+
+
+def _traffic(programs: Sequence[Program], options: Options, machine: Machine) -> Traffic:
+    """Seconds and copies of a step that keeps nothing on the host, where blocks may save."""
+    savings, forward, backward, fetched, stashed = savings_for(options, machine), 0.0, 0.0, 0, 0
+    for program in programs:
+        stashed += sum(program.host_stashes.values())
+        for index, mask in masks_of(program).items():
+            segment = program.segments[index]
+            fetched += segment.block.weight_bytes(program.bindings)
+            for bindings in runs_of(program, segment, options.micro_batches):
+                seconds = savings.seconds(segment.block, bindings, mask)
+                forward += seconds.forward
+                backward += seconds.backward + seconds.recompute
+    return Traffic(forward, backward, fetched + stashed, stashed)
+
+
 def levels_of_step(
     programs: Sequence[Program], options: Options, machine: Machine | None, savings: Savings
-) -> list[dict[int, KeptLevel]]:
+) -> list[dict[int, KeptLevels]]:
     """For each program, what its segments keep for backward: the first program takes what it can."""
-    room, found = room_of(programs, options, machine) if options.keep else 0, []
+    room, found = room_of(programs, options, machine) if options.keeps_activations else Room(), []
     for program in programs:
         runs = functools.partial(runs_of, program, micro_batches=options.micro_batches)
-        found.append(kept_levels(program, runs, savings, room) if room else {})
-        room -= sum(level.bytes for level in found[-1].values())
+        found.append(kept_levels(program, runs, savings, room) if room.both else {})
+        room = room.less(Room.sum(levels.room for levels in found[-1].values()))
     return found
 
 
@@ -159,7 +192,7 @@ class _DryRun:
         lowering: Lowering,
         slabs: int | None,
         savings: Savings,
-        levels: Mapping[int, KeptLevel],
+        levels: Mapping[int, KeptLevels],
     ):
         self.program, self.options, self.lowering, self.slabs = program, options, lowering, slabs
         self.captured = program.captured
@@ -179,8 +212,13 @@ class _DryRun:
             nodes.keep_input: self._keep,
             nodes.keep_output: self._keep,
             nodes.keep_activations: self._keep_activations,
+            nodes.restore_activations: self._restore_activations,
         }
         self.savings, self.levels = savings, levels
+        self.sent: list[
+            int
+        ] = []  # bytes of the micro-batches on their way to the host, which are on the device until they are there
+        self.brought: dict[int, list[tuple[int, int]]] = {}  # by segment: micro-batches on their way back, and their bytes
         self.kept = 0  # bytes that stay for the next call
 
     def step(self) -> None:
@@ -188,7 +226,7 @@ class _DryRun:
         for graph in (self.program.forward, self.program.backward):
             if graph is None:
                 continue
-            self.held = {}
+            self.held, self.sent = {}, []
             for node in graph.graph.nodes:
                 if nodes.holds_device_memory(node) or node.target in self._handlers:
                     self._node = node
@@ -210,6 +248,7 @@ class _DryRun:
 
     def _look(self, workspace_bytes: int, gradients: int = 0) -> None:
         now = Counter({ACTIVATIONS: workspace_bytes, GRADIENTS: gradients, WEIGHTS: self.slabs or 0})
+        now[STASHES] = sum(self.sent) + sum(size for there in self.brought.values() for _, size in there)
         values: Counter[tuple[str, str]] = Counter()
         for held in set(self.held.values()):
             now[held.kind] += held.bytes
@@ -270,9 +309,21 @@ class _DryRun:
         self.held[node] = self._activations_of(nodes.operands(node).segment)
 
     def _activations_of(self, segment: int) -> _Held:
-        """What a segment keeps for its backward."""
-        level = self.levels.get(segment)
-        return _Held(level.bytes if level is not None else 0, STASHES)
+        """What a segment keeps on the device for its backward."""
+        levels = self.levels.get(segment)
+        return _Held(levels.room.device if levels is not None else 0, STASHES)
+
+    def _restore_activations(self, node: fx.Node) -> None:
+        """The first micro-batches that come back from the host."""
+        self.held[node] = _Held(0, STASHES)
+        index = nodes.operands(node).segment
+        self.brought[index] = self._on_host(index)[: self._ahead(self.program.segments[index])]
+
+    def _on_host(self, segment: int) -> list[tuple[int, int]]:
+        """The micro-batches that a segment keeps on the host, and their bytes."""
+        levels = self.levels.get(segment)
+        parts = levels.parts if levels is not None else ()
+        return [(n, part.bytes) for n, part in enumerate(parts) if part is not None and part.on_host]
 
     def _fetch(self, node: fx.Node) -> None:
         segment = self.program.segments[nodes.operands(node).segment]
@@ -287,10 +338,14 @@ class _DryRun:
         streamed = [result for result in results if result.meta.get("host")]
         kept = on_its_way = 0  # an output that is streamed to the host is on its way while the next one is computed
         for number, sizes in enumerate(runs):
-            saving = self._saving(segment, sizes)
+            part, saving = self._part(segment, number), self._saving(segment, number, sizes)
             lowered = saving.forward if saving is not None else self.lowering.forward(segment.block, sizes, number > 0)
             self._look(lowered.workspace_bytes + kept + on_its_way)
-            kept += saving.bytes if saving is not None else 0
+            if part is not None and part.on_host:
+                self.sent.append(part.bytes)
+                self.sent = self.sent[max(0, len(self.sent) - self._ahead(segment)) :]
+            elif part is not None:
+                kept += part.bytes
             on_its_way = sum(made[result][number] for result in streamed)
             kept += sum(parts[number] for result, parts in made.items() if result not in streamed)
         for result in results:
@@ -305,10 +360,12 @@ class _DryRun:
         arrives = [_made(segment, spec.detached(), runs) for gradient, spec in streamed if gradient is not None]
         gathered = cast = 0
         for number, sizes in enumerate(runs):
-            saving = self._saving(segment, sizes)
+            saving = self._saving(segment, number, sizes)
+            self._bring(segment, number)
             lowered = saving.backward if saving is not None else self.lowering.backward(block, sizes, gradient_mask)
             arrived = sum(sum(parts[number : number + 2]) for parts in arrives)  # the next micro-batch's gradient comes meanwhile
             self._look(lowered.workspace_bytes, arrived + gathered)
+            self._drop(segment.index, number)
             there = [(i, spec) for i, spec in enumerate(block.operands) if lowered.present[i]]
             for (index, spec), dtype in zip(there, lowered.dtypes, strict=True):
                 if spec.splits and block.inner_looped:
@@ -341,10 +398,30 @@ class _DryRun:
         """The sizes of each micro-batch of a segment."""
         return runs_of(self.program, segment, self.micro_batches)
 
-    def _saving(self, segment: Segment, sizes: Bindings) -> Saving | None:
-        """The code of a segment that keeps something; None if it keeps nothing."""
-        kept = self.levels.get(segment.index)
-        return self.savings.saving((segment.block, sizes, kept.mask, kept.level)) if kept is not None else None
+    def _part(self, segment: Segment, number: int) -> KeptPart | None:
+        """What a segment keeps of a micro-batch."""
+        levels = self.levels.get(segment.index)
+        return levels.parts[number] if levels is not None else None
+
+    def _saving(self, segment: Segment, number: int, sizes: Bindings) -> Saving | None:
+        """The code of a micro-batch of a segment that keeps something of it; None if it keeps nothing."""
+        part = self._part(segment, number)
+        if part is None:
+            return None
+        return self.savings.saving((segment.block, sizes, self.levels[segment.index].mask, part.level))
+
+    def _ahead(self, segment: Segment) -> int:
+        return ahead(self.options.prefetch, len(self._runs(segment)))
+
+    def _bring(self, segment: Segment, number: int) -> None:
+        """What comes back from the host before a micro-batch is computed, beside what is there."""
+        waiting, there = [each for each in self._on_host(segment.index) if each[0] >= number], self.brought.get(segment.index, [])
+        count = self._ahead(segment) + (bool(waiting) and waiting[0][0] == number)
+        self.brought[segment.index] = waiting[: max(count, len(there))]
+
+    def _drop(self, segment: int, number: int) -> None:
+        """A micro-batch is computed."""
+        self.brought[segment] = [each for each in self.brought[segment] if each[0] != number]
 
 
 def _made(segment: Segment, spec: TensorSpec, runs: Sequence[Bindings]) -> list[int]:

@@ -39,6 +39,7 @@ class HostMemory:
     shared           the part of the wire in memory that gradients take in backward; a loop that still holds the gradients of
                      the last step during forward (`zero_grad` after it, several backwards a step) needs memory for both
     stashes          values that wait on the host for backward, when forward has ended
+    activations      what the option `keep_on_host` keeps there of the inside of segments, at the same time
     """
 
     parameters: int
@@ -50,11 +51,12 @@ class HostMemory:
     pinned: int
     shared: int
     stashes: int = 0
+    activations: int = 0
 
     @property
     def total(self) -> int:
         """The most that a step needs: everything above, with memory that two purposes share counted once."""
-        return self.of_parameters + self.stashes
+        return self.of_parameters + self.stashes + self.activations
 
     @property
     def of_parameters(self) -> int:
@@ -67,6 +69,7 @@ class HostMemory:
         rows += [("optimizer state", self.optimizer_state)] if self.optimizer_state is not None else []
         shown = ", ".join(f"{name} {format_bytes(count)} ({count / max(self.parameters, 1):.1f})" for name, count in rows)
         shown += f", stashes {format_bytes(self.stashes)}" if self.stashes else ""
+        shown += f", kept inside of layers {format_bytes(self.activations)}" if self.activations else ""
         shown += f", in all {format_bytes(self.total)}"
         shared = f"; {format_bytes(self.shared)} of the wire are where gradients go later" if self.shared else ""
         pinned = (
@@ -75,8 +78,8 @@ class HostMemory:
         return f"host memory (bytes a parameter): {shown}{shared}{pinned}"
 
 
-def host_memory(programs: Sequence[Program], options: Options) -> HostMemory:
-    """The host memory that these programs of one model need."""
+def host_memory(programs: Sequence[Program], options: Options, activations: int = 0) -> HostMemory:
+    """The host memory that these programs of one model need, with the bytes of activations that they keep there."""
     segments = [_SegmentMemory.of(segment, program, options) for program in programs for segment in program.segments]
     parameters = {name: spec for segment in segments for name, spec in segment.parameters}
     trained = [spec for spec in parameters.values() if spec.differentiable]
@@ -93,6 +96,7 @@ def host_memory(programs: Sequence[Program], options: Options) -> HostMemory:
         pinned=_pinned(sent, options),
         shared=_shared(sent.wires, options),
         stashes=sum(sum(program.host_stashes.values()) for program in programs),
+        activations=activations,
     )
 
 

@@ -168,7 +168,7 @@ class GraphParser:
         return self.names.inputs.setdefault(name, len(self.names.inputs))
 
     def _describe(self, node: fx.Node, line: Line) -> None:
-        if node.meta.get("kind") == "activations" or node.target is nodes.keep_activations:
+        if nodes.keeps_activations(node):
             node.meta["value"] = line.right
             return
         found = parse_value(line.right, self.names.sizes, self.names.batch, line.number)

@@ -261,6 +261,24 @@ def keep_activations(segment: SegmentIndex, results: Results) -> typing.NoReturn
     _not_run("keep_activations")
 
 
+@operation(Lane.D2H, Result.HOST)
+def offload_activations(segment: SegmentIndex, results: Results) -> typing.NoReturn:
+    """Copy what forward has saved inside of a segment for its backward to the host, micro-batch by micro-batch; asynchronous.
+
+    A copy begins while forward computes the next micro-batch. It is on the device until the copy is done.
+    """
+    _not_run("offload_activations")
+
+
+@operation(Lane.H2D, Result.DEVICE)
+def restore_activations(segment: SegmentIndex, x: OnHost) -> typing.NoReturn:
+    """Copy the first micro-batches of what `offload_activations` has sent back to the device; asynchronous.
+
+    Backward brings the next ones while it computes those before them, and frees each behind its micro-batch.
+    """
+    _not_run("restore_activations")
+
+
 @operation(Lane.COMPUTE, Result.SEVERAL)
 def backward(
     segment: SegmentIndex,
@@ -269,8 +287,11 @@ def backward(
     gradients: tuple[OnDevice | None, ...],
     streamed_gradients: tuple[OnHost | None, ...] = (),
     activations: OnDevice | None = None,
+    restored_activations: OnDevice | None = None,
 ) -> typing.NoReturn:
-    """Recompute the segment, but for `activations` that forward has kept, and differentiate it on every micro-batch.
+    """Recompute the segment, but for what forward has kept, and differentiate it on every micro-batch.
+
+    What forward has kept is in `activations` for some micro-batches, and in `restored_activations` for others.
 
     `gradients` has the gradient of each of the segment's outputs, None where there is none. A gradient that is on the host, and
     is copied to the device micro-batch by micro-batch, is at its position in `streamed_gradients`; `gradients` has None there.
@@ -458,6 +479,14 @@ def arriving_gradients(node: fx.Node) -> tuple[fx.Node | None, ...]:
     read = operands(node)
     streamed = read.streamed_gradients or (None,) * len(read.gradients)
     return tuple(a if a is not None else b for a, b in zip(read.gradients, streamed, strict=True))
+
+
+def keeps_activations(node: fx.Node) -> bool:
+    """Whether a node stands for what forward has saved inside of a segment, in either graph."""
+    return node.meta.get("kind") == "activations" or node.target in _ACTIVATIONS
+
+
+_ACTIVATIONS = (keep_activations, offload_activations, restore_activations)
 
 
 class ForwardResult(typing.NamedTuple):

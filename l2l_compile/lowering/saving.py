@@ -44,6 +44,7 @@ class SavingChoice:
     bytes       of each value that may be saved
     candidates  values that are saved together
     recompute   seconds of backward's recompute if nothing is saved
+    forward, backward  seconds of the operations of each
     """
 
     def __init__(self, joint: Joint, bindings: Bindings, rates: Rates, fused: bool):
@@ -53,6 +54,9 @@ class SavingChoice:
         self.seconds = {node: self._seconds(node, values) for node in joint.graph.graph.nodes if node in again}
         self.bytes = {node: nbytes(tensors_in(values[node])) for node in self.seconds if joint.can_save(node)}
         self.recompute = self.time(())
+        every = {node: self._seconds(node, values) for node in joint.graph.graph.nodes if node.op == "call_function"}
+        self.backward = sum(seconds for node, seconds in every.items() if node in joint.of_backward)
+        self.forward = sum(every.values()) - self.backward
         self.candidates = [*((node,) for node in self.bytes if node.target is not operator.getitem), *self._results()]
 
     def levels(self) -> tuple[Level, ...]:

@@ -51,11 +51,20 @@ class SavingLevel:
     seconds: float
 
 
+@dataclass(frozen=True)
+class BlockSeconds:
+    """What a block takes at one size, by an estimate: forward, backward without any recompute, and the recompute if nothing is saved."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    recompute: float = 0.0
+
+
 @dataclass(eq=False)
 class _JointCode:
     """The joint graph of a block, its levels, and the code of the levels that were asked for: forward and backward.
 
-    recompute  seconds of a backward's recompute if nothing is saved, by the estimate of the levels
+    seconds    what forward and backward take, by the estimate of the levels
     why_none   what keeps the block from having levels; "" for nothing, although it may have none that gains something
     """
 
@@ -64,7 +73,7 @@ class _JointCode:
     guards: Guards
     joint: Joint
     levels: tuple[Level, ...]
-    recompute: float
+    seconds: BlockSeconds
     why_none: str
     codes: dict[int, tuple[Code, Code]] = field(default_factory=dict)
 
@@ -100,11 +109,11 @@ class Savings:
             self._levels[key] = self._levels_at(block, bindings, gradient_mask)
         return self._levels[key]
 
-    def recompute(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]) -> float:
-        """The seconds that a backward of the block at these sizes recomputes if nothing is saved, by the estimate of its levels."""
+    def seconds(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]) -> BlockSeconds:
+        """What the block takes at these sizes, by the estimate of its levels; nothing for a block that cannot save."""
         with one_at_a_time, self._lowering.apart():
             found, _ = self._known(block, bindings, gradient_mask)
-        return found.recompute if found is not None else 0.0
+        return found.seconds if found is not None else BlockSeconds()
 
     def why_none(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]) -> str:
         """What keeps a forward of the block from saving something at these sizes; "" for nothing."""
@@ -211,7 +220,8 @@ class Savings:
         choice = SavingChoice(joint, at, self._rates, self._fuses)
         levels = () if seeded else choice.levels()
         why = "an operation in it draws random numbers by itself" if seeded else ""
-        return _JointCode(block, sizes, sizes.guards(), joint, levels, choice.recompute, why)
+        seconds = BlockSeconds(choice.forward, choice.backward, choice.recompute)
+        return _JointCode(block, sizes, sizes.guards(), joint, levels, seconds, why)
 
     def _codes(self, found: _JointCode, level: int) -> tuple[Code, Code]:
         if level not in found.codes:

@@ -117,7 +117,7 @@ class Report:
     def on(self, machine: Machine) -> Report:
         """The report with memory counted as on a machine: an accelerator has weight slabs, and copies from page-locked memory."""
         options = replace(self.options, device=ACCELERATOR if machine.overlaps else HOST)
-        memory = replace(host_memory(self.programs, options), parameters=self.host_memory.parameters)
+        memory = replace(_host_memory(self.programs, options, machine), parameters=self.host_memory.parameters)
         return replace(self, machine=machine, options=options, host_memory=memory)
 
     def streamed(self, options: Options, rows: int | None = None) -> Report:
@@ -230,11 +230,16 @@ def report_of(programs: Sequence[Program], options: Options, uncompiled: tuple[s
         uncompiled,
         tuple(WholeBatch(s.name, s.block.reason or "") for p in programs for s in p.whole_batch),
         tuple(sorted(_returned(programs), key=lambda o: -o.bytes)),
-        host_memory(programs, options),
+        _host_memory(programs, options),
         _how_updated(options),
         options,
         tokens=_tokens_of(programs),
     )
+
+
+def _host_memory(programs: Sequence[Program], options: Options, machine: Machine | None = None) -> HostMemory:
+    kept = kept_activations(programs, options, machine) if options.keep_on_host else None
+    return host_memory(programs, options, kept.on_host if kept is not None else 0)
 
 
 def model_name(model: Any) -> str:

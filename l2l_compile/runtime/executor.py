@@ -21,13 +21,13 @@ from l2l_compile.ir.segments import Segment
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.lanes import Lane
 from l2l_compile.races import Place
-from l2l_compile.ranks.shard_spec import ShardSpec
+from l2l_compile.runtime.activation_copies import ActivationsFromHost, ActivationsToHost
 from l2l_compile.runtime.fetch import load, unread
 from l2l_compile.runtime.instructions import Instructions
-from l2l_compile.runtime.overlapped_copies import GradientStream, OutputStream, StreamedGradient
+from l2l_compile.runtime.overlapped_copies import GradientStream, OutputStream, Stream, StreamedGradient, run_with
 from l2l_compile.runtime.runtime_value import RuntimeValue, bytes_of, copies
-from l2l_compile.runtime.segment_run import for_the_link, norms, run_backward, run_forward
-from l2l_compile.runtime.slab import slab_bytes, slots
+from l2l_compile.runtime.segment_run import kept_on_host, run_backward, run_forward, usable_savings
+from l2l_compile.runtime.slab import slab_bytes
 from l2l_compile.runtime.slabs import Slabs
 from l2l_compile.runtime.step import Step
 
@@ -50,6 +50,8 @@ class Executor:
 
     def __init__(self, device: Device, step: Step, segments: Sequence[Segment], slabs: Slabs):
         self.device, self.step, self.segments, self.slabs = device, step, segments, slabs
+        self.to_host = ActivationsToHost(device, step)
+        self.from_host: dict[int, ActivationsFromHost] = {}  # by segment, until its backward
         self.released_to_comm: list[Place] = []  # released values of the lane `comm`, whose memory its next value may take
 
     def run(self, instructions: Instructions, inputs: Sequence[RuntimeValue]) -> Any:
@@ -62,6 +64,7 @@ class Executor:
             device.accesses.begins(node.name)
             handler = HANDLERS[node.target]  # type: ignore[index]  # a call of the vocabulary
             values[instruction.value] = handler(self, node, *instruction.operands(values))
+        self.to_host.free(0)
         return instructions.output(values)
 
     def submit(self, lane: str, reads: Sequence[RuntimeValue], fills: Sequence[RuntimeValue], work: Callable[[], Any]) -> None:
@@ -160,28 +163,6 @@ def _resident(run: Executor, segment: Segment, weights: Sequence[torch.Tensor]) 
 
     run.submit(Lane.H2D, (), (result,), work)
     return result
-
-
-@handles(nodes.all_gather_weights)
-def _all_gather_weights(run: Executor, node: fx.Node, segment: int, slab: RuntimeValue) -> RuntimeValue:
-    gathered, ranks = run.segments[segment], run.step.ranks
-    result = RuntimeValue()
-    result.slab, result.place = slab.slab, slab.place
-
-    def work() -> None:
-        weights = list(zip(slab.tensors, slots(gathered, run.step.rows.bindings), strict=True))
-        ranks.gather([weight for weight, slot in weights if slot.is_gathered])
-        run.step.stats.gathered_bytes += sum(
-            slot.bytes - slot.bytes // ranks.shard_mesh_size for _, slot in weights if slot.is_gathered
-        )
-        result.tensors = [weight if slot.shard_spec is None else _unpadded(weight, slot.shard_spec) for weight, slot in weights]
-
-    run.submit(Lane.COMM, (slab,), (result,), work)
-    return result
-
-
-def _unpadded(weight: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    return weight if spec.replicated else weight[: spec.shape[0]]
 
 
 @handles(nodes.restore)
@@ -326,7 +307,7 @@ def _release(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
         if kept is not None:
             kept.tensors = x.tensors
         elif x.resident is None:
-            run.device.free([t for t in x.tensors if t is not None])
+            run.device.free(x.held)
         x.tensors = None
 
     compute.run(work)
@@ -351,20 +332,63 @@ def _forward(
 ) -> RuntimeValue:
     ran = run.segments[segment]
     weights = weights if weights is not None else RuntimeValue([])
-    kept = RuntimeValue() if segment in run.step.levels else RuntimeValue(absent=True)
-    results = [*(RuntimeValue() for _ in ran.block.outputs), kept]
+    kept, sent = _for_activations(run, segment)
+    results = [*(RuntimeValue() for _ in ran.block.outputs), kept, sent]
     inner_loop = run_forward(run.step, run.device, ran, weights, values, results)
-    reads = (weights, *values)
+    streams: list[Stream] = []
     if streamed_outputs:
-        OutputStream(run.device, run.step, run.submit, [results[i] for i in streamed_outputs]).run(inner_loop, reads, results)
-    else:
-        run.submit(Lane.COMPUTE, reads, results, lambda: [work() for work in inner_loop])
+        streams.append(OutputStream(run.device, run.step, [results[i] for i in streamed_outputs]))
+    if not sent.absent:
+        streams.append(run.to_host.stream(kept_on_host(run.step, segment), sent))
+    whole = [result for i, result in enumerate(results) if i not in streamed_outputs and result is not sent]
+    _compute(run, streams, inner_loop, (weights, *values), whole)
     return RuntimeValue(results=results)
+
+
+def _for_activations(run: Executor, segment: int) -> tuple[RuntimeValue, RuntimeValue]:
+    """Values for what a segment keeps on the device, and on the host."""
+    levels = run.step.levels.get(segment)
+    parts, there = levels.parts if levels is not None else (), kept_on_host(run.step, segment)
+    kept = RuntimeValue(absent=len(there) == sum(part is not None for part in parts))
+    sent = RuntimeValue(_for_each(parts), absent=not there, results=[RuntimeValue() for _ in parts])
+    return kept, sent
+
+
+def _for_each(micro_batches: Sequence) -> list[Any]:
+    """Places for the tensors of each micro-batch."""
+    return [None] * len(micro_batches)
+
+
+def _compute(
+    run: Executor,
+    streams: Sequence[Stream],
+    inner_loop: Sequence[Callable[[], None]],
+    reads: Sequence[RuntimeValue],
+    fills: Sequence[RuntimeValue],
+) -> None:
+    if streams:
+        run_with(streams, run.submit, inner_loop, reads, fills)
+    else:
+        run.submit(Lane.COMPUTE, reads, fills, lambda: [work() for work in inner_loop])
 
 
 @handles(nodes.keep_activations)
 def _keep_activations(run: Executor, node: fx.Node, segment: int, results: RuntimeValue) -> RuntimeValue:
+    return results.results[-2]
+
+
+@handles(nodes.offload_activations)
+def _offload_activations(run: Executor, node: fx.Node, segment: int, results: RuntimeValue) -> RuntimeValue:
     return results.results[-1]
+
+
+@handles(nodes.restore_activations)
+def _restore_activations(run: Executor, node: fx.Node, segment: int, x: RuntimeValue) -> RuntimeValue:
+    if x.absent:
+        return x
+    result = RuntimeValue(_for_each(x.tensors))
+    run.from_host[segment] = ActivationsFromHost(run.device, run.step, kept_on_host(run.step, segment), x, result)
+    return result
 
 
 @handles(nodes.backward)
@@ -377,6 +401,7 @@ def _backward(
     gradients: Sequence[RuntimeValue | None],
     streamed_gradients: Sequence[RuntimeValue | None] = (),
     activations: RuntimeValue | None = None,
+    restored_activations: RuntimeValue | None = None,
 ) -> RuntimeValue:
     ran = run.segments[segment]
     weights = weights if weights is not None else RuntimeValue([])
@@ -385,100 +410,20 @@ def _backward(
     results = [RuntimeValue(absent=True) for _ in range(len(ran.values) + 1)]
     if not all(g.absent for g in arriving):
         kept = activations or RuntimeValue(absent=True)
-        inner_loop = run_backward(run.step, run.device, ran, weights, values, arriving, kept, results)
-        reads = (weights, *values, *arriving, kept)
+        both = kept, restored_activations or RuntimeValue(absent=True)
+        inner_loop = run_backward(run.step, run.device, ran, weights, values, arriving, both, results)
+        streams: list[Stream] = []
         if streamed:
             sources = [StreamedGradient(source, arriving[i], ran.block.outputs[i]) for i, source in streamed.items()]
-            GradientStream(run.device, run.step, run.submit, sources).run(inner_loop, reads, results)
-        else:
-            run.submit(Lane.COMPUTE, reads, results, lambda: [work() for work in inner_loop])
+            streams.append(GradientStream(run.device, run.step, len(inner_loop), sources))
+        returning = run.from_host.pop(segment, None)
+        if returning is not None and usable_savings(run.step, segment, tuple(not g.absent for g in arriving)):
+            streams.append(returning)
+        _compute(run, streams, inner_loop, (weights, *values, *arriving, kept), results)
     return RuntimeValue(results=results)
 
 
 # ---- the host -----------------------------------------------------------------------------------------------------------
-
-
-@handles(nodes.reduce_scatter_gradients)
-def _reduce_scatter_gradients(run: Executor, node: fx.Node, segment: int, gradients: RuntimeValue) -> RuntimeValue:
-    reduced, ranks = run.segments[segment], run.step.ranks
-    result = RuntimeValue(absent=gradients.absent)
-    if result.absent:
-        return result
-
-    def work() -> None:
-        is_mean = not run.step.rows.is_global
-        shards = ranks.reduce_scatter(gradients.tensors, [weight.shard_spec for weight in reduced.weights], is_mean)
-        run.step.stats.reduced_bytes += sum(bytes_of([g]) for g in gradients.tensors if g is not None)
-        _fill_shards(run, reduced, result, shards)
-
-    run.submit_comm(gradients, result, work)
-    return result
-
-
-@handles(nodes.local_shard)
-def _local_shard(run: Executor, node: fx.Node, segment: int, gradients: RuntimeValue) -> RuntimeValue:
-    taken, ranks = run.segments[segment], run.step.ranks
-    result = RuntimeValue(absent=gradients.absent)
-    if result.absent:
-        return result
-
-    def work() -> None:
-        shards = ranks.local_shard(gradients.tensors, [weight.shard_spec for weight in taken.weights])
-        _fill_shards(run, taken, result, shards)
-
-    run.submit(Lane.COMPUTE, (gradients,), (result,), work)
-    return result
-
-
-def _fill_shards(run: Executor, segment: Segment, result: RuntimeValue, shards: Sequence[torch.Tensor | None]) -> None:
-    """Fill `result` with this rank's shards of a segment's gradients, in the dtypes that cross the link."""
-    weights = zip(segment.block.weights, shards, strict=True)
-    result.tensors = [for_the_link(run.step, spec, shard) for spec, shard in weights]
-    if run.step.host.wants_norms and run.device.takes_norms:
-        result.tensors.append(norms(result.tensors))
-    run.device.hold([shard for shard in result.tensors if shard is not None])
-
-
-# ---- rows of all ranks ----------------------------------------------------------------------------------------------------
-
-
-def _exchanged(run: Executor, x: RuntimeValue, change: Callable[[torch.Tensor], torch.Tensor]) -> RuntimeValue:
-    """A whole value that a collective makes from another one."""
-    if x.absent:
-        return RuntimeValue(absent=True)
-    result = RuntimeValue()
-
-    def work() -> None:
-        result.tensors = [change(x.tensors[0])]
-        run.device.hold(result.tensors)
-
-    run.submit_comm(x, result, work)
-    return result
-
-
-@handles(nodes.all_gather_rows)
-def _all_gather_rows(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
-    dim, rows = run.step.rows.in_value(node.meta["spec"])
-    return _exchanged(run, x, lambda own: run.step.ranks.all_gather_rows(own, dim, rows))
-
-
-@handles(nodes.local_rows)
-def _local_rows(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
-    dim, rows = run.step.rows.in_value(node.meta["spec"])
-    rank = run.step.ranks.shard_mesh_rank
-    start, count = sum(rows[:rank]), rows[rank]
-    return run.change_layout(x, lambda whole: [whole[0].narrow(dim, start, count).clone(memory_format=torch.contiguous_format)])
-
-
-@handles(nodes.all_reduce)
-def _all_reduce(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
-    return _exchanged(run, x, run.step.ranks.sum)
-
-
-@handles(nodes.mask_to_first_rank)
-def _mask_to_first_rank(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
-    is_first = run.step.ranks.shard_mesh_rank == 0
-    return run.change_layout(x, lambda same: [same[0].clone() if is_first else torch.zeros_like(same[0])])
 
 
 @handles(nodes.push_gradients)

@@ -29,7 +29,8 @@ class Instruction:
 class Instructions:
     """The nodes of a graph in the order in which they are given to their lanes.
 
-    With `launches_first`, weights are fetched and gathered after the next launch of a segment, unless that segment reads them.
+    With `launches_first`, weights are fetched and gathered after the next launch of a segment, unless that segment reads them, or brings
+    what forward has kept on the host: copies of its micro-batches wait for those before, and the fetch would wait for the copies.
 
     inputs    the number of placeholders; their values come first, in order
     fetches   how many of the nodes fetch weights
@@ -90,6 +91,10 @@ def edited(graph: fx.Graph) -> None:
     vars(graph).pop(_MADE, None)
 
 
+def _brings_activations(node: fx.Node) -> bool:
+    return node.target is nodes.backward and nodes.operands(node).restored_activations is not None
+
+
 def _launches_before_fetches(given: Sequence[fx.Node]) -> list[fx.Node]:
     """The nodes, with each fetch moved after the next launch that does not read it. Slabs rotate, so fetches keep their order
     among themselves."""
@@ -100,7 +105,7 @@ def _launches_before_fetches(given: Sequence[fx.Node]) -> list[fx.Node]:
             deferred.append(node)
             continue
         read = [i for i, fetch in enumerate(deferred, 1) if fetch in node.all_input_nodes]
-        count = max(read, default=0)
+        count = max(read, default=0) if not _brings_activations(node) else len(deferred)
         ordered += [*deferred[:count], node]
         del deferred[:count]
         if nodes.runs_segment(node):

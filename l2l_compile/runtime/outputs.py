@@ -69,7 +69,7 @@ class Outputs:
             device.accesses.read(values[position].place)
         made = [_joined(values[position], self.captured.specs[self._nodes[position]]) for position in self._made]
         made = [t.contiguous() if position in self._viewed else t for position, t in zip(self._made, made, strict=True)]
-        kept_memory = {memory_of(t) for value in kept for t in value.tensors}
+        kept_memory = {memory_of(t) for value in kept for t in value.held}
         made = [t.clone() if memory_of(t) in kept_memory else device.handed_over(t) for t in made]
         return [_no_view(_laid_out(t, self._layouts.get(position))) for position, t in zip(self._made, made, strict=True)]
 

@@ -1,14 +1,14 @@
-"""Values that cross the link micro-batch by micro-batch, while the inner loop of their segment runs.
+"""What crosses the link micro-batch by micro-batch, while the inner loop of its segment runs.
 
-These are outputs of the model that go to the user, and the gradients of such outputs. They are never whole on the device.
+These are outputs of the model that go to the user, the gradients of such outputs, and what forward keeps on the host of the inside of
+its segments (`activation_copies.py`). They are never whole on the device.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from l2l_compile.devices.device import Device
 from l2l_compile.ir.values import TensorSpec
@@ -20,37 +20,87 @@ Work = Callable[[], None]
 Submit = Callable[[str, Sequence[RuntimeValue], Sequence[RuntimeValue], Callable[[], Any]], None]
 
 
+class Stream(Protocol):
+    """Copies beside the micro-batches of a segment. Called by the caller, in turn with the work that it gives to the compute lane."""
+
+    def before(self, micro_batch: int) -> tuple[Sequence[RuntimeValue], Sequence[RuntimeValue]]:
+        """The micro-batch is computed next. Returns what it reads and what it fills of this stream."""
+
+    def after(self, micro_batch: int) -> None:
+        """The work of the micro-batch was given to the compute lane."""
+
+    def end(self) -> None:
+        """That of all micro-batches was."""
+
+
+def run_with(
+    streams: Sequence[Stream],
+    submit: Submit,
+    inner_loop: Sequence[Work],
+    reads: Sequence[RuntimeValue],
+    fills: Sequence[RuntimeValue],
+) -> None:
+    """Give the work of each micro-batch to the compute lane, with the copies of the streams between them."""
+    for micro_batch, work in enumerate(inner_loop):
+        read, filled = list(reads), list(fills)
+        for stream in streams:
+            of_stream = stream.before(micro_batch)
+            read += of_stream[0]
+            filled += of_stream[1]
+        submit(Lane.COMPUTE, read, filled, work)
+        for stream in streams:
+            stream.after(micro_batch)
+    for stream in streams:
+        stream.end()
+
+
+def free_behind(device: Device, copied: Any, value: RuntimeValue) -> None:
+    """Free a value of the device behind the event of its copy (compute lane)."""
+    compute = device.lanes[Lane.COMPUTE]
+    if copied is not None:
+        compute.wait(copied)
+
+    def work() -> None:
+        device.accesses.write(value.place)
+        device.free(value.tensors)
+        value.tensors = None
+
+    compute.run(work)
+
+
 class OutputStream:
     """Outputs that go to the host micro-batch by micro-batch: each is freed on the device while the next one is computed."""
 
-    def __init__(self, device: Device, step: Step, submit: Submit, outputs: Sequence[RuntimeValue]):
-        self.device, self.step, self.submit, self.outputs = device, step, submit, outputs
-        self._on_device: list[RuntimeValue] = []  # by micro-batch: stands for its outputs on the device
+    def __init__(self, device: Device, step: Step, outputs: Sequence[RuntimeValue]):
+        self.device, self.step, self.outputs = device, step, outputs
+        self._sent: tuple[Any, RuntimeValue] | None = None  # the last outputs on the device, and the event of their copy
+        self._made = RuntimeValue()  # stands for the outputs of this micro-batch on the device
 
-    def run(self, inner_loop: Sequence[Work], reads: Sequence[RuntimeValue], results: Sequence[RuntimeValue]) -> None:
-        copied, whole = None, [result for result in results if result not in self.outputs]
-        for micro_batch, work in enumerate(inner_loop):
-            self.submit(Lane.COMPUTE, reads, [*whole, self._value_of(micro_batch)], work)
-            if micro_batch:
-                self._free(micro_batch - 1, copied)
-            copied = self._send(micro_batch)
-        self._free(len(inner_loop) - 1, copied)
+    def before(self, micro_batch: int) -> tuple[Sequence[RuntimeValue], Sequence[RuntimeValue]]:
+        self._made = RuntimeValue()
+        return (), (self._made,)
+
+    def after(self, micro_batch: int) -> None:
+        self._free_sent()
+        self._sent = self._send(micro_batch, self._made), self._made
+
+    def end(self) -> None:
+        copied = self._sent[0] if self._sent is not None else None
+        self._free_sent()
         for output in self.outputs:
             output.lane, output.event = Lane.D2H, copied
 
-    def _value_of(self, micro_batch: int) -> RuntimeValue:
-        while len(self._on_device) <= micro_batch:
-            self._on_device.append(RuntimeValue())
-        return self._on_device[micro_batch]
+    def _free_sent(self) -> None:
+        if self._sent is not None:
+            free_behind(self.device, *self._sent)
 
-    def _send(self, micro_batch: int) -> Any:
+    def _send(self, micro_batch: int, on_device: RuntimeValue) -> Any:
         """Copy the outputs of a micro-batch to the host as soon as they are made. Returns the event of the copy."""
         d2h, made = self.device.lanes[Lane.D2H], self.device.lanes[Lane.COMPUTE].record()
         if made is not None:
             d2h.wait(made)
 
         def work() -> None:
-            on_device = self._on_device[micro_batch]
             self.device.accesses.read(on_device.place)
             on_device.tensors = [output.tensors[micro_batch] for output in self.outputs]
             for output, tensor in zip(self.outputs, on_device.tensors, strict=True):
@@ -60,18 +110,6 @@ class OutputStream:
 
         d2h.run(work)
         return d2h.record()
-
-    def _free(self, micro_batch: int, copied: Any) -> None:
-        compute = self.device.lanes[Lane.COMPUTE]
-        if copied is not None:
-            compute.wait(copied)
-
-        def work() -> None:
-            self.device.accesses.write(self._on_device[micro_batch].place)
-            self.device.free(self._on_device[micro_batch].tensors)
-            self._on_device[micro_batch].tensors = None
-
-        compute.run(work)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,24 +124,35 @@ class StreamedGradient:
 class GradientStream:
     """Gradients that come to the device micro-batch by micro-batch: the next gradient arrives while one is used."""
 
-    def __init__(self, device: Device, step: Step, submit: Submit, gradients: Sequence[StreamedGradient]):
-        self.device, self.step, self.submit, self.gradients = device, step, submit, gradients
+    def __init__(self, device: Device, step: Step, count: int, gradients: Sequence[StreamedGradient]):
+        self.device, self.step, self.count, self.gradients = device, step, count, gradients
         self._on_device: list[RuntimeValue] = []  # by micro-batch: stands for its gradients on the device
+        self._events: list[Any] = []  # after which they are there
+        self._bring(0)
 
-    def run(self, inner_loop: Sequence[Work], reads: Sequence[RuntimeValue], results: Sequence[RuntimeValue]) -> None:
-        compute, events = self.device.lanes[Lane.COMPUTE], [self._bring(0)]
-        for micro_batch, work in enumerate(inner_loop):
-            if micro_batch + 1 < len(inner_loop):  # two are on the device at once
-                events.append(self._bring(micro_batch + 1))
-            needed = 2 if self.step.engine.check and micro_batch == 0 else 1
-            for event in events[micro_batch : micro_batch + needed]:
-                if event is not None:
-                    compute.wait(event)
-            self.submit(Lane.COMPUTE, [*reads, *self._on_device[micro_batch : micro_batch + needed]], results, work)
-            compute.run(functools.partial(self._free, micro_batch))
+    def before(self, micro_batch: int) -> tuple[Sequence[RuntimeValue], Sequence[RuntimeValue]]:
+        if micro_batch + 1 < self.count:  # two are on the device at once
+            self._bring(micro_batch + 1)
+        needed = 2 if self.step.engine.check and micro_batch == 0 else 1
+        for event in self._events[micro_batch : micro_batch + needed]:
+            if event is not None:
+                self.device.lanes[Lane.COMPUTE].wait(event)
+        return self._on_device[micro_batch : micro_batch + needed], ()
 
-    def _bring(self, micro_batch: int) -> Any:
-        """Copy the gradients of a micro-batch to the device. Returns the event after which they are there."""
+    def after(self, micro_batch: int) -> None:
+        def work() -> None:
+            self.device.accesses.write(self._on_device[micro_batch].place)
+            for gradient in self.gradients:
+                self.device.free([gradient.arriving.tensors[micro_batch]])
+                gradient.arriving.tensors[micro_batch] = None
+
+        self.device.lanes[Lane.COMPUTE].run(work)
+
+    def end(self) -> None:
+        """Every gradient is freed already."""
+
+    def _bring(self, micro_batch: int) -> None:
+        """Copy the gradients of a micro-batch to the device."""
         h2d, value = self.device.lanes[Lane.H2D], RuntimeValue()
         self._on_device.append(value)
 
@@ -119,10 +168,4 @@ class GradientStream:
                 self.step.stats.restored_bytes += bytes_of(arriving.tensors[micro_batch:])
 
         h2d.run(work)
-        return h2d.record()
-
-    def _free(self, micro_batch: int) -> None:
-        self.device.accesses.write(self._on_device[micro_batch].place)
-        for gradient in self.gradients:
-            self.device.free([gradient.arriving.tensors[micro_batch]])
-            gradient.arriving.tensors[micro_batch] = None
+        self._events.append(h2d.record())

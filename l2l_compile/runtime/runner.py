@@ -21,11 +21,12 @@ from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.ranks.sharded import sharded_as
 from l2l_compile.reentry import check, whole
+from l2l_compile.runtime import collective_handlers  # noqa: F401 - handlers of the executor
 from l2l_compile.runtime.call_arguments import Arguments
 from l2l_compile.runtime.executor import Executor
 from l2l_compile.runtime.instructions import instructions_of
 from l2l_compile.runtime.joint_forward import begin_together, collectives_of
-from l2l_compile.runtime.kept_activations import KeptLevel, kept_levels
+from l2l_compile.runtime.kept_activations import KeptLevels, Room, kept_levels
 from l2l_compile.runtime.micro_batches import MicroBatches
 from l2l_compile.runtime.outputs import Outputs
 from l2l_compile.runtime.resident_weights import MeasuredNeed
@@ -78,7 +79,7 @@ class Runner:
         self._program = self._shown = program
         self._backwards = backwards
         self._bindings = program.bindings
-        self._levels: dict[tuple, Mapping[int, KeptLevel]] = {}  # by backward graph, room, sizes
+        self._levels: dict[tuple, Mapping[int, KeptLevels]] = {}  # by backward graph, room, sizes
         self._lowered: set[tuple] = set()  # sizes for which compilation has begun
         self._micro_batches = MicroBatches(program, engine.options, engine.lowering)
         self._need = MeasuredNeed()
@@ -136,7 +137,7 @@ class Runner:
         device.accesses.read(step.place)
         for index, contents in step.writes.items():
             _overwrite(arguments[index], contents)
-        stashes = Stashes(device, kept, _kept_bytes(step))
+        stashes = Stashes(device, kept, _kept(step))
         if to_train:
             engine.waiting.add(stashes)
         made = self.outputs.made(outputs, kept, device)
@@ -190,7 +191,7 @@ class Runner:
         if self.ranks is not None:
             collectives = collectives_of(self._program.forward.graph, self._program.segments)
             begin_together(self.ranks, step, collectives, captured, to_train, options.batch_scope == "global")
-        if to_train and options.keep:
+        if to_train and options.keeps_activations:
             step.levels = self._levels_of(step)
         if (sizes := (to_train, *self._sizes_of(step), sum(step.rows.of_ranks))) not in self._lowered:
             self._lowered.add(sizes)
@@ -200,14 +201,14 @@ class Runner:
         self._bindings = rows.bindings
         return step
 
-    def _levels_of(self, step: Step) -> Mapping[int, KeptLevel]:
+    def _levels_of(self, step: Step) -> Mapping[int, KeptLevels]:
         """What each segment keeps for its backward, at these sizes and beside what earlier forwards keep.
 
         The gradients that arrive are taken to be those of the last backward.
         """
         engine = self.engine
         sizes = self._sizes_of(step)
-        room = max(0, engine.room.at(sizes) - engine.waiting.activations)
+        room = engine.room.at(sizes).less(engine.waiting.activations)
         key = self._backwards.latest, room, *sizes
         if key not in self._levels:
             found = kept_levels(self.program, step.rows.bindings_of, engine.savings, room)
@@ -246,7 +247,7 @@ class Runner:
         found |= {i: sharded_as(g, step.given[i]) for i, g in server.end_backward(step).items()}
         stats.backward_seconds += device.now() - start
         stats.peak_device_bytes = max(stats.peak_device_bytes, device.peak_bytes())
-        self.engine.room.measured(self._sizes_of(step), stats.peak_device_bytes, _kept_bytes(step))
+        self.engine.room.measured(self._sizes_of(step), stats, _kept(step))
         return found
 
     def _run(
@@ -283,7 +284,7 @@ class Runner:
             if isinstance(error, torch.OutOfMemoryError) and step.levels:
                 self.engine.room.ran_out()
                 error.add_note(
-                    f"the step keeps {format_bytes(_kept_bytes(step))} inside of layers for backward: a smaller option keep leaves more"
+                    f"the step keeps {format_bytes(_kept(step).device)} inside of layers for backward: a smaller option keep leaves more"
                 )
             if step.world is not None:
                 step.world.failed(error)
@@ -308,9 +309,9 @@ class Runner:
             raise
 
 
-def _kept_bytes(step: Step) -> int:
+def _kept(step: Step) -> Room:
     """Bytes that a step keeps inside of its segments."""
-    return sum(level.bytes for level in step.levels.values())
+    return Room.sum(levels.room for levels in step.levels.values())
 
 
 def _overwrite(argument: torch.Tensor, contents: torch.Tensor) -> None:

@@ -14,7 +14,8 @@ from l2l_compile.races import Place
 class RuntimeValue:
     """The tensors of a value: one if it is whole, one per micro-batch if it is split.
 
-    tensors      None before it is filled and after its release; a gradient that a weight does not get is None as well
+    tensors      None before it is filled and after its release; a gradient that a weight does not get is None as well. What is kept
+                 on the host of the inside of a segment is a list for each micro-batch
     lane, event  the lane that fills it, and the event when it is filled; None means at once
     readers      the last event of each other lane that reads it
     absent       a gradient that does not exist
@@ -51,6 +52,12 @@ class RuntimeValue:
         self.unfetched: frozenset[int] = frozenset()
         self.in_flight: Any = None
         self.place = Place()
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """All tensors that are there."""
+        lists = [entry if isinstance(entry, list) else [entry] for entry in self.tensors or ()]
+        return [tensor for tensors in lists for tensor in tensors if tensor is not None]
 
     def copy(self) -> RuntimeValue:
         """Another value with the same, complete, tensors."""

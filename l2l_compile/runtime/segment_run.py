@@ -22,7 +22,7 @@ from l2l_compile.lowering.code_cache import Lowered
 from l2l_compile.lowering.lower import Request, wanted_of
 from l2l_compile.lowering.randomness import derived_seed
 from l2l_compile.lowering.savings import Saving, SavingRequest
-from l2l_compile.runtime.kept_activations import KeptLevel
+from l2l_compile.runtime.kept_activations import KeptLevels, KeptPart
 from l2l_compile.runtime.rows import StepRows
 from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.step import Step
@@ -33,9 +33,9 @@ def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]
     seen: set[tuple] = set()
     for graph in (program.forward.graph, program.backward.graph if to_train and program.backward is not None else None):
         for node in filter(nodes.runs_segment, graph.nodes if graph is not None else ()):
-            if nodes.operands(node).segment in step.levels:
-                continue
-            for request in requests(step, node, program.segments):
+            for number, request in enumerate(requests(step, node, program.segments)):
+                if part_of(step, nodes.operands(node).segment, number) is not None:
+                    continue
                 block, bindings, which, wanted = request
                 key = block, which, wanted, bindings.get(step.rows.batch)
                 if key not in seen:
@@ -43,16 +43,36 @@ def lowerings(step: Step, program: Program, to_train: bool) -> Iterator[Request]
                     yield request
 
 
-def savings_of(levels: Mapping[int, KeptLevel], rows: StepRows, program: Program) -> Iterator[SavingRequest]:
+def part_of(step: Step, segment: int, micro_batch: int) -> KeptPart | None:
+    """What a segment keeps of a micro-batch for its backward."""
+    levels = step.levels.get(segment)
+    return levels.parts[micro_batch] if levels is not None else None
+
+
+def kept_on_host(step: Step, segment: int) -> list[int]:
+    """The micro-batches of a segment of which something is kept on the host."""
+    levels = step.levels.get(segment)
+    return [n for n, part in enumerate(levels.parts) if part is not None and part.on_host] if levels is not None else []
+
+
+def savings_of(levels: Mapping[int, KeptLevels], rows: StepRows, program: Program) -> Iterator[SavingRequest]:
     """The savings that segments with these levels need, each once."""
     seen: set[tuple] = set()
     for index, kept in levels.items():
         segment = program.segments[index]
-        for bindings in rows.bindings_of(segment):
-            key = segment.block, kept.mask, kept.level, bindings.get(rows.batch)
+        for part, bindings in zip(kept.parts, rows.bindings_of(segment), strict=True):
+            if part is None:
+                continue
+            key = segment.block, kept.mask, part.level, bindings.get(rows.batch)
             if key not in seen:
                 seen.add(key)
-                yield segment.block, bindings, kept.mask, kept.level
+                yield segment.block, bindings, kept.mask, part.level
+
+
+def usable_savings(step: Step, segment: int, gradient_mask: tuple[bool, ...]) -> list[Saving | None]:
+    """The code of each micro-batch of a segment for a backward with these gradients; [] if it was saved for other ones, or nothing was."""
+    found = step.savings.get(segment, [])
+    return found if all(saving is None or saving.mask == gradient_mask for saving in found) else []
 
 
 def requests(step: Step, node: fx.Node, segments: Sequence[Segment]) -> Iterator[Request]:
@@ -88,15 +108,16 @@ def run_backward(
     weights: RuntimeValue,
     operands: Sequence[RuntimeValue],
     gradients: Sequence[RuntimeValue],
-    activations: RuntimeValue,
+    kept: Sequence[RuntimeValue],
     results: Sequence[RuntimeValue],
 ) -> list[Callable[[], None]]:
-    """Work, one for each micro-batch, that recomputes and differentiates a segment.
+    """Work, one for each micro-batch, that recomputes and differentiates a segment. `kept` is what forward has kept: what it has left on
+    the device, and what comes back from the host.
 
     Marks at once which results exist; the last micro-batch fills them. The first piece of work may read the arriving
     gradients of the first two micro-batches.
     """
-    return _Backward(step, device, segment, weights, operands, gradients, activations, results).inner_loop()
+    return _Backward(step, device, segment, weights, operands, gradients, kept, results).inner_loop()
 
 
 class _Run(ABC):
@@ -188,21 +209,22 @@ class _Forward(_Run):
         operands: Sequence[RuntimeValue],
         results: Sequence[RuntimeValue],
     ):
-        self.savings: list[Saving] = []
+        self.levels = step.levels.get(segment.index)
+        self.savings: list[Saving | None] = []
         super().__init__(step, device, segment, weights, operands)
-        *self.results, self.kept = results
+        *self.results, self.kept, self.sent = results
         self.compare = step.engine.check.forward(step, segment, weights, operands) if step.engine.check else None
-        for result in results:
+        for result in (*self.results, self.kept):
             result.tensors = []
-        if not self.kept.absent:
-            self.kept.tensors = []
+        if self.levels is not None:
             step.savings[segment.index] = self.savings
 
     def _lower(self, number: int, bindings: Bindings) -> Lowered:
-        engine, kept = self.step.engine, self.step.levels.get(self.segment.index)
-        if kept is None:
+        engine, part = self.step.engine, part_of(self.step, self.segment.index, number)
+        if self.levels is None or part is None:
+            self.savings.append(None)
             return engine.lowering.forward(self.block, bindings, number > 0)
-        saving = engine.savings.saving((self.block, bindings, kept.mask, kept.level))
+        saving = engine.savings.saving((self.block, bindings, self.levels.mask, part.level))
         self.savings.append(saving)
         return saving.forward
 
@@ -211,18 +233,21 @@ class _Forward(_Run):
             self.compare()
         code = self.lowered[number]
         made = self.call(code, number, self.arguments(number))
-        if not self.kept.absent:
-            made = self._keep(made)
+        if self.savings[number] is not None:
+            made = self._keep(made, number)
         outputs = zip(self.results, self.block.outputs, code.present, strict=True)
         filled = [(result, spec) for result, spec, present in outputs if present]
         for (result, spec), tensor in zip(filled, made, strict=True):
             self._add(result, spec, tensor, number)
 
-    def _keep(self, made: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _keep(self, made: Sequence[torch.Tensor], number: int) -> Sequence[torch.Tensor]:
         """Keep what code has saved for backward. Returns the other results."""
-        count = len(self.block.outputs)
+        count, part = len(self.block.outputs), part_of(self.step, self.segment.index, number)
         saved = [tensor.contiguous() for tensor in made[count:]]
-        self.kept.tensors += saved
+        if part is not None and part.on_host:
+            self.sent.results[number].tensors = saved
+        else:
+            self.kept.tensors += saved
         self.device.hold(saved)
         return made[:count]
 
@@ -256,13 +281,12 @@ class _Backward(_Run):
         weights: RuntimeValue,
         operands: Sequence[RuntimeValue],
         gradients: Sequence[RuntimeValue],
-        activations: RuntimeValue,
+        kept: Sequence[RuntimeValue],
         results: Sequence[RuntimeValue],
     ):
         self.gradient_mask = tuple(not g.absent for g in gradients)
-        self.activations = activations
-        kept = [] if activations.absent else step.savings[segment.index]
-        self.savings = kept if all(saving.mask == self.gradient_mask for saving in kept) else []
+        self.kept, self.restored = kept
+        self.savings = usable_savings(step, segment.index, self.gradient_mask)
         super().__init__(step, device, segment, weights, operands)
         block = self.block
         self.arriving = [(g, spec) for g, spec in zip(gradients, block.outputs, strict=True) if not g.absent]
@@ -276,8 +300,8 @@ class _Backward(_Run):
         self.gathered: list[torch.Tensor] = []
 
     def _lower(self, number: int, bindings: Bindings) -> Lowered:
-        if self.savings:
-            return self.savings[number].backward
+        if (saving := self._saving(number)) is not None:
+            return saving.backward
         return self.step.engine.lowering.backward(self.block, bindings, self.gradient_mask)
 
     def _mark_absent(self) -> None:
@@ -302,10 +326,19 @@ class _Backward(_Run):
         if number == len(self.lowered) - 1:
             self._finish()
 
+    def _saving(self, number: int) -> Saving | None:
+        """The code of a micro-batch, if forward has saved something in it."""
+        return self.savings[number] if self.savings else None
+
     def _saved(self, number: int) -> Sequence[torch.Tensor]:
         """What forward has saved in a micro-batch."""
-        first = sum(saving.count for saving in self.savings[:number])
-        return self.activations.tensors[first : first + self.savings[number].count] if self.savings else ()
+        if (saving := self._saving(number)) is None:
+            return ()
+        on_host = set(kept_on_host(self.step, self.segment.index))
+        if number in on_host:
+            return self.restored.tensors[number]
+        first = sum(s.count for n, s in enumerate(self.savings[:number]) if s is not None and n not in on_host)
+        return self.kept.tensors[first : first + saving.count]
 
     def _indices_and_specs(self) -> Iterator[tuple[int, TensorSpec]]:
         """The operands that have a gradient, in the order in which code gives them."""

@@ -14,6 +14,7 @@ import torch
 
 from l2l_compile.devices.device import Device
 from l2l_compile.lanes import Lane
+from l2l_compile.runtime.kept_activations import Room
 from l2l_compile.runtime.runtime_value import RuntimeValue, copies
 
 _NEAR = 2  # the last forwards may keep stashes on the device: a model and its separately compiled loss need no copies
@@ -22,10 +23,10 @@ _NEAR = 2  # the last forwards may keep stashes on the device: a model and its s
 class Stashes:
     """The values that one forward keeps for backward, on device or host. They are freed with this object at the latest.
 
-    activations  bytes on the device of what was computed inside of segments
+    activations  bytes of what was computed inside of segments
     """
 
-    def __init__(self, device: Device, values: Sequence[RuntimeValue], activations: int = 0):
+    def __init__(self, device: Device, values: Sequence[RuntimeValue], activations: Room):
         self.device, self.values, self.activations = device, list(values), activations
         self._offloaded: list[RuntimeValue] = []  # values that wait on the host until backward
 
@@ -41,7 +42,7 @@ class Stashes:
 
     def to_host(self) -> None:
         """Move the values on the device to the host, until backward. Called while no lane works."""
-        self.activations = 0
+        self.activations = self.activations._replace(device=0)
         for value in [value for value in self.values if _on_device(value)]:
             freed = value.tensors
             self._move(value, Lane.D2H, self.device.download)
@@ -70,7 +71,7 @@ class Stashes:
 
     def __del__(self) -> None:
         values = getattr(self, "values", ())  # an interrupted `__init__` has none
-        held = [tensor for value in values if _on_device(value) for tensor in value.tensors or ()]
+        held = [tensor for value in values if _on_device(value) for tensor in value.held]
         if held:
             self.device.forget(held)
 
@@ -93,9 +94,9 @@ class StashQueue:
                 earlier.to_host()
 
     @property
-    def activations(self) -> int:
-        """Bytes on the device of what forwards have computed inside of segments, for backwards that are still to come."""
-        return sum(stashes.activations for stashes in self._waiting())
+    def activations(self) -> Room:
+        """Bytes of what forwards have computed inside of segments and keep for backwards that are still to come."""
+        return Room.sum(stashes.activations for stashes in self._waiting())
 
     def _waiting(self) -> list[Stashes]:
         return [stashes for reference in self._all if (stashes := reference()) is not None and stashes.values]

@@ -17,7 +17,7 @@ from l2l_compile.options import Options
 from l2l_compile.races import Place
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.runtime.activation_room import ActivationRoom
-from l2l_compile.runtime.kept_activations import KeptLevel
+from l2l_compile.runtime.kept_activations import KeptLevels
 from l2l_compile.runtime.kept_inputs import KeptInputs
 from l2l_compile.runtime.resident_weights import ResidentWeights
 from l2l_compile.runtime.rows import StepRows
@@ -150,7 +150,7 @@ class Step:
     seed       the number that all random draws derive from; None until something is random
     writes     new contents of buffers and other inputs, by index; `place` is watched for races
     levels     what each segment keeps for its backward, by its index; a segment that keeps nothing is not in it
-    savings    the code of each micro-batch of a segment that keeps something
+    savings    the code of each micro-batch of a segment that keeps something, None for one of which it keeps nothing
     replayed   outputs that the host has made itself, by position
     keeps      what stays on the device for the next call, by node and by the index of the input or output, with its bytes
     """
@@ -167,8 +167,8 @@ class Step:
     seed: int | None = None
     writes: dict[int, torch.Tensor] = field(default_factory=dict)
     place: Place = field(default_factory=lambda: Place("new contents of a buffer"))
-    levels: Mapping[int, KeptLevel] = field(default_factory=dict)
-    savings: dict[int, list[Saving]] = field(default_factory=dict)
+    levels: Mapping[int, KeptLevels] = field(default_factory=dict)
+    savings: dict[int, list[Saving | None]] = field(default_factory=dict)
     replayed: dict[int, torch.Tensor] = field(default_factory=dict)
     keeps: dict[tuple[Callable, int], tuple[RuntimeValue, int]] = field(default_factory=dict)
     host: HostRecord = field(default_factory=HostRecord)

@@ -27,6 +27,7 @@ from l2l_compile.host.updates.overlapped import OverlappedUpdates
 from l2l_compile.object_copies import copied, tensors_within
 from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
+from l2l_compile.runtime.activation_room import AUTO, STEPS
 from l2l_compile.session import Session
 from l2l_compile.simulation.block_times import MeasuredTimes
 from l2l_compile.simulation.blocks import SimulatedLowering
@@ -147,9 +148,16 @@ class _Loop:
                 rates=machine,
                 worker=lambda threads, accesses, name: SimulatedWorker(self.device.clocks, accesses, name),
             )
+        self.device.occupied = self._occupied(state_bytes)
         updates = self.session.server.updates
         if state_bytes is not None and isinstance(updates, OverlappedUpdates) and isinstance(updates._step, CompiledStep):
             updates._step = OnePass(self.device.clocks, self.session.server.wires, state_bytes)  # type: ignore[assignment]
+
+    def _occupied(self, state_bytes: int | None) -> int:
+        """Bytes of the parameters, and of the optimizer's state if it is known."""
+        parameters = {p: None for module in self._modules() for p in module.parameters()}
+        entries = sum(p.numel() for p in parameters if p.requires_grad)
+        return sum(p.nbytes for p in parameters) + (state_bytes or 0) * entries
 
     def simulation(self) -> Simulation:
         """Run steps until two in a row take equally long, at most `_MOST_STEPS`. Returns the last step."""
@@ -173,12 +181,13 @@ class _Loop:
         )
 
     def _is_steady(self, times: Sequence[float]) -> bool:
-        """Training steps are equal up to the rounding of clocks.
+        """Training steps are equal up to the rounding of clocks. With keep_on_host="auto", they keep something behind a few steps.
 
         Of calls without gradients, each may have a longer text, and the second is as the first: weights stay from then on.
         """
         if self.trains:
-            return _is_steady(times, 1e-6)
+            starts = STEPS + 1 if self.options.keep_on_host == AUTO else 0
+            return len(times) > starts + 1 and _is_steady(times, 1e-6)
         return len(times) > 3 and _is_steady(times, 2e-3)
 
     def _tokens(self) -> int | None:

@@ -226,12 +226,14 @@ class _InVirtualTime(Counted):
 
     clocks  of lanes and threads, with the work that has run
     node    the label of the node whose work lanes receive
+    occupied  bytes of host memory that the model and its optimizer have
     taken, locked  bytes of host memory that were taken for wires, buffers and gradients; the page-locked part of them
     """
 
     machine: Machine
     clocks: Clocks
     node: str = ""
+    occupied: int = 0
     ledger: Ledger
     taken: Ledger
     locked: Ledger
@@ -245,6 +247,9 @@ class _InVirtualTime(Counted):
 
     def wait_on_host(self, event: SimulatedEvent) -> None:
         self.clocks.thread.wait(event)
+
+    def _free_host_memory(self) -> int:
+        return max(0, self.machine.host_room - self.occupied - self.taken.all_held)
 
     def now(self) -> float:
         return self.clocks.caller.now

@@ -34,6 +34,7 @@ def options(**fixed: Any) -> SearchStrategy[dict[str, Any]]:
         "micro_batches": st.integers(1, 5),
         "prefetch": st.integers(0, 3),
         "stash": st.sampled_from(["host", "device"]),
+        "keep_on_host": st.sampled_from([0, 0, "1MB"]),
         "check": st.booleans(),
         "block_compiler": st.just("eager"),
     }

@@ -4,14 +4,18 @@
                                                    %k = keep_activations(segment, %y)      and in backward
     %g = backward(segment, %w, (%x), (...))        %g = backward(segment, %w, (%x), (...), activations=%k)
 
-How much a segment keeps is decided for the sizes of each step, within the option `keep` (`runtime/kept_activations.py`): from nothing,
-where backward computes all of it again, to all that backward reads.
+With the option `keep_on_host`, some micro-batches are kept on the host: `offload_activations` sends them there, and
+`restore_activations` brings them back, as `offload` and `restore` do for values between segments.
+
+How much a segment keeps, and where, is decided for the sizes of each step within both options (`runtime/kept_activations.py`): from
+nothing, where backward computes all of it again, to all that backward reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -29,29 +33,38 @@ class KeepActivations:
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.ACTIVATIONS_KEPT})
 
     def apply(self, compilation: Compilation) -> None:
-        forward, backward = compilation.forward, compilation.backward
-        if compilation.options.keep == 0 or backward is None:
+        forward, backward, options = compilation.forward, compilation.backward, compilation.options
+        if not options.keeps_activations or backward is None:
             return
         runs = {nodes.operands(n).segment: n for n in forward.find_nodes(op="call_function", target=nodes.forward)}
         for node in backward.find_nodes(op="call_function", target=nodes.backward):
             segment = compilation.segments[nodes.operands(node).segment]
             value = f"inside of {segment.name}"
-            _keep(forward, runs[segment.index], value)
-            _take(backward, node, value)
+            if options.keep != 0:
+                _keep(forward, runs[segment.index], value, nodes.keep_activations)
+                nodes.set_operands(node, activations=_taken(backward, node, "inside", value, host=False))
+            if options.keep_on_host != 0:
+                _keep(forward, runs[segment.index], value, nodes.offload_activations)
+                taken = _taken(backward, node, "sent", value, host=True)
+                with backward.inserting_before(node):
+                    restored = backward.call_function(nodes.restore_activations, (segment.index, taken))
+                restored.meta.update(segment=segment.index, value=value)
+                nodes.set_operands(node, restored_activations=restored)
 
 
-def _keep(forward: fx.Graph, run: fx.Node, value: str) -> None:
+def _keep(forward: fx.Graph, run: fx.Node, value: str, word: Callable[..., Any]) -> None:
     segment = nodes.operands(run).segment
     with forward.inserting_after(run):
-        kept = forward.call_function(nodes.keep_activations, (segment, run))
+        kept = forward.call_function(word, (segment, run))
     kept.meta.update(segment=segment, value=value)
     outputs, stashes, writes = nodes.returned(forward)
     forward.output_node().args = ((outputs, (*stashes, kept), writes),)
 
 
-def _take(backward: fx.Graph, run: fx.Node, value: str) -> None:
+def _taken(backward: fx.Graph, run: fx.Node, name: str, value: str, host: bool) -> fx.Node:
+    """A placeholder for what forward has kept."""
     with backward.inserting_after(stash_inputs(backward)[-1]):
-        taken = backward.placeholder(f"inside_{nodes.operands(run).segment}")
+        taken = backward.placeholder(f"{name}_{nodes.operands(run).segment}")
     taken.target = taken.name
-    taken.meta.update(segment=None, kind="activations", host=False, value=value)
-    nodes.set_operands(run, activations=taken)
+    taken.meta.update(segment=None, kind="activations", host=host, value=value)
+    return taken

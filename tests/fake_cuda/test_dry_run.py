@@ -42,13 +42,15 @@ def test_the_dry_run_counts_what_a_step_asks_for(computing, name, update, stash,
     assert abs(asked - expected) <= 0.01 * expected, (asked, expected)
 
 
-@pytest.mark.parametrize("keep", ["50KB", "1GB"])
+@pytest.mark.parametrize(
+    "kept", [{"keep": "50KB"}, {"keep": "1GB"}, {"keep_on_host": "1GB"}, {"keep": "50KB", "keep_on_host": "50KB"}], ids=str
+)
 @pytest.mark.parametrize("name", ["transformer", "encoder and decoder", "skips"])
-def test_the_dry_run_counts_what_forward_keeps(computing, name, keep):
+def test_the_dry_run_counts_what_forward_keeps(computing, name, kept):
     make, batch = MODELS[name]
     before = torch.cuda.memory_stats().get("requested_bytes.all.current", 0)
     given, model = batch(0), make().train()
-    options = {"micro_batches": 3, "device": "cuda", "block_compiler": "eager", "keep": keep}
+    options = {"micro_batches": 3, "device": "cuda", "block_compiler": "eager", **kept}
     expected = l2l_compile.explain(model, options)(given).device_memory.peak
     torch._dynamo.reset()
     step = torch.compile(model, backend="l2l", fullgraph=True, options=options)

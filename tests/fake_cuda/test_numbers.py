@@ -20,8 +20,11 @@ def test_trains_with_the_numbers_of_the_cpu(computing, name, update, way):
     assert difference(name, update, dtype) < most
 
 
-@pytest.mark.parametrize("keep", ["100KB", "1GB", "auto"])
+KEPT = [{"keep": "100KB"}, {"keep": "1GB"}, {"keep": "auto"}, {"keep_on_host": "1GB"}, {"keep": "100KB", "keep_on_host": "auto"}]
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_what_forward_keeps_changes_no_number(computing, name, keep):
+def test_what_forward_keeps_changes_no_number(computing, name, kept):
     computing.set_lazy(True)
-    assert difference(name, "delayed", torch.float64, keep=keep) < 1e-10
+    assert difference(name, "delayed", torch.float64, **kept) < 1e-10

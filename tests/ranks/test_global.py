@@ -157,7 +157,7 @@ def test_gradients_are_those_of_eager_on_the_rows_of_all_ranks(ranks, kind):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.slow(but=("bias", "odd", "contrastive"))
 def test_ranks_keep_what_their_forwards_compute(ranks, kind):
-    ranks.run(equals_eager_on_all_rows, kind, {"keep": "1MB"})
+    ranks.run(equals_eager_on_all_rows, kind, {"keep": 3000, "keep_on_host": "1MB"})
 
 
 def test_one_micro_batch_a_rank(ranks):

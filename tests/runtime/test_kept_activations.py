@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import l2l_compile
+from kept_cases import MODELS, MUCH, UPDATES, WIDE, Convolutions, assert_equal_bits, trained
 from l2l_compile.devices.device import MemoryState
 from l2l_compile.errors import LoweringError, OptionError
 from l2l_compile.estimate.activations import kept_activations
@@ -24,108 +25,11 @@ from l2l_compile.lowering.saving import SavingChoice
 from l2l_compile.lowering.savings import Savings
 from l2l_compile.options import Options
 from l2l_compile.runtime.activation_room import ActivationRoom
+from l2l_compile.runtime.kept_activations import Room
+from l2l_compile.runtime.stats import Stats
 from l2l_compile.session import session_of
 from l2l_compile.simulation.machine import Machine
-from models import (
-    WIDTH,
-    BiasOfFirst,
-    Broken,
-    EncoderDecoder,
-    Funnel,
-    Layer,
-    Shared,
-    Stack,
-    TwoHeads,
-    UNet,
-    compiled,
-    loss_of,
-    rows,
-)
-
-MUCH = "1MB"
-
-
-class Convolutions(nn.Module):
-    """Layers whose memory is not in the order of their dimensions."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = F.silu(layer(x.to(memory_format=torch.channels_last)))
-        return x
-
-
-class Written(nn.Module):
-    """Layers that write into their values."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).mul_(2.0).relu_()
-        return x
-
-
-class Normalised(nn.Module):
-    """A layer that writes into its buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = Layer(), nn.BatchNorm1d(WIDTH), Layer()
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x)))
-
-
-WIDE = (4, WIDTH)
-MODELS = {
-    "stack": (lambda: Stack(3, dropout=0.3), (5,)),
-    "encoder and decoder": (lambda: EncoderDecoder(2), WIDE),
-    "bias": (BiasOfFirst, WIDE),
-    "shared": (Shared, (5,)),
-    "u-net": (UNet, (WIDTH,)),
-    "funnel": (Funnel, (5,)),
-    "two heads": (TwoHeads, (5,)),
-    "graph break": (Broken, (5,)),
-    "convolutions": (Convolutions, (3, 6, 6)),
-    "writes": (Written, (WIDTH,)),
-    "batch norm": (Normalised, (WIDTH,)),
-}
-UPDATES = {"at_step": {}, "in_backward": {"update": "in_backward"}, "in_forward": {"update": "in_forward"},
-           "delay": {"update": "in_forward", "delay": 1}}  # fmt: skip
-
-
-def trained(name, keep, count=7, dtype=torch.float64, steps=3, **options):
-    """The losses and the parameters of some steps, and the compiled model."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    build, shape = MODELS[name]
-    model = build().to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if "update" in options or options.get("precision") == "fp16":
-        options["optimizer"] = optimizer
-    step, losses = compiled(model, keep=keep, **options), []
-    for number in range(steps):
-        loss = loss_of(step(rows(count + number % 2, *shape, dtype=dtype)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().clone())
-    l2l_compile.synchronize(step)
-    return [*losses, *(p.detach().clone() for p in model.parameters()), *model.buffers()], step
-
-
-def assert_equal_bits(name, keep=MUCH, **options):
-    """Equal bits with and without `keep`. Returns the model that keeps."""
-    expected, _ = trained(name, 0, **options)
-    found, step = trained(name, keep, **options)
-    assert all(map(torch.equal, found, expected))
-    return step
+from models import WIDTH, EncoderDecoder, Funnel, Layer, Stack, TwoHeads, UNet, compiled, loss_of, rows
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -360,9 +264,9 @@ def test_a_forward_without_backward_gives_back_what_it_kept():
     step = compiled(model, keep=MUCH)
     out = step(rows(6))
     assert session_of(step).device.ledger.held > 0
-    assert session_of(step).waiting.activations > 0
+    assert session_of(step).waiting.activations.device > 0
     del out
-    assert session_of(step).device.ledger.held == session_of(step).waiting.activations == 0
+    assert session_of(step).device.ledger.held == session_of(step).waiting.activations.both == 0
 
 
 def test_a_failed_step_leaves_nothing_behind(threaded, monkeypatch):
@@ -424,14 +328,14 @@ class Device:
 
 def test_auto_leaves_more_for_larger_sizes_and_after_a_failure():
     room = ActivationRoom(Device(), "auto")
-    assert room.at((4, 16)) == 0
-    room.measured((4, 16), 300, 0)
-    assert room.at((4, 16)) == room.at((4, 8)) == room.at((2, 16)) == 495  # of 500: a part is 15 bytes
-    assert room.at((5, 16)) == 330 and room.at((8, 16)) == 0
-    room.measured((4, 16), 700, 350)  # what was kept is not what the step needs
-    assert room.at((4, 16)) == 450
+    assert room.at((4, 16)).device == 0
+    room.measured((4, 16), Stats(300), Room())
+    assert room.at((4, 16)).device == room.at((4, 8)).device == room.at((2, 16)).device == 495  # of 500: a part is 15 bytes
+    assert room.at((5, 16)).device == 330 and room.at((8, 16)).device == 0
+    room.measured((4, 16), Stats(700), Room(350))  # what was kept is not what the step needs
+    assert room.at((4, 16)).device == 450
     room.ran_out()
-    assert room.at((4, 16)) == 225
+    assert room.at((4, 16)).device == 225
 
 
 def test_a_step_that_runs_out_of_memory_names_the_option(threaded, monkeypatch):

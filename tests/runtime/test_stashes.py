@@ -10,6 +10,7 @@ from torch import nn
 
 import l2l_compile
 from l2l_compile.devices.cpu import CpuDevice
+from l2l_compile.runtime.kept_activations import Room
 from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.stashes import Stashes
 from models import WIDTH, Layer, backward_twice, compiled, pair_of, rows
@@ -77,7 +78,7 @@ def test_values_on_the_host_are_on_the_device_for_backward(keep):
     device, box = CpuDevice(), RuntimeValue([torch.ones(4, dtype=torch.float64)])
     box.lane = "compute"
     device.hold(box.tensors)
-    stashes = Stashes(device, [box])
+    stashes = Stashes(device, [box], Room())
     stashes.to_host()
     assert device.ledger.held == 0
     (taken,) = stashes.take(keep)

@@ -222,14 +222,14 @@ def _curve(curve: Curve, counted: int) -> dict[str, Any]:
 
 def _options(report: Any) -> list[list[str]]:
     """Each option with its value, and the effect of another value."""
-    options, changes = report.options, _changes(report.programs, report.options)
+    options, changes = report.options, _changes(report.programs, report.options, report.host_memory.activations)
     shown = [f.name for f in fields(Options) if f.name not in ("optimizer", "passes", "device", "accumulate")]
     values = {name: str(getattr(options, name)) for name in shown}
     values["optimizer"] = type(options.optimizer).__name__ if options.optimizer is not None else "None"
     return [[name, value, changes.get(name, "")] for name, value in values.items()]
 
 
-def _changes(programs: Sequence[Program], options: Options) -> dict[str, str]:
+def _changes(programs: Sequence[Program], options: Options, activations: int) -> dict[str, str]:
     rows = rows_of(programs)
     layer = max((s.block.weight_bytes(p.bindings) for p in programs for s in p.segments if s.block.repeats > 1), default=0)
     changes = {"prefetch": f"one more: about {format_bytes(layer)} of weights more on the device"}
@@ -248,7 +248,8 @@ def _changes(programs: Sequence[Program], options: Options) -> dict[str, str]:
         others = [mode for mode in MODES if mode != options.update]
         clip = replace(options, max_grad_norm=None)
         changes["update"] = "; ".join(
-            f'"{u}": {format_bytes(host_memory(programs, replace(clip, update=u)).total)} of host memory' for u in others
+            f'"{u}": {format_bytes(host_memory(programs, replace(clip, update=u), activations).total)} of host memory'
+            for u in others
         )
     return changes
 

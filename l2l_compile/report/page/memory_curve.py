@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,11 +66,13 @@ def host_curve(programs: Sequence[Program], memory: HostMemory, options: Options
     fetched: set[int] = set()
     curve.add(0.0, [*fixed, waiting, 0])
     for program in programs:
-        kept = program.host_stashes
+        kept, taken = _kept_on_host(program, programs, memory.activations)
         for graph in program.graphs.values():
             for node in graph.nodes:
                 if node in kept:
                     stashes += kept[node]
+                elif node in taken:
+                    stashes = max(0, stashes - taken[node])
                 elif node.target is nodes.fetch_weights and graph is program.forward.graph and waiting:
                     index = nodes.operands(node).segment
                     if index not in fetched:
@@ -80,13 +82,29 @@ def host_curve(programs: Sequence[Program], memory: HostMemory, options: Options
                     arrived += _gradient_bytes(program, nodes.operands(node).segment)
                     to_come -= 1
                     on_their_way = memory.ring if to_come else 0
-                elif node.target is nodes.restore and graph is not program.forward.graph:
-                    stashes = max(0, stashes - _bytes(node, program))
                 else:
                     continue
                 held = waiting + memory.gradients * arrived // pushed + on_their_way
                 curve.add(clock.at(node, program), [*fixed, held, stashes])
     return curve
+
+
+def _kept_on_host(
+    program: Program, programs: Sequence[Program], activations: int
+) -> tuple[Mapping[fx.Node, int], Mapping[fx.Node, int]]:
+    """The nodes of forward that leave something on the host for backward, and those of backward that take it, with its bytes.
+
+    What all programs keep of the inside of their segments is taken to be the same in each segment.
+    """
+    sends = [node for p in programs for node in p.forward.graph.nodes if node.target is nodes.offload_activations]
+    each = activations // max(1, len(sends))
+    kept = program.host_stashes | {node: each for node in sends if node.graph is program.forward.graph}
+    if program.backward is None:
+        return kept, {}
+    backward = program.backward.graph
+    restored = {node: _bytes(node, program) for node in backward.find_nodes(op="call_function", target=nodes.restore)}
+    runs = backward.find_nodes(op="call_function", target=nodes.backward)
+    return kept, restored | {node: each for node in runs if nodes.operands(node).restored_activations is not None}
 
 
 def _pushes(programs: Sequence[Program]) -> Iterator[tuple[Program, fx.Node, int, int]]:
