@@ -48,7 +48,8 @@ def pages(size: int, purpose: str) -> torch.Tensor:
     except (OSError, MemoryError, ValueError) as error:
         raise L2LError(
             f"could not allocate {format_bytes(size)} of host memory for {purpose}: {error}. explain(model, options) lists what uses "
-            "it; precision='fp32' needs no wire, update='in_backward' keeps few gradients, a smaller keep_on_host leaves more, and fewer layers need less of all"
+            "it; precision='fp32' needs no wire, update='in_backward' keeps few gradients, a smaller keep_on_host leaves more, and fewer "
+            "layers need less of all"
         ) from error
 
 
