@@ -85,6 +85,9 @@ class CpuDevice(Counted):
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
+    def download_together(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(tensors)
+
     def running(self) -> AbstractContextManager:
         """Large tensors, which stand for device memory here, are allocated apart from the host's heap."""
         return apart_from_the_heap(_LARGE)

@@ -236,9 +236,16 @@ class Device(ABC):
 
         Layers are alike, and so are their buffers: those of one layer are there for the next.
         """
-        hosts = self._pool.empty_together(gradients, "the gradients of a segment")
-        for host, gradient in zip(hosts, gradients, strict=True):
-            host.copy_(gradient, non_blocking=True)
+        return self._into_one_buffer(gradients, "the gradients of a segment")
+
+    def download_together(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As `download`, in one buffer: a system maps and page-locks thousands of them, not hundreds of thousands (d2h lane)."""
+        return self._into_one_buffer(tensors, "what is kept of a layer")
+
+    def _into_one_buffer(self, tensors: Sequence[torch.Tensor], purpose: str) -> list[torch.Tensor]:
+        hosts = self._pool.empty_together(tensors, purpose)
+        for host, tensor in zip(hosts, tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
         event = self.lanes[Lane.D2H].record()
         if hosts:
             self._pool.reads(max(hosts, key=lambda host: host.nbytes), event)  # one for the buffer; an empty tensor lies in none

@@ -28,6 +28,20 @@ def test_steps_of_equal_shape_allocate_and_lock_nothing(runtime, update, stash, 
     assert runtime.counts["launches"] > 100
 
 
+@pytest.mark.parametrize("update", UPDATES)
+def test_what_goes_to_the_host_is_locked_once(runtime, update):
+    """A buffer for each micro-batch of a layer, from the second step on the same ones."""
+    _, step = training(update, keep_on_host="1GB")
+    for _ in range(4):
+        step()
+    ranges = runtime.counts["locked ranges"]
+    runtime.reset()
+    for _ in range(2):
+        step()
+    assert {name: runtime.counts[name] for name in NEVER if name in runtime.counts} == {}
+    assert ranges < 150
+
+
 def test_device_memory_does_not_grow_with_depth(runtime):
     peaks = []
     for layers in (6, 24):

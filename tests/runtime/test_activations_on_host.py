@@ -172,16 +172,16 @@ def test_other_forwards_keep_what_is_left_of_the_host_too(threaded):
 def test_a_failed_copy_to_the_host_leaves_nothing_behind(threaded, monkeypatch):
     _, step = trained("stack", 0, keep_on_host=MUCH)
     device, x = session_of(step).device, rows(6)
-    plain, calls = type(device).download, []
+    plain, calls = type(device).download_together, []
 
-    def fails(self, tensor):
-        calls.append(tensor)
+    def fails(self, tensors):
+        calls.append(tensors)
         if len(calls) == 5:
             raise OSError("on purpose")
-        return plain(self, tensor)
+        return plain(self, tensors)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="on purpose"):
-        patch.setattr(type(device), "download", fails)
+        patch.setattr(type(device), "download_together", fails)
         step(x).pow(2).sum().backward()
     step(x).pow(2).sum().backward()
     assert device.ledger.held == 0
