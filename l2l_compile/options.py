@@ -18,6 +18,7 @@ from l2l_compile.units import format_bytes
 from l2l_compile.update_modes import MODES, UpdateMode, UpdatePlace
 
 _LEAST_PINNED = 1 << 20  # bytes: the staging ring needs some
+AUTO = "auto"
 _PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -139,8 +140,7 @@ class Options:
         settings["pinned_memory"] = _bytes(settings, "pinned_memory", _LEAST_PINNED)
         settings["device_cache"] = _bytes(settings, "device_cache", 0)
         for name in ("keep", "keep_on_host"):
-            if not (isinstance(settings.get(name), str) and settings[name] == "auto"):
-                settings[name] = _bytes(settings, name, 0) or 0
+            settings[name] = _bytes(settings, name, 0, AUTO) or 0
         settings["resident"] = _bytes(settings, "resident", 0)
         settings["device"] = _device(settings.get("device"))
         return cls(**settings)
@@ -255,9 +255,11 @@ def _passes(value: Any) -> tuple[Any, ...]:
 _UNITS = {f"{prefix}{i}B": base**power for base, i in ((1000, ""), (1024, "i")) for power, prefix in enumerate("KMGT", 1)}
 
 
-def _bytes(settings: dict, name: str, least: int) -> int | None:
-    """A number of bytes from an int or a string like "8GB" (10^9), "8GiB" (2^30) or "0"."""
+def _bytes(settings: dict, name: str, least: int, *words: str) -> Any:
+    """A number of bytes from an int or a string like "8GB" (10^9), "8GiB" (2^30) or "0"; or one of the words."""
     value = settings.get(name)
+    if isinstance(value, str) and value in words:
+        return value
     if isinstance(value, str) and value == "0" and least == 0:
         return 0
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
@@ -266,7 +268,8 @@ def _bytes(settings: dict, name: str, least: int) -> int | None:
     size = int(float(found[1]) * _UNITS[found[2]]) if found else -1
     if size < least:
         raise OptionError(
-            f"option {name!r} must be bytes or a size such as '8GB', of at least {format_bytes(least)}, got {value!r}"
+            f"option {name!r} must be bytes, or a size such as '8GB' or '512MiB'{''.join(f', or {word!r}' for word in words)}, of at "
+            f"least {format_bytes(least)}, got {value!r}"
         )
     return size
 

@@ -63,6 +63,22 @@ class Normalised(nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
+class Routed(nn.Module):
+    """Three outputs, whose gradients reach different segments."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.router = nn.ModuleList(Layer() for _ in range(3)), nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        early = self.layers[0](x)
+        return {
+            "aux": self.router(early).logsumexp(-1).pow(2).mean(),
+            "early": early,
+            "late": self.layers[2](self.layers[1](early)),
+        }
+
+
 WIDE = (4, WIDTH)
 MODELS = {
     "stack": (lambda: Stack(3, dropout=0.3), (5,)),

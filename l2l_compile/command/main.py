@@ -94,7 +94,8 @@ def _simulate(given: argparse.Namespace) -> int:
         under_way("writing the page")
         _save_page(given, asked, replace(report, simulated=lambda _: step.timeline))
     _print_speed(step, report, workload, _condition(fitting, asked))
-    print("\n" + "\n".join(paragraphs(f"{report.device_memory}\n{report.host_memory}")))
+    kept = f"{report.kept}\n" if report.kept is not None else ""
+    print("\n" + "\n".join(paragraphs(f"{report.device_memory}\n{kept}{report.host_memory}")))
     print("\nlanes at work in a step:\n" + "\n".join(lanes_of(step, report.options)))
     return 0 if fitting == asked.settings else 1
 

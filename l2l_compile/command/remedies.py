@@ -89,8 +89,7 @@ class Remedies:
         def less_prefetch(s: Settings) -> Settings | None:
             return replace(s, prefetch=s.prefetch - 1) if s.prefetch else None
 
-        yield lambda s: replace(s, keep_on_host=0) if s.keep_on_host else None
-        yield lambda s: replace(s, keep=0) if s.keep else None
+        yield lambda s: replace(s, keep=0, keep_on_host=0) if s.keep or s.keep_on_host else None
         yield more_micro_batches
         yield lambda s: replace(s, stash="host") if s.stash == "device" else None
         yield lambda s: replace(s, outputs="loss") if s.outputs == "all" else None

@@ -29,9 +29,9 @@ from l2l_compile.ir.values import Bindings, TensorSpec
 from l2l_compile.lowering.costs import typical_rates
 from l2l_compile.lowering.lower import Lowering
 from l2l_compile.lowering.savings import Saving, Savings
-from l2l_compile.options import Options
+from l2l_compile.options import AUTO, Options
 from l2l_compile.runtime.activation_copies import ahead
-from l2l_compile.runtime.activation_room import AUTO, OF_THE_HOST, SPARE, Traffic
+from l2l_compile.runtime.activation_room import OF_THE_HOST, SPARE, Traffic
 from l2l_compile.runtime.kept_activations import KeptLevels, KeptPart, Room, kept_levels, masks_of
 from l2l_compile.runtime.micro_batches import MicroBatches
 from l2l_compile.runtime.slab import slab_bytes
@@ -71,22 +71,27 @@ class DeviceMemory:
         return "\n".join([f"{line}; of it grows with depth:", *(f"  {what}" for what in self.grows)])
 
 
-def device_memory(programs: Sequence[Program], options: Options, machine: Machine | None = None) -> DeviceMemory:
+StepLevels = Sequence[Mapping[int, KeptLevels]]  # for each program, what its segments keep for backward
+
+
+def device_memory(
+    programs: Sequence[Program], options: Options, machine: Machine | None = None, levels: StepLevels | None = None
+) -> DeviceMemory:
     """The expected peak of one step through these programs. Raises `LoweringError` for a block that cannot be traced.
 
-    On a `machine`, keep="auto" is what is free there.
+    On a `machine`, keep="auto" is what is free there. `levels` is what `levels_of_step` says of the same step, if it is known.
     """
-    runs = _runs(programs, options, machine)
+    runs = _runs(programs, options, machine, levels)
     peak = max((run.peak for run in runs), key=lambda peak: sum(peak.values()), default=Counter())
     grows = [*(str(u) for p in programs for u in p.uncut), *(line for run in runs for line in run.growth())]
     return DeviceMemory(peak[WEIGHTS], peak[STASHES], peak[ACTIVATIONS], peak[GRADIENTS], tuple(dict.fromkeys(grows)))
 
 
 def samples(
-    programs: Sequence[Program], options: Options, machine: Machine | None = None
+    programs: Sequence[Program], options: Options, machine: Machine | None = None, levels: StepLevels | None = None
 ) -> list[list[tuple[fx.Node, Counter[str]]]]:
     """For each program, the bytes that each kind is expected to take at the nodes of a step, in their order."""
-    return [run.samples for run in _runs(programs, options, machine)]
+    return [run.samples for run in _runs(programs, options, machine, levels)]
 
 
 def savings_for(options: Options, machine: Machine | None) -> Savings:
@@ -111,11 +116,11 @@ def _room_of_device(programs: Sequence[Program], options: Options, machine: Mach
     return max(0, int(machine.device_room - peak - SPARE * machine.device_memory))
 
 
-def _runs(programs: Sequence[Program], options: Options, machine: Machine | None) -> list[_DryRun]:
+def _runs(programs: Sequence[Program], options: Options, machine: Machine | None, levels: StepLevels | None) -> list[_DryRun]:
     """A step through these programs."""
     lowering, slabs = Lowering(traced_on(options.device), "eager"), _slabs(programs, options)
     savings = savings_for(options, machine)
-    levels = levels_of_step(programs, options, machine, savings)
+    levels = levels if levels is not None else levels_of_step(programs, options, machine, savings)
     runs = [_DryRun(p, options, lowering, slabs, savings, kept) for p, kept in zip(programs, levels, strict=True)]
     for run in runs:
         run.step()
@@ -149,10 +154,11 @@ def _traffic(programs: Sequence[Program], options: Options, machine: Machine) ->
 
 
 def levels_of_step(
-    programs: Sequence[Program], options: Options, machine: Machine | None, savings: Savings
-) -> list[dict[int, KeptLevels]]:
+    programs: Sequence[Program], options: Options, machine: Machine | None, savings: Savings | None = None
+) -> StepLevels:
     """For each program, what its segments keep for backward: the first program takes what it can."""
-    room, found = room_of(programs, options, machine) if options.keeps_activations else Room(), []
+    room, found = room_of(programs, options, machine) if options.keeps_activations else Room(), list[Mapping[int, KeptLevels]]()
+    savings = savings or savings_for(options, machine)
     for program in programs:
         runs = functools.partial(runs_of, program, micro_batches=options.micro_batches)
         found.append(kept_levels(program, runs, savings, room) if room.both else {})
@@ -266,8 +272,8 @@ class _DryRun:
 
     def _make(self, node: fx.Node) -> None:
         if node.meta.get("kind") == "activations":
-            (run,) = (user for user in node.users if nodes.runs_segment(user))
-            self.held[node] = self._activations_of(nodes.operands(run).segment)
+            runs = [user for user in node.users if nodes.runs_segment(user)]  # none if its segment runs no backward
+            self.held[node] = self._activations_of(nodes.operands(runs[0]).segment) if runs else _Held(0, STASHES)
         elif nodes.result_of(node) is nodes.Result.TAKEN:
             (source,) = node.all_input_nodes
             self.held[node] = self.held.pop(source)

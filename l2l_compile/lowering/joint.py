@@ -31,6 +31,7 @@ class Joint:
     outputs    how many results of forward there are
     gradients  how many gradients of outputs arrive
     operands   how many placeholders stand in front of these gradients: sizes, weights and values
+    varying    which of them differ from micro-batch to micro-batch
     present    for each operand of the block, whether it has a gradient
     """
 
@@ -39,6 +40,7 @@ class Joint:
     outputs: int
     gradients: int
     operands: int
+    varying: frozenset[int]
     present: tuple[bool, ...]
 
     @functools.cached_property
@@ -59,6 +61,15 @@ class Joint:
     def of_backward(self) -> frozenset[fx.Node]:
         """The nodes that depend on a gradient that arrives."""
         found = set(self.arriving)
+        for node in self.graph.graph.nodes:
+            if node.op != "output" and any(read in found for read in self.reads[node]):
+                found.add(node)
+        return frozenset(found)
+
+    @functools.cached_property
+    def of_rows(self) -> frozenset[fx.Node]:
+        """The nodes that depend on a value of a micro-batch, or on a draw: others are the same in each micro-batch."""
+        found = {*self.drawn, *(self._placeholders[i] for i in self.varying)}
         for node in self.graph.graph.nodes:
             if node.op != "output" and any(read in found for read in self.reads[node]):
                 found.add(node)
@@ -96,13 +107,16 @@ class Joint:
         )
 
     def can_save(self, node: fx.Node) -> bool:
-        """Whether a value may be saved: a random draw, or a dense tensor of forward in memory of its own that nothing writes into."""
+        """Whether a value may be saved: a random draw, or a dense tensor of forward in memory of its own that nothing writes into.
+
+        What is computed of weights alone, such as weights that were stored in 4 bits, would be saved in each micro-batch.
+        """
         value = node.meta.get("val")
         if node in self.drawn:
             return True
         if not isinstance(value, torch.Tensor) or node.op != "call_function" or node in self.of_backward:
             return False
-        if node in self.returned[1]:
+        if node in self.returned[1] or node not in self.of_rows:
             return False
         if value.layout is not torch.strided or isinstance(node.target, OpOverload) and is_free(node.target):
             return False

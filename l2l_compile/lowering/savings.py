@@ -65,7 +65,7 @@ class _JointCode:
     """The joint graph of a block, its levels, and the code of the levels that were asked for: forward and backward.
 
     seconds    what forward and backward take, by the estimate of the levels
-    why_none   what keeps the block from having levels; "" for nothing, although it may have none that gains something
+    why_none   why the block has no levels; "" if it has some
     """
 
     block: Block
@@ -78,6 +78,7 @@ class _JointCode:
     codes: dict[int, tuple[Code, Code]] = field(default_factory=dict)
 
 
+NOTHING_GAINED = "it has no value that may be kept and saves time"
 _joints: Store[_JointCode] = Store(256)
 
 
@@ -214,12 +215,13 @@ class Savings:
     def _traced_with(self, sizes: Sizes, block: Block, gradient_mask: tuple[bool, ...], key: LoweringKey) -> _JointCode:
         graph, present = trace_joint(block, sizes, self._lowering.device, gradient_mask)
         draws, seeded = hoist_draws(graph)
-        first = len(sizes.symbols) + len(block.operands)
-        joint = Joint(graph, draws, len(block.outputs), sum(gradient_mask), first, present)
+        symbols, once = len(sizes.symbols), not block.inner_looped
+        varying = frozenset(symbols + i for i, spec in enumerate(block.operands) if once or spec.splits)
+        joint = Joint(graph, draws, len(block.outputs), sum(gradient_mask), symbols + len(block.operands), varying, present)
         at = dict(zip(sizes.names, key.sizes, strict=False))  # no names: sizes are numbers
         choice = SavingChoice(joint, at, self._rates, self._fuses)
         levels = () if seeded else choice.levels()
-        why = "an operation in it draws random numbers by itself" if seeded else ""
+        why = "an operation in it draws random numbers by itself" if seeded else "" if levels else NOTHING_GAINED
         seconds = BlockSeconds(choice.forward, choice.backward, choice.recompute)
         return _JointCode(block, sizes, sizes.guards(), joint, levels, seconds, why)
 

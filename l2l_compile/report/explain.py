@@ -17,8 +17,8 @@ from l2l_compile.devices.host import HOST
 from l2l_compile.devices.registry import ACCELERATOR
 from l2l_compile.dumps import Dump, log_artifact
 from l2l_compile.errors import L2LError
-from l2l_compile.estimate.activations import KeptActivations, kept_activations
-from l2l_compile.estimate.device_memory import DeviceMemory, device_memory
+from l2l_compile.estimate.activations import KeptActivations, kept_activations, room_in
+from l2l_compile.estimate.device_memory import DeviceMemory, StepLevels, device_memory, levels_of_step
 from l2l_compile.estimate.host_memory import HostMemory, host_memory
 from l2l_compile.frontend.capture import capture
 from l2l_compile.frontend.dynamo import adapter, watched_frames
@@ -29,7 +29,7 @@ from l2l_compile.ir.program import Program
 from l2l_compile.ir.segments import Block, Segment, Uncut
 from l2l_compile.ir.values import Bindings, dim_of, evaluate
 from l2l_compile.lowering.lower import Lowering
-from l2l_compile.options import Options
+from l2l_compile.options import AUTO, Options
 from l2l_compile.passes.compilation import Compilation
 from l2l_compile.report.page.write import frame_of, page_of
 from l2l_compile.report.report_text import text_of
@@ -71,6 +71,7 @@ class Report:
     simulated     makes the timeline of a step on a machine, for the page; None for a report without a call
     measured      the timeline of a step that ran, for the page
     compilations  those of the programs, for `streamed`; empty for a report of programs that have run
+    levels        what each segment keeps for backward; None if it was not asked for yet
     machine       the machine whose device is counted (`on`); None for the option `device`
     tokens        tokens of the batch; None for a model that takes no tokens
     model         the class of the model, or the name of a function; "" if it is not known
@@ -87,6 +88,7 @@ class Report:
     simulated: Callable[[str | Path | Machine], Timeline] | None = field(default=None, repr=False, compare=False)
     measured: Timeline | None = field(default=None, repr=False, compare=False)
     compilations: tuple[Compilation, ...] = field(default=(), repr=False, compare=False)
+    levels: StepLevels | None = field(default=None, repr=False, compare=False)
     machine: Machine | None = field(default=None, repr=False)
     tokens: int | None = None
     model: str = ""
@@ -107,18 +109,20 @@ class Report:
     @functools.cached_property
     def kept(self) -> KeptActivations | None:
         """What forwards keep inside of layers for backward, with the option `keep`; None without it. Traces each block."""
-        return kept_activations(self.programs, self.options, self.machine)
+        return kept_activations(self.programs, self.options, self.machine, self.levels)
 
     @functools.cached_property
     def device_memory(self) -> DeviceMemory:
         """The expected peak of device memory, and the parts of it that grow with depth. The first access traces each block."""
-        return device_memory(self.programs, self.options, self.machine)
+        return device_memory(self.programs, self.options, self.machine, self.levels)
 
     def on(self, machine: Machine) -> Report:
         """The report with memory counted as on a machine: an accelerator has weight slabs, and copies from page-locked memory."""
         options = replace(self.options, device=ACCELERATOR if machine.overlaps else HOST)
-        memory = replace(_host_memory(self.programs, options, machine), parameters=self.host_memory.parameters)
-        return replace(self, machine=machine, options=options, host_memory=memory)
+        levels = levels_of_step(self.programs, options, machine) if options.keeps_activations else None
+        memory = host_memory(self.programs, options, room_in(levels or ()).host)
+        memory = replace(memory, parameters=self.host_memory.parameters)
+        return replace(self, machine=machine, options=options, host_memory=memory, levels=levels)
 
     def streamed(self, options: Options, rows: int | None = None) -> Report:
         """The report of the same segments with other options, without a new trace: micro_batches, prefetch, stash, updates.
@@ -223,23 +227,20 @@ class _Explainer:
 
 
 def report_of(programs: Sequence[Program], options: Options, uncompiled: tuple[str, ...] = ()) -> Report:
-    """The report of programs that were made with these options."""
+    """The report of programs that were made with these options. What a link carries is known on a machine alone."""
+    levels = levels_of_step(programs, options, None) if options.keep_on_host not in (0, AUTO) else None
     return Report(
         tuple(programs),
         tuple(p.break_reason for p in programs if p.break_reason),
         uncompiled,
         tuple(WholeBatch(s.name, s.block.reason or "") for p in programs for s in p.whole_batch),
         tuple(sorted(_returned(programs), key=lambda o: -o.bytes)),
-        _host_memory(programs, options),
+        host_memory(programs, options, room_in(levels or ()).host),
         _how_updated(options),
         options,
+        levels=levels,
         tokens=_tokens_of(programs),
     )
-
-
-def _host_memory(programs: Sequence[Program], options: Options, machine: Machine | None = None) -> HostMemory:
-    kept = kept_activations(programs, options, machine) if options.keep_on_host else None
-    return host_memory(programs, options, kept.on_host if kept is not None else 0)
 
 
 def model_name(model: Any) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from l2l_compile.devices.device import Device, LinkRates
+from l2l_compile.options import AUTO
 from l2l_compile.runtime.kept_activations import Room
 from l2l_compile.runtime.resident_weights import MeasuredNeed
 from l2l_compile.runtime.stats import Stats
@@ -23,7 +24,6 @@ from l2l_compile.runtime.stats import Stats
 SPARE = 1 / 5  # of the device's memory
 OF_THE_HOST = 1 / 2  # of the host's memory that is available
 OF_THE_LINK = 9 / 10  # of the bytes that it carries while the device computes: with more, compute begins to wait
-AUTO = "auto"
 _PARTS = 64  # of the memory: less of a difference does not change what is kept
 STEPS = 3  # until the link is known: a first step compiles, and so does the one after it with keep="auto"
 _SHORTER = 2 / 3  # of its seconds that a backward still takes if it recomputes nothing

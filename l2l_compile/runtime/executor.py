@@ -24,7 +24,7 @@ from l2l_compile.races import Place
 from l2l_compile.runtime.activation_copies import ActivationsFromHost, ActivationsToHost
 from l2l_compile.runtime.fetch import load, unread
 from l2l_compile.runtime.instructions import Instructions
-from l2l_compile.runtime.overlapped_copies import GradientStream, OutputStream, Stream, StreamedGradient, run_with
+from l2l_compile.runtime.overlapped_copies import GradientStream, MicroBatchCopies, OutputStream, StreamedGradient, run_with
 from l2l_compile.runtime.runtime_value import RuntimeValue, bytes_of, copies
 from l2l_compile.runtime.segment_run import kept_on_host, run_backward, run_forward, usable_savings
 from l2l_compile.runtime.slab import slab_bytes
@@ -335,7 +335,7 @@ def _forward(
     kept, sent = _for_activations(run, segment)
     results = [*(RuntimeValue() for _ in ran.block.outputs), kept, sent]
     inner_loop = run_forward(run.step, run.device, ran, weights, values, results)
-    streams: list[Stream] = []
+    streams: list[MicroBatchCopies] = []
     if streamed_outputs:
         streams.append(OutputStream(run.device, run.step, [results[i] for i in streamed_outputs]))
     if not sent.absent:
@@ -361,7 +361,7 @@ def _for_each(micro_batches: Sequence) -> list[Any]:
 
 def _compute(
     run: Executor,
-    streams: Sequence[Stream],
+    streams: Sequence[MicroBatchCopies],
     inner_loop: Sequence[Callable[[], None]],
     reads: Sequence[RuntimeValue],
     fills: Sequence[RuntimeValue],
@@ -412,7 +412,7 @@ def _backward(
         kept = activations or RuntimeValue(absent=True)
         both = kept, restored_activations or RuntimeValue(absent=True)
         inner_loop = run_backward(run.step, run.device, ran, weights, values, arriving, both, results)
-        streams: list[Stream] = []
+        streams: list[MicroBatchCopies] = []
         if streamed:
             sources = [StreamedGradient(source, arriving[i], ran.block.outputs[i]) for i, source in streamed.items()]
             streams.append(GradientStream(run.device, run.step, len(inner_loop), sources))

@@ -162,7 +162,8 @@ def _places(units: Mapping[Unit, _Choice], room: Room) -> Iterator[tuple[Unit, b
     sizes = {unit: units[unit].part(unit, False).bytes for unit in sorted(units)}
     share, walked, used = min(1.0, room.device / max(1, sum(sizes.values()))), 0, Room()
     for unit, size in sizes.items():
-        fits, fits_host = used.device + size <= room.device, used.host + size <= room.host
+        fits = 0 < room.device >= used.device + size
+        fits_host = 0 < room.host >= used.host + size
         if fits and (used.device <= share * walked or not fits_host):
             used = used.more(Room(size, 0))
             yield unit, False

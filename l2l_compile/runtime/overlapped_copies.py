@@ -20,7 +20,7 @@ Work = Callable[[], None]
 Submit = Callable[[str, Sequence[RuntimeValue], Sequence[RuntimeValue], Callable[[], Any]], None]
 
 
-class Stream(Protocol):
+class MicroBatchCopies(Protocol):
     """Copies beside the micro-batches of a segment. Called by the caller, in turn with the work that it gives to the compute lane."""
 
     def before(self, micro_batch: int) -> tuple[Sequence[RuntimeValue], Sequence[RuntimeValue]]:
@@ -34,7 +34,7 @@ class Stream(Protocol):
 
 
 def run_with(
-    streams: Sequence[Stream],
+    streams: Sequence[MicroBatchCopies],
     submit: Submit,
     inner_loop: Sequence[Work],
     reads: Sequence[RuntimeValue],

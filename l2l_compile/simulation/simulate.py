@@ -25,9 +25,9 @@ from l2l_compile.host.step.torch_step import state_bytes_of_trial
 from l2l_compile.host.step.trial import check_layers_are_independent
 from l2l_compile.host.updates.overlapped import OverlappedUpdates
 from l2l_compile.object_copies import copied, tensors_within
-from l2l_compile.options import Options
+from l2l_compile.options import AUTO, Options
 from l2l_compile.param_groups import parameters_of
-from l2l_compile.runtime.activation_room import AUTO, STEPS
+from l2l_compile.runtime.activation_room import STEPS
 from l2l_compile.session import Session
 from l2l_compile.simulation.block_times import MeasuredTimes
 from l2l_compile.simulation.blocks import SimulatedLowering

@@ -20,7 +20,9 @@ from typing import Any, ClassVar
 from torch import fx
 
 from l2l_compile.ir import nodes
+from l2l_compile.ir.segments import Segment
 from l2l_compile.passes.compilation import Compilation, Fact
+from l2l_compile.passes.streaming.differentiate import reached_backward
 from l2l_compile.passes.streaming.place_stash import stash_inputs
 
 
@@ -37,19 +39,33 @@ class KeepActivations:
         if not options.keeps_activations or backward is None:
             return
         runs = {nodes.operands(n).segment: n for n in forward.find_nodes(op="call_function", target=nodes.forward)}
-        for node in backward.find_nodes(op="call_function", target=nodes.backward):
-            segment = compilation.segments[nodes.operands(node).segment]
-            value = f"inside of {segment.name}"
+        backwards = {nodes.operands(n).segment: n for n in backward.find_nodes(op="call_function", target=nodes.backward)}
+        for segment in reversed(_may_run_backward(compilation)):
+            index, value = segment.index, f"inside of {segment.name}"
             if options.keep != 0:
-                _keep(forward, runs[segment.index], value, nodes.keep_activations)
-                nodes.set_operands(node, activations=_taken(backward, node, "inside", value, host=False))
+                _keep(forward, runs[index], value, nodes.keep_activations)
+                taken = _taken(backward, f"inside_{index}", value, host=False)
+                if index in backwards:
+                    nodes.set_operands(backwards[index], activations=taken)
             if options.keep_on_host != 0:
-                _keep(forward, runs[segment.index], value, nodes.offload_activations)
-                taken = _taken(backward, node, "sent", value, host=True)
-                with backward.inserting_before(node):
-                    restored = backward.call_function(nodes.restore_activations, (segment.index, taken))
-                restored.meta.update(segment=segment.index, value=value)
-                nodes.set_operands(node, restored_activations=restored)
+                _keep(forward, runs[index], value, nodes.offload_activations)
+                taken = _taken(backward, f"sent_{index}", value, host=True)
+                if index in backwards:
+                    nodes.set_operands(backwards[index], restored_activations=_restored(backward, backwards[index], taken, value))
+
+
+def _may_run_backward(compilation: Compilation) -> list[Segment]:
+    """The segments that run backward if every output has its gradient. What forward leaves is the same for each set of gradients."""
+    outputs = zip(compilation.outputs, compilation.gradients.differentiable, strict=True)
+    return reached_backward(compilation.segments, [value for value, wanted in outputs if value is not None and wanted])
+
+
+def _restored(backward: fx.Graph, run: fx.Node, sent: fx.Node, value: str) -> fx.Node:
+    segment = nodes.operands(run).segment
+    with backward.inserting_before(run):
+        restored = backward.call_function(nodes.restore_activations, (segment, sent))
+    restored.meta.update(segment=segment, value=value)
+    return restored
 
 
 def _keep(forward: fx.Graph, run: fx.Node, value: str, word: Callable[..., Any]) -> None:
@@ -61,10 +77,10 @@ def _keep(forward: fx.Graph, run: fx.Node, value: str, word: Callable[..., Any])
     forward.output_node().args = ((outputs, (*stashes, kept), writes),)
 
 
-def _taken(backward: fx.Graph, run: fx.Node, name: str, value: str, host: bool) -> fx.Node:
+def _taken(backward: fx.Graph, name: str, value: str, host: bool) -> fx.Node:
     """A placeholder for what forward has kept."""
     with backward.inserting_after(stash_inputs(backward)[-1]):
-        taken = backward.placeholder(f"{name}_{nodes.operands(run).segment}")
+        taken = backward.placeholder(name)
     taken.target = taken.name
     taken.meta.update(segment=None, kind="activations", host=host, value=value)
     return taken

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import l2l_compile
-from kept_cases import MODELS, MUCH, UPDATES, WIDE, Convolutions, assert_equal_bits, trained
+from kept_cases import MODELS, MUCH, UPDATES, WIDE, Convolutions, Routed, assert_equal_bits, trained
 from l2l_compile.devices.device import MemoryState
 from l2l_compile.errors import LoweringError, OptionError
 from l2l_compile.estimate.activations import kept_activations
@@ -151,6 +151,78 @@ def test_a_gradient_that_was_not_expected_recomputes():
         call(x)["logits"].pow(2).sum().backward()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kept", [{"keep": MUCH}, {"keep_on_host": MUCH}, {"keep": 1500, "keep_on_host": 1500}], ids=str)
+@pytest.mark.parametrize("first", [("late",), ("early",), ("aux",), ("late", "aux")], ids=str)
+def test_gradients_may_reach_other_segments_than_expected(threaded, kept, first):
+    """A loss is made outside of the model, of any of its outputs, and of others in the next step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Routed().double()
+    step, twin = compiled(model, check=True, **kept), copy.deepcopy(model)
+    for names in (first, ("early", "late", "aux"), ("aux",), ("late",)):
+        x = rows(6, WIDTH)
+        for call in (step, twin):
+            made = call(x)
+            sum(made[name].pow(2).sum() for name in names).backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
+            p.grad = q.grad = None
+        assert session_of(step).device.ledger.held == 0
+
+
+class Prefixed(nn.Module):
+    """Layers run on a prefix, which may be empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, prefix, x):
+        for layer in self.layers:
+            prefix = layer(prefix)
+        return torch.cat([prefix, x], 1)
+
+
+@pytest.mark.parametrize(
+    "kept", [{"keep": MUCH}, {"keep_on_host": MUCH}, {"keep_on_host": 100}, {"keep": 1, "keep_on_host": 1}], ids=str
+)
+def test_values_without_entries_are_kept_too(kept):
+    torch._dynamo.reset()
+    model = Prefixed().double()
+    step, twin = compiled(model, **kept), copy.deepcopy(model)
+    for call in (step, twin):
+        call(torch.zeros(6, 0, WIDTH, dtype=torch.float64), rows(6, 4, WIDTH)).sum().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
+
+
+class MadeOfParameters(nn.Module):
+    """Computes with a weight that is made of its parameters."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(width, width)), nn.Parameter(torch.ones(width, width))
+
+    def forward(self, x):
+        weight = torch.tanh(self.weight @ self.weight) * self.scale  # takes long, and is larger than what a row has
+        return torch.tanh(x @ weight)
+
+
+def test_what_is_made_of_weights_alone_is_not_kept():
+    """It is the same in each micro-batch, and would be kept in each. A part that runs once keeps it once."""
+    torch._dynamo.reset()
+    model = nn.Sequential(*(MadeOfParameters(32) for _ in range(3))).double()
+    step = compiled(model, keep=MUCH, micro_batches=6)
+    step(rows(6, 32)).sum().backward()
+    saved = [value for key, known in session_of(step).savings._done.items() if key[0].inner_looped for value in _saved(known)]
+    assert saved and all(value.shape != (32, 32) for value in saved)
+
+
+def _saved(saving):
+    results = saving.forward.graph.graph.output_node().args[0]
+    return [node.meta["val"] for node in results[len(results) - saving.count :]]
 
 
 class Scored(nn.Module):
@@ -350,12 +422,22 @@ def test_a_step_that_runs_out_of_memory_names_the_option(threaded, monkeypatch):
     assert "a smaller option keep leaves more" in error.value.__notes__[-1]
 
 
+def test_what_cannot_be_kept_is_named():
+    options = {"micro_batches": 3, "block_compiler": "eager", "device": "cpu", "keep": MUCH}
+    report = l2l_compile.explain(nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))), options=options)(
+        rows(6, dtype=torch.float32)
+    )
+    assert "nothing of 2, 1, 0: it has no value that may be kept and saves time" in str(report.kept)
+    with torch.no_grad():
+        assert l2l_compile.explain(Stack(2), options=options)(rows(6, dtype=torch.float32)).kept is None
+
+
 @pytest.mark.parametrize("keep", [-1, True, "much", 1.5, None])
 def test_keep_is_a_number_of_bytes_or_auto(keep):
     if keep is None:
         assert Options.build({"keep": None}).keep == 0
         return
-    with pytest.raises(OptionError, match="'keep' must be bytes"):
+    with pytest.raises(OptionError, match="'keep' must be bytes, or a size such as '8GB' or '512MiB', or 'auto'"):
         torch.compile(Stack(2), backend="l2l", options={"keep": keep})
 
 

@@ -25,7 +25,8 @@ def data_of(report: Any, timeline: Timeline | None, title: str) -> dict[str, Any
     programs, options = report.programs, report.options
     curves: dict[str, Any] = {}
     if timeline is not None:
-        curves["device"] = _curve(device_curve(programs, options, timeline, report.machine), report.device_memory.peak)
+        curve = device_curve(programs, options, timeline, report.machine, report.levels)
+        curves["device"] = _curve(curve, report.device_memory.peak)
         curves["host"] = _curve(host_curve(programs, report.host_memory, options, timeline), report.host_memory.total)
     limits = limits_of(report)
     return {

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from l2l_compile.devices.labels import label_of
-from l2l_compile.estimate.device_memory import ACTIVATIONS, GRADIENTS, STASHES, WEIGHTS, samples
+from l2l_compile.estimate.device_memory import ACTIVATIONS, GRADIENTS, STASHES, WEIGHTS, StepLevels, samples
 from l2l_compile.estimate.host_memory import HostMemory
 from l2l_compile.ir import nodes
 from l2l_compile.ir.program import Program
@@ -41,11 +41,17 @@ class Curve:
             self.bytes.append(list(held))
 
 
-def device_curve(programs: Sequence[Program], options: Options, timeline: Timeline, machine: Machine | None = None) -> Curve:
+def device_curve(
+    programs: Sequence[Program],
+    options: Options,
+    timeline: Timeline,
+    machine: Machine | None = None,
+    levels: StepLevels | None = None,
+) -> Curve:
     """The curve of the device's memory. Raises `LoweringError` for a block that cannot be traced."""
     curve, clock = Curve(DEVICE), _Clock(timeline)
     curve.add(0.0, [0] * len(DEVICE))
-    for program, sampled in zip(programs, samples(programs, options, machine), strict=True):
+    for program, sampled in zip(programs, samples(programs, options, machine, levels), strict=True):
         for node, held in sampled:
             curve.add(clock.at(node, program), [held[kind] for kind in DEVICE])
     return curve
