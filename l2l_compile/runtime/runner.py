@@ -137,7 +137,8 @@ class Runner:
         device.accesses.read(step.place)
         for index, contents in step.writes.items():
             _overwrite(arguments[index], contents)
-        stashes = Stashes(device, kept, _kept(step))
+        stats.kept_bytes, stats.kept_on_host_bytes = room = _kept(step)
+        stashes = Stashes(device, kept, room)
         if to_train:
             engine.waiting.add(stashes)
         made = self.outputs.made(outputs, kept, device)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 class Stats:
     """Figures of the last step of a compiled model; bytes and seconds.
 
+    `kept_bytes` and `kept_on_host_bytes` are what forward has kept of the inside of layers (the options `keep`, `keep_on_host`).
     `gradient_squares` is the sum of the squares of all gradients of parameters. It is None if it was not taken: it needs the
     option `optimizer`, and an `optimizer.step()` with overlapped updates. `skipped_steps` counts the steps since the
     start that did nothing because a gradient was not finite; `loss_scale` is the factor on the loss in fp16, 1.0 in other
@@ -23,6 +24,8 @@ class Stats:
     reduced_bytes: int = 0
     offloaded_bytes: int = 0
     restored_bytes: int = 0
+    kept_bytes: int = 0
+    kept_on_host_bytes: int = 0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     gradient_squares: float | None = None
@@ -54,8 +57,9 @@ class Stats:
         return self.forward_seconds + self.backward_seconds
 
     def __str__(self) -> str:
-        """A figure a line, by the names that users read, without figures that were not taken."""
+        """A figure a line, by the names that users read, without figures that were not taken, or of options that are not set."""
         parts = {"forward_seconds", "backward_seconds", "gradient_squares"}
+        parts |= {name for name in ("kept_bytes", "kept_on_host_bytes") if not getattr(self, name)}
         names = [f.name for f in fields(self) if f.name not in parts] + ["seconds", "gradient_norm"]
         values = {name: getattr(self, name) for name in names}
         return "\n".join(f"{name:18} {value:,.10g}" for name, value in values.items() if value is not None)

@@ -61,6 +61,7 @@ def test_neither_memory_keeps_more_than_its_option(keep, on_host):
     assert all(map(torch.equal, found, expected))
     kept = _report(step, keep=keep, keep_on_host=on_host).kept
     assert kept.bytes <= keep and kept.on_host <= on_host
+    assert (kept.bytes, kept.on_host) == (l2l_compile.stats(step).kept_bytes, l2l_compile.stats(step).kept_on_host_bytes)
     if keep + on_host >= 1000:
         assert kept.bytes + kept.on_host > 0
     copied = l2l_compile.stats(step).offloaded_bytes - l2l_compile.stats(without).offloaded_bytes
