@@ -285,7 +285,8 @@ class Runner:
             if isinstance(error, torch.OutOfMemoryError) and step.levels:
                 self.engine.room.ran_out()
                 error.add_note(
-                    f"the step keeps {format_bytes(_kept(step).device)} inside of layers for backward: a smaller option keep leaves more"
+                    f"the step keeps {format_bytes(_kept(step).device)} inside of layers on the device for backward, and copies "
+                    f"{format_bytes(_kept(step).host)} to the host: smaller options keep and keep_on_host leave more"
                 )
             if step.world is not None:
                 step.world.failed(error)
