@@ -55,8 +55,8 @@ class RuntimeValue:
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """All tensors that are there."""
-        lists = [entry if isinstance(entry, list) else [entry] for entry in self.tensors or ()]
+        """All tensors that are there. The value must be filled."""
+        lists = [entry if isinstance(entry, list) else [entry] for entry in self.tensors]
         return [tensor for tensors in lists for tensor in tensors if tensor is not None]
 
     def copy(self) -> RuntimeValue:

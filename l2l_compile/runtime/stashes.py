@@ -71,7 +71,7 @@ class Stashes:
 
     def __del__(self) -> None:
         values = getattr(self, "values", ())  # an interrupted `__init__` has none
-        held = [tensor for value in values if _on_device(value) for tensor in value.held]
+        held = [tensor for value in values if _on_device(value) and value.tensors for tensor in value.held]
         if held:
             self.device.forget(held)
 
