@@ -78,8 +78,10 @@ def _keep(forward: fx.Graph, run: fx.Node, value: str, word: Callable[..., Any])
 
 
 def _taken(backward: fx.Graph, name: str, value: str, host: bool) -> fx.Node:
-    """A placeholder for what forward has kept."""
-    with backward.inserting_after(stash_inputs(backward)[-1]):
+    """A placeholder for what forward has kept, behind those of the stashes. A segment may read parameters alone, and stash nothing."""
+    stashed = stash_inputs(backward)
+    place = backward.inserting_after(stashed[-1]) if stashed else backward.inserting_before(next(iter(backward.nodes)))
+    with place:
         taken = backward.placeholder(name)
     taken.target = taken.name
     taken.meta.update(segment=None, kind="activations", host=host, value=value)
