@@ -8,7 +8,6 @@ allocator that knows one stream is enough.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
-from l2l_compile.devices.host import available_memory, cores
+from l2l_compile.devices.host import cores, own_memory
 from l2l_compile.devices.staging import Staging
 from l2l_compile.ir.segments import Segment
 from l2l_compile.lanes import Lane
@@ -288,8 +287,8 @@ class Device(ABC):
         return self._free_host_memory()
 
     def _free_host_memory(self) -> int:
-        """Bytes of the host's memory that this process may still take: its part, if torchrun has started several here."""
-        return available_memory() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        """Bytes of the host's memory that this process may still take."""
+        return own_memory()
 
     def now(self) -> float:
         """Seconds on the caller's clock."""

@@ -53,6 +53,11 @@ def physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def own_memory() -> int:
+    """Bytes of `available_memory` that this process may take: its part, if torchrun has started several here."""
+    return available_memory() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
 def available_memory() -> int:
     """Bytes of the host's memory that new tensors can have, by the operating system's estimate; all of it where it gives none."""
     path = Path("/proc/meminfo")

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from l2l_compile.devices.device import LinkRates
-from l2l_compile.devices.host import available_memory, is_host
+from l2l_compile.devices.host import is_host, own_memory
 from l2l_compile.devices.registry import kind_of, traced_on
 from l2l_compile.estimate.host_memory import host_memory
 from l2l_compile.ir import nodes
@@ -109,7 +109,7 @@ def _room_of_device(programs: Sequence[Program], options: Options, machine: Mach
     if options.keep != AUTO:
         return int(options.keep)
     if is_host(options.device):
-        return int(available_memory() * OF_THE_HOST)
+        return int(own_memory() * OF_THE_HOST)
     if machine is None:
         return 0
     peak = device_memory(programs, replace(options, keep=0, keep_on_host=0)).peak
