@@ -117,6 +117,11 @@ def trained(name, keep, count=7, dtype=torch.float64, steps=3, **options):
     return [*losses, *(p.detach().clone() for p in model.parameters()), *model.buffers()], step
 
 
+def assert_equal_gradients(model, twin):
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
+
+
 def assert_equal_bits(name, keep=MUCH, keep_on_host=0, **options):
     """Equal bits with and without what is kept. Returns the model that keeps."""
     expected, _ = trained(name, 0, **options)

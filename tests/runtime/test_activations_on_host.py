@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import l2l_compile
-from kept_cases import MODELS, MUCH, UPDATES, assert_equal_bits, trained
+from kept_cases import MODELS, MUCH, UPDATES, assert_equal_bits, assert_equal_gradients, trained
 from l2l_compile.devices.device import LinkRates
 from l2l_compile.errors import OptionError
 from l2l_compile.ir import nodes
@@ -20,7 +20,7 @@ from l2l_compile.runtime.kept_activations import Room
 from l2l_compile.runtime.stats import Stats
 from l2l_compile.session import session_of
 from l2l_compile.simulation.machine import Machine
-from models import Stack, TwoHeads, compiled, loss_of, rows
+from models import Stack, compiled, loss_of, rows
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -129,31 +129,6 @@ def test_what_comes_back_to_another_segment_is_refused():
         step(rows(6))
 
 
-def test_a_graph_that_is_kept_brings_it_twice():
-    torch.manual_seed(0)
-    model = Stack(3).double()
-    step, twin, x = compiled(model, keep_on_host=MUCH), copy.deepcopy(model), rows(6)
-    for call in (step, twin):
-        loss = call(x).pow(2).sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
-    assert session_of(step).device.ledger.held == 0
-
-
-def test_a_gradient_that_was_not_expected_recomputes(threaded):
-    """The program expects a gradient of the loss alone. What has come from the host is freed."""
-    torch.manual_seed(0)
-    model = TwoHeads().double()
-    step, twin, x = compiled(model, keep_on_host=MUCH), copy.deepcopy(model), rows(6)
-    for call in (step, twin):
-        call(x)["logits"].pow(2).sum().backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
-    assert session_of(step).device.ledger.held == 0
-
-
 def test_other_forwards_keep_what_is_left_of_the_host_too(threaded):
     torch.manual_seed(0)
     model = Stack(3).double()
@@ -165,8 +140,7 @@ def test_other_forwards_keep_what_is_left_of_the_host_too(threaded):
             assert 2500 < session_of(step).waiting.activations.host <= 5000
         for loss in losses:
             loss.backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
+    assert_equal_gradients(model, twin)
     assert session_of(step).waiting.activations.both == 0
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import l2l_compile
-from kept_cases import MODELS, MUCH, UPDATES, WIDE, Convolutions, Routed, assert_equal_bits, trained
+from kept_cases import MODELS, MUCH, UPDATES, WIDE, Convolutions, Routed, assert_equal_bits, assert_equal_gradients, trained
 from l2l_compile.devices.device import MemoryState
 from l2l_compile.errors import LoweringError, OptionError
 from l2l_compile.estimate.activations import kept_activations
@@ -123,34 +123,33 @@ def test_other_forwards_come_before_the_backward(threaded, keep):
         losses = [call(x).pow(2).sum() for x in batches]
         for loss in losses:
             loss.backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
+    assert_equal_gradients(model, twin)
     assert session_of(step).device.ledger.held == 0
 
 
-@pytest.mark.parametrize("keep", [0, MUCH])
-def test_a_graph_that_is_kept_keeps_it(keep):
+@pytest.mark.parametrize("kept", [{}, {"keep": MUCH}, {"keep_on_host": MUCH}], ids=str)
+def test_a_graph_that_is_kept_keeps_it(kept):
     torch.manual_seed(0)
     model = Stack(3).double()
-    step, twin, x = compiled(model, keep=keep), copy.deepcopy(model), rows(6)
+    step, twin, x = compiled(model, **kept), copy.deepcopy(model), rows(6)
     for call in (step, twin):
         loss = call(x).pow(2).sum()
         loss.backward(retain_graph=True)
         loss.backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
+    assert_equal_gradients(model, twin)
     assert session_of(step).device.ledger.held == 0
 
 
-def test_a_gradient_that_was_not_expected_recomputes():
-    """The program expects a gradient of the loss alone."""
+@pytest.mark.parametrize("kept", [{"keep": MUCH}, {"keep_on_host": MUCH}], ids=str)
+def test_a_gradient_that_was_not_expected_recomputes(threaded, kept):
+    """The program expects a gradient of the loss alone. What has come from the host is freed."""
     torch.manual_seed(0)
     model = TwoHeads().double()
-    step, twin, x = compiled(model, keep=MUCH), copy.deepcopy(model), rows(6)
+    step, twin, x = compiled(model, **kept), copy.deepcopy(model), rows(6)
     for call in (step, twin):
         call(x)["logits"].pow(2).sum().backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
+    assert_equal_gradients(model, twin)
+    assert session_of(step).device.ledger.held == 0
 
 
 @pytest.mark.parametrize("kept", [{"keep": MUCH}, {"keep_on_host": MUCH}, {"keep": 1500, "keep_on_host": 1500}], ids=str)
@@ -166,9 +165,8 @@ def test_gradients_may_reach_other_segments_than_expected(threaded, kept, first)
         for call in (step, twin):
             made = call(x)
             sum(made[name].pow(2).sum() for name in names).backward()
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
-            p.grad = q.grad = None
+        assert_equal_gradients(model, twin)
+        model.zero_grad(), twin.zero_grad()
         assert session_of(step).device.ledger.held == 0
 
 
@@ -194,8 +192,28 @@ def test_values_without_entries_are_kept_too(kept):
     step, twin = compiled(model, **kept), copy.deepcopy(model)
     for call in (step, twin):
         call(torch.zeros(6, 0, WIDTH, dtype=torch.float64), rows(6, 4, WIDTH)).sum().backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
+    assert_equal_gradients(model, twin)
+
+
+class OfParametersAlone(nn.Module):
+    """A single segment, which has no value to stash."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self):
+        return torch.tanh(self.weight @ self.weight)
+
+
+@pytest.mark.parametrize("kept", [{"keep": MUCH}, {"keep_on_host": MUCH}, {"keep": MUCH, "keep_on_host": MUCH}], ids=str)
+def test_a_forward_that_stashes_nothing_else_keeps(kept):
+    torch._dynamo.reset()
+    model = OfParametersAlone().double()
+    step, twin = compiled(model, **kept), copy.deepcopy(model)
+    for call in (step, twin):
+        call().sum().backward()
+    assert_equal_gradients(model, twin)
 
 
 class MadeOfParameters(nn.Module):
