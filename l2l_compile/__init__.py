@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from l2l_compile.inspection.profile import Profile, profile
     from l2l_compile.inspection.programs import programs, stats, synchronize
+    from l2l_compile.integrations.pipelines import pipeline
     from l2l_compile.integrations.pretrained import load_pretrained
     from l2l_compile.ir.program import Program
     from l2l_compile.ir.segments import Block, Segment
@@ -70,6 +71,7 @@ __all__ = [
     "explain",
     "load_pretrained",
     "measure_machine",
+    "pipeline",
     "profile",
     "programs",
     "shard",
@@ -85,6 +87,7 @@ _MODULES = {
     "simulation.machine": ["Machine"],
     "errors": [name for name in __all__ if name.endswith("Error")],
     "inspection.programs": ["programs", "stats", "synchronize"],
+    "integrations.pipelines": ["pipeline"],
     "integrations.pretrained": ["load_pretrained"],
     "ir.program": ["Program"],
     "ir.segments": ["Block", "Segment"],

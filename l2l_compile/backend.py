@@ -28,6 +28,7 @@ from l2l_compile.passes.compilation import Compilation
 from l2l_compile.passes.pipeline import PIPELINE, PREPARATION, SEGMENTATION, STREAMING, After, run
 from l2l_compile.passes.streaming.place_ranks import check_ranks
 from l2l_compile.passes.streaming.place_rows import check_rows
+from l2l_compile.passes.verify_stages import verify_stages
 from l2l_compile.runtime.runner import Backwards, Runner
 from l2l_compile.session import Session, frame_begins, frame_skipped, function_recompiled, model_inlined, session_for
 from l2l_compile.torch_internals import autograd, calls, threads
@@ -94,6 +95,7 @@ def compile_program(
         try_other_batch_dimension(captured, compilation.segments)
     check_rows(compilation)
     check_ranks(compilation)
+    verify_stages(compilation)
     return replace(compilation.program(), lowering=lowering), compilation
 
 

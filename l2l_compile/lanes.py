@@ -21,10 +21,12 @@ class Lane(StrEnum):
     H2D = "h2d", "copies to the device"
     D2H = "d2h", "copies to the host"
     COMM = "comm", "collectives of ranks"
+    SEND = "send", "messages to other stages"
+    RECV = "recv", "messages from other stages"
     HOST = "host", "work of the host on gradients and updates"
     UPDATE = "update", "updates of the step before"
     NONE = "none", "nothing"
 
 
-OF_DEVICE = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.COMM)
+OF_DEVICE = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.COMM, Lane.SEND, Lane.RECV)
 AT_WORK = tuple(lane for lane in Lane if lane is not Lane.NONE)

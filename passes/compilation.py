@@ -12,6 +12,7 @@ from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.graph_modules import graph_module
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.segments import Block, Segment, Uncut, Value
+from l2l_compile.ir.stages import Stages
 from l2l_compile.options import Options
 from l2l_compile.passes.operation_sequence import OperationSequence
 
@@ -27,6 +28,7 @@ class Fact(enum.StrEnum):
     BATCHING = "batching"
     GRANULARITY = "granularity"
     GRADIENTS = "gradients"
+    STAGES_PLACED = "stages_placed"
     PROGRAM = "program"
     ACTIVATIONS_KEPT = "activations_kept"
     STASHES_PLACED = "stashes_placed"
@@ -58,6 +60,7 @@ class Compilation:
     fingerprints   the blocks by the fingerprint of their pieces                             cut_segments, split_regions
     uncut          segments that hold several layers                                         granularity
     gradients      which outputs have gradients, and the values that forward keeps           differentiate
+    stages         which ranks run each segment                                              place_stages
     forward        program graph                                                             stream and after
     backward       program graph for the outputs in `gradient_mask`; None without gradients  stream and after
     """
@@ -73,6 +76,7 @@ class Compilation:
     fingerprints: dict[tuple, Block] = field(default_factory=dict)
     uncut: tuple[Uncut, ...] = ()
     gradients: Gradients = None  # type: ignore[assignment]  # until `differentiate`
+    stages: Stages = None  # type: ignore[assignment]  # until `place_stages`
     forward: fx.Graph = None  # type: ignore[assignment]  # until `stream`
     backward: fx.Graph | None = None
 
@@ -85,6 +89,7 @@ class Compilation:
             options,
             segments=list(program.segments),
             blocks=list(program.blocks),
+            stages=program.stages or Stages.alone(program.segments),
             forward=graphs["forward"],
             backward=graphs.get("backward"),
         )
@@ -101,6 +106,7 @@ class Compilation:
             self.captured.hints,
             self.uncut,
             tuple(i.index for i in self.captured.inputs if i.node in carried),
+            stages=self.stages,
         )
 
     @property
@@ -136,7 +142,8 @@ class Compilation:
     def keeps_inputs(self) -> bool:
         """Whether inputs may stay on the device from call to call."""
         captured = self.captured
-        return not captured.grad_enabled and captured.mesh is None and self.options.device_cache != 0
+        alone = captured.mesh is None and captured.owners is None
+        return not captured.grad_enabled and alone and self.options.device_cache != 0
 
     def _returned(self, node: fx.Node | None, newest: dict[fx.Node, Value]) -> Value | None:
         if node not in self.captured.specs:

@@ -20,6 +20,7 @@ from l2l_compile.passes.streaming.differentiate import Differentiate
 from l2l_compile.passes.streaming.keep_activations import KeepActivations
 from l2l_compile.passes.streaming.place_ranks import PlaceRanks
 from l2l_compile.passes.streaming.place_rows import PlaceRows
+from l2l_compile.passes.streaming.place_stages import PlaceStages
 from l2l_compile.passes.streaming.place_stash import PlaceStash
 from l2l_compile.passes.streaming.place_updates import PlaceUpdates
 from l2l_compile.passes.streaming.prefetch import Prefetch
@@ -31,6 +32,7 @@ PREPARATION: tuple[Pass, ...] = (DropOutputs(), GatherLossTerms(), Narrow(), Seq
 SEGMENTATION: tuple[Pass, ...] = (FindBlocks(), CutSegments(), SplitRegions(), ProveRowIndependence(), MeasureGranularity())
 STREAMING: tuple[Pass, ...] = (
     Differentiate(),
+    PlaceStages(),
     Stream(),
     KeepActivations(),
     PlaceStash(),

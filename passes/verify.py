@@ -276,7 +276,7 @@ def _is_for_a_reader(node: fx.Node) -> bool:
     that nothing reads afterwards, and the gradient of a value as it was before a write.
     """
     if node.op == "placeholder":
-        return node.meta.get("kind") == "gradient"
+        return node.meta.get("kind") == "gradient" and not node.meta.get("elsewhere")
     return node.target is nodes.write_back or (nodes.operation_of(node) is not None and nodes.on_host(node))
 
 

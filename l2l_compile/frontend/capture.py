@@ -19,13 +19,14 @@ from l2l_compile.frontend.refusals import check_on_host, refuse, refuse_written_
 from l2l_compile.frontend.rewrites.inline import inline_subgraphs
 from l2l_compile.frontend.rewrites.parallel_layers import make_local
 from l2l_compile.frontend.rewrites.part_results import take_parts
+from l2l_compile.frontend.rewrites.placed_weights import find_owners
 from l2l_compile.frontend.rewrites.sharded_weights import make_whole
 from l2l_compile.frontend.rewrites.simplify import simplify
 from l2l_compile.frontend.rewrites.stacked_weights import take_slices_apart
 from l2l_compile.frontend.rewrites.view_outputs import take_views
 from l2l_compile.frontend.rewrites.wrapped_weights import is_wrapper, take_wrappers_apart
 from l2l_compile.frontend.rewrites.writes import settle_writes
-from l2l_compile.ir.captured import Captured, Mesh
+from l2l_compile.ir.captured import Captured, Mesh, Owners
 from l2l_compile.ir.fx_types import attribute, name_of
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.ranks.ranks import Ranks
@@ -66,6 +67,17 @@ def localise(draft: Draft) -> None:
         draft.ranks = ranks_sharing(mesh)
 
 
+def find_stages(draft: Draft) -> None:
+    """Parameters of a pipeline are on the ranks that run their layers."""
+    draft.placed, ranks = find_owners(draft.graph)
+    if ranks is None:
+        return
+    if draft.ranks is not None:
+        raise L2LError("a pipeline whose layers are sharded or parallel is not supported yet: use l2l_compile.pipeline alone")
+    count_steps()
+    draft.ranks = ranks
+
+
 def note_clones(draft: Draft) -> None:
     """The user may write into a cloned input between forward and backward. Behind `simplify`, a clone that nothing reads is gone."""
     placeholders = draft.graph.find_nodes(op="placeholder")
@@ -85,7 +97,7 @@ def take_views_out(draft: Draft) -> None:
 
 
 def take_parts_out(draft: Draft) -> None:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and not draft.placed:
         draft.parts = take_parts(draft.graph, draft.inputs)
 
 
@@ -116,6 +128,7 @@ REWRITES = (
     Rewrite(name_owner, provides=_of(DraftFact.NAMED)),
     Rewrite(unshard, requires=_of(DraftFact.INLINED, DraftFact.NAMED), provides=_of(DraftFact.UNSHARDED)),
     Rewrite(localise, requires=_of(DraftFact.UNSHARDED), provides=_of(DraftFact.LOCAL)),
+    Rewrite(find_stages, requires=_of(DraftFact.LOCAL)),
     Rewrite(refuse, requires=_of(DraftFact.INLINED, DraftFact.LOCAL), provides=_of(DraftFact.ACCEPTED)),
     Rewrite(note_clones, requires=_of(DraftFact.INLINED), provides=_of(DraftFact.CLONES_NOTED)),
     Rewrite(
@@ -158,6 +171,7 @@ def _captured(draft: Draft) -> Captured:
         parts=draft.parts,
         fixed_sizes=inference_marks.sizes_are_fixed(),
         mesh=_mesh(draft.world),
+        owners=_owners(draft),
         parallel_layer=draft.parallel_layer,
         snapshots=frozenset(i.index for i in draft.inputs if i.node in draft.cloned and i.kind in ("buffer", "value")),
     )
@@ -168,6 +182,13 @@ def _captured(draft: Draft) -> Captured:
 
 def _mesh(ranks: Ranks | None) -> Mesh | None:
     return Mesh(ranks.shard_mesh_size, ranks.replicate_mesh_size, ranks.shards, ranks.described) if ranks is not None else None
+
+
+def _owners(draft: Draft) -> Owners | None:
+    if draft.world is None or not draft.placed:
+        return None
+    of = {i.index: draft.placed[i.node].rank for i in draft.inputs if i.node in draft.placed}
+    return Owners(draft.world.world_rank, draft.world.world_size, of)
 
 
 def _autocast() -> torch.dtype | None:

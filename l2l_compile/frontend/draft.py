@@ -13,6 +13,7 @@ from l2l_compile.errors import L2LError
 from l2l_compile.ir.captured import Input, View
 from l2l_compile.ir.replay import PartResults
 from l2l_compile.ir.values import TensorSpec
+from l2l_compile.ranks.placement import Placed
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.ranks.shard_spec import ShardSpec
 
@@ -41,7 +42,8 @@ class Draft:
     """A graph that is rewritten in place, and what the rewrites learn of it. Each fills in the attributes that it provides.
 
     sharded         how placeholders are sharded over ranks                 unshard
-    ranks           ranks that share the model; None for one process         unshard, localise
+    ranks           ranks that share the model; None for one process         unshard, localise, find_stages
+    placed          where inputs are that one rank of a pipeline has         find_stages
     parallel_layer  text that names a parameter of a tensor parallel layer   localise
     break_reason    why Dynamo ended the graph early, if it did              refuse
     cloned          placeholders that the model clones                       note_clones
@@ -57,6 +59,7 @@ class Draft:
     module: fx.GraphModule
     sharded: dict[fx.Node, ShardSpec] = field(default_factory=dict)
     ranks: Ranks | None = None
+    placed: dict[fx.Node, Placed] = field(default_factory=dict)
     parallel_layer: str = ""
     break_reason: str | None = None
     cloned: frozenset[fx.Node] = frozenset()

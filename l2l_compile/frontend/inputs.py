@@ -18,6 +18,7 @@ from l2l_compile.frontend.rewrites.wrapped_weights import is_wrapper
 from l2l_compile.frontend.rewrites.writes import with_states
 from l2l_compile.ir.captured import Input, with_float_operands
 from l2l_compile.ir.values import dim_of
+from l2l_compile.ranks.placement import STAND_IN
 
 
 def describe(draft: Draft) -> None:
@@ -57,6 +58,7 @@ def readable(source: str) -> str:
     source = re.sub(r"^___as_tensor\((.*)\)$", r"\1", source)  # a Python float that changed between calls
     source = re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", source)
     name = re.sub(r"\._(modules|parameters|buffers)\['([^']*)'\]", r".\2", source)
+    name = name.replace(STAND_IN, "")
     name = re.sub(r"^L\['\w+'\]\.(__self__\.)?(?=.)", "", name)
     name = re.sub(r"\['?([^']*?)'?\]", r".\1", name)
     return re.sub(r"^L\.(kwargs\.|args\.)?", "", name) or source

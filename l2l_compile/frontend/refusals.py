@@ -21,7 +21,7 @@ from l2l_compile.ir.graph import memory_of, written_operands
 def refuse(draft: Draft) -> None:
     """Raise `L2LError` for what cannot be streamed, as long as the graph has the user's own operations. Notes the graph break."""
     draft.break_reason = watched_frames.graph_break(draft.module)
-    if draft.world is not None and draft.world.shards and draft.break_reason is not None:
+    if draft.world is not None and (draft.world.shards or draft.placed) and draft.break_reason is not None:
         _refuse_break(draft.break_reason)
     _refuse_data_dependence(draft.graph)
     _refuse_hooks(draft.graph)
@@ -62,8 +62,8 @@ def check_on_host(draft: Draft) -> None:
 
 def _refuse_break(reason: str) -> None:
     raise L2LError(
-        f"the model is sharded over ranks, and its graph breaks ({reason}): the code between two programs would gather weights in an "
-        "order that may differ between ranks. Remove the break; fullgraph=True shows where it is"
+        f"the model is spread over ranks, and its graph breaks ({reason}): the code between two programs would read weights of other "
+        "ranks, in an order that may differ between ranks. Remove the break; fullgraph=True shows where it is"
     )
 
 

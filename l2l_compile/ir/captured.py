@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -126,6 +126,28 @@ class Mesh:
     text: str = ""
 
 
+@dataclass(frozen=True)
+class Owners:
+    """The ranks of a pipeline, and which of them has each parameter and buffer.
+
+    rank   this rank
+    ranks  how many there are
+    of     the rank of each input of the captured graph that one rank alone has, by its index
+    """
+
+    rank: int
+    ranks: int
+    of: Mapping[int, int]
+
+    def of_input(self, i: Input) -> int | None:
+        """The rank that has an input; None for one that all ranks have."""
+        return self.of.get(i.owner)
+
+    def has(self, i: Input) -> bool:
+        """Whether this rank has an input."""
+        return self.of_input(i) in (None, self.rank)
+
+
 @dataclass
 class Captured:
     """Dynamo's graph, ready for the passes.
@@ -148,6 +170,7 @@ class Captured:
     indices      the check of the indices in the arguments of a call; None if there is none
     fixed_sizes  whether each size has a program of its own (`torch.compile(dynamic=False)`)
     mesh         the ranks that run the program together; None for one rank
+    owners       the ranks of the pipeline whose stages the segments are; None without one
     snapshots    indices of the buffers and values that the graph clones: somebody may write into them between forward and backward
     parallel_layer  text that names a parameter of a tensor parallel layer; "" if there is none
     """
@@ -172,6 +195,7 @@ class Captured:
     indices: Callable[[Sequence, Bindings], None] | None = None
     fixed_sizes: bool = False
     mesh: Mesh | None = None
+    owners: Owners | None = None
     parallel_layer: str = ""
     snapshots: frozenset[int] = frozenset()
 

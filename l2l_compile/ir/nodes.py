@@ -314,6 +314,24 @@ def all_gather_rows(x: OnDevice) -> typing.NoReturn:
     _not_run("all_gather_rows")
 
 
+@operation(Lane.SEND, Result.DONE)
+def send(values: tuple[OnDevice, ...], to: int) -> typing.NoReturn:
+    """Send values that a segment has made to another rank of the pipeline; asynchronous.
+
+    Split values go micro-batch by micro-batch, as they are made, and then the whole ones.
+    """
+    _not_run("send")
+
+
+@operation(Lane.RECV, Result.SEVERAL)
+def recv(source: int) -> typing.NoReturn:
+    """The values that a rank of the pipeline sends at this place of the program, as a tuple; asynchronous.
+
+    A segment that reads them begins with its first micro-batch when that is there.
+    """
+    _not_run("recv")
+
+
 @operation(Lane.COMPUTE, Result.DEVICE)
 def local_rows(x: OnDevice) -> typing.NoReturn:
     """This rank's rows of a value that has the rows of all ranks."""

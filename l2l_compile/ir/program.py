@@ -15,6 +15,7 @@ from l2l_compile.ir.captured import Captured, Input, Mesh
 from l2l_compile.ir.graph_modules import graph_module
 from l2l_compile.ir.parse import Parsed, parse
 from l2l_compile.ir.segments import Block, BlockLowering, Segment, Uncut, block_bindings
+from l2l_compile.ir.stages import Stages
 from l2l_compile.ir.text import print_program
 from l2l_compile.ir.values import Bindings
 
@@ -28,7 +29,7 @@ class Program:
     `bindings` are the sizes of the last forward, or before the first step those of the capture.
     `uncut` has the segments that hold several layers. `carried` has the indices of the inputs that the model writes into with
     a gradient: the last outputs of `forward` are their new contents. `lowering` makes the ATen graphs of blocks; a program that
-    was parsed from text has none.
+    was parsed from text has none. `stages` says which ranks of a pipeline run each segment.
     """
 
     captured: Captured
@@ -40,6 +41,7 @@ class Program:
     uncut: tuple[Uncut, ...] = ()
     carried: tuple[int, ...] = ()
     lowering: BlockLowering | None = None
+    stages: Stages | None = None
 
     def __repr__(self) -> str:
         return f"<Program of {len(self.segments)} segments, instances of {len(self.blocks)} blocks>"
@@ -70,6 +72,11 @@ class Program:
     def break_reason(self) -> str | None:
         """Why the program ends before the end of the user's function (a graph break); None if it does not."""
         return self.captured.break_reason
+
+    @property
+    def here(self) -> tuple[Segment, ...]:
+        """The segments that this rank runs: all, unless the model is a pipeline."""
+        return tuple(s for s in self.segments if self.stages is None or self.stages.runs(s))
 
     @property
     def whole_batch(self) -> tuple[Segment, ...]:

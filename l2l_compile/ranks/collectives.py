@@ -148,6 +148,20 @@ def all_reduce(values: torch.Tensor, group: Group, done: Finish) -> None:
     done(work)
 
 
+def message(tensor: torch.Tensor, source: int, group: Group) -> dist.Work | None:
+    """Send a contiguous tensor from rank `source` of the world to the other rank of a group of two, which fills its own with it.
+
+    On the host, the returned work is to be waited for. On devices, the current stream is behind the message.
+    """
+    if not tensor.numel():
+        return None
+    with _giving:
+        if tensor.device.type != "cpu":
+            dist.broadcast(_bytes_of(tensor), source, group=group)
+            return None
+        return dist.broadcast(_bytes_of(tensor), source, group=group, async_op=True)
+
+
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 

@@ -44,6 +44,7 @@ class Ranks:
     replicate_mesh_rank = tp_rank = 0
     device_group, replicate_group, control_group, host_group = (BorrowedGroup() for _ in range(4))
     tp_group, sums_group = BorrowedGroup(), BorrowedGroup()
+    shares = "share parallel layers"  # what ranks with the same rows do
     shards = True  # whether `shard` has sharded a model among them
     forwards = steps = 0
     described = ""  # the mesh, as text
@@ -69,6 +70,11 @@ class Ranks:
         self.described = str(mesh)  # text, since the mesh itself would keep its process groups alive
         self.world_size, self.world_rank = len(members), members.index(dist.get_rank())
         self.control_group, self.host_group = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
+
+    @property
+    def same_rows(self) -> int:
+        """How many consecutive ranks of the world compute with the same rows."""
+        return self.tp_size
 
     def made_for(self, group: dist.ProcessGroup) -> bool:
         """Whether these ranks were made for this process group. False after `torch.distributed` was initialized again."""
@@ -138,9 +144,12 @@ class Ranks:
 
     def sum_on_host(self, values: Sequence[float]) -> list[float]:
         """Sums of `values` over all ranks, in float64 and in rank order, so with the same bits on each rank (host lane)."""
+        return self._summed(values, self.host_group)
+
+    def _summed(self, values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
         mine = torch.tensor(values, dtype=torch.float64)
         gathered = mine.new_empty((self.world_size, *mine.shape))
-        exchange.all_gather(gathered, mine, self.host_group, self.finish)
+        exchange.all_gather(gathered, mine, group, self.finish)
         return exchange.in_order(gathered).tolist()
 
     def average_replicas(self, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from l2l_compile.errors import L2LError
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.gathered import gathered
+from l2l_compile.ranks.placement import placed
 from l2l_compile.ranks.ranks import Ranks, is_known, ranks_of, replicates, tp_size_of
 from l2l_compile.ranks.shard_spec import ShardSpec, stride_of
 from l2l_compile.ranks.sharing import ranks_sharing
@@ -120,9 +121,8 @@ def _refuse_parameters_of_before(optimizer: torch.optim.Optimizer, *_: Any) -> N
 
 
 def _counted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if (first := next(filter(is_sharded, parameters_of(optimizer)), None)) is not None:
-        mesh = first.device_mesh
-        ranks = ranks_sharing(mesh) if is_of_a_parallel_layer(first) else ranks_behind(first)
+    ranks = next((r for p in parameters_of(optimizer) if (r := _stepping_together(p)) is not None), None)
+    if ranks is not None:
         ranks.steps += 1
         ranks.settings = tuple(
             f"{name}={value} in group {number}"
@@ -130,6 +130,14 @@ def _counted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             for name, value in group.items()
             if isinstance(value, (int, float, tuple)) or isinstance(value, torch.Tensor) and not value.dim()
         )
+
+
+def _stepping_together(parameter: torch.Tensor) -> Ranks | None:
+    """The ranks that take the steps of a parameter's optimizer together; None for a parameter of one rank."""
+    if is_sharded(parameter):
+        return ranks_sharing(parameter.device_mesh) if is_of_a_parallel_layer(parameter) else ranks_behind(parameter)
+    where = placed(parameter)
+    return where.ranks if where is not None else None
 
 
 def _is_of_this_parallel_layer(parameter: torch.Tensor, mesh: DeviceMesh) -> TypeGuard[DTensor]:

@@ -55,7 +55,7 @@ def _reduce_scatter_gradients(run: Executor, node: fx.Node, segment: int, gradie
         run.step.stats.reduced_bytes += sum(bytes_of([g]) for g in gradients.tensors if g is not None)
         _fill_shards(run, reduced, result, shards)
 
-    run.submit_comm(gradients, result, work)
+    run.submit_behind_releases(Lane.COMM, (gradients,), (result,), work)
     return result
 
 
@@ -93,7 +93,7 @@ def _exchanged(run: Executor, x: RuntimeValue, change: Callable[[torch.Tensor], 
         result.tensors = [change(x.tensors[0])]
         run.device.hold(result.tensors)
 
-    run.submit_comm(x, result, work)
+    run.submit_behind_releases(Lane.COMM, (x,), (result,), work)
     return result
 
 

@@ -9,7 +9,7 @@ A handler takes the operands of its node by the names that `ir/nodes.py` declare
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from l2l_compile.races import Place
 from l2l_compile.runtime.activation_copies import ActivationsFromHost, ActivationsToHost
 from l2l_compile.runtime.fetch import load, unread
 from l2l_compile.runtime.instructions import Instructions
+from l2l_compile.runtime.messages import ArrivingParts, Leaving, LeavingParts, finish_messages
 from l2l_compile.runtime.overlapped_copies import GradientStream, MicroBatchCopies, OutputStream, StreamedGradient, run_with
 from l2l_compile.runtime.runtime_value import RuntimeValue, bytes_of, copies
 from l2l_compile.runtime.segment_run import kept_on_host, run_backward, run_forward, usable_savings
@@ -52,12 +53,16 @@ class Executor:
         self.device, self.step, self.segments, self.slabs = device, step, segments, slabs
         self.to_host = ActivationsToHost(device, step)
         self.from_host: dict[int, ActivationsFromHost] = {}  # by segment, until its backward
-        self.released_to_comm: list[Place] = []  # released values of the lane `comm`, whose memory its next value may take
+        self.released: dict[str, list[Place]] = {}  # by lane: released values of it, whose memory its next value may take
+        self.leaving: Mapping[fx.Node, Sequence[fx.Node]] = {}  # by segment that runs: messages of its results
+        self.left: dict[fx.Node, bool] = {}  # messages whose micro-batches leave as they are made
+        self.outgoing: list[RuntimeValue] = []
 
     def run(self, instructions: Instructions, inputs: Sequence[RuntimeValue]) -> Any:
         """Give every node to its lane. Returns the values of the output, in its structure. Does not wait for lanes."""
         values = instructions.values(inputs)
         device, segments = self.device, self.segments
+        self.leaving = instructions.leaving
         for instruction in instructions.nodes:
             node = instruction.node
             device.begins(node, segments)
@@ -65,12 +70,16 @@ class Executor:
             handler = HANDLERS[node.target]  # type: ignore[index]  # a call of the vocabulary
             values[instruction.value] = handler(self, node, *instruction.operands(values))
         self.to_host.free(0)
+        for value in self.outgoing:
+            finish_messages(self, value)
         return instructions.output(values)
 
     def submit(self, lane: str, reads: Sequence[RuntimeValue], fills: Sequence[RuntimeValue], work: Callable[[], Any]) -> None:
         """Queue work on a lane, after the events of the values that it reads. The work fills the values `fills`."""
         queue = self.device.lanes[lane]
         for value in reads:
+            if value.arrival is not None:
+                value.arrival.complete(value)
             if value.lane != lane and value.event is not None:
                 queue.wait(value.event)
         accesses = self.device.accesses
@@ -82,18 +91,20 @@ class Executor:
         for value in fills:
             value.lane, value.event = lane, event
 
-    def submit_comm(self, x: RuntimeValue, result: RuntimeValue, work: Callable[[], Any]) -> None:
-        """Queue work that makes a value on the lane `comm`, in memory that compute may have released before."""
+    def submit_behind_releases(
+        self, lane: str, reads: Sequence[RuntimeValue], fills: Sequence[RuntimeValue], work: Callable[[], Any]
+    ) -> None:
+        """Queue work that makes a value on another lane than compute, in memory that compute may have released before."""
         if (released := self.device.lanes[Lane.COMPUTE].record()) is not None:
-            self.device.lanes[Lane.COMM].wait(released)
-        places, self.released_to_comm = self.released_to_comm, []
+            self.device.lanes[lane].wait(released)
+        places = self.released.pop(lane, [])
 
         def take_and_work() -> None:
             for place in places:
                 self.device.accesses.read(place)
             work()
 
-        self.submit(Lane.COMM, (x,), (result,), take_and_work)
+        self.submit(lane, reads, fills, take_and_work)
 
     def change_layout(self, source: RuntimeValue, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> RuntimeValue:
         """Queue a change between the whole and the split layout of a value."""
@@ -294,6 +305,7 @@ def _release(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     compute = run.device.lanes[Lane.COMPUTE]
     if x.absent:
         return x
+    finish_messages(run, x)
     if x.lane != Lane.COMPUTE and x.event is not None:
         compute.wait(x.event)
     for lane, event in x.readers.items():
@@ -313,8 +325,8 @@ def _release(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     compute.run(work)
     if x.slab is not None:
         run.slabs.free[x.slab] = compute.record()
-    elif x.lane == Lane.COMM:
-        run.released_to_comm.append(x.place)
+    elif x.lane in (Lane.COMM, Lane.RECV):
+        run.released.setdefault(x.lane, []).append(x.place)
     return x
 
 
@@ -340,6 +352,7 @@ def _forward(
         streams.append(OutputStream(run.device, run.step, [results[i] for i in streamed_outputs]))
     if not sent.absent:
         streams.append(run.to_host.stream(kept_on_host(run.step, segment), sent))
+    streams += _leaving(run, node, results)
     whole = [result for i, result in enumerate(results) if i not in streamed_outputs and result is not sent]
     _compute(run, streams, inner_loop, (weights, *values), whole)
     return RuntimeValue(results=results)
@@ -366,10 +379,28 @@ def _compute(
     reads: Sequence[RuntimeValue],
     fills: Sequence[RuntimeValue],
 ) -> None:
+    arriving = [value for value in reads if value.arrival is not None]
+    if arriving:
+        reads = [value for value in reads if value.arrival is None]
+        streams = [*streams, ArrivingParts(arriving, ahead=1 if run.step.engine.check and len(inner_loop) > 1 else 0)]
     if streams:
         run_with(streams, run.submit, inner_loop, reads, fills)
     else:
         run.submit(Lane.COMPUTE, reads, fills, lambda: [work() for work in inner_loop])
+
+
+def _leaving(run: Executor, node: fx.Node, results: Sequence[RuntimeValue]) -> list[MicroBatchCopies]:
+    """The copies of results of a segment to other ranks."""
+    found = []
+    for message in run.leaving.get(node, ()):
+        read = nodes.operands(message)
+        split = [results[nodes.operands(value).index] for value in read.values if value.meta["split"]]
+        there = [value for value in split if not value.absent]
+        if there:
+            found.append(Leaving(read.to, there))
+            run.left[message] = True
+            run.outgoing += there
+    return [LeavingParts(run, found)] if found else []
 
 
 @handles(nodes.keep_activations)
@@ -419,6 +450,7 @@ def _backward(
         returning = run.from_host.pop(segment, None)
         if returning is not None and usable_savings(run.step, segment, tuple(not g.absent for g in arriving)):
             streams.append(returning)
+        streams += _leaving(run, node, results)
         _compute(run, streams, inner_loop, (weights, *values, *arriving, kept), results)
     return RuntimeValue(results=results)
 

@@ -36,14 +36,15 @@ def begin_together(
         count,
         len(rows.sizes),
         step.base_seed(),
-        _number_of_inputs(captured, step.given) if to_train and ranks.tp_size > 1 else 0,
+        _number_of_inputs(captured, step.given) if to_train and ranks.same_rows > 1 else 0,
     )
     announced = ranks.announce(
-        ActionKind.FORWARD, tuple(collectives), to_train, told, functools.partial(_refuse_rows, ranks.tp_size)
+        ActionKind.FORWARD, tuple(collectives), to_train, told, functools.partial(_refuse_rows, ranks.same_rows, ranks.shares)
     )
     step.seed = announced[0][2]
-    each = announced[ranks.tp_rank :: ranks.tp_size]  # ranks that share parallel layers have the same micro-batches
-    first = sum(micro_batches for _, micro_batches, *_ in each[: ranks.world_rank // ranks.tp_size])
+    same = ranks.same_rows
+    each = announced[ranks.world_rank % same :: same]  # ranks with the same rows have the same micro-batches
+    first = sum(micro_batches for _, micro_batches, *_ in each[: ranks.world_rank // same])
     of_ranks = tuple(count for count, *_ in announced) if is_global else ()
     step.rows = replace(rows, first=first, of_ranks=of_ranks)
 
@@ -61,23 +62,23 @@ def _rows_of(captured: Captured, arguments: Sequence) -> int:
     return next((v.shape[0] for v in values if v.dim()), 1)
 
 
-def _refuse_rows(parts: int, told: list[list[int]]) -> None:
-    """Raise `L2LError` if a rank has no rows, or if ranks that share parallel layers have different batches.
+def _refuse_rows(same: int, shares: str, told: list[list[int]]) -> None:
+    """Raise `L2LError` if a rank has no rows, or if ranks that compute with the same rows have different batches.
 
     `told` has the numbers that each rank announces before a forward: rows, micro-batches, seed, hash of its inputs.
     """
     for rank, (count, *_, own) in enumerate(told):
         if count == 0:
             raise L2LError(f"rank {rank} has a batch of no rows: every rank needs one row at least (drop_last=True, or pad)")
-        first = rank - rank % parts
+        first = rank - rank % same
         if count != told[first][0]:
             raise L2LError(
-                f"ranks {first} and {rank} share parallel layers and have batches of {told[first][0]} and {count} rows: they compute parts "
-                "of the same rows, so give both the same batch"
+                f"ranks {first} and {rank} {shares} and have batches of {told[first][0]} and {count} rows: they compute "
+                "with the same rows, so give both the same batch"
             )
         if own and told[first][3] and own != told[first][3]:  # 0 without gradients
             raise L2LError(
-                f"ranks {first} and {rank} share parallel layers and have other inputs than each other: they compute parts of the same rows, "
+                f"ranks {first} and {rank} {shares} and have other inputs than each other: they compute with the same rows, "
                 "so give both the same batch (a DistributedSampler takes the rank and size of the first dimension of the mesh)"
             )
 

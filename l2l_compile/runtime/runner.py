@@ -21,7 +21,8 @@ from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.ranks.sharded import sharded_as
 from l2l_compile.reentry import check, whole
-from l2l_compile.runtime import collective_handlers  # noqa: F401 - handlers of the executor
+from l2l_compile.runtime import collective_handlers, message_handlers  # noqa: F401 - handlers of the executor
+from l2l_compile.runtime.absent_gradients import absent_gradients
 from l2l_compile.runtime.call_arguments import Arguments
 from l2l_compile.runtime.executor import Executor
 from l2l_compile.runtime.instructions import instructions_of
@@ -83,8 +84,8 @@ class Runner:
         self._lowered: set[tuple] = set()  # sizes for which compilation has begun
         self._micro_batches = MicroBatches(program, engine.options, engine.lowering)
         self._need = MeasuredNeed()
-        self._weight_bytes = sum(slab_bytes([segment], self.captured.hints) for segment in program.segments)
-        self._slab_bytes = slab_bytes(program.segments, self.captured.hints)
+        self._weight_bytes = sum(slab_bytes([segment], self.captured.hints) for segment in program.here)
+        self._slab_bytes = slab_bytes(program.here, self.captured.hints)
 
     @property
     def program(self) -> Program:
@@ -190,17 +191,24 @@ class Runner:
         rows = StepRows(bindings, captured.batch, self._micro_batches.of(bindings))
         step = Step(self.engine, read, arguments, captured.constants, rows, stats, runs, to_train, self.ranks)
         if self.ranks is not None:
-            collectives = collectives_of(self._program.forward.graph, self._program.segments)
+            collectives = self._joint(self._program.forward.graph)
             begin_together(self.ranks, step, collectives, captured, to_train, options.batch_scope == "global")
         if to_train and options.keeps_activations:
             step.levels = self._levels_of(step)
         if (sizes := (to_train, *self._sizes_of(step), sum(step.rows.of_ranks))) not in self._lowered:
             self._lowered.add(sizes)
             self.engine.lowering.ahead(lowerings(step, self.program, to_train))
-        parameters = [a for a, i in zip(arguments, captured.inputs, strict=True) if i.kind == "parameter"]
+        owners = captured.owners
+        here = (i for i in captured.inputs if i.kind == "parameter" and (owners is None or owners.has(i)))
+        parameters = [arguments[i.index] for i in here]
         self.engine.server.begin_forward(step, parameters, to_train)
         self._bindings = rows.bindings
         return step
+
+    def _joint(self, graph: fx.Graph) -> tuple[str, ...]:
+        """What ranks compare before they run a graph: its collectives, and the segments of each stage."""
+        segments, stages = self._program.segments, self._program.stages
+        return (*(stages.lines(segments) if stages is not None else ()), *collectives_of(graph, segments))
 
     def _levels_of(self, step: Step) -> Mapping[int, KeptLevels]:
         """What each segment keeps for its backward, at these sizes and beside what earlier forwards keep.
@@ -228,9 +236,12 @@ class Runner:
         device, server, stats = self.engine.device, self.engine.server, step.stats
         start = device.now()
         self.engine.begin_backward(step.runs)
-        module = self._backwards.of(self.outputs.gradient_mask(gradients))
+        mask = self.outputs.gradient_mask(gradients)
+        module = self._backwards.of(mask)
         if step.world is not None:
-            step.world.announce(ActionKind.BACKWARD, collectives_of(module.graph, self._program.segments))
+            step.world.announce(ActionKind.BACKWARD, self._joint(module.graph))
+        if self.captured.owners is not None:
+            step.absent = absent_gradients(step, self._program, mask)
         server.begin_backward(step, module.graph, self._program.segments)
         scale = step.host.scale
         gradients = [g if g is None else g * scale for g in gradients] if scale != 1.0 else gradients

@@ -24,14 +24,18 @@ class RuntimeValue:
     resident     for weights: the object that holds them from call to call; they are not freed
     unfetched    positions of weights whose entries were left out of the fetch, since nothing reads them
     in_flight    for gradients on the host: the work there that reads them
+    arrival      the message from another rank that it comes with
+    outgoing     messages to other ranks that its memory is needed for; None before the first one and when all are awaited
     place        its memory, watched for races
     """
 
     __slots__ = (
         "absent",
+        "arrival",
         "event",
         "in_flight",
         "lane",
+        "outgoing",
         "place",
         "readers",
         "resident",
@@ -51,6 +55,8 @@ class RuntimeValue:
         self.resident: Any = None
         self.unfetched: frozenset[int] = frozenset()
         self.in_flight: Any = None
+        self.arrival: Any = None
+        self.outgoing: list | None = None
         self.place = Place()
 
     @property

@@ -295,7 +295,7 @@ class _Backward(_Run):
         self._mark_absent()
         self.whole = self._lower_whole()
         self.compare = step.engine.check.backward(step, segment, weights, operands, gradients) if step.engine.check else None
-        self.per_micro_batch: dict[int, list[torch.Tensor]] = {}
+        self.per_micro_batch = self._parts_of_values()
         self.sums: dict[int, torch.Tensor] = {}
         self.gathered: list[torch.Tensor] = []
 
@@ -310,6 +310,15 @@ class _Backward(_Run):
         for result, exists in zip(self.of_values, of_values, strict=True):
             result.absent = not exists
         self.bundle.absent = not any(of_weights)
+
+    def _parts_of_values(self) -> dict[int, list[torch.Tensor]]:
+        """Lists for the gradients of split values, by the index of their operands: results that fill micro-batch by micro-batch."""
+        first = len(self.block.weights)
+        found: dict[int, list[torch.Tensor]] = {}
+        for index, (result, spec) in enumerate(zip(self.of_values, self.block.values, strict=True), first):
+            if not result.absent and _split(self.block, spec):
+                result.tensors = found[index] = []
+        return found
 
     def _lower_whole(self) -> Lowered | None:
         """Code for all micro-batches at once, where a sum over the batch must have the same order as in eager."""
@@ -349,7 +358,7 @@ class _Backward(_Run):
         before = len(self.gathered)
         for (index, spec), gradient in zip(self._indices_and_specs(), made, strict=True):
             if _split(self.block, spec):
-                self.per_micro_batch.setdefault(index, []).append(gradient)
+                self.per_micro_batch[index].append(gradient)
                 self.gathered.append(gradient)
             elif index in self.sums:
                 self.sums[index].add_(gradient)

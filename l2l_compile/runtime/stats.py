@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+_OF_OPTIONS = ("kept_bytes", "kept_on_host_bytes", "sent_bytes", "received_bytes")  # not shown where they are 0
+
 
 @dataclass
 class Stats:
@@ -22,6 +24,8 @@ class Stats:
     pushed_bytes: int = 0
     gathered_bytes: int = 0
     reduced_bytes: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
     offloaded_bytes: int = 0
     restored_bytes: int = 0
     kept_bytes: int = 0
@@ -59,7 +63,7 @@ class Stats:
     def __str__(self) -> str:
         """A figure a line, by the names that users read, without figures that were not taken, or of options that are not set."""
         parts = {"forward_seconds", "backward_seconds", "gradient_squares"}
-        parts |= {name for name in ("kept_bytes", "kept_on_host_bytes") if not getattr(self, name)}
+        parts |= {name for name in _OF_OPTIONS if not getattr(self, name)}
         names = [f.name for f in fields(self) if f.name not in parts] + ["seconds", "gradient_norm"]
         values = {name: getattr(self, name) for name in names}
         return "\n".join(f"{name:18} {value:,.10g}" for name, value in values.items() if value is not None)

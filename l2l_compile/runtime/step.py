@@ -151,6 +151,7 @@ class Step:
     writes     new contents of buffers and other inputs, by index; `place` is watched for races
     levels     what each segment keeps for its backward, by its index; a segment that keeps nothing is not in it
     savings    the code of each micro-batch of a segment that keeps something, None for one of which it keeps nothing
+    absent     the gradients that other ranks of a pipeline do not make, by segment and name
     replayed   outputs that the host has made itself, by position
     keeps      what stays on the device for the next call, by node and by the index of the input or output, with its bytes
     """
@@ -169,6 +170,7 @@ class Step:
     place: Place = field(default_factory=lambda: Place("new contents of a buffer"))
     levels: Mapping[int, KeptLevels] = field(default_factory=dict)
     savings: dict[int, list[Saving | None]] = field(default_factory=dict)
+    absent: frozenset[tuple[int, str]] = frozenset()
     replayed: dict[int, torch.Tensor] = field(default_factory=dict)
     keeps: dict[tuple[Callable, int], tuple[RuntimeValue, int]] = field(default_factory=dict)
     host: HostRecord = field(default_factory=HostRecord)

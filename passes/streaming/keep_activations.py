@@ -55,9 +55,10 @@ class KeepActivations:
 
 
 def _may_run_backward(compilation: Compilation) -> list[Segment]:
-    """The segments that run backward if every output has its gradient. What forward leaves is the same for each set of gradients."""
+    """The segments of this rank that run backward if every output has its gradient. What forward leaves is the same for each set of them."""
     outputs = zip(compilation.outputs, compilation.gradients.differentiable, strict=True)
-    return reached_backward(compilation.segments, [value for value, wanted in outputs if value is not None and wanted])
+    reached = reached_backward(compilation.segments, [value for value, wanted in outputs if value is not None and wanted])
+    return [segment for segment in reached if compilation.stages.runs(segment)]
 
 
 def _restored(backward: fx.Graph, run: fx.Node, sent: fx.Node, value: str) -> fx.Node:

@@ -24,6 +24,8 @@ from l2l_compile.ir import nodes
 from l2l_compile.lanes import Lane
 from l2l_compile.passes.compilation import Compilation, Fact
 
+_AWAY = (Lane.D2H, Lane.COMM, Lane.SEND)  # lanes that read a value while the next segment is computed
+
 
 @dataclass(frozen=True)
 class Release:
@@ -63,16 +65,16 @@ def _released(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_copied(node: fx.Node) -> bool:
-    """Whether a copy to the host, or a collective, reads a node."""
-    return any(nodes.lane_of(user) in (Lane.D2H, Lane.COMM) for user in node.users)
+    """Whether a copy to the host, a collective or a message reads a node."""
+    return any(nodes.lane_of(user) in _AWAY for user in node.users)
 
 
 def _end(reader: fx.Node) -> fx.Node:
     """The node after which a reader no longer delays the compute lane.
 
-    For a copy or a collective, it is the next segment (if any), during which the reader runs. Otherwise it is the reader.
+    For a copy, a collective or a message, it is the next segment (if any), during which the reader runs. Otherwise it is the reader.
     """
-    if nodes.lane_of(reader) not in (Lane.D2H, Lane.COMM):
+    if nodes.lane_of(reader) not in _AWAY:
         return reader
     later = reader.next
     while later.op != "output" and not nodes.runs_segment(later):

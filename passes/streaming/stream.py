@@ -26,6 +26,7 @@ from l2l_compile.ir.segments import Segment, Value
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.passes.compilation import Compilation, Fact
 from l2l_compile.passes.streaming.differentiate import reached_backward
+from l2l_compile.passes.streaming.place_stages import borders_of
 from l2l_compile.passes.streaming.writer import GraphWriter, Layouts
 
 
@@ -34,7 +35,7 @@ class Stream:
     """Provides `program`: the forward graph and, if an output has a gradient, the backward graph."""
 
     name: ClassVar[str] = "stream"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.BATCHING, Fact.GRADIENTS})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.BATCHING, Fact.STAGES_PLACED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.PROGRAM})
 
     def apply(self, compilation: Compilation) -> None:
@@ -57,6 +58,7 @@ class _Forward:
         self.streamed = streamed_outputs(compilation)
         self.returned = dict.fromkeys(compilation.outputs)
         self.written = {value.node for segment in compilation.segments for value in segment.outputs if value.version}
+        self.borders = borders_of(compilation)
 
     def write(self) -> fx.Graph:
         for value in self.captured.inputs:
@@ -65,8 +67,12 @@ class _Forward:
                 self.inputs[value.node] = self.writer.placeholder(name, name, spec, False, "input")
         returned: dict[Value, fx.Node] = {}
         for segment in self.compilation.segments:
-            self._restore_inputs(segment)
-            returned |= self._run(segment)
+            if self.compilation.stages.runs(segment):
+                self._restore_inputs(segment)
+                returned |= self._run(segment)
+                self._send(segment)
+            else:
+                returned |= self._receive(segment)
         writes = tuple(self._write_backs())
         self._keep_results()
         stashes = tuple(self._stash(value) for value in self.compilation.gradients.kept)
@@ -128,6 +134,27 @@ class _Forward:
         wanted = [v for v in segment.outputs if v in self.returned and v not in on_host]
         return on_host | {v: self.writer.derived(nodes.offload, self.values.as_made(v)) for v in wanted}
 
+    def _send(self, segment: Segment) -> None:
+        """Send what a segment has made to the ranks that read it."""
+        rank = self.compilation.stages.rank
+        sent = [value for value in segment.outputs if self.borders.sender(value) == rank]
+        for to in sorted({to for value in sent for to in self.borders.receivers(value)}):
+            values = tuple(self.values.as_made(value) for value in sent if to in self.borders.receivers(value))
+            self.writer.emit(nodes.send, values, to)
+
+    def _receive(self, segment: Segment) -> dict[Value, fx.Node]:
+        """Receive what a segment of another rank makes, as it makes it. Returns as `_run`."""
+        rank, is_split = self.compilation.stages.rank, bool(segment.block.inner_looped)
+        arriving = [value for value in segment.outputs if rank in self.borders.receivers(value)]
+        specs = [(f"{value}", _spec(self.captured.specs, value)) for value in arriving]
+        if not arriving:
+            return {}
+        layouts = [is_split and spec.partial is None for _, spec in specs]
+        for value, node in zip(arriving, self.writer.received(self.borders.sender(arriving[0]), specs, layouts), strict=True):
+            self.values.hold(value, node)
+        wanted = [value for value in arriving if value in self.returned]
+        return {value: self.writer.derived(nodes.offload, self.values.as_made(value)) for value in wanted}
+
     def _write_backs(self) -> list[fx.Node]:
         """Write the new contents of buffers and inputs back to the host, once, after the last segment.
 
@@ -145,7 +172,7 @@ class _Forward:
                 if value.version and value.node in self.index_of:
                     newest[value.node] = value
         carried = self.compilation.carried
-        return [value for value in newest.values() if value not in carried]
+        return [value for value in newest.values() if value not in carried and value in self.values]
 
     def _stash(self, value: Value) -> fx.Node:
         if self._is_input(value):
@@ -163,14 +190,18 @@ class _Backward:
         self.gradients = Layouts(self.writer, self.captured.specs)
         self.stashes: dict[Value, fx.Node] = {}
         self.on_host: dict[Value, fx.Node] = {}  # gradients that come to the device micro-batch by micro-batch
+        self.borders = borders_of(compilation)
 
     def write(self) -> fx.Graph:
         self._take_stashes()
         self._take_gradients()
         roots = _with_gradient(self.compilation)
         for segment in reversed(reached_backward(self.compilation.segments, roots)):
-            self._restore_stashes(segment)
-            self._run(segment)
+            if self.compilation.stages.runs(segment):
+                self._restore_stashes(segment)
+                self._run(segment)
+            else:
+                self._receive(segment)
         inputs = [Value(i.node) for i in self.captured.inputs if i.kind == "value"]
         self.writer.graph.output(tuple(self._to_host(v) if v in self.gradients else None for v in inputs))
         return self.writer.graph
@@ -188,7 +219,9 @@ class _Backward:
                 continue
             name, spec = f"gradient_{index}", self.captured.specs[value.node].detached()
             arrived = self.writer.placeholder(name, name, spec, False, "gradient")
-            if value in streamed:
+            if not self.borders.is_made_here(value):
+                arrived.meta["elsewhere"] = True
+            elif value in streamed:
                 self.on_host[value] = arrived
             else:
                 self.gradients.add(value, self.writer.derived(nodes.restore, arrived))
@@ -201,13 +234,35 @@ class _Backward:
     def _run(self, segment: Segment) -> None:
         made = self._emit(segment)
         split, block = bool(segment.block.inner_looped), segment.block
+        sent: dict[int, list[fx.Node]] = {}  # gradients of values that another rank has made, by rank
         for index, (value, spec) in enumerate(zip(segment.values, block.values, strict=True)):
             if spec.differentiable:
                 node = self.writer.emit(operator.getitem, made, index, segment=segment)
-                self.gradients.add(value, self.writer.describe(node, f"d {value}", spec.detached(), split))
+                self.writer.describe(node, f"d {value}", spec.detached(), split)
+                if self.borders.is_made_here(value):
+                    self.gradients.add(value, node)
+                else:
+                    sent.setdefault(self.borders.sender(value), []).append(node)
+        for rank, gradients in sorted(sent.items()):
+            self.writer.emit(nodes.send, tuple(gradients), rank)
         if block.is_trained:
             bundle = self.writer.emit(operator.getitem, made, len(segment.values), segment=segment)
             self.writer.emit(nodes.push_gradients, segment.index, bundle, segment=segment)
+
+    def _receive(self, segment: Segment) -> None:
+        """Receive the gradients that a segment of another rank makes, and add them in the order of the one program."""
+        (source, *_), split = self.compilation.stages.runs_on[segment.index], bool(segment.block.inner_looped)
+        read = zip(segment.values, segment.block.values, strict=True)
+        wanted = [(v, spec) for v, spec in read if spec.differentiable and self._is_sent_here(v)]
+        specs = [(f"d {value}", spec.detached()) for value, spec in wanted]
+        if wanted:
+            arrived = self.writer.received(source, specs, [split] * len(specs), segment)
+            for (value, _), node in zip(wanted, arrived, strict=True):
+                self.gradients.add(value, node)
+
+    def _is_sent_here(self, value: Value) -> bool:
+        """Whether the ranks that read a value send its gradient to this one."""
+        return value in self.borders.makers and self.borders.sender(value) == self.compilation.stages.rank
 
     def _emit(self, segment: Segment) -> fx.Node:
         split = bool(segment.block.inner_looped)

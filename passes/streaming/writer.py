@@ -6,7 +6,8 @@ the value); nodes that belong to a segment have `meta["segment"]` (its index).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -44,6 +45,18 @@ class GraphWriter:
         if node.meta["split"] == split or not node.meta["spec"].splits:
             return node
         return self.derived(nodes.split if split else nodes.merge, node, split=split)
+
+    def received(
+        self, source: int, specs: Sequence[tuple[str, TensorSpec]], layouts: Sequence[bool], segment: Segment | None = None
+    ) -> list[fx.Node]:
+        """Values that a rank of the pipeline sends together, each with its name, spec and layout (whether it is split).
+
+        `segment` is that whose gradients they are.
+        """
+        together = self.emit(nodes.recv, source, segment=segment)
+        picked = [self.emit(operator.getitem, together, index, segment=segment) for index in range(len(specs))]
+        described = zip(picked, specs, layouts, strict=True)
+        return [self.describe(node, name, spec, is_split) for node, (name, spec), is_split in described]
 
     def placeholder(self, name: str, value: Value | str, spec: TensorSpec, split: bool, kind: str) -> fx.Node:
         """An input of the captured graph, a stash or a gradient, on the host unless a pass moves it."""

@@ -13,7 +13,7 @@ import torch
 import l2l_compile
 from l2l_compile import Program, VerifyError, backend
 from l2l_compile.ir import nodes
-from l2l_compile.lanes import Lane
+from l2l_compile.lanes import OF_DEVICE, Lane
 from l2l_compile.options import Options
 from l2l_compile.passes.compilation import Compilation, Fact
 from l2l_compile.passes.pipeline import PIPELINE
@@ -36,14 +36,7 @@ def test_every_node_has_a_handler_that_takes_its_operands():
 
 def test_every_node_says_what_it_does_and_runs_on_a_lane():
     for word in nodes.VOCABULARY.values():
-        assert word.description.endswith(".") and word.lane in (
-            Lane.COMPUTE,
-            Lane.H2D,
-            Lane.D2H,
-            Lane.COMM,
-            Lane.HOST,
-            Lane.NONE,
-        )
+        assert word.description.endswith(".") and word.lane in (*OF_DEVICE, Lane.HOST, Lane.NONE)
 
 
 def test_an_operand_of_no_kind_is_refused():

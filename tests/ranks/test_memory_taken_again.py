@@ -18,14 +18,14 @@ from l2l_compile.runtime.executor import HANDLERS, Executor
 from models import Stack
 from waits import BY_NAME
 
-WAIT = BY_NAME["runtime.executor.Executor.submit_comm: self.device.lanes[Lane.COMM].wait(released)"]
+WAIT = BY_NAME["runtime.executor.Executor.submit_behind_releases: self.device.lanes[lane].wait(released)"]
 CASES = {"per_rank": (Stack, "d2h"), "global": (Centered, "compute")}  # a model, and the lane that reads what `comm` makes
 
 
 @contextmanager
 def memory_is_taken_again() -> Iterator[None]:
     """As on a GPU: what `comm` makes next lies in the memory of its values that a `release` has been given for."""
-    release, submit = HANDLERS[nodes.release], Executor.submit_comm
+    release, submit = HANDLERS[nodes.release], Executor.submit_behind_releases
     free: list = []
 
     def releasing(run, node, x):
@@ -33,7 +33,7 @@ def memory_is_taken_again() -> Iterator[None]:
             free.append(x)
         return release(run, node, x)
 
-    def taking(run, x, result, work):
+    def taking(run, lane, reads, fills, work):
         taken = free[:]
         free.clear()
 
@@ -44,11 +44,11 @@ def memory_is_taken_again() -> Iterator[None]:
                         tensor.fill_(float("nan"))
             work()
 
-        submit(run, x, result, overwrite_and_work)
+        submit(run, lane, reads, fills, overwrite_and_work)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(HANDLERS, nodes.release, releasing)
-        patch.setattr(Executor, "submit_comm", taking)
+        patch.setattr(Executor, "submit_behind_releases", taking)
         yield
 
 

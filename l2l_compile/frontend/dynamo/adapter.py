@@ -78,6 +78,19 @@ def source_name(placeholder: torch.fx.Node) -> str:
     return source.name if source is not None else placeholder.name
 
 
+def value_of(placeholder: torch.fx.Node) -> Any:
+    """The object that a graph input is read from in the frame that is being compiled; None if it cannot be found."""
+    tx, source = translator_at_work(), getattr(placeholder, "_dynamo_source", None)
+    if tx is None or source is None:
+        return None
+    try:
+        if hasattr(tx.output, "resolve_source_value"):
+            return tx.output.resolve_source_value(source)
+        return eval(source.name, {"L": tx.output.local_scope, "G": tx.output.global_scope})
+    except Exception:  # noqa: BLE001 - sources that name helpers of guards
+        return None
+
+
 def float_of(placeholder: torch.fx.Node) -> torch.SymFloat | None:
     """The number that a graph input stands for, if it is a Python float that changed between calls; None for any other input.
 

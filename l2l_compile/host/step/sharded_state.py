@@ -13,6 +13,7 @@ import torch
 from l2l_compile.errors import L2LError
 from l2l_compile.object_copies import tensors_within
 from l2l_compile.ranks.announcements import ActionKind
+from l2l_compile.ranks.placement import placed
 from l2l_compile.ranks.ranks import Ranks, floats_of, numbers_of
 from l2l_compile.ranks.sharded import is_sharded, is_split_by_a_parallel_layer, local, ranks_behind, shard_spec_of, sharded_as
 
@@ -72,9 +73,16 @@ def _like(earlier: torch.Tensor, value: torch.Tensor, parameter: torch.Tensor) -
 
 
 def ranks_among(parameters: Iterable[torch.Tensor]) -> Ranks | None:
-    """The ranks among which parameters are sharded; None if there is one rank, or if no parameter is sharded."""
-    ranks = next((ranks_behind(p) for p in parameters if is_sharded(p)), None)
+    """The ranks that share parameters: among which they are sharded, or whose pipeline they are of; None for one rank."""
+    ranks = next((r for p in parameters if (r := _ranks_of(p)) is not None), None)
     return ranks if ranks is not None and ranks.world_size > 1 else None
+
+
+def _ranks_of(parameter: torch.Tensor) -> Ranks | None:
+    if is_sharded(parameter):
+        return ranks_behind(parameter)
+    where = placed(parameter)
+    return where.ranks if where is not None else None
 
 
 def counts_here(parameter: torch.Tensor, ranks: Ranks | None) -> bool:

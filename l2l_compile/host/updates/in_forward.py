@@ -25,7 +25,9 @@ from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.races import Place
 from l2l_compile.ranks.announcements import ActionKind
+from l2l_compile.ranks.pipeline_ranks import PipelineRanks
 from l2l_compile.ranks.sharded import local, sharded_as
+from l2l_compile.ranks.stage_norms import in_order_of_model
 from l2l_compile.runtime.stats import Stats
 
 _Norms = dict[Parameter, tuple[torch.Tensor, torch.Tensor]]  # complete gradients of a step, and their norms
@@ -247,6 +249,8 @@ class UpdatesInForward(OverlappedUpdates):
     def _norm_over_ranks(self, gradients: Mapping[Parameter, torch.Tensor], known: _Norms) -> torch.Tensor:
         """The global norm of gradients of which each rank has shards, with the same bits on every rank."""
         ranks = self.ranks
+        if isinstance(ranks, PipelineRanks):
+            return total_norm(in_order_of_model(self._norms_of(gradients, known), ranks, ranks.sum_on_host))
         norm = self._norm_of({p: g for p, g in gradients.items() if counts_here(p, ranks)}, known)
         if ranks is None:
             return norm
@@ -255,15 +259,18 @@ class UpdatesInForward(OverlappedUpdates):
 
     def _norm_of(self, gradients: Mapping[Parameter, torch.Tensor], known: _Norms) -> torch.Tensor:
         """The global norm, summed in the order of the model's parameters."""
-        ordered = sorted(gradients, key=lambda p: self._order.get(p, len(self._order)))
-        norms = []
-        for parameter in ordered:
+        return total_norm(list(self._norms_of(gradients, known).values()))
+
+    def _norms_of(self, gradients: Mapping[Parameter, torch.Tensor], known: _Norms) -> dict[Parameter, torch.Tensor]:
+        """The norm of each gradient, in the order of the model's parameters."""
+        norms = {}
+        for parameter in sorted(gradients, key=lambda p: self._order.get(p, len(self._order))):
             gradient, taken = gradients[parameter], known.get(parameter)
             if taken is not None and taken[0] is gradient:  # not so if a gradient from outside was added
-                norms.append(taken[1])
+                norms[parameter] = taken[1]
             else:
-                norms.append(self._norm_of_one(parameter, gradient))
-        return total_norm(norms)
+                norms[parameter] = self._norm_of_one(parameter, gradient)
+        return norms
 
     def _norm_of_one(self, parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor:
         """The norm of a gradient, taken in the dtype of its parameter. Only one gradient is widened at a time."""

@@ -13,6 +13,7 @@ from l2l_compile.options import Options
 from l2l_compile.passes.compilation import Compilation, Pass
 from l2l_compile.passes.pipeline import PREPARATION, SEGMENTATION
 from l2l_compile.passes.streaming.differentiate import Differentiate
+from l2l_compile.passes.streaming.place_stages import PlaceStages
 from l2l_compile.passes.streaming.place_stash import PlaceStash
 from l2l_compile.passes.streaming.place_updates import PlaceUpdates
 from l2l_compile.passes.streaming.prefetch import Prefetch
@@ -327,6 +328,7 @@ gradients of (True, False, False)""")
 def test_stream_writes_both_graphs():
     found = segmented(LAYERS)
     Differentiate().apply(found)
+    PlaceStages().apply(found)
     Stream().apply(found)
     text = re.sub(r"\bs\d+\b", "B", str(found.program()))
     assert lines(text[text.index("forward:") :]) == lines("""

@@ -1,0 +1,71 @@
+"""`pipeline` divides the layers of a model among the ranks of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from l2l_compile.errors import L2LError
+from l2l_compile.integrations.owners import owners_by_batch, owners_by_names
+from l2l_compile.ranks.placement import agreed, anything_is_placed, check_mesh, place, placed
+from l2l_compile.ranks.sharded import count_steps, is_sharded
+from l2l_compile.ranks.stage_norms import make_clipping_global
+
+
+def pipeline(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor | None = None,
+    *,
+    stages: Sequence[Sequence[str]] | None = None,
+    loops: int | None = None,
+) -> nn.Module:
+    """Divide the layers of a model among the ranks of a mesh of one dimension. Returns the model.
+
+    All ranks must call this, before the optimizer is made from `model.parameters()` and before `torch.compile`. A rank keeps the
+    parameters of its stages, with the values that rank 0 has; those of the others leave `parameters()` and `state_dict()`. All ranks
+    then call the compiled model with the same batch, and get the same loss.
+
+    `batch` is one like those of training: keyword arguments, positional ones, or one tensor. Rank 0 captures the model with it, finds the
+    segments, and cuts them into stages of about equal cost. They go to the ranks in turn, `loops` to each: by default as many as there
+    are layers for each rank, which leaves the ranks idle for the least time. `loops=1` gives each rank one run of layers, and sends
+    the least. Instead of `batch`, `stages` names the modules of each stage.
+
+    Raises `L2LError` for a mesh of more dimensions, for a model that is not on the host or is sharded, for modules without a stage, and
+    for a rank without parameters.
+    """
+    check_mesh(mesh)
+    _check(model)
+    if (batch is None) == (stages is None):
+        raise L2LError("l2l_compile.pipeline takes either a batch, from which it finds the stages, or the option stages")
+    if mesh.size() == 1:
+        return model
+    size = mesh.size()
+    if stages is not None:
+        owners = owners_by_names(model, stages, size)
+    else:
+        owners = agreed(mesh, lambda: owners_by_batch(model, batch, size, loops))
+    missing = {name for name, _ in model.named_parameters()} ^ owners.keys()
+    if missing:
+        raise L2LError(f"the ranks have different models: '{min(missing)}' is not on all of them")
+    for rank in range(size):
+        if rank not in owners.values():
+            raise L2LError(f"rank {rank} would have no parameters: the model has fewer layers than the mesh has ranks")
+    place(model, mesh, owners)
+    make_clipping_global()
+    count_steps()
+    return model
+
+
+def _check(model: nn.Module) -> None:
+    if anything_is_placed() and any(placed(p) is not None for p in model.parameters()):
+        raise L2LError("l2l_compile.pipeline was called on this model before: call it once, on the plain model")
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            raise L2LError(f"parameter '{name}' is sharded over ranks already: a pipeline of sharded layers is not supported yet")
+        if parameter.device.type not in ("cpu", "meta"):
+            raise L2LError(f"parameter '{name}' is on {parameter.device}: leave the model on the host, or on meta")

@@ -1,0 +1,209 @@
+"""Messages between the stages of a pipeline: values that go to another rank, or come from one, micro-batch by micro-batch.
+
+Two lanes carry them, one for each direction. With one lane for both, a rank that waits for a message could not send the one that the
+other rank waits for.
+
+    rank 0, segment i       compute   0   1   2   3              send       0   1   2   3
+    rank 1, segment i + 1   recv          0   1   2   3          compute        0   1   2   3
+
+The parts of a message are those of its values: the micro-batches of split values, in turn, and then the whole values. Both ranks
+count them alike, so that parts of different messages cannot be mixed up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from l2l_compile.devices.device import Device
+from l2l_compile.ir.values import TensorSpec
+from l2l_compile.lanes import Lane
+from l2l_compile.ranks.pipeline_ranks import PipelineRanks
+from l2l_compile.runtime.runtime_value import RuntimeValue
+from l2l_compile.runtime.step import Step
+
+Values = Sequence[RuntimeValue]
+Part = tuple[int, int]  # the position of a value in its message, and the number of a micro-batch
+
+
+class GraphRun(Protocol):
+    """The run of a graph, as messages need it (`executor.py`)."""
+
+    device: Device
+    step: Step
+
+    def submit(self, lane: str, reads: Values, fills: Values, work: Callable[[], Any]) -> None: ...
+
+    def submit_behind_releases(self, lane: str, reads: Values, fills: Values, work: Callable[[], Any]) -> None: ...
+
+
+def parts_of(counts: Sequence[int]) -> list[Part]:
+    """The parts of a message in order. `counts` has the micro-batches of each value: 0 for a whole one."""
+    split = [position for position, count in enumerate(counts) if count]
+    of_split = [(position, number) for number in range(max(counts, default=0)) for position in split]
+    return of_split + [(position, 0) for position, count in enumerate(counts) if not count]
+
+
+def counts_of(step: Step, values: Sequence[fx.Node]) -> list[int]:
+    """How many micro-batches each of these values of a program has; 0 for a whole one."""
+    return [len(step.rows.sizes) if value.meta["split"] else 0 for value in values]
+
+
+class Arrival:
+    """A message on its way to this rank, which fills its values part by part.
+
+    A segment that reads one of them waits for its micro-batches one by one; whatever else reads it waits for all.
+    """
+
+    def __init__(self, run: GraphRun, source: int, described: Sequence[fx.Node], values: Values):
+        self._run, self._source, self._values = run, source, values
+        self._specs = [(node.meta["spec"], node.meta["split"]) for node in described]
+        self._counts = counts_of(run.step, described)
+        self._parts = parts_of(self._counts)
+        self._works: dict[Part, Any] = {}  # of the lane `recv`
+        self._there: dict[Part, RuntimeValue] = {}  # stand for the parts that somebody waits for
+        for value in values:
+            value.arrival = self
+        run.submit_behind_releases(Lane.RECV, (), (), self._ask)
+
+    def part(self, value: RuntimeValue, micro_batch: int) -> RuntimeValue:
+        """Stands for a micro-batch of a value: who reads it waits until it is there. A whole value is one part."""
+        position = next(position for position, each in enumerate(self._values) if each is value)
+        wanted = position, min(micro_batch, max(self._counts[position] - 1, 0))
+        for part in self._parts[: self._parts.index(wanted) + 1]:
+            if part not in self._there:
+                self._there[part] = self._awaited(part)
+        return self._there[wanted]
+
+    def complete(self, value: RuntimeValue) -> None:
+        """Who reads a value waits for all of it."""
+        position = next(position for position, each in enumerate(self._values) if each is value)
+        last = self.part(value, max(self._counts[position] - 1, 0))
+        value.lane, value.event = last.lane, last.event
+
+    def _ask(self) -> None:
+        """Make room for all parts, and ask for them in order (lane `recv`)."""
+        device, ranks = self._run.device, ranks_of(self._run.step)
+        for value, (spec, is_split) in zip(self._values, self._specs, strict=True):
+            device.accesses.write(value.place)
+            value.tensors = [
+                torch.empty(sizes, dtype=spec.dtype, device=device.torch_device)
+                for sizes in _sizes_of_parts(self._run.step, spec, is_split)
+            ]
+            device.hold(value.tensors)
+        for position, number in self._parts:
+            self._works[position, number] = ranks.receive(self._values[position].tensors[number], self._source)
+
+    def _awaited(self, part: Part) -> RuntimeValue:
+        position, number = part
+        step, value, made = self._run.step, self._values[position], RuntimeValue()
+
+        def work() -> None:
+            ranks_of(step).finish_message(self._works.pop(part))
+            step.stats.received_bytes += value.tensors[number].nbytes
+
+        self._run.submit(Lane.RECV, (), (made,), work)
+        return made
+
+
+class ArrivingParts:
+    """The micro-batches of values that a segment reads while they arrive; as `MicroBatchCopies`.
+
+    ahead  how many micro-batches beyond the first one are read together with it
+    """
+
+    def __init__(self, values: Values, ahead: int):
+        self._values, self._ahead = values, ahead
+
+    def before(self, micro_batch: int) -> tuple[Values, Values]:
+        wanted = range(micro_batch, micro_batch + 1 + (self._ahead if micro_batch == 0 else 0))
+        return [arrival_of(value).part(value, number) for value in self._values for number in wanted], ()
+
+    def after(self, micro_batch: int) -> None:
+        """The value is released like any other."""
+
+    def end(self) -> None:
+        for value in self._values:
+            arrival_of(value).complete(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Leaving:
+    """A message of results of a segment that goes to another rank while they are made. `values` are those that are split."""
+
+    to: int
+    values: Values
+
+
+class LeavingParts:
+    """The micro-batches of results of a segment that go to other ranks as they are made; as `MicroBatchCopies`."""
+
+    def __init__(self, run: GraphRun, messages: Sequence[Leaving]):
+        self._run, self._messages = run, messages
+        self._made = RuntimeValue()
+
+    def before(self, micro_batch: int) -> tuple[Values, Values]:
+        self._made = RuntimeValue()  # stands for what the micro-batch makes
+        return (), (self._made,)
+
+    def after(self, micro_batch: int) -> None:
+        for message in self._messages:
+            send_parts(self._run, message.to, message.values, [(i, micro_batch) for i in range(len(message.values))], self._made)
+
+    def end(self) -> None:
+        """The last parts leave while the next segment is computed."""
+
+
+def send_parts(run: GraphRun, to: int, values: Values, parts: Sequence[Part], *made: RuntimeValue) -> None:
+    """Send parts of values (by their positions) in order, when `made` is made (lane `send`)."""
+    leaving = []
+    for value in values:
+        value.outgoing = value.outgoing if value.outgoing is not None else []
+        leaving.append((value, value.outgoing))
+
+    def work() -> None:
+        for position, number in parts:
+            value, messages = leaving[position]
+            tensor = value.tensors[number]
+            messages.append(ranks_of(run.step).send(tensor, to))
+            run.step.stats.sent_bytes += tensor.nbytes
+
+    run.submit(Lane.SEND, made or values, (), work)
+
+
+def finish_messages(run: GraphRun, value: RuntimeValue) -> None:
+    """Have lanes wait until a value has come, or left: its memory is released next, or the run of the graph ends."""
+    if value.arrival is not None:
+        value.arrival.complete(value)
+    if value.outgoing is None:
+        return
+    messages, value.outgoing = value.outgoing, None
+
+    def work() -> None:
+        for message in messages:
+            ranks_of(run.step).finish_message(message)
+
+    run.submit(Lane.SEND, (value,), (), work)
+
+
+def arrival_of(value: RuntimeValue) -> Arrival:
+    """The message that a value comes with."""
+    assert value.arrival is not None
+    return value.arrival
+
+
+def ranks_of(step: Step) -> PipelineRanks:
+    """The ranks of the pipeline that runs a step."""
+    assert isinstance(step.world, PipelineRanks), "only a pipeline has messages"
+    return step.world
+
+
+def _sizes_of_parts(step: Step, spec: TensorSpec, is_split: bool) -> Iterator[tuple[int, ...]]:
+    rows = step.rows
+    for count in rows.sizes if is_split else [None]:
+        bindings = rows.bindings if count is None or rows.batch is None else {**rows.bindings, rows.batch: count}
+        yield spec.sizes(bindings)
