@@ -175,7 +175,7 @@ def _slabs(programs: Sequence[Program], options: Options) -> int | None:
     """Bytes of the weight slabs of a device with memory of its own; None for the host, where weights are fetched as aliases."""
     if not kind_of(options.device).pins_memory:
         return None
-    largest = max((slab_bytes(program.segments, program.bindings) for program in programs), default=0)
+    largest = max((slab_bytes(program.here, program.bindings) for program in programs), default=0)
     return (options.prefetch + 1) * largest
 
 
@@ -280,7 +280,7 @@ class _DryRun:
         elif nodes.carries(node) is nodes.Carries.GRADIENTS:  # of this rank
             segment = self.program.segments[nodes.operands(node).segment]
             self.held[node] = _Held(self._pushed(segment) // self.captured.shards, GRADIENTS)
-        elif node.target is not operator.getitem and "spec" in node.meta:  # else the segment has made it
+        elif "spec" in node.meta and not _is_made_by_a_segment(node):
             self.held[node] = _Held(self._bytes(node.meta["spec"]), _kind_of(node), node.meta["spec"])
 
     def _split(self, node: fx.Node) -> None:
@@ -439,6 +439,11 @@ def _made(segment: Segment, spec: TensorSpec, runs: Sequence[Bindings]) -> list[
 def _bytes_in(dtype: torch.dtype, spec: TensorSpec, sizes: Bindings) -> int:
     """Bytes of a value in another dtype than its own."""
     return spec.bytes(sizes) // spec.dtype.itemsize * dtype.itemsize
+
+
+def _is_made_by_a_segment(node: fx.Node) -> bool:
+    """Whether a value is a result of a segment, which counts it while it runs."""
+    return node.target is operator.getitem and nodes.operands(node).results.target is not nodes.recv
 
 
 def _kind_of(node: fx.Node) -> str:

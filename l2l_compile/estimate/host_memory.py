@@ -80,7 +80,7 @@ class HostMemory:
 
 def host_memory(programs: Sequence[Program], options: Options, activations: int = 0) -> HostMemory:
     """The host memory that these programs of one model need, with the bytes of activations that they keep there."""
-    segments = [_SegmentMemory.of(segment, program, options) for program in programs for segment in program.segments]
+    segments = [_SegmentMemory.of(segment, program, options) for program in programs for segment in program.here]
     parameters = {name: spec for segment in segments for name, spec in segment.parameters}
     trained = [spec for spec in parameters.values() if spec.differentiable]
     sent = _sent(segments, options)
@@ -101,11 +101,11 @@ def host_memory(programs: Sequence[Program], options: Options, activations: int 
 
 
 def _entries(programs: Sequence[Program]) -> dict[str, int]:
-    """Entries of each parameter, on all ranks."""
+    """Entries of each parameter, on all ranks; of a pipeline, of this rank's."""
     return {
         weight.name: math.prod(spec.sizes(program.bindings))
         for program in programs
-        for segment in program.segments
+        for segment in program.here
         for weight, spec in zip(segment.weights, segment.block.weights, strict=True)
         if weight.kind == "parameter"
     }

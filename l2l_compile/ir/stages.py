@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,10 +33,21 @@ class Stages:
         return self.rank in self.runs_on[segment.index]
 
     def lines(self, segments: Sequence[Segment]) -> tuple[str, ...]:
-        """The same on each rank: a line for each segment, with its ranks."""
+        """The same on each rank: a line for each segment, with its ranks and what it makes."""
         if self.ranks == 1:
             return ()
-        return tuple(f"{s.name} on rank {', '.join(map(str, self.runs_on[s.index]))}" for s in segments)
+        made = (", ".join(f"{v}: {spec}" for v, spec in zip(s.outputs, s.block.outputs, strict=True)) for s in segments)
+        return tuple(
+            f"{s.name} on rank {', '.join(map(str, self.runs_on[s.index]))} makes {text}"
+            for s, text in zip(segments, made, strict=True)
+        )
+
+    @property
+    def loops(self) -> int:
+        """How many stages a rank has at most: runs of consecutive segments that it alone runs."""
+        places = [ranks[0] for ranks in self.runs_on if len(ranks) == 1]
+        runs = [rank for rank, _ in itertools.groupby(places)]
+        return max(Counter(runs).values(), default=1)
 
 
 class Borders:

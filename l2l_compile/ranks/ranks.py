@@ -76,6 +76,11 @@ class Ranks:
         """How many consecutive ranks of the world compute with the same rows."""
         return self.tp_size
 
+    @property
+    def shares_layers(self) -> bool:
+        """Whether ranks compute parts of the same layers. In a call without gradients, each may have a cache of its own."""
+        return self.tp_size > 1
+
     def made_for(self, group: dist.ProcessGroup) -> bool:
         """Whether these ranks were made for this process group. False after `torch.distributed` was initialized again."""
         return self._made_for() is group

@@ -8,6 +8,7 @@ from typing import Any
 
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.segments import Block
+from l2l_compile.report.stage_table import stage_table
 from l2l_compile.units import format_bytes
 
 WIDTH = 100
@@ -29,8 +30,14 @@ def text_of(report: Any) -> str:
     if report.update is not None:
         lines += _paragraphs("", f"updates: {report.update}")
     for number, program in enumerate(report.programs):
-        lines += ["", *_table(number, program, notes)]
+        lines += ["", *_table(number, program, notes), *stage_lines(program)]
     return "\n".join(lines)
+
+
+def stage_lines(program: Program) -> list[str]:
+    """The stages of a pipeline."""
+    table = stage_table(program)
+    return [*_paragraphs("", table[0]), *table[1:]] if table else []
 
 
 def paragraphs(text: str) -> list[str]:

@@ -36,7 +36,7 @@ def begin_together(
         count,
         len(rows.sizes),
         step.base_seed(),
-        _number_of_inputs(captured, step.given) if to_train and ranks.same_rows > 1 else 0,
+        _number_of_inputs(captured, step.given) if ranks.same_rows > 1 and (to_train or not ranks.shares_layers) else 0,
     )
     announced = ranks.announce(
         ActionKind.FORWARD, tuple(collectives), to_train, told, functools.partial(_refuse_rows, ranks.same_rows, ranks.shares)

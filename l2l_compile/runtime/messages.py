@@ -20,6 +20,8 @@ import torch
 from torch import fx
 
 from l2l_compile.devices.device import Device
+from l2l_compile.errors import RankError
+from l2l_compile.ir.segments import Segment
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.lanes import Lane
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks
@@ -35,6 +37,7 @@ class GraphRun(Protocol):
 
     device: Device
     step: Step
+    segments: Sequence[Segment]
 
     def submit(self, lane: str, reads: Values, fills: Values, work: Callable[[], Any]) -> None: ...
 
@@ -61,6 +64,9 @@ class Arrival:
 
     def __init__(self, run: GraphRun, source: int, described: Sequence[fx.Node], values: Values):
         self._run, self._source, self._values = run, source, values
+        self._what = (
+            f"'{described[0].meta['value']}' of segment '{run.segments[described[0].meta['segment']].name}' from rank {source}"
+        )
         self._specs = [(node.meta["spec"], node.meta["split"]) for node in described]
         self._counts = counts_of(run.step, described)
         self._parts = parts_of(self._counts)
@@ -103,7 +109,11 @@ class Arrival:
         step, value, made = self._run.step, self._values[position], RuntimeValue()
 
         def work() -> None:
-            ranks_of(step).finish_message(self._works.pop(part))
+            try:
+                ranks_of(step).finish_message(self._works.pop(part))
+            except RankError as error:
+                error.add_note(f"this rank, {ranks_of(step).world_rank}, waited for {self._what}")
+                raise
             step.stats.received_bytes += value.tensors[number].nbytes
 
         self._run.submit(Lane.RECV, (), (made,), work)

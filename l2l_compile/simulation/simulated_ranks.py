@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from l2l_compile.errors import L2LError
 from l2l_compile.lowering.costs import nbytes
 from l2l_compile.ranks.announcements import ActionKind
+from l2l_compile.ranks.placement import placed
 from l2l_compile.ranks.ranks import Ranks, standing_in
 from l2l_compile.ranks.sharded import is_of_a_parallel_layer, is_sharded
 from l2l_compile.simulation.machine import Machine
@@ -87,7 +88,7 @@ class Division:
 def division_of(model: Callable, machine: Machine) -> Division | None:
     """How `shard` has sharded a model; None for one rank.
 
-    Raises `L2LError` for parallel layers, `OptionError` for a figure that the machine lacks.
+    Raises `L2LError` for parallel layers and for a pipeline, `OptionError` for a figure that the machine lacks.
     """
     modules = [m for m in (model, getattr(model, "__self__", None)) if isinstance(m, nn.Module)]
     found = None
@@ -96,6 +97,11 @@ def division_of(model: Callable, machine: Machine) -> Division | None:
             raise L2LError(
                 f"parameter '{name}' is sharded over {parameter.device_mesh}: simulate knows neither the sums of parallel layers "
                 "nor replicas; simulate a model that l2l_compile.shard alone has sharded, over a mesh of one dimension"
+            )
+        if placed(parameter) is not None:
+            raise L2LError(
+                f"parameter '{name}' is on one rank of a pipeline: simulate does not know messages between stages yet; simulate the plain "
+                "model, or see l2l_compile.explain for the share of a step in which stages are idle"
             )
         if is_sharded(parameter):
             found = parameter.device_mesh

@@ -138,6 +138,15 @@ class ThreadedDevice(Counted):
         if first:
             raise first[0]
 
+    def await_ranks(self, check: Callable[[], None]) -> None:
+        """A lane that failed has to be told to the other ranks: one of them may be waited for by another lane."""
+        events = [lane.record() for lane in self.lanes.values()]
+        while not all(event.is_set() for event in events):
+            if self._failures:
+                raise self._failures[0]
+            check()
+            time.sleep(_LOOK)
+
     def recover(self) -> None:
         super().recover()
         self._failures.clear()
@@ -157,6 +166,9 @@ class ThreadedDevice(Counted):
 
     def host_threads(self) -> int:
         return half_of_the_cores()
+
+
+_LOOK = 1e-3  # seconds between two looks at lanes that may wait for other ranks
 
 
 def _poison(tensor: torch.Tensor) -> None:

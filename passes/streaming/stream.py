@@ -146,11 +146,13 @@ class _Forward:
         """Receive what a segment of another rank makes, as it makes it. Returns as `_run`."""
         rank, is_split = self.compilation.stages.rank, bool(segment.block.inner_looped)
         arriving = [value for value in segment.outputs if rank in self.borders.receivers(value)]
-        specs = [(f"{value}", _spec(self.captured.specs, value)) for value in arriving]
+        specs = [
+            (f"{value}", replace(_spec(self.captured.specs, value), equal_rows=False)) for value in arriving
+        ]  # each row arrives
         if not arriving:
             return {}
-        layouts = [is_split and spec.partial is None for _, spec in specs]
-        for value, node in zip(arriving, self.writer.received(self.borders.sender(arriving[0]), specs, layouts), strict=True):
+        layouts, source = [is_split and spec.partial is None for _, spec in specs], self.borders.sender(arriving[0])
+        for value, node in zip(arriving, self.writer.received(source, specs, layouts, segment), strict=True):
             self.values.hold(value, node)
         wanted = [value for value in arriving if value in self.returned]
         return {value: self.writer.derived(nodes.offload, self.values.as_made(value)) for value in wanted}
@@ -210,6 +212,8 @@ class _Backward:
         kept, left = self.compilation.gradients.kept, nodes.returned(self.compilation.forward).stashes
         for value, node in zip(kept, left, strict=True):
             name, spec = f"stash_{_identifier(value)}", _spec(self.captured.specs, value)
+            if not self.borders.is_made_here(value):
+                spec = _arrived(spec)
             self.stashes[value] = self.writer.placeholder(name, value, spec, node.meta["split"], "stash")
 
     def _take_gradients(self) -> None:
@@ -325,6 +329,11 @@ def _spec(specs: dict[fx.Node, TensorSpec], value: Value) -> TensorSpec:
     """The spec of a value. After a write, its rows are not known to be equal."""
     spec = specs[value.node]
     return replace(spec, equal_rows=False) if value.version else spec
+
+
+def _arrived(spec: TensorSpec) -> TensorSpec:
+    """The spec of a value that another rank has made: each of its rows has memory here, also if all are equal."""
+    return replace(spec, equal_rows=False)
 
 
 def _identifier(value: Value) -> str:

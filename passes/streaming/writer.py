@@ -47,12 +47,9 @@ class GraphWriter:
         return self.derived(nodes.split if split else nodes.merge, node, split=split)
 
     def received(
-        self, source: int, specs: Sequence[tuple[str, TensorSpec]], layouts: Sequence[bool], segment: Segment | None = None
+        self, source: int, specs: Sequence[tuple[str, TensorSpec]], layouts: Sequence[bool], segment: Segment
     ) -> list[fx.Node]:
-        """Values that a rank of the pipeline sends together, each with its name, spec and layout (whether it is split).
-
-        `segment` is that whose gradients they are.
-        """
+        """What a segment makes on another rank of the pipeline: values, each with its name, spec and layout (whether it is split)."""
         together = self.emit(nodes.recv, source, segment=segment)
         picked = [self.emit(operator.getitem, together, index, segment=segment) for index in range(len(specs))]
         described = zip(picked, specs, layouts, strict=True)

@@ -1,0 +1,77 @@
+"""A stage that is killed or fails: the other ranks end within seconds, with a sentence that names the rank and what they waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from pipelines import Case, train
+
+from l2l_compile import RankError
+from l2l_compile.ir import nodes
+from l2l_compile.ranks import watch
+from l2l_compile.runtime.executor import HANDLERS
+
+SECONDS = 8.0
+CASE = Case("llama", options={"update": "in_backward"})
+PLACES = {"forward": nodes.forward, "backward": nodes.backward, "update": nodes.update}
+
+
+def failing_in(place: str, fail) -> None:
+    """Rank 1 fails when it comes to this node the tenth time: in the second step at least."""
+    runs, count = HANDLERS[PLACES[place]], 0
+
+    def run(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if count == 10:
+            fail()
+        return runs(*args, **kwargs)
+
+    HANDLERS[PLACES[place]] = run
+
+
+def killed(rank, world, place):
+    if rank == 1:
+        failing_in(place, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        train(CASE, world)
+    start = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RankError) as caught:
+        patch.setattr(watch, "PATIENCE", 2.0)
+        train(CASE, world)
+    return str(caught.value), getattr(caught.value, "__notes__", []), time.monotonic() - start
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_stage_that_is_killed_is_named(ranks, place):
+    text, notes, _ = ranks.run(killed, place, world=2, killed=1)[0]
+    assert text.startswith("rank 1 does not answer since 2 s: it was killed, or hangs")
+    if place != "update":  # it may be noticed where ranks announce the next forward
+        assert any("this rank, 0, waited for '" in note and "from rank 1" in note for note in notes), notes
+
+
+def raising(rank, world, place):
+    before = dict(HANDLERS)
+
+    def fail():
+        raise ValueError("no more data")
+
+    try:
+        if rank == 1:
+            failing_in(place, fail)
+        start = time.monotonic()
+        with pytest.raises((ValueError, RankError)) as caught:
+            train(CASE, world)
+        assert time.monotonic() - start < 60
+        return str(caught.value)
+    finally:
+        HANDLERS.clear()
+        HANDLERS.update(before)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_an_error_of_a_stage_is_told_to_the_others(ranks, place):
+    told, own = ranks.run(raising, place, world=2)
+    assert own == "no more data" and told.startswith("rank 1 failed: ValueError: no more data")

@@ -1,0 +1,257 @@
+"""Which rank gets what, what each rank sees of the model, and what is refused."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipelines import MODELS, Case, UShape, run, train
+from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import l2l_compile
+from l2l_compile import L2LError, VerifyError
+from l2l_compile.integrations.owners import cut, owners_by_names
+from l2l_compile.ir import nodes
+from l2l_compile.passes import verify_stages
+from l2l_compile.ranks.pipeline_ranks import partners
+from l2l_compile.report.stage_table import bubble
+
+LLAMA = Case("llama")
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+def test_each_two_ranks_meet_once_in_a_tournament(size):
+    rounds = list(zip(*(partners(rank, size) for rank in range(size)), strict=True))
+    pairs = [tuple(sorted((rank, partner))) for met in rounds for rank, partner in enumerate(met) if rank < partner]
+    assert len(pairs) == len(set(pairs)) == size * (size - 1) // 2
+    assert all(met[partner] == rank for met in rounds for rank, partner in enumerate(met))
+
+
+def test_stages_are_cut_where_the_largest_costs_least():
+    assert cut([1, 1, 1, 1, 4], 2) == [range(4), range(4, 5)]
+    assert cut([3, 1, 1, 1, 3], 3) == [range(1), range(1, 4), range(4, 5)]
+    assert cut([1.0] * 6, 6) == [range(i, i + 1) for i in range(6)]
+
+
+def test_the_bubble_is_that_of_the_papers():
+    assert bubble(4, 8, 1) == 3 / 11 and bubble(4, 8, 2) == 3 / 19
+
+
+def test_names_of_modules_place_parameters():
+    model = UShape(2)
+    found = owners_by_names(model, [["inside", "down.0"], ["down.1", "up"], ["out"]], 2)
+    assert {name.split(".")[0] for name, rank in found.items() if rank == 0} == {"inside", "down", "out"}
+    assert found["down.1.1.weight"] == found["up.0.1.weight"] == 1
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([["inside", "down"], ["up", "outside"]], "names 'outside', which is no module"),
+        ([["inside", "down"], ["up"]], "'out.weight' is in no stage"),
+        ([["inside", "down", "up", "out"], ["up.0"]], "'up.0.0.weight' would be on rank 0 and, for 'up.0', on rank 1"),
+    ],
+)
+def test_stages_that_do_not_fit_the_model_are_refused(stages, message):
+    with pytest.raises(L2LError, match=message):
+        owners_by_names(UShape(2), stages, 2)
+
+
+# ---- what a rank sees ---------------------------------------------------------------------------------------------------
+
+
+def a_rank_sees_its_own_part(rank, world):
+    whole = MODELS["llama"]()
+    staged = train(LLAMA, world)
+    model = staged.compiled._orig_mod
+    mine = dict(model.named_parameters())
+    names = [set() for _ in range(world)]
+    dist.all_gather_object(names, set(mine))
+    assert set.union(*names) == {name for name, _ in whole.named_parameters()} and not set.intersection(*names)
+    held = sum(p.untyped_storage().nbytes() for p in mine.values())
+    largest = max(sum(p.nbytes for p in m.parameters()) for m in whole.model.layers)
+    total = sum(p.nbytes for p in whole.parameters())
+    assert held <= total / world + largest
+    (other,) = sorted(names[1 - rank])[:1]
+    with pytest.raises(L2LError, match=f"'{other}' is on rank {1 - rank} of the pipeline, and this is rank {rank}"):
+        model.get_parameter(other)
+    with pytest.raises(L2LError, match="call the compiled model"):
+        model(**LLAMA.batch(0))
+    model.load_state_dict(whole.state_dict())  # of the whole model
+    assert all(torch.equal(p, whole.get_parameter(name)) for name, p in mine.items())
+
+
+def test_a_rank_sees_its_own_parameters_alone(ranks):
+    ranks.run(a_rank_sees_its_own_part, world=2)
+
+
+def values_are_those_of_the_first(rank, world):
+    torch.manual_seed(rank)
+    model = UShape(2)
+    expected = [dict(model.state_dict())]
+    dist.broadcast_object_list(expected)
+    l2l_compile.pipeline(model, init_device_mesh("cpu", (world,)), stages=[["inside", "down"], ["up", "out"]])
+    assert all(torch.equal(p, expected[0][name]) for name, p in model.named_parameters())
+
+
+def test_ranks_get_the_values_of_rank_0(ranks):
+    ranks.run(values_are_those_of_the_first, world=2)
+
+
+def without_gradients(rank, world):
+    case = Case("llama", options={"outputs": "all"})
+    staged = train(case, world)
+    torch.manual_seed(0)
+    eager = MODELS["llama"]()
+    staged.compiled._orig_mod.load_state_dict(eager.state_dict())
+    with torch.no_grad():
+        output, expected = staged.compiled(**case.batch(0)), eager(**case.batch(0))
+    assert abs(output.loss - expected.loss) < 1e-5
+    assert output.logits.shape == expected.logits.shape
+    if not output.logits.is_meta:
+        assert torch.allclose(output.logits, expected.logits, atol=1e-5)
+    return output.logits.is_meta
+
+
+def test_outputs_with_rows_are_on_the_rank_that_makes_them(ranks):
+    assert sorted(ranks.run(without_gradients, world=2)) == [False, True]
+
+
+def memory_is_that_of_the_report(rank, world):
+    for case in (LLAMA, Case("u_shape", loops=1), Case("mixtral")):
+        staged = train(case, world)
+        options = {"device": "cpu", "micro_batches": 3, "block_compiler": "eager", "outputs": "loss"}
+        report = l2l_compile.explain(staged.compiled._orig_mod, options)(**case.batch(3))
+        assert l2l_compile.stats(staged.compiled).peak_device_bytes == report.device_memory.peak
+        text = str(report)
+        assert f"pipeline of {world} ranks, this is rank {rank}: " in text and "sends in forward" in text
+
+
+def test_device_memory_is_that_of_the_report(ranks):
+    ranks.run(memory_is_that_of_the_report, world=2)
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------------
+
+
+class Scored(nn.Module):
+    """A model that leaves the loss to the loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def refused(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    scored = Scored()
+    with pytest.raises(L2LError, match="either a batch"):
+        l2l_compile.pipeline(scored, mesh)
+    with pytest.raises(L2LError, match="DeviceMesh of one dimension"):
+        l2l_compile.pipeline(scored, init_device_mesh("cpu", (world, 1)), torch.ones(4, 4))
+    with pytest.raises(L2LError, match="rank 1 would have no parameters"):
+        l2l_compile.pipeline(nn.Linear(4, 4), mesh, stages=[[""]])
+    l2l_compile.pipeline(scored, mesh, torch.ones(4, 4))
+    with pytest.raises(L2LError, match="call it once"):
+        l2l_compile.pipeline(scored, mesh, torch.ones(4, 4))
+    options = {"device": "cpu", "micro_batches": 2, "block_compiler": "eager"}
+    compiled = torch.compile(scored, backend="l2l", fullgraph=True, options=options)
+    with pytest.raises(L2LError, match="the model returns no loss"):
+        compiled(torch.ones(4, 4))
+    with pytest.raises(L2LError, match="simulate does not know messages between stages"):
+        l2l_compile.simulate(scored, "h100")(torch.ones(4, 4))
+
+
+def test_what_a_pipeline_cannot_do_is_refused(ranks):
+    ranks.run(refused, world=2)
+
+
+def another_batch(rank, world):
+    case = Case("llama", rows=(6 - rank,) * 4)
+    with pytest.raises(L2LError, match="are stages of a pipeline and have batches of 6 and 5 rows"):
+        train(case, world, batch=LLAMA.batch(0))
+    torch.distributed.barrier()
+    model = MODELS["u_shape"]()
+    l2l_compile.pipeline(model, init_device_mesh("cpu", (world,)), Case("u_shape").batch(0))
+    compiled = torch.compile(model, backend="l2l", fullgraph=True, options={"device": "cpu", "block_compiler": "eager"})
+    for needs in (True, False):
+        with torch.set_grad_enabled(needs), pytest.raises(L2LError, match="have other inputs than each other"):
+            compiled(**Case("u_shape").batch(rank))
+
+
+def test_ranks_with_other_batches_are_refused(ranks):
+    ranks.run(another_batch, world=2)
+
+
+def a_parameter_of_no_rank(rank, world):
+    model = MODELS["llama"]()
+    l2l_compile.pipeline(model, init_device_mesh("cpu", (world,)), LLAMA.batch(0))
+    model.extra = nn.Parameter(torch.ones(()))
+    forward = model.forward
+    model.forward = lambda **batch: forward(**batch).loss * model.extra
+    with pytest.raises(L2LError, match="is on no rank of the pipeline"):
+        run(LLAMA, model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1)
+
+
+def test_a_parameter_that_no_rank_has_is_refused(ranks):
+    ranks.run(a_parameter_of_no_rank, world=2)
+
+
+# ---- the programs of all ranks ------------------------------------------------------------------------------------------
+
+
+class LeaveOut:
+    """A pass of the user's that takes a message out of the program of one rank."""
+
+    name, requires, provides = "leave_out", frozenset(), frozenset()
+
+    def apply(self, compilation):
+        if compilation.stages.rank == 0:
+            graph = compilation.backward
+            graph.erase_node(graph.find_nodes(op="call_function", target=nodes.send)[0])
+
+
+def spoiled(rank, world):
+    with pytest.raises(VerifyError, match="in backward: message 0 from rank 0 to rank 1 is d hidden") as caught:
+        train(Case("llama", options={"passes": [LeaveOut()]}), world)
+    assert caught.value.rule == "paired"
+
+
+def test_a_message_that_is_left_out_is_refused(ranks):
+    ranks.run(spoiled, world=2)
+
+
+def waiting(source: int) -> fx.Graph:
+    """A rank that sends what it receives, before it could receive it."""
+    graph = fx.Graph()
+    got = graph.call_function(nodes.recv, (source,))
+    value = graph.call_function(operator.getitem, (got, 0))
+    graph.call_function(nodes.send, ((value,), source))
+    graph.output(())
+    return graph
+
+
+def test_ranks_that_wait_for_one_another_are_refused():
+    with pytest.raises(VerifyError, match="the ranks wait for one another, rank 0 at .*; rank 1 at ") as caught:
+        verify_stages._progress("forward", [waiting(1), waiting(0)])
+    assert caught.value.rule == "progress"
+
+
+def all_programs(rank, world):
+    staged = train(Case("u_shape"), world)
+    (program,) = l2l_compile.programs(staged.compiled)
+    assert str(type(program).parse(str(program))) == str(program)
+    return str(program)
+
+
+def test_a_printed_program_of_a_stage_parses(ranks):
+    first, second = ranks.run(all_programs, world=2)
+    assert "send(" in first and "recv(1)" in first and "recv(0)" in second
