@@ -667,6 +667,79 @@ def test_the_program_of_two_ranks(shown):
     assert UPDATE or str(l2l_compile.Program.parse(shown[0].text)) == shown[0].text
 
 
+@checks("docs/pipelines.md: Who gets what", "docs/pipelines.md: What a rank does")
+def test_the_stages_of_two_ranks(shown):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x.pow(2).mean()
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with torch.device("meta"):
+            plain = Model()
+        x = torch.randn(8, 64)
+        model = l2l_compile.pipeline(plain, init_device_mesh("cpu", (2,)), x)
+        report = l2l_compile.explain(model, {"micro_batches": 2, "device": "cpu"})(x)
+    finally:
+        torch.distributed.destroy_process_group()
+    text = str(report)
+    for block in shown:
+        if block.heading == "Who gets what":
+            compare(block, text[text.index("pipeline of") :])
+        else:
+            compare(block, str(report.programs[0]))
+            assert UPDATE or str(l2l_compile.Program.parse(block.text)) == block.text
+
+
+@checks("docs/pipelines.md: Pipelines", "docs/pipelines.md: Saving")
+def test_the_lines_on_pipelines_run_in_two_processes(shown, launcher, tmp_path):
+    """Those that save run behind those that train."""
+    (start,) = [block for block in BLOCKS if (block.document, block.heading) == ("docs/pipelines.md", "Pipelines")]
+    code = start.text.replace('"micro_batches":', '"device": "cpu", "block_compiler": "eager", "micro_batches":')
+    code += "" if shown == [start] else "\n" + shown[0].text
+    script = f"""
+import collections, os
+child = os.fork()
+os.environ.update(RANK=str(int(child == 0)), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+import torch, torch.distributed, torch.distributed.checkpoint as dcp, l2l_compile
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+torch.set_num_threads(1)
+torch.manual_seed(0)
+folder = {str(tmp_path / "checkpoint")!r}
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return Loss(x.pow(2).mean())
+Loss = collections.namedtuple("Loss", "loss")
+plain, loader = Model(), [{{"x": torch.randn(4, 8)}} for _ in range(2)]
+batch = loader[0]
+init = torch.distributed.init_process_group
+torch.distributed.init_process_group = lambda kind: init(
+    kind, store=torch.distributed.FileStore({str(tmp_path / "store")!r}, 2), rank=int(os.environ["RANK"]), world_size=2)
+exec({code!r})
+assert len(list(plain.parameters())) == 4
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    done = launcher.run(script, seconds=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_the_picture_is_small_and_as_wide_as_the_script_takes_it():
     """tests/page/test_page.py takes it anew where there is a browser."""
     picture = (ROOT / "docs" / "page.png").read_bytes()

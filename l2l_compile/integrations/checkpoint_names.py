@@ -16,6 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from l2l_compile.integrations.stored_weights import Conversion, Stored, TensorNames
+from l2l_compile.ranks.placement import names_elsewhere
 from l2l_compile.ranks.sharded import local, whole_of_rank_0
 
 _IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # buffers that checkpoints had once, as in from_pretrained
@@ -88,7 +89,7 @@ def _mark(tensor: torch.Tensor, initialised: bool) -> None:
 def _alone(model: PreTrainedModel, missing: list[str]) -> Iterator[dict[str, nn.Parameter]]:
     """A context in which the parameters `missing` are whole host tensors, given by name.
 
-    All other parameters are on meta in it, and marked as initialised.
+    All other parameters, also those that other ranks of a pipeline have, are on meta in it, and marked as initialised.
     """
     wanted = {id(model.state_dict(keep_vars=True)[name]) for name in missing}
     stands: dict[int, nn.Parameter] = {}
@@ -113,7 +114,22 @@ def _alone(model: PreTrainedModel, missing: list[str]) -> Iterator[dict[str, nn.
                     plain[f"{path}.{name}".removeprefix(".")] = made
             module._parameters[name] = stands[id(parameter)]
     try:
-        yield plain
+        with _elsewhere_on_meta(model):
+            yield plain
     finally:
         for module, name, parameter in before:
             module._parameters[name] = parameter
+
+
+@contextmanager
+def _elsewhere_on_meta(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which parameters that other ranks of a pipeline have are there, on meta, and marked as initialised."""
+    elsewhere = list(names_elsewhere(model))
+    for module, name, tensor in elsewhere:
+        made = module._parameters[name] = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), False)
+        _mark(made, True)
+    try:
+        yield
+    finally:
+        for module, name, _ in elsewhere:
+            del module._parameters[name]

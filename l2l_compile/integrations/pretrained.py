@@ -17,7 +17,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from l2l_compile.errors import L2LError
 from l2l_compile.frontend.rewrites.wrapped_weights import is_wrapper
 from l2l_compile.integrations.stored_files import SHOWN, stored_in
 from l2l_compile.integrations.stored_weights import Conversion, Stored, TensorNames
+from l2l_compile.ranks.placement import tensors_elsewhere
 from l2l_compile.ranks.sharded import is_sharded, local, shard_spec_of, sharded_as
 
 _COMPARED = 1 << 22  # entries of two tensors that are compared at once
@@ -46,12 +47,12 @@ class LoadResult(NamedTuple):
 def load_pretrained(model: nn.Module, folder: str | Path, strict: bool = True) -> LoadResult:
     """Fill a model with the weights of a folder of safetensors files, as `from_pretrained` does; each rank reads its own rows.
 
-    All ranks must call this, after `l2l_compile.shard`. A model that is not sharded can be filled as well. Tensors on the meta
-    device get memory on the host: parameters keep their identity, and tied parameters stay tied. In a model of transformers,
-    buffers that are not saved (such as rotary embeddings) are computed anew. Numbers are converted to the dtype of the model,
-    bit-equal to `from_pretrained(folder, dtype=...)`. Names in the folder may be the model's names, or names that transformers
-    maps to them: with or without the prefix of the base model, renamed, or joined. Joined parameters, such as the experts of a
-    mixture, are made whole on each rank, one at a time.
+    All ranks must call this, after `l2l_compile.shard` or `l2l_compile.pipeline`. A model that is not sharded can be filled as
+    well. Tensors on the meta device get memory on the host: parameters keep their identity, and tied parameters stay tied. In a
+    model of transformers, buffers that are not saved (such as rotary embeddings) are computed anew. Numbers are converted to the
+    dtype of the model, bit-equal to `from_pretrained(folder, dtype=...)`. Names in the folder may be the model's names, or names
+    that transformers maps to them: with or without the prefix of the base model, renamed, or joined. Joined parameters, such as
+    the experts of a mixture, are made whole on each rank, one at a time.
 
     With `strict=False`, parameters that the folder lacks are initialised as transformers does, with the values of rank 0, and
     tensors that the model lacks are left out. The result names both.
@@ -94,11 +95,18 @@ def _plan(model: nn.Module, folder: Path, strict: bool) -> _Plan:
     stored = stored_in(folder)
     _refuse_quantized(folder)
     tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)}
-    names = _names(model, stored, tensors)
-    made = {name for conversion in names.made for name in _check_made(folder, conversion, stored, tensors)}
-    there = {id(tensors[name]) for name in made.union(names.same.values())}
-    missing = sorted(name for name, tensor in tensors.items() if id(tensor) not in there)
+    elsewhere = tensors_elsewhere(model)
+    names = _names(model, stored, {**tensors, **elsewhere})
+    made_of = {id(made): _check_made(folder, made, stored, {**tensors, **elsewhere}) for made in names.made}
     used = {*names.same, *(source for conversion in names.made for source in conversion.sources)}
+    names = replace(
+        names,
+        same={key: name for key, name in names.same.items() if name in tensors},
+        made=[conversion for conversion in names.made if not made_of[id(conversion)].isdisjoint(tensors)],
+    )
+    made = {name for conversion in names.made for name in made_of[id(conversion)]}
+    there = {id(tensors[name]) for name in made.union(names.same.values()) if name in tensors}
+    missing = sorted(name for name, tensor in tensors.items() if id(tensor) not in there)
     unexpected = sorted(name for name in stored if name not in used and not names.ignored(name))
     if strict:
         _refuse(folder, "lacks", missing, "strict=False initialises them as the model does")

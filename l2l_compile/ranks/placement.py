@@ -8,7 +8,7 @@ model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +36,13 @@ class Placed:
     rank: int
     number: int
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
+        """A copy of the model is of the same pipeline."""
+        return self
+
 
 _placed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_has_begun = False
 
 
 def placed(tensor: Any) -> Placed | None:
@@ -51,8 +56,8 @@ def all_placed() -> list[tuple[torch.Tensor, Placed]]:
 
 
 def anything_is_placed() -> bool:
-    """Whether a model of this process is a pipeline."""
-    return len(_placed) > 0
+    """Whether a model of this process is, or was, a pipeline."""
+    return _has_begun
 
 
 def place(model: nn.Module, mesh: DeviceMesh, owners: Mapping[str, int]) -> PipelineRanks:
@@ -60,20 +65,24 @@ def place(model: nn.Module, mesh: DeviceMesh, owners: Mapping[str, int]) -> Pipe
 
     Values of parameters are those of rank 0.
     """
+    global _has_begun
+    _has_begun = True
     ranks = PipelineRanks(mesh)
     tied = _names_of_each(model)
     number = {id(parameter): position for position, parameter in enumerate(model.parameters())}
     ranks.parameters = len(number)
     replaced: dict[int, torch.Tensor] = {}
+    places: dict[int, Placed] = {}
     for parameter, (name, *_) in tied:
         rank = owners[name]
         if not parameter.is_meta:
             _take_from_first(ranks, parameter, rank)
         mine = parameter if rank == ranks.world_rank else _without_memory(parameter)
         replaced[id(parameter)] = mine
-        _placed[mine] = Placed(ranks, name, rank, number[id(parameter)])
+        places[id(parameter)] = Placed(ranks, name, rank, number[id(parameter)])
+        _note(mine, places[id(parameter)])
     for prefix, module in model.named_modules():
-        _leave_own(module, prefix, ranks, replaced)
+        _leave_own(module, prefix, ranks, replaced, places)
     return ranks
 
 
@@ -105,40 +114,83 @@ def _without_memory(tensor: torch.Tensor) -> Any:
         empty.untyped_storage().resize_(0)
     else:
         empty.zero_()
-    if not isinstance(tensor, nn.Parameter):
-        return empty
-    stand_in = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    stand_in.__dict__.update(vars(tensor))
+    stand_in: Any = empty
+    if isinstance(tensor, nn.Parameter):
+        stand_in = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        stand_in.__dict__.update(vars(tensor))
+    stand_in.__deepcopy__ = lambda memo: _without_memory(stand_in)  # PyTorch's would read the memory
     return stand_in
 
 
-def _leave_own(module: nn.Module, prefix: str, ranks: PipelineRanks, replaced: Mapping[int, torch.Tensor]) -> None:
-    """Take from a module what other ranks have."""
-    registered = {name: placed(replaced[id(p)]) for name, p in module._parameters.items() if p is not None}
-    owners = {where.rank for where in registered.values() if where is not None}
-    elsewhere = [name for name, where in registered.items() if where is not None and where.rank != ranks.world_rank]
-    taken: dict[str, torch.Tensor] = {}
-    for name in elsewhere:
-        parameter = module._parameters.pop(name)
-        taken[name] = replaced[id(parameter)]
-    if len(owners) == 1:
-        (owner,) = owners
+def _leave_own(
+    module: nn.Module, prefix: str, ranks: PipelineRanks, replaced: Mapping[int, torch.Tensor], places: Mapping[int, Placed]
+) -> None:
+    """Take from a module what other ranks have, and note where each of its parameters and buffers is."""
+    notes = {name: places[id(p)] for name, p in module._parameters.items() if p is not None}
+    stand_ins = {name: replaced[id(module._parameters[name])] for name in notes}
+    if len({place.rank for place in notes.values()}) == 1:
+        owner = next(iter(notes.values())).rank
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                mine = buffer if owner == ranks.world_rank else _without_memory(buffer)
-                _placed[mine] = Placed(ranks, f"{prefix}.{name}".lstrip("."), owner, -1)
+                notes[name] = Placed(ranks, f"{prefix}.{name}".lstrip("."), owner, -1)
+                _note(buffer, notes[name])
                 if owner != ranks.world_rank:
-                    taken[name] = mine
-        for name in taken.keys() - set(elsewhere):
-            module._buffers.pop(name)
-    if taken:
-        for name, stand_in in taken.items():
-            vars(module)[STAND_IN + name] = stand_in
-        module.register_load_state_dict_pre_hook(functools.partial(_leave_out, names=tuple(taken)))
-        module.__class__ = _naming_owner(type(module), tuple(sorted(taken)))  # type: ignore[arg-type]  # a class is hashable
-        _replace_flat_weights(module)
+                    stand_ins[name] = _without_memory(buffer)
+    if notes:
+        vars(module)[_NOTES] = notes
+    elsewhere = [name for name, place in notes.items() if place.rank != ranks.world_rank]
+    if not elsewhere:
+        return
+    for name in elsewhere:
+        registry = module._parameters if name in module._parameters else module._buffers
+        del registry[name]
+        vars(module)[STAND_IN + name] = stand_ins[name]
+    module.register_load_state_dict_pre_hook(functools.partial(_leave_out, names=tuple(elsewhere)))
+    module.__class__ = _naming_owner(type(module), tuple(sorted(elsewhere)))  # type: ignore[arg-type]  # a class is hashable
+    _replace_flat_weights(module)
 
 
+def places_in(roots: Iterable[nn.Module]) -> dict[int, Placed]:
+    """Where the parameters and buffers of models are, by `id`. Notes those that took the place of others: `to_empty` makes new ones.
+
+    A tensor on meta is not noted: a weak reference to it would forbid `swap_tensors`, which gives it memory.
+    """
+    found: dict[int, Placed] = {}
+    for module in {id(module): module for root in roots for module in root.modules()}.values():
+        for name, where in vars(module).get(_NOTES, {}).items():
+            tensor: torch.Tensor | None = module._parameters.get(name)
+            tensor = tensor if tensor is not None else module._buffers.get(name, vars(module).get(STAND_IN + name))
+            if tensor is not None:
+                found[id(tensor)] = where
+                _note(tensor, where)
+    return found
+
+
+def is_a_stage(model: nn.Module) -> bool:
+    """Whether a model is divided among the ranks of a pipeline."""
+    return any(_NOTES in vars(module) for module in model.modules())
+
+
+def _note(tensor: torch.Tensor, where: Placed) -> None:
+    if not tensor.is_meta and tensor not in _placed:
+        _placed[tensor] = where
+
+
+def names_elsewhere(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """The parameters and buffers of a model that other ranks have: the module, the name in it, and a tensor without memory."""
+    for module in model.modules():
+        for name, tensor in vars(module).copy().items():
+            if name.startswith(STAND_IN):
+                yield module, name.removeprefix(STAND_IN), tensor
+
+
+def tensors_elsewhere(model: nn.Module) -> dict[str, torch.Tensor]:
+    """As `names_elsewhere`, by their names in the model."""
+    prefix_of = {id(module): prefix for prefix, module in model.named_modules()}
+    return {f"{prefix_of[id(module)]}.{name}".lstrip("."): tensor for module, name, tensor in names_elsewhere(model)}
+
+
+_NOTES = "_l2l_placed"  # an attribute of a module: where each of its parameters and buffers is, by name
 STAND_IN = "_l2l_elsewhere_"  # begins the names of attributes that hold tensors without memory
 
 
@@ -163,11 +215,11 @@ def _naming_owner(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
 
 
 def _elsewhere(module: nn.Module, name: str) -> Any:
-    stand_in = getattr(module, STAND_IN + name)
     if torch.compiler.is_compiling():
-        return stand_in
-    where = placed(stand_in)
-    assert where is not None
+        return getattr(module, STAND_IN + name)
+    if name in module._parameters:  # while transformers initialises a model
+        return module._parameters[name]
+    where = vars(module)[_NOTES][name]
     raise L2LError(
         f"'{where.name}' is on rank {where.rank} of the pipeline, and this is rank {where.ranks.world_rank}: call the compiled model, "
         "which runs each layer on its rank"

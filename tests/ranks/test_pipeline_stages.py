@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 
 import pytest
@@ -132,6 +133,62 @@ def memory_is_that_of_the_report(rank, world):
 
 def test_device_memory_is_that_of_the_report(ranks):
     ranks.run(memory_is_that_of_the_report, world=2)
+
+
+# ---- models that are filled, copied, or run several times ---------------------------------------------------------------
+
+
+def filled_in_every_way(rank, world, folder):
+    alone = train(LLAMA)
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    whole = MODELS["llama"]()
+    if rank == 0:
+        whole.save_pretrained(folder)
+    dist.barrier()
+
+    def from_folder(model):
+        l2l_compile.load_pretrained(model, folder)
+        return model
+
+    def from_memory(model):
+        model.to_empty(device="cpu")
+        model.load_state_dict(whole.state_dict())
+        model.model.rotary_emb = copy.deepcopy(whole.model.rotary_emb)
+        return model
+
+    for fill in (from_folder, from_memory, lambda model: copy.deepcopy(from_folder(model))):
+        torch._dynamo.reset()
+        with torch.device("meta"):
+            model = MODELS["llama"]()
+        l2l_compile.pipeline(model, mesh, LLAMA.batch(0))
+        l2l_compile.explain(model, {"device": "cpu"})(**LLAMA.batch(0))
+        model = fill(model)
+        assert run(LLAMA, model, torch.optim.AdamW(model.parameters(), lr=1e-2)).losses == alone.losses
+
+
+def test_models_on_meta_are_filled_stage_by_stage(ranks, tmp_path):
+    ranks.run(filled_in_every_way, str(tmp_path), world=2, seconds=200)
+
+
+def gradients_add_up(rank, world):
+    found = []
+    for stages in (1, world):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = MODELS["llama"]()
+        if stages > 1:
+            l2l_compile.pipeline(model, init_device_mesh("cpu", (world,)), LLAMA.batch(0))
+        compiled = torch.compile(model, backend="l2l", options={"device": "cpu", "micro_batches": 2, "block_compiler": "eager"})
+        for step in range(3):
+            (compiled(**LLAMA.batch(step)).loss / 3).backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    alone, staged = found
+    assert all(torch.equal(gradient, alone[name]) for name, gradient in staged.items())
+
+
+def test_gradients_of_several_batches_add_up(ranks):
+    ranks.run(gradients_add_up, world=2)
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------------

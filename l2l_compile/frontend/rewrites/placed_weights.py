@@ -8,7 +8,7 @@ from torch import fx
 from l2l_compile.errors import L2LError
 from l2l_compile.frontend.dynamo import adapter
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks
-from l2l_compile.ranks.placement import Placed, anything_is_placed, placed
+from l2l_compile.ranks.placement import STAND_IN, Placed, anything_is_placed, placed, places_in
 
 
 def find_owners(graph: fx.Graph) -> tuple[dict[fx.Node, Placed], PipelineRanks | None]:
@@ -18,11 +18,19 @@ def find_owners(graph: fx.Graph) -> tuple[dict[fx.Node, Placed], PipelineRanks |
     """
     if not anything_is_placed():
         return {}, None
+    local, of_modules = adapter.modules_in_frame()
+    places = places_in([*local, *of_modules])
     found: dict[fx.Node, Placed] = {}
     others: list[fx.Node] = []
     for node in graph.find_nodes(op="placeholder"):
-        if (where := placed(adapter.value_of(node))) is not None:
+        value = adapter.value_of(node)
+        if (where := places.get(id(value)) or placed(value)) is not None:
             found[node] = where
+        elif STAND_IN in adapter.source_name(node):
+            raise L2LError(
+                f"'{adapter.source_name(node).replace(STAND_IN, '')}' is on another rank of a pipeline, and the function that reads it does not "
+                "get the model as an argument: compile the model, or a method of it"
+            )
         elif isinstance(example := node.meta.get("example_value"), torch.nn.Parameter) and example.requires_grad:
             others.append(node)
     if not found:
