@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
+from torch._inductor.exc import InductorError
 
 from l2l_compile.devices.host import is_host
 from l2l_compile.errors import LoweringError
@@ -64,7 +65,7 @@ def compile_graph(module: fx.GraphModule, device: torch.device) -> Callable:
     reshape_where_needed(copy)
     ensure_writable()
     with torch.no_grad():
-        compiled = torch._inductor.compile(copy, list(examples), {"triton.cudagraphs": False})
+        compiled = _compiled(copy, examples)
     dtypes = _dtypes(examples)
 
     def run(*given: int | float | torch.Tensor) -> Sequence[torch.Tensor]:
@@ -75,6 +76,21 @@ def compile_graph(module: fx.GraphModule, device: torch.device) -> Callable:
         return compiled(*operands)
 
     return run
+
+
+def _compiled(module: fx.GraphModule, examples: Sequence) -> Callable:
+    """Compile a graph. Inductor computes indices that are known from positions, such as T5's distances, as formulas.
+
+    Up to PyTorch 2.14 it fails where such formulas have a minimum and are padded, with `torch.compile` as well. Then the graph is
+    compiled without formulas, and its kernels compute the indices.
+    """
+    settings: dict = {"triton.cudagraphs": False}
+    try:
+        return torch._inductor.compile(module, list(examples), settings)
+    except InductorError as error:
+        if "is not comparable" not in str(error):
+            raise
+        return torch._inductor.compile(module, list(examples), settings | {"constant_and_index_propagation": False})
 
 
 def reshape_where_needed(module: fx.GraphModule) -> None:
