@@ -57,8 +57,8 @@ def _torch() -> Path:
 
 
 def _compile(source: Path, library: Path, *arguments: str) -> None:
-    """Compile a file, unless its library is newer than the file and than PyTorch."""
-    newest = max(file.stat().st_mtime for file in (source, _torch() / "version.py"))
+    """Compile a file, unless its library is newer than the file, the headers and PyTorch."""
+    newest = max(file.stat().st_mtime for file in (source, *HERE.glob("*.h"), _torch() / "version.py"))
     if not library.exists() or library.stat().st_mtime < newest:
         subprocess.run([*_COMPILER, str(source), *arguments, "-o", str(library)], check=True)
 

@@ -1,11 +1,17 @@
-// libcuda.so.1 for runtime.cpp: the calls of the CUDA driver that PyTorch and Triton make. Modules and functions are empty handles,
-// and launches are counted there. A function that is missing here is missing in cudaGetDriverEntryPointByVersion as well.
+// libcuda.so.1 for runtime.cpp: the calls of the CUDA driver that PyTorch and Triton make. Modules and functions are handles of what
+// a kernel takes, and launches are counted there. A function that is missing here is missing in cudaGetDriverEntryPointByVersion as well.
 #include <dlfcn.h>
 
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <iterator>
+#include <vector>
+
+#include "cubin.h"
+#include "gpu.h"
 
 typedef int Result;
 typedef void* Handle;
@@ -18,11 +24,6 @@ int context;
 Result launched() {
   static auto count = (void (*)())dlsym(RTLD_DEFAULT, "fake_launch");
   if (count) count();
-  return kSuccess;
-}
-
-Result new_handle(Handle* handle) {
-  *handle = malloc(8);
   return kSuccess;
 }
 
@@ -57,21 +58,21 @@ Result cuDeviceGetUuid(Handle uuid, int device) { return memset(uuid, device + 1
 Result cuDeviceGetUuid_v2(Handle uuid, int device) { return cuDeviceGetUuid(uuid, device); }
 Result cuDeviceGetName(char* name, int size, int) { return snprintf(name, size, "GPU without kernels"), kSuccess; }
 
-Result cuDeviceGetAttribute(int* value, int attribute, int) {  // of an H100; the numbers are those of CUdevice_attribute
+Result cuDeviceGetAttribute(int* value, int attribute, int) {  // the numbers are those of CUdevice_attribute
   switch (attribute) {
     case 1: *value = 1024; break;     // threads a block
     case 8: *value = 49152; break;    // shared memory a block
     case 10: *value = 32; break;      // threads a warp
     case 12: case 82: *value = 65536; break;  // registers a block, a multiprocessor
-    case 13: *value = 1980000; break; // clock, kHz
-    case 16: *value = 132; break;     // multiprocessors
-    case 36: *value = 2619000; break; // clock of the memory, kHz
-    case 37: *value = 5120; break;    // width of its bus
-    case 39: *value = 2048; break;    // threads a multiprocessor
-    case 75: *value = 9; break;       // compute capability 9.0
-    case 76: *value = 0; break;
-    case 81: *value = 233472; break;  // shared memory a multiprocessor
-    case 97: *value = 232448; break;  // shared memory a block, by request
+    case 13: *value = gpu().clock; break;
+    case 16: *value = gpu().multiprocessors; break;
+    case 36: *value = gpu().memory_clock; break;
+    case 37: *value = gpu().bus; break;
+    case 39: *value = gpu().threads; break;
+    case 75: *value = gpu().major(); break;
+    case 76: *value = gpu().minor(); break;
+    case 81: *value = gpu().shared; break;
+    case 97: *value = gpu().shared_by_request(); break;
     default: *value = 1;
   }
   return kSuccess;
@@ -101,18 +102,25 @@ Result cuPointerGetAttributes(unsigned, int*, Handle*, unsigned long long) { ret
 
 // ---- modules and launches -----------------------------------------------------------------------------------------------------
 
-Result cuModuleLoad(Handle* module, const char*) { return new_handle(module); }
-Result cuModuleLoadData(Handle* module, const void*) { return new_handle(module); }
-Result cuModuleLoadDataEx(Handle* module, const void*, unsigned, Handle, Handle) { return new_handle(module); }
+Result cuModuleLoad(Handle* module, const char* path) {
+  std::ifstream file(path, std::ios::binary);
+  std::vector<char> image{std::istreambuf_iterator<char>(file), {}};
+  if (image.size() < sizeof(Elf64_Ehdr)) return kNotFound;
+  return *module = new Resources(resources_of(image.data())), kSuccess;
+}
+
+Result cuModuleLoadData(Handle* module, const void* image) { return *module = new Resources(resources_of(image)), kSuccess; }
+Result cuModuleLoadDataEx(Handle* module, const void* image, unsigned, Handle, Handle) { return cuModuleLoadData(module, image); }
 Result cuModuleUnload(Handle) { return kSuccess; }
-Result cuModuleGetFunction(Handle* function, Handle, const char*) { return new_handle(function); }
-Result cuFuncGetModule(Handle* module, Handle) { return new_handle(module); }
+Result cuModuleGetFunction(Handle* function, Handle module, const char*) { return *function = module, kSuccess; }
+Result cuFuncGetModule(Handle* module, Handle function) { return *module = function, kSuccess; }
 Result cuFuncLoad(Handle) { return kSuccess; }
 Result cuFuncSetAttribute(Handle, int, int) { return kSuccess; }
 Result cuFuncSetCacheConfig(Handle, int) { return kSuccess; }
 
-Result cuFuncGetAttribute(int* value, int attribute, Handle) {
-  *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0;  // threads a block, registers a thread, nothing spilled
+Result cuFuncGetAttribute(int* value, int attribute, Handle function) {
+  const Resources& taken = *(const Resources*)function;
+  *value = attribute == 0 ? 1024 : attribute == 3 ? taken.local : attribute == 4 ? taken.registers : 0;  // 0: threads a block
   return kSuccess;
 }
 

@@ -26,6 +26,8 @@
 #include <string>
 #include <vector>
 
+#include "gpu.h"
+
 namespace {
 
 constexpr size_t kPage = 4096;
@@ -400,22 +402,23 @@ cudaError_t cudaSetDevice(int device) {
   return cudaSuccess;
 }
 
-cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {  // of an H100
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   memset(properties, 0, sizeof *properties);
   strcpy(properties->name, "GPU without kernels");
-  properties->major = 9;
+  properties->major = gpu().major();
+  properties->minor = gpu().minor();
   properties->totalGlobalMem = kTotalMemory;
-  properties->multiProcessorCount = 132;
+  properties->multiProcessorCount = gpu().multiprocessors;
   properties->warpSize = 32;
   properties->maxThreadsPerBlock = 1024;
-  properties->maxThreadsPerMultiProcessor = 2048;
-  properties->maxBlocksPerMultiProcessor = 32;
+  properties->maxThreadsPerMultiProcessor = gpu().threads;
+  properties->maxBlocksPerMultiProcessor = gpu().blocks;
   properties->sharedMemPerBlock = 49152;
-  properties->sharedMemPerBlockOptin = 232448;
-  properties->sharedMemPerMultiprocessor = 233472;
+  properties->sharedMemPerBlockOptin = gpu().shared_by_request();
+  properties->sharedMemPerMultiprocessor = gpu().shared;
   properties->regsPerBlock = properties->regsPerMultiprocessor = 65536;
-  properties->l2CacheSize = 50 << 20;
-  properties->memoryBusWidth = 5120;
+  properties->l2CacheSize = gpu().l2 << 20;
+  properties->memoryBusWidth = gpu().bus;
   properties->maxGridSize[0] = 2147483647;
   properties->maxGridSize[1] = properties->maxGridSize[2] = 65535;
   properties->maxThreadsDim[0] = properties->maxThreadsDim[1] = 1024;
@@ -736,7 +739,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   memset(attributes, 0, sizeof *attributes);
   attributes->maxThreadsPerBlock = 1024;
   attributes->numRegs = 32;
-  attributes->binaryVersion = attributes->ptxVersion = 90;
+  attributes->binaryVersion = attributes->ptxVersion = atoi(gpu().capability);
   return cudaSuccess;
 }
 
