@@ -19,7 +19,7 @@ CUDA_VENV := .venv-cuda
 CUDA_TORCH ?= torch
 CUDA_READY := $(CUDA_VENV)/.ready
 
-.PHONY: help quickstart check test slow bench gpu cuda-dry clean
+.PHONY: help quickstart check test slow bench gpu cuda-dry cuda-kernels clean
 
 help:
 	@echo "make quickstart   train a small language model, layer by layer (about two minutes)"
@@ -29,6 +29,7 @@ help:
 	@echo "make bench        the benchmarks; figures go to runs/"
 	@echo "make gpu          nine minutes on a GPU: numbers, memory, races, speed (small sizes without one)"
 	@echo "make cuda-dry     without a GPU: PyTorch's CUDA build on a CUDA runtime that computes nothing (downloads gigabytes)"
+	@echo "make cuda-kernels the same, compiling the blocks of fourteen models for GPUs of four architectures (half an hour)"
 	@echo "make clean        remove the virtual environment, caches and runs"
 
 quickstart: $(READY)
@@ -56,9 +57,14 @@ bench: $(READY)
 gpu: $(READY)
 	$(RUN) examples/benchmarks/gpu.py --minutes 9
 
+FAKE_CUDA := env OMP_NUM_THREADS=1 L2L_CACHE=0 $$($(CUDA_VENV)/bin/python tests/fake_cuda/build.py build/fake_cuda) \
+	$(CUDA_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal tests/fake_cuda
+
 cuda-dry: $(CUDA_READY)
-	env OMP_NUM_THREADS=1 L2L_CACHE=0 $$($(CUDA_VENV)/bin/python tests/fake_cuda/build.py build/fake_cuda) \
-		$(CUDA_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal tests/fake_cuda
+	$(FAKE_CUDA) -m "not slow"
+
+cuda-kernels: $(CUDA_READY)
+	$(FAKE_CUDA) -m slow
 
 clean:
 	rm -rf $(VENV) $(CUDA_VENV) runs build dist *.egg-info .pytest_cache .hypothesis

@@ -34,7 +34,7 @@ def test_the_documented_calls_of_a_step_are_those_counted(runtime):
         rows.append(["`in_forward`, `delay=1`" if update == "delayed" else f"`{update}`", stash, precision, *found])
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     text = PAGE.read_text()
-    written = re.sub(r"(?s)(?<=<!-- calls -->\n).*(?=<!-- end -->)", table + "\n", text)
+    written = re.sub(r"(?s)(?<=<!-- calls -->\n).*?(?=<!-- end -->)", table + "\n", text)
     if os.environ.get("UPDATE_DOCUMENTS"):
         PAGE.write_text(written)
     assert PAGE.read_text() == written
