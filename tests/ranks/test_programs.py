@@ -226,7 +226,7 @@ class ReadsOtherwise(Stack):
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        (Breaking, "sharded over ranks, and its graph breaks.*graph_break"),
+        (Breaking, "spread over ranks, and its graph breaks.*graph_break"),
         (ReadsOtherwise, "parameter .*head.*bias.* reads it by another way than as an attribute"),
     ],
 )

@@ -204,7 +204,9 @@ def lane_texts(options: Options, host_computes: bool = False) -> dict[str, str]:
         Lane.COMPUTE: "layers, on the device",
         Lane.H2D: "copies to the device: weights" + (", and stashes for backward" if stashes else ""),
         Lane.D2H: "copies to the host: gradients" + (", and stashes of forward" if stashes else "") + ", and outputs",
-        Lane.COMM: "collectives of ranks",
+        Lane.COMM: Lane.COMM.work,
+        Lane.SEND: Lane.SEND.work,
+        Lane.RECV: Lane.RECV.work,
         Lane.HOST: _host_text(options),
         Lane.UPDATE: "a second thread of the host: updates of the step before, while this step computes",
     }
