@@ -67,5 +67,10 @@ def _check(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
             raise L2LError(f"parameter '{name}' is sharded over ranks already: a pipeline of sharded layers is not supported yet")
+        if type(parameter).__module__.partition(".")[0] != "torch":
+            raise L2LError(
+                f"parameter '{name}' is a {type(parameter).__name__}, whose class keeps more than its entries, such as scales of a quantized "
+                "weight: a pipeline of such weights is not supported yet. Stream the model on one rank, or keep the weights in 16 bits"
+            )
         if parameter.device.type not in ("cpu", "meta"):
             raise L2LError(f"parameter '{name}' is on {parameter.device}: leave the model on the host, or on meta")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from l2l_compile.ir.segments import Segment, Value
+from torch import fx
+
+from l2l_compile.ir.segments import Block, Segment, Value
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,13 @@ class Stages:
         return self.rank in self.runs_on[segment.index]
 
     def lines(self, segments: Sequence[Segment]) -> tuple[str, ...]:
-        """The same on each rank: a line for each segment, with its ranks and what it makes."""
+        """The same on each rank: a line for each segment, with its ranks, its operations, and what it makes."""
         if self.ranks == 1:
             return ()
-        made = (", ".join(f"{v}: {spec}" for v, spec in zip(s.outputs, s.block.outputs, strict=True)) for s in segments)
         return tuple(
-            f"{s.name} on rank {', '.join(map(str, self.runs_on[s.index]))} makes {text}"
-            for s, text in zip(segments, made, strict=True)
+            f"{segment.name} on rank {', '.join(map(str, self.runs_on[segment.index]))}{' trains' * segment.block.is_trained} makes {_made(segment)}"
+            f" in operations {digest_of(segment.block)}"
+            for segment in segments
         )
 
     @property
@@ -48,6 +52,22 @@ class Stages:
         places = [ranks[0] for ranks in self.runs_on if len(ranks) == 1]
         runs = [rank for rank, _ in itertools.groupby(places)]
         return max(Counter(runs).values(), default=1)
+
+
+def _made(segment: Segment) -> str:
+    values = zip(segment.outputs, segment.block.outputs, strict=True)
+    return ", ".join(f"{value}: {spec}{', grad' * spec.differentiable}" for value, spec in values)
+
+
+def digest_of(block: Block) -> str:
+    """A short text that differs for blocks of other operations or constants, such as those of another mode of training."""
+    calls = (node for node in block.graph.graph.nodes if node.op != "placeholder")  # whose names differ between ranks
+    text = ";".join(f"{_name(node.target)} {fx.node.map_arg((node.args, node.kwargs), lambda _: '%')}" for node in calls)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 class Borders:

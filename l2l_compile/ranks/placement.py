@@ -78,6 +78,8 @@ def place(model: nn.Module, mesh: DeviceMesh, owners: Mapping[str, int]) -> Pipe
         if not parameter.is_meta:
             _take_from_first(ranks, parameter, rank)
         mine = parameter if rank == ranks.world_rank else _without_memory(parameter)
+        if mine is not parameter:
+            setattr(parameter, LEFT, True)
         replaced[id(parameter)] = mine
         places[id(parameter)] = Placed(ranks, name, rank, number[id(parameter)])
         _note(mine, places[id(parameter)])
@@ -109,7 +111,7 @@ def _take_from_first(ranks: PipelineRanks, parameter: nn.Parameter, owner: int) 
 
 def _without_memory(tensor: torch.Tensor) -> Any:
     """A tensor, or parameter, with the same shape on the host, and no memory; Dynamo reads those without dimensions."""
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     if tensor.dim():
         empty.untyped_storage().resize_(0)
     else:
@@ -190,6 +192,7 @@ def tensors_elsewhere(model: nn.Module) -> dict[str, torch.Tensor]:
     return {f"{prefix_of[id(module)]}.{name}".lstrip("."): tensor for module, name, tensor in names_elsewhere(model)}
 
 
+LEFT = "_l2l_left"  # an attribute of parameters that `pipeline` has taken out of a model
 _NOTES = "_l2l_placed"  # an attribute of a module: where each of its parameters and buffers is, by name
 STAND_IN = "_l2l_elsewhere_"  # begins the names of attributes that hold tensors without memory
 

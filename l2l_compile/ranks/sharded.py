@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from l2l_compile.errors import L2LError
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.gathered import gathered
-from l2l_compile.ranks.placement import placed
+from l2l_compile.ranks.placement import LEFT, placed
 from l2l_compile.ranks.ranks import Ranks, is_known, ranks_of, replicates, tp_size_of
 from l2l_compile.ranks.shard_spec import ShardSpec, stride_of
 from l2l_compile.ranks.sharing import ranks_sharing
@@ -117,6 +117,12 @@ def _refuse_parameters_of_before(optimizer: torch.optim.Optimizer, *_: Any) -> N
         raise L2LError(
             f"{type(optimizer).__name__} holds {replaced} parameters that l2l_compile.shard has replaced by sharded ones, so it trains "
             "nothing: make it from model.parameters() after l2l_compile.shard"
+        )
+
+    if left := sum(hasattr(p, LEFT) for p in parameters_of(optimizer)):
+        raise L2LError(
+            f"{type(optimizer).__name__} holds {left} parameters that other ranks of a pipeline have, so this rank keeps their memory: make it "
+            "from model.parameters() after l2l_compile.pipeline"
         )
 
 

@@ -67,7 +67,7 @@ def _refuse_rows(same: int, shares: str, told: list[list[int]]) -> None:
 
     `told` has the numbers that each rank announces before a forward: rows, micro-batches, seed, hash of its inputs.
     """
-    for rank, (count, *_, own) in enumerate(told):
+    for rank, (count, parts, _, own) in enumerate(told):
         if count == 0:
             raise L2LError(f"rank {rank} has a batch of no rows: every rank needs one row at least (drop_last=True, or pad)")
         first = rank - rank % same
@@ -75,6 +75,11 @@ def _refuse_rows(same: int, shares: str, told: list[list[int]]) -> None:
             raise L2LError(
                 f"ranks {first} and {rank} {shares} and have batches of {told[first][0]} and {count} rows: they compute "
                 "with the same rows, so give both the same batch"
+            )
+        if parts != told[first][1]:
+            raise L2LError(
+                f"ranks {first} and {rank} {shares} and divide the same rows into {told[first][1]} and {parts} micro-batches: give both the same "
+                "options"
             )
         if own and told[first][3] and own != told[first][3]:  # 0 without gradients
             raise L2LError(

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import l2l_compile
-from l2l_compile import L2LError, VerifyError
+from l2l_compile import L2LError, RankError, VerifyError
 from l2l_compile.integrations.owners import cut, owners_by_names
 from l2l_compile.ir import nodes
 from l2l_compile.passes import verify_stages
@@ -246,6 +246,66 @@ def another_batch(rank, world):
 
 def test_ranks_with_other_batches_are_refused(ranks):
     ranks.run(another_batch, world=2)
+
+
+def other_models(rank, world):
+    mesh, batch = init_device_mesh("cpu", (world,)), Case("u_shape").batch(0)
+
+    def staged(**options):
+        torch._dynamo.reset()
+        model = MODELS["u_shape"]()
+        before = torch.optim.SGD(model.parameters(), lr=0.1)
+        l2l_compile.pipeline(model, mesh, batch)
+        options = {"device": "cpu", "micro_batches": 2, "block_compiler": "eager", **options}
+        return model, torch.compile(model, backend="l2l", fullgraph=True, options=options), before
+
+    model, compiled, before = staged()
+    with pytest.raises(L2LError, match="parameters that other ranks of a pipeline have"):
+        before.step()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = not name.startswith("inside")
+    with pytest.raises(RankError, match="(?s)different paths.*inside on rank 0 trains"):
+        compiled(**batch)
+    model, compiled, _ = staged()
+    model.train(rank == 0)
+    with pytest.raises(RankError, match="(?s)different paths.* in operations "):
+        compiled(**batch)
+    with pytest.raises(L2LError, match="divide the same rows into 2 and 3 micro-batches"):
+        staged(micro_batches=2 + rank)[1](**batch)
+
+
+def test_models_that_differ_between_ranks_are_refused(ranks):
+    ranks.run(other_models, world=2)
+
+
+class Counting(nn.Module):
+    """A buffer of a module without parameters, which counts batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.counter = nn.Module()
+        self.counter.register_buffer("batches", torch.zeros(1))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * (1 + self.counter.batches)
+        self.counter.batches.add_(1)
+        return x.pow(2).mean()
+
+
+def buffers_of_all_ranks(rank, world):
+    model = Counting()
+    l2l_compile.pipeline(model, init_device_mesh("cpu", (world,)), torch.ones(4, 4))
+    options = {"device": "cpu", "micro_batches": 2, "block_compiler": "eager"}
+    compiled = torch.compile(model, backend="l2l", fullgraph=True, options=options)
+    for _ in range(3):
+        compiled(torch.ones(4, 4)).backward()
+    return model.counter.batches.tolist()
+
+
+def test_a_buffer_of_all_ranks_is_written_on_all(ranks):
+    assert ranks.run(buffers_of_all_ranks, world=2) == [[3.0], [3.0]]
 
 
 def a_parameter_of_no_rank(rank, world):
