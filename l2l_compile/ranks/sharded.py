@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from l2l_compile.errors import L2LError
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.gathered import gathered
-from l2l_compile.ranks.placement import LEFT, placed
+from l2l_compile.ranks.placement import LEFT, is_a_stage, placed
 from l2l_compile.ranks.ranks import Ranks, is_known, ranks_of, replicates, tp_size_of
 from l2l_compile.ranks.shard_spec import ShardSpec, stride_of
 from l2l_compile.ranks.sharing import ranks_sharing
@@ -45,6 +45,8 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for parameters that are not on the host, that are sharded already, or whose part of a parallel layer has indivisible rows.
     """
     _check_mesh(mesh)
+    if is_a_stage(model):
+        raise L2LError("the model is divided by l2l_compile.pipeline: sharding its stages as well is not supported yet")
     for name, whole in model.named_parameters():
         _check(whole, mesh, name)
     data = _data(mesh)

@@ -219,6 +219,8 @@ def refused(rank, world):
     l2l_compile.pipeline(scored, mesh, torch.ones(4, 4))
     with pytest.raises(L2LError, match="call it once"):
         l2l_compile.pipeline(scored, mesh, torch.ones(4, 4))
+    with pytest.raises(L2LError, match="sharding its stages as well is not supported yet"):
+        l2l_compile.shard(scored, mesh)
     options = {"device": "cpu", "micro_batches": 2, "block_compiler": "eager"}
     compiled = torch.compile(scored, backend="l2l", fullgraph=True, options=options)
     with pytest.raises(L2LError, match="the model returns no loss"):
