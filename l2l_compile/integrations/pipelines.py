@@ -54,7 +54,10 @@ def pipeline(
         raise L2LError(f"the ranks have different models: '{min(missing)}' is not on all of them")
     for rank in range(size):
         if rank not in owners.values():
-            raise L2LError(f"rank {rank} would have no parameters: the model has fewer layers than the mesh has ranks")
+            raise L2LError(
+                f"rank {rank} would have no parameters: the model has fewer layers than the mesh has ranks, or its layers share parameters, "
+                "which keeps them on one rank"
+            )
     place(model, mesh, owners)
     make_clipping_global()
     count_steps()
@@ -64,6 +67,12 @@ def pipeline(
 def _check(model: nn.Module) -> None:
     if is_a_stage(model):
         raise L2LError("l2l_compile.pipeline was called on this model before: call it once, on the plain model")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise L2LError(
+                f"'{name}' is a {type(module).__name__}: a pipeline of recurrent layers is not supported yet, since they hold their parameters "
+                "in a list as well, where PyTorch reads them in each call"
+            )
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
             raise L2LError(f"parameter '{name}' is sharded over ranks already: a pipeline of sharded layers is not supported yet")

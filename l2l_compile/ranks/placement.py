@@ -149,7 +149,6 @@ def _leave_own(
         vars(module)[STAND_IN + name] = stand_ins[name]
     module.register_load_state_dict_pre_hook(functools.partial(_leave_out, names=tuple(elsewhere)))
     module.__class__ = _naming_owner(type(module), tuple(sorted(elsewhere)))  # type: ignore[arg-type]  # a class is hashable
-    _replace_flat_weights(module)
 
 
 def places_in(roots: Iterable[nn.Module]) -> dict[int, Placed]:
@@ -201,12 +200,6 @@ def _leave_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
     """Drop the entries of a state_dict of the whole model that other ranks load."""
     for name in names:
         state_dict.pop(prefix + name, None)
-
-
-def _replace_flat_weights(module: nn.Module) -> None:
-    """Recurrent layers hold their parameters in a list as well."""
-    if isinstance(module, nn.RNNBase):
-        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 @functools.cache

@@ -55,6 +55,21 @@ class Gated(nn.Module):
         return (x + gate.detach()).pow(2).mean()
 
 
+class Convolved(nn.Module):
+    """Convolutions with weights that are not contiguous, and scales without dimensions."""
+
+    def __init__(self, depth: int = 4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last) for _ in range(depth))
+        self.scales = nn.ParameterList(torch.tensor(0.5) for _ in range(depth))
+
+    def forward(self, x, labels):
+        x = torch.stack([x, x], 1)
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            x = x + torch.tanh(layer(x)) * scale
+        return x.pow(2).mean()
+
+
 def _text(kind: str, **sizes: Any) -> nn.Module:
     import transformers
 
@@ -73,6 +88,7 @@ _GROUPED = {
 MODELS = {
     "u_shape": UShape,
     "gated": Gated,
+    "convolved": Convolved,
     "llama": lambda: _text("LlamaForCausalLM", num_hidden_layers=5, **_GROUPED),
     "mixtral": lambda: _text("MixtralForCausalLM", num_hidden_layers=4, num_local_experts=3, **_GROUPED),
     "gpt2": lambda: _text("GPT2LMHeadModel", n_embd=16, n_layer=4, n_head=2, n_positions=16, use_cache=False),
@@ -114,7 +130,7 @@ class Case:
         """Rows of different numbers of labels that count."""
         rows, length = self.rows[step], self.lengths[step]
         made = torch.Generator().manual_seed(step)
-        if self.model in ("u_shape", "gated"):
+        if self.model in ("u_shape", "gated", "convolved"):
             return {
                 "x": torch.randn(rows, length, 8, generator=made, dtype=self.dtype),
                 "labels": torch.randint(0, 4, (rows, length), generator=made),

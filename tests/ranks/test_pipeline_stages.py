@@ -214,6 +214,8 @@ def refused(rank, world):
         l2l_compile.pipeline(scored, mesh)
     with pytest.raises(L2LError, match="DeviceMesh of one dimension"):
         l2l_compile.pipeline(scored, init_device_mesh("cpu", (world, 1)), torch.ones(4, 4))
+    with pytest.raises(L2LError, match="a pipeline of recurrent layers is not supported yet"):
+        l2l_compile.pipeline(nn.Sequential(nn.LSTM(4, 4)), mesh, torch.ones(4, 4, 4))
     with pytest.raises(L2LError, match="rank 1 would have no parameters"):
         l2l_compile.pipeline(nn.Linear(4, 4), mesh, stages=[[""]])
     l2l_compile.pipeline(scored, mesh, torch.ones(4, 4))
