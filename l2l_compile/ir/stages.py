@@ -55,8 +55,7 @@ class Stages:
 
 
 def _made(segment: Segment) -> str:
-    values = zip(segment.outputs, segment.block.outputs, strict=True)
-    return ", ".join(f"{value}: {spec}{', grad' * spec.differentiable}" for value, spec in values)
+    return ", ".join(f"{spec}{', grad' * spec.differentiable}" for spec in segment.block.outputs)
 
 
 def digest_of(block: Block) -> str:

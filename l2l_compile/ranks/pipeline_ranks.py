@@ -22,7 +22,7 @@ class PipelineRanks(Ranks):
     so that a rank that waits for one that has failed stops waiting.
     """
 
-    shards = False
+    shards = compares_settings = False
     parameters = 0  # how many the whole model has
     shares = "are stages of a pipeline"
 

@@ -8,6 +8,7 @@ model.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,11 +64,14 @@ def anything_is_placed() -> bool:
 def place(model: nn.Module, mesh: DeviceMesh, owners: Mapping[str, int]) -> PipelineRanks:
     """Leave to this rank the parameters that `owners` gives it, by name. Buffers go with the parameters of their module.
 
-    Values of parameters are those of rank 0.
+    Values are those of rank 0. Raises `L2LError` if the models of the ranks differ.
     """
     global _has_begun
     _has_begun = True
     ranks = PipelineRanks(mesh)
+    _refuse_others(ranks, model)
+    for buffer in model.buffers():
+        _take_buffer(ranks, buffer)
     tied = _names_of_each(model)
     number = {id(parameter): position for position, parameter in enumerate(model.parameters())}
     ranks.parameters = len(number)
@@ -94,6 +98,37 @@ def _names_of_each(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), (parameter, []))[1].append(name)
     return list(found.values())
+
+
+def _refuse_others(ranks: PipelineRanks, model: nn.Module) -> None:
+    """Raise `L2LError` on each rank if their models differ: a rank would wait for values that nobody sends."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    mine = [(name, tuple(t.shape), str(t.dtype), t.is_meta, t.requires_grad) for name, t in named]
+    found: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(found, mine, group=ranks.control_group)
+    for rank, theirs in enumerate(found):
+        if theirs != found[0]:
+            one, other = next((a, b) for a, b in itertools.zip_longest(found[0], theirs) if a != b)
+            raise L2LError(
+                f"the model of rank {rank} is another one than that of rank 0: {_described(other)} in the place of {_described(one)}. Make the "
+                "same model on each rank, on the host or on meta, before l2l_compile.pipeline"
+            )
+
+
+def _described(entry: tuple | None) -> str:
+    if entry is None:
+        return "nothing"
+    name, shape, dtype, is_meta, needs = entry
+    return f"'{name}' {dtype.removeprefix('torch.')}{list(shape)}{' on meta' * is_meta}{', trained' * needs}"
+
+
+def _take_buffer(ranks: PipelineRanks, buffer: torch.Tensor) -> None:
+    """Give a buffer the values of rank 0."""
+    if not buffer.is_meta and buffer.numel():
+        values = buffer.detach().contiguous().clone()
+        dist.broadcast(values.view(-1).view(torch.uint8), ranks.members[0], group=ranks.control_group)
+        with torch.no_grad():
+            buffer.copy_(values)
 
 
 def _take_from_first(ranks: PipelineRanks, parameter: nn.Parameter, owner: int) -> None:

@@ -45,6 +45,7 @@ class Ranks:
     device_group, replicate_group, control_group, host_group = (BorrowedGroup() for _ in range(4))
     tp_group, sums_group = BorrowedGroup(), BorrowedGroup()
     shares = "share parallel layers"  # what ranks with the same rows do
+    compares_settings = True  # whether the groups of all ranks' optimizers are alike
     shards = True  # whether `shard` has sharded a model among them
     forwards = steps = 0
     described = ""  # the mesh, as text

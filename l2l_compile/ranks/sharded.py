@@ -132,6 +132,8 @@ def _counted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     ranks = next((r for p in parameters_of(optimizer) if (r := _stepping_together(p)) is not None), None)
     if ranks is not None:
         ranks.steps += 1
+        if not ranks.compares_settings:
+            return
         ranks.settings = tuple(
             f"{name}={value} in group {number}"
             for number, group in enumerate(optimizer.param_groups)

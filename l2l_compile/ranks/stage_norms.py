@@ -14,6 +14,7 @@ from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks
 from l2l_compile.ranks.placement import Placed, all_placed, placed
 
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _GRADIENT: Any = torch.Tensor.grad  # the attribute itself, also of parameters whose class has a property of this name
 
 
@@ -25,7 +26,7 @@ def in_order_of_model(
     `sums` adds numbers up over the ranks. Raises `L2LError` for a parameter that is not of the pipeline.
     """
     count = ranks.parameters
-    values, is_there, is_wide = ([0.0] * count for _ in range(3))
+    values, is_there, dtypes = ([0.0] * count for _ in range(3))
     for parameter, norm in norms.items():
         where = placed(parameter)
         if where is None or where.ranks is not ranks:
@@ -34,10 +35,10 @@ def in_order_of_model(
                 "an optimizer and a norm of its own"
             )
         values[where.number], is_there[where.number] = float(norm.double()), 1.0
-        is_wide[where.number] = float(norm.dtype == torch.float64)
-    summed = sums([*values, *is_there, *is_wide])
+        dtypes[where.number] = float(_DTYPES.index(norm.dtype))
+    summed = sums([*values, *is_there, *dtypes])
     found = zip(summed[:count], summed[count : 2 * count], summed[2 * count :], strict=True)
-    return [torch.tensor(v, dtype=torch.float64 if wide else torch.float32) for v, there, wide in found if there]
+    return [torch.tensor(value, dtype=_DTYPES[int(dtype)]) for value, there, dtype in found if there]
 
 
 @functools.cache
@@ -60,7 +61,7 @@ def _over_stages(of_this_rank: Any) -> Any:
             norms = {p: torch.linalg.vector_norm(g, norm_type) for (p, _), g in zip(mine, gradients, strict=True)}
             ranks.announce(ActionKind.NORM)
             ordered = _grouped(in_order_of_model(norms, ranks, ranks.sum_of_callers))
-            total = torch.linalg.vector_norm(torch.stack([norm.to(ordered[0].dtype) for norm in ordered]), norm_type)
+            total = torch.linalg.vector_norm(torch.stack(ordered), norm_type)
         return of_this_rank([total.reshape(1)], norm_type, error_if_nonfinite, foreach)
 
     return total_norm

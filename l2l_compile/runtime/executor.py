@@ -57,6 +57,7 @@ class Executor:
         self.leaving: Mapping[fx.Node, Sequence[fx.Node]] = {}  # by segment that runs: messages of its results
         self.left: dict[fx.Node, bool] = {}  # messages whose micro-batches leave as they are made
         self.outgoing: list[RuntimeValue] = []
+        self.arriving: list[RuntimeValue] = []
 
     def run(self, instructions: Instructions, inputs: Sequence[RuntimeValue]) -> Any:
         """Give every node to its lane. Returns the values of the output, in its structure. Does not wait for lanes."""
@@ -70,8 +71,9 @@ class Executor:
             handler = HANDLERS[node.target]  # type: ignore[index]  # a call of the vocabulary
             values[instruction.value] = handler(self, node, *instruction.operands(values))
         self.to_host.free(0)
-        for value in self.outgoing:
+        for value in (*self.outgoing, *self.arriving):
             finish_messages(self, value)
+            value.arrival = None
         return instructions.output(values)
 
     def submit(self, lane: str, reads: Sequence[RuntimeValue], fills: Sequence[RuntimeValue], work: Callable[[], Any]) -> None:

@@ -33,5 +33,6 @@ def _recv(run: Executor, node: fx.Node, source: int) -> RuntimeValue:
     values = [RuntimeValue(absent=(user.meta["segment"], user.meta["value"]) in absent) for user in picked]
     arriving = [(user, value) for user, value in zip(picked, values, strict=True) if not value.absent]
     if arriving:
+        run.arriving += [value for _, value in arriving]
         Arrival(run, source, [user for user, _ in arriving], [value for _, value in arriving])
     return RuntimeValue(results=values)

@@ -239,7 +239,7 @@ class Runner:
         mask = self.outputs.gradient_mask(gradients)
         module = self._backwards.of(mask)
         if step.world is not None:
-            step.world.announce(ActionKind.BACKWARD, self._joint(module.graph))
+            step.world.announce(ActionKind.BACKWARD, (f"gradients of outputs {mask}", *self._joint(module.graph)))
         if self.captured.owners is not None:
             step.absent = absent_gradients(step, self._program, mask)
         server.begin_backward(step, module.graph, self._program.segments)

@@ -103,4 +103,4 @@ class StashQueue:
 
 
 def _on_device(value: RuntimeValue) -> bool:
-    return value.lane == Lane.COMPUTE
+    return value.lane in (Lane.COMPUTE, Lane.RECV)

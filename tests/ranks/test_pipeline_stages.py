@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import operator
 
 import pytest
@@ -19,6 +20,7 @@ from l2l_compile.ir import nodes
 from l2l_compile.passes import verify_stages
 from l2l_compile.ranks.pipeline_ranks import partners
 from l2l_compile.report.stage_table import bubble
+from l2l_compile.runtime.messages import Arrival
 
 LLAMA = Case("llama")
 
@@ -90,12 +92,19 @@ def test_a_rank_sees_its_own_parameters_alone(ranks):
 
 
 def values_are_those_of_the_first(rank, world):
+    with torch.device("meta" if rank else "cpu"):
+        other = UShape(2)
+    with pytest.raises(
+        L2LError, match="the model of rank 1 is another one than that of rank 0: 'inside.weight' .* on meta, trained in the place"
+    ):
+        l2l_compile.pipeline(other, init_device_mesh("cpu", (world,)), stages=[["inside", "down"], ["up", "out"]])
     torch.manual_seed(rank)
     model = UShape(2)
+    model.register_buffer("phases", torch.randn(3))
     expected = [dict(model.state_dict())]
     dist.broadcast_object_list(expected)
     l2l_compile.pipeline(model, init_device_mesh("cpu", (world,)), stages=[["inside", "down"], ["up", "out"]])
-    assert all(torch.equal(p, expected[0][name]) for name, p in model.named_parameters())
+    assert all(torch.equal(t, expected[0][name]) for name, t in model.state_dict().items())
 
 
 def test_ranks_get_the_values_of_rank_0(ranks):
@@ -169,6 +178,23 @@ def filled_in_every_way(rank, world, folder):
 
 def test_models_on_meta_are_filled_stage_by_stage(ranks, tmp_path):
     ranks.run(filled_in_every_way, str(tmp_path), world=2, seconds=200)
+
+
+def messages_are_freed(rank, world):
+    staged = train(LLAMA, world)
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(3):
+            staged.compiled(**LLAMA.batch(step)).loss.backward()
+            staged.compiled(**LLAMA.batch(step))  # without a backward
+        return sum(isinstance(each, Arrival) for each in gc.get_objects())
+    finally:
+        gc.enable()
+
+
+def test_messages_are_freed_without_the_garbage_collector(ranks):
+    assert ranks.run(messages_are_freed, world=2) == [0, 0]
 
 
 def gradients_add_up(rank, world):
