@@ -7,7 +7,6 @@ printed text, `UPDATE_DOCUMENTS=1 pytest tests/test_documents.py` writes printed
 from __future__ import annotations
 
 import ast
-import gc
 import importlib
 import itertools
 import os
@@ -198,7 +197,6 @@ def test_the_lines_on_programs_print(shown, capsys):
 @pytest.mark.slow(only="*Machines")
 def test_the_lines_on_simulation_run(shown, tmp_path, capsys):
     (block,) = shown
-    gc.collect()  # a model of another test with equal options, which is gone but for a circle
     plain, loader = tiny_llama()
     compiled = torch.compile(plain, backend="l2l", options={"micro_batches": 2, "block_compiler": "eager", "device": "cpu"})
     found = l2l_compile.simulate(plain, "h200", {"micro_batches": 2})(**loader[0])
@@ -445,32 +443,46 @@ def test_a_run_that_is_told_to_stop_saves_behind_its_step(shown, tmp_path):
 
 @checks("docs/ranks.md: Many devices", "docs/ranks.md: Saving")
 def test_the_lines_on_ranks_run_in_two_processes(shown, launcher, tmp_path):
-    """Those that save run behind those that train."""
-    (start,) = [block for block in BLOCKS if (block.document, block.heading) == ("docs/ranks.md", "Many devices")]
-    code = start.text.replace('"micro_batches":', '"device": "cpu", "block_compiler": "eager", "micro_batches":')
-    code += "" if shown == [start] else "\n" + shown[0].text
+    check = 'assert plain._modules["layers"][0]._parameters["weight"].to_local().shape == (4, 8)'
+    run_in_two_processes("docs/ranks.md: Many devices", shown, check, launcher, tmp_path)
+
+
+@checks("docs/pipelines.md: Pipelines", "docs/pipelines.md: Saving")
+def test_the_lines_on_pipelines_run_in_two_processes(shown, launcher, tmp_path):
+    check = "assert len(list(plain.parameters())) == 4"
+    run_in_two_processes("docs/pipelines.md: Pipelines", shown, check, launcher, tmp_path)
+
+
+def run_in_two_processes(start: str, shown: list, check: str, launcher, folder) -> None:
+    """Run the first lines of a document, which train, and behind them the lines shown, if these are others; then check each rank."""
+    (first,) = [block for block in BLOCKS if f"{block.document}: {block.heading}" == start]
+    code = first.text.replace('"micro_batches":', '"device": "cpu", "block_compiler": "eager", "micro_batches":')
+    code += "" if shown == [first] else "\n" + shown[0].text
     script = f"""
 import collections, os
 child = os.fork()
 os.environ.update(RANK=str(int(child == 0)), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-import torch, torch.distributed, torch.distributed.checkpoint, l2l_compile
+import torch, torch.distributed, torch.distributed.checkpoint as dcp, l2l_compile
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 torch.set_num_threads(1)
-folder = {str(tmp_path / "checkpoint")!r}
+torch.manual_seed(0)
+folder = {str(folder / "checkpoint")!r}
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
     def forward(self, x):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return Loss(x.pow(2).mean())
 Loss = collections.namedtuple("Loss", "loss")
 plain, loader = Model(), [{{"x": torch.randn(4, 8)}} for _ in range(2)]
+batch = loader[0]
 init = torch.distributed.init_process_group
 torch.distributed.init_process_group = lambda kind: init(
-    kind, store=torch.distributed.FileStore({str(tmp_path / "store")!r}, 2), rank=int(os.environ["RANK"]), world_size=2)
+    kind, store=torch.distributed.FileStore({str(folder / "store")!r}, 2), rank=int(os.environ["RANK"]), world_size=2)
 exec({code!r})
-assert plain._modules["layers"][0]._parameters["weight"].to_local().shape == (4, 8)
+{check}
 torch.distributed.barrier()
 if child:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -698,46 +710,6 @@ def test_the_stages_of_two_ranks(shown):
         else:
             compare(block, str(report.programs[0]))
             assert UPDATE or str(l2l_compile.Program.parse(block.text)) == block.text
-
-
-@checks("docs/pipelines.md: Pipelines", "docs/pipelines.md: Saving")
-def test_the_lines_on_pipelines_run_in_two_processes(shown, launcher, tmp_path):
-    """Those that save run behind those that train."""
-    (start,) = [block for block in BLOCKS if (block.document, block.heading) == ("docs/pipelines.md", "Pipelines")]
-    code = start.text.replace('"micro_batches":', '"device": "cpu", "block_compiler": "eager", "micro_batches":')
-    code += "" if shown == [start] else "\n" + shown[0].text
-    script = f"""
-import collections, os
-child = os.fork()
-os.environ.update(RANK=str(int(child == 0)), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-import torch, torch.distributed, torch.distributed.checkpoint as dcp, l2l_compile
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-torch.set_num_threads(1)
-torch.manual_seed(0)
-folder = {str(tmp_path / "checkpoint")!r}
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return Loss(x.pow(2).mean())
-Loss = collections.namedtuple("Loss", "loss")
-plain, loader = Model(), [{{"x": torch.randn(4, 8)}} for _ in range(2)]
-batch = loader[0]
-init = torch.distributed.init_process_group
-torch.distributed.init_process_group = lambda kind: init(
-    kind, store=torch.distributed.FileStore({str(tmp_path / "store")!r}, 2), rank=int(os.environ["RANK"]), world_size=2)
-exec({code!r})
-assert len(list(plain.parameters())) == 4
-torch.distributed.barrier()
-torch.distributed.destroy_process_group()
-if child:
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-"""
-    done = launcher.run(script, seconds=100)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_the_picture_is_small_and_as_wide_as_the_script_takes_it():

@@ -74,7 +74,6 @@ def find_stages(draft: Draft) -> None:
         return
     if draft.ranks is not None:
         raise L2LError("a pipeline whose layers are sharded or parallel is not supported yet: use l2l_compile.pipeline alone")
-    count_steps()
     draft.ranks = ranks
 
 

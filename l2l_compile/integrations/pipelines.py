@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from l2l_compile.errors import L2LError
 from l2l_compile.integrations.owners import owners_by_batch, owners_by_names
 from l2l_compile.ranks.placement import agreed, check_mesh, is_a_stage, place
-from l2l_compile.ranks.sharded import count_steps, is_sharded
+from l2l_compile.ranks.sharded import check_plain, count_steps, is_sharded
 from l2l_compile.ranks.stage_norms import make_clipping_global
 
 
@@ -49,9 +49,6 @@ def pipeline(
         owners = owners_by_names(model, stages, size)
     else:
         owners = agreed(mesh, lambda: owners_by_batch(model, batch, size, loops))
-    missing = {name for name, _ in model.named_parameters()} ^ owners.keys()
-    if missing:
-        raise L2LError(f"the ranks have different models: '{min(missing)}' is not on all of them")
     for rank in range(size):
         if rank not in owners.values():
             raise L2LError(
@@ -76,10 +73,4 @@ def _check(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
             raise L2LError(f"parameter '{name}' is sharded over ranks already: a pipeline of sharded layers is not supported yet")
-        if type(parameter).__module__.partition(".")[0] != "torch":
-            raise L2LError(
-                f"parameter '{name}' is a {type(parameter).__name__}, whose class keeps more than its entries, such as scales of a quantized "
-                "weight: a pipeline of such weights is not supported yet. Stream the model on one rank, or keep the weights in 16 bits"
-            )
-        if parameter.device.type not in ("cpu", "meta"):
-            raise L2LError(f"parameter '{name}' is on {parameter.device}: leave the model on the host, or on meta")
+        check_plain(parameter, name, "a pipeline of such weights is not supported yet")

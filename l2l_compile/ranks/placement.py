@@ -72,12 +72,9 @@ def place(model: nn.Module, mesh: DeviceMesh, owners: Mapping[str, int]) -> Pipe
     _refuse_others(ranks, model)
     for buffer in model.buffers():
         _take_buffer(ranks, buffer)
-    tied = _names_of_each(model)
-    number = {id(parameter): position for position, parameter in enumerate(model.parameters())}
-    ranks.parameters = len(number)
     replaced: dict[int, torch.Tensor] = {}
     places: dict[int, Placed] = {}
-    for parameter, (name, *_) in tied:
+    for number, (name, parameter) in enumerate(model.named_parameters()):
         rank = owners[name]
         if not parameter.is_meta:
             _take_from_first(ranks, parameter, rank)
@@ -85,19 +82,12 @@ def place(model: nn.Module, mesh: DeviceMesh, owners: Mapping[str, int]) -> Pipe
         if mine is not parameter:
             setattr(parameter, LEFT, True)
         replaced[id(parameter)] = mine
-        places[id(parameter)] = Placed(ranks, name, rank, number[id(parameter)])
+        places[id(parameter)] = Placed(ranks, name, rank, number)
         _note(mine, places[id(parameter)])
+    ranks.parameters = len(places)
     for prefix, module in model.named_modules():
         _leave_own(module, prefix, ranks, replaced, places)
     return ranks
-
-
-def _names_of_each(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    """Each parameter of a model once, with all its names."""
-    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), (parameter, []))[1].append(name)
-    return list(found.values())
 
 
 def _refuse_others(ranks: PipelineRanks, model: nn.Module) -> None:

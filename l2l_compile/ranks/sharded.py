@@ -170,12 +170,18 @@ def _check(parameter: nn.Parameter, mesh: DeviceMesh, name: str) -> None:
             f"parameter '{name}' is sharded over ranks already: call l2l_compile.shard once, on the plain model; "
             "after parallelize_module, with the mesh of both dimensions, its own the second"
         )
-    elif type(parameter).__module__.partition(".")[0] != "torch":
+    else:
+        check_plain(parameter, name, "it cannot be sharded by rows")
+
+
+def check_plain(parameter: nn.Parameter, name: str, cannot: str) -> None:
+    """Raise `L2LError` for a parameter that is more than its entries, which `cannot` says of it, or that is on a device."""
+    if type(parameter).__module__.partition(".")[0] != "torch":
         raise L2LError(
             f"parameter '{name}' is a {type(parameter).__name__}, whose class keeps more than its entries, such as scales of a quantized "
-            "weight: it cannot be sharded by rows. Stream the model on one rank, or keep the weights in 16 bits"
+            f"weight: {cannot}. Stream the model on one rank, or keep the weights in 16 bits"
         )
-    elif parameter.device.type not in ("cpu", "meta"):
+    if parameter.device.type not in ("cpu", "meta"):
         raise L2LError(f"parameter '{name}' is on {parameter.device}: leave the model on the host, or on meta")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.segments import Value
+from l2l_compile.lowering.lower import Lowering
 from l2l_compile.runtime.step import Step
 
 
@@ -18,7 +19,9 @@ def absent_gradients(step: Step, program: Program, mask: Sequence[bool]) -> froz
 
     `mask` says which outputs of the graph have a gradient.
     """
-    captured, lowering = program.captured, step.engine.lowering
+    captured, own = program.captured, {segment.block for segment in program.here}
+    lowering = step.engine.lowering
+    of_others = Lowering(lowering.device, "eager")  # blocks that run on other ranks alone are traced, not compiled
     newest = {value.node: value for segment in program.segments for value in segment.outputs}
     outputs = zip(captured.outputs, mask, strict=False)  # those that the model writes into take none in a pipeline
     there: set[Value] = {newest[node] for node, wanted in outputs if wanted and node in newest}
@@ -27,7 +30,7 @@ def absent_gradients(step: Step, program: Program, mask: Sequence[bool]) -> froz
         block, arriving = segment.block, tuple(value in there for value in segment.outputs)
         exist: Sequence[bool] = (False,) * len(segment.values)
         if any(arriving) and any(spec.differentiable for spec in block.operands):
-            code = lowering.backward(block, step.rows.bindings_of(segment)[0], arriving)
+            code = (lowering if block in own else of_others).backward(block, step.rows.bindings_of(segment)[0], arriving)
             exist = code.present[len(block.weights) :]
         for value, spec, exists in zip(segment.values, block.values, exist, strict=True):
             if exists:

@@ -55,7 +55,7 @@ class Executor:
         self.from_host: dict[int, ActivationsFromHost] = {}  # by segment, until its backward
         self.released: dict[str, list[Place]] = {}  # by lane: released values of it, whose memory its next value may take
         self.leaving: Mapping[fx.Node, Sequence[fx.Node]] = {}  # by segment that runs: messages of its results
-        self.left: dict[fx.Node, bool] = {}  # messages whose micro-batches leave as they are made
+        self.left: set[fx.Node] = set()  # messages whose micro-batches have left as they were made
         self.outgoing: list[RuntimeValue] = []
         self.arriving: list[RuntimeValue] = []
 
@@ -400,7 +400,7 @@ def _leaving(run: Executor, node: fx.Node, results: Sequence[RuntimeValue]) -> l
         there = [value for value in split if not value.absent]
         if there:
             found.append(Leaving(read.to, there))
-            run.left[message] = True
+            run.left.add(message)
             run.outgoing += there
     return [LeavingParts(run, found)] if found else []
 

@@ -17,9 +17,8 @@ from l2l_compile.runtime.runtime_value import RuntimeValue
 def _send(run: Executor, node: fx.Node, values: Sequence[RuntimeValue], to: int) -> RuntimeValue:
     described = nodes.operands(node).values
     there = [(value, n) for value, n in zip(values, described, strict=True) if not value.absent]
-    left = run.left.pop(node, False)  # micro-batches that left while they were made
     counts = counts_of(run.step, [n for _, n in there])
-    parts = [(position, number) for position, number in parts_of(counts) if not (left and counts[position])]
+    parts = [(position, number) for position, number in parts_of(counts) if not (node in run.left and counts[position])]
     if parts:
         send_parts(run, to, [value for value, _ in there], parts)
         run.outgoing += [value for value, _ in there]

@@ -93,7 +93,7 @@ class Arrival:
 
     def _ask(self) -> None:
         """Make room for all parts, and ask for them in order (lane `recv`)."""
-        device, ranks = self._run.device, ranks_of(self._run.step)
+        device, ranks = self._run.device, pipeline_of(self._run.step)
         for value, (spec, is_split) in zip(self._values, self._specs, strict=True):
             device.accesses.write(value.place)
             value.tensors = [
@@ -110,9 +110,9 @@ class Arrival:
 
         def work() -> None:
             try:
-                ranks_of(step).finish_message(self._works.pop(part))
+                pipeline_of(step).finish_message(self._works.pop(part))
             except RankError as error:
-                error.add_note(f"this rank, {ranks_of(step).world_rank}, waited for {self._what}")
+                error.add_note(f"this rank, {pipeline_of(step).world_rank}, waited for {self._what}")
                 raise
             step.stats.received_bytes += value.tensors[number].nbytes
 
@@ -179,7 +179,7 @@ def send_parts(run: GraphRun, to: int, values: Values, parts: Sequence[Part], *m
         for position, number in parts:
             value, messages = leaving[position]
             tensor = value.tensors[number]
-            messages.append(ranks_of(run.step).send(tensor, to))
+            messages.append(pipeline_of(run.step).send(tensor, to))
             run.step.stats.sent_bytes += tensor.nbytes
 
     run.submit(Lane.SEND, made or values, (), work)
@@ -195,7 +195,7 @@ def finish_messages(run: GraphRun, value: RuntimeValue) -> None:
 
     def work() -> None:
         for message in messages:
-            ranks_of(run.step).finish_message(message)
+            pipeline_of(run.step).finish_message(message)
 
     run.submit(Lane.SEND, (value,), (), work)
 
@@ -206,7 +206,7 @@ def arrival_of(value: RuntimeValue) -> Arrival:
     return value.arrival
 
 
-def ranks_of(step: Step) -> PipelineRanks:
+def pipeline_of(step: Step) -> PipelineRanks:
     """The ranks of the pipeline that runs a step."""
     assert isinstance(step.world, PipelineRanks), "only a pipeline has messages"
     return step.world

@@ -81,6 +81,7 @@ class Runner:
         self._backwards = backwards
         self._bindings = program.bindings
         self._levels: dict[tuple, Mapping[int, KeptLevels]] = {}  # by backward graph, room, sizes
+        self._absent: dict[tuple[bool, ...], frozenset[tuple[int, str]]] = {}  # by outputs that have a gradient
         self._lowered: set[tuple] = set()  # sizes for which compilation has begun
         self._micro_batches = MicroBatches(program, engine.options, engine.lowering)
         self._need = MeasuredNeed()
@@ -207,8 +208,13 @@ class Runner:
 
     def _joint(self, graph: fx.Graph) -> tuple[str, ...]:
         """What ranks compare before they run a graph: its collectives, and the segments of each stage."""
-        segments, stages = self._program.segments, self._program.stages
-        return (*(stages.lines(segments) if stages is not None else ()), *collectives_of(graph, segments))
+        return (*self._stages, *collectives_of(graph, self._program.segments))
+
+    @functools.cached_property
+    def _stages(self) -> tuple[str, ...]:
+        """The segments of each stage of a pipeline, as text."""
+        stages = self._program.stages
+        return stages.lines(self._program.segments) if stages is not None else ()
 
     def _levels_of(self, step: Step) -> Mapping[int, KeptLevels]:
         """What each segment keeps for its backward, at these sizes and beside what earlier forwards keep.
@@ -241,7 +247,9 @@ class Runner:
         if step.world is not None:
             step.world.announce(ActionKind.BACKWARD, (f"gradients of outputs {mask}", *self._joint(module.graph)))
         if self.captured.owners is not None:
-            step.absent = absent_gradients(step, self._program, mask)
+            if mask not in self._absent:
+                self._absent[mask] = absent_gradients(step, self._program, mask)
+            step.absent = self._absent[mask]
         server.begin_backward(step, module.graph, self._program.segments)
         scale = step.host.scale
         gradients = [g if g is None else g * scale for g in gradients] if scale != 1.0 else gradients

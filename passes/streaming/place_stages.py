@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import fx
-
 from l2l_compile.errors import L2LError
 from l2l_compile.ir.segments import Segment, Value
 from l2l_compile.ir.stages import Borders, Stages
@@ -33,18 +31,26 @@ class PlaceStages:
             compilation.stages = Stages.alone(compilation.segments)
             return
         compilation.stages = Stages(owners.rank, owners.ranks, _runs_on(compilation))
-        _check_gradients(compilation)
-        project(compilation)
+        _check_inputs(compilation)
+        _project(compilation)
         _leave_out_outputs(compilation)
 
 
-def project(compilation: Compilation) -> None:
-    """Leave to this rank what it keeps for backward, and the outputs that it returns: those with rows stay where they are made."""
+def _project(compilation: Compilation) -> None:
+    """Leave to this rank what it keeps for backward, and gradients to losses: outputs with rows stay where they are made.
+
+    Raises `L2LError` for a model that returns no loss.
+    """
     stages, gradients = compilation.stages, compilation.gradients
     read_here = {value for segment in compilation.segments if stages.runs(segment) for value in segment.values}
     kept = tuple(value for value in gradients.kept if value in read_here)
     is_loss = [value is not None and not has_rows(compilation, value) for value in compilation.outputs]
     differentiable = tuple(d and loss for d, loss in zip(gradients.differentiable, is_loss, strict=True))
+    if any(gradients.differentiable) and not any(differentiable):
+        raise L2LError(
+            "the model returns no loss: in a pipeline the loss is computed by the model, since one rank alone has its outputs. Give the "
+            "model its labels, or compile a module that calls the model and returns the loss"
+        )
     compilation.gradients = replace(gradients, kept=kept, differentiable=differentiable)
     compilation.gradient_mask = tuple(m and loss for m, loss in zip(compilation.gradient_mask, is_loss, strict=True))
 
@@ -128,26 +134,14 @@ def _readers(compilation: Compilation, segment: Segment, found: dict[int, tuple[
     return tuple(sorted(ranks)) or (0,)
 
 
-def _check_gradients(compilation: Compilation) -> None:
-    """Raise `L2LError` for gradients that have no place in a pipeline."""
-    captured = compilation.captured
-    for i in captured.inputs:
-        if (
-            i.kind == "value"
-            and isinstance(i.node, fx.Node)
-            and i.node in captured.specs
-            and captured.specs[i.node].differentiable
-        ):
+def _check_inputs(compilation: Compilation) -> None:
+    """Raise `L2LError` for inputs whose gradients have no place in a pipeline."""
+    specs = compilation.captured.specs
+    for i in compilation.captured.inputs:
+        if i.kind == "value" and i.node in specs and specs[i.node].differentiable:
             raise L2LError(
                 f"input '{i.name}' takes a gradient, which the stages of a pipeline would make on different ranks: detach it, or make it "
                 "a parameter of the model"
             )
     if compilation.carried:
         raise L2LError("the model writes into an input with a gradient, which a pipeline does not support: write into a copy")
-    wanted = compilation.gradients.differentiable
-    losses = [d and v is not None and not has_rows(compilation, v) for d, v in zip(wanted, compilation.outputs, strict=True)]
-    if any(wanted) and not any(losses):
-        raise L2LError(
-            "the model returns no loss: in a pipeline the loss is computed by the model, since one rank alone has its outputs. Give the "
-            "model its labels, or compile a module that calls the model and returns the loss"
-        )

@@ -146,11 +146,9 @@ class _Forward:
         """Receive what a segment of another rank makes, as it makes it. Returns as `_run`."""
         rank, is_split = self.compilation.stages.rank, bool(segment.block.inner_looped)
         arriving = [value for value in segment.outputs if rank in self.borders.receivers(value)]
-        specs = [
-            (f"{value}", replace(_spec(self.captured.specs, value), equal_rows=False)) for value in arriving
-        ]  # each row arrives
         if not arriving:
             return {}
+        specs = [(str(value), _arrived(_spec(self.captured.specs, value))) for value in arriving]
         layouts, source = [is_split and spec.partial is None for _, spec in specs], self.borders.sender(arriving[0])
         for value, node in zip(arriving, self.writer.received(source, specs, layouts, segment), strict=True):
             self.values.hold(value, node)
