@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -125,6 +126,7 @@ class Session:
         if not self._has_run:
             self._has_run = True
             _release_others(self)
+        _serves(self, calls.backend_of_call())
         if not calls.is_running(self._call) or any(run.backward_seconds for run in self._runs):
             self._runs, self._call = [], calls.number_of_call()
         return self._runs
@@ -225,6 +227,8 @@ def _owner_is_gone(session: weakref.ref[Session]) -> None:
 
 
 _SESSION = "_l2l_session"
+_SERVED_BY = "_l2l_served_by"
+_WHEN_SERVED = "_l2l_when_served"
 _SAID = "_l2l_has_said_what_to_do_about_skipped_frames"
 
 
@@ -263,13 +267,41 @@ def _is_replaced_by(owner: Any, session: Session, newer: Session) -> bool:
     return not set(parameters_of(before)).isdisjoint(parameters_of(now))
 
 
+def _serves(session: Session, owner: Any) -> None:
+    """Note that a session runs a call of `owner`: its own, or that of an equal `torch.compile` call, whose code Dynamo uses again."""
+    before = getattr(owner, _SERVED_BY, None)
+    if owner is not None and (before is None or before() is not session):
+        setattr(owner, _SERVED_BY, weakref.ref(session))
+        for called in tuple(getattr(owner, _WHEN_SERVED, ())):
+            called(session)
+
+
 def session_of(compiled: Any) -> Session | None:
-    """The session of a compiled module or function; None if it has not run yet. Raises `TypeError` for any other argument."""
+    """The session that runs a compiled module or function; None if it has not run yet. Raises `TypeError` for any other argument."""
+    owner = _owner_of(compiled)
+    served_by = getattr(owner, _SERVED_BY, None)
+    return served_by() if served_by is not None else getattr(owner, _SESSION, None)
+
+
+@contextmanager
+def each_session_of(compiled: Any, called: Callable[[Session], None]) -> Iterator[None]:
+    """Context manager in which `called` gets each session that runs a compiled module or function, before it runs a call.
+
+    Raises `TypeError` as `session_of`.
+    """
+    owner = _owner_of(compiled)
+    waiting = vars(owner).setdefault(_WHEN_SERVED, [])
+    waiting.append(called)
+    try:
+        if (session := session_of(compiled)) is not None:
+            called(session)
+        yield
+    finally:
+        waiting.remove(called)
+
+
+def _owner_of(compiled: Any) -> Any:
     owner = adapter.owner_of(compiled)
     if owner is None or not calls.streams_layers(owner):
         raise TypeError(f"expected a module or function from torch.compile(..., backend='l2l'), got {type(compiled).__name__}")
-    session = getattr(owner, _SESSION, None)
-    if session is None:  # Dynamo reuses code of an equal torch.compile call: same backend, same options
-        equal = [o for o in _alive(_owners) if o == owner]
-        session = getattr(equal[-1], _SESSION) if equal else None
-    return session
+    return owner

@@ -180,3 +180,19 @@ def test_profilers_see_ranges(device, request):
     assert session_of(compiled).device.lanes is lanes
     if device == "cpu":  # a profiler sees the thread that has begun it
         assert {"l2l h2d: fetch_weights layers.1", "l2l compute: backward layers.2, micro-batch 2"} <= set(ranges_of(profiled))
+
+
+def test_a_profile_is_of_the_session_that_serves_the_model():
+    """Other models with equal options are alive: one whose code is of no use here, and one whose code Dynamo uses again."""
+    options, x = {"micro_batches": 2, "block_compiler": "eager", "device": "cpu"}, rows(4).float()
+    other, same = (torch.compile(m.float(), backend="l2l", options=options) for m in (torch.nn.Linear(5, 4), Stack(3)))
+    for compiled in (other, same):
+        loss_of(compiled(x)).backward()
+    for layers in (2, 3):
+        compiled = torch.compile(Stack(layers).float(), backend="l2l", options=options)
+        assert l2l_compile.programs(compiled) == ()  # not those of another model
+        with l2l_compile.profile(compiled) as measured, l2l_compile.profile(other) as nested:
+            loss_of(compiled(x)).backward()
+            loss_of(other(x)).backward()
+        assert measured.timeline.spans and nested.timeline.spans
+        assert (session_of(compiled) is session_of(same)) == (layers == 3)

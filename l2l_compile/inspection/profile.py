@@ -11,11 +11,9 @@ from typing import Any
 
 from l2l_compile.devices.observed import observe
 from l2l_compile.errors import L2LError
-from l2l_compile.frontend.dynamo import adapter
 from l2l_compile.host.worker import Ticket, Worker
 from l2l_compile.inspection.timed import Timing
-from l2l_compile.options import Options
-from l2l_compile.session import Session, session_for, session_of
+from l2l_compile.session import Session, each_session_of, session_of
 from l2l_compile.timeline import Timeline
 
 
@@ -29,15 +27,16 @@ def profile(compiled: Any, path: str | Path | None = None) -> Profile:
     this has not run on a GPU yet. If the host is the device, all work but updates is work of the caller. Raises `TypeError` if
     `compiled` is no compiled model of this backend, and `L2LError` at the end of the block if the model did not run in it.
     """
-    session = session_of(compiled) or session_for(adapter.owner_of(compiled), Options.build(adapter.options_of(compiled)))
-    return Profile(session, path)
+    session_of(compiled)  # or a TypeError
+    return Profile(compiled, path)
 
 
 class Profile:
     """A measurement of steps, which lasts as long as its `with` block."""
 
-    def __init__(self, session: Session, path: str | Path | None):
-        self._session, self._path = session, path
+    def __init__(self, compiled: Any, path: str | Path | None):
+        self._compiled, self._path = compiled, path
+        self._timings: dict[Session, Timing] = {}
         self._timeline: Timeline | None = None
         self._open = ExitStack()
 
@@ -49,36 +48,46 @@ class Profile:
         return self._timeline
 
     def __enter__(self) -> Profile:
-        device = self._session.device
+        with self._open:
+            self._open.enter_context(each_session_of(self._compiled, self._measure))
+            self._open = self._open.pop_all()
+        return self
+
+    def _measure(self, session: Session) -> None:
+        """Measure a session from now on."""
+        if session in self._timings:
+            return
+        device = session.device
         if device.profiled:
             raise L2LError("this model is profiled already: a profile cannot begin inside of another one")
         device.synchronize()
-        self._timing = Timing(device)
+        self._timings[session] = timing = Timing(device)
         self._open.enter_context(_as_profiled(device))
-        self._open.enter_context(observe(device, self._timing))
-        for worker in self._session.server.workers:
-            self._open.enter_context(_timed(worker, self._timing))
-        return self
+        self._open.enter_context(observe(device, timing))
+        for worker in session.server.workers:
+            self._open.enter_context(_timed(worker, timing))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         try:
             if kind is None:
-                self._session.device.synchronize()
+                for session in self._timings:
+                    session.device.synchronize()
         finally:
             self._open.close()
-        for worker in self._session.server.workers:
-            worker.submit(_nothing).wait()
-        self._timeline = self._session.timeline = self._timing.timeline()
+        for session, timing in self._timings.items():
+            for worker in session.server.workers:
+                worker.submit(_nothing).wait()
+            found = timing.timeline()
+            if found.spans or self._timeline is None:
+                self._timeline = session.timeline = found
         if kind is None:
             self._save()
 
     def _save(self) -> None:
-        if not self.timeline.spans:
-            raise L2LError(
-                "the model did not run within the profile. If another model was compiled with equal options, run a step before the profile"
-            )
+        if self._timeline is None or not self._timeline.spans:
+            raise L2LError("the model did not run within the profile")
         if self._path is not None:
-            self.timeline.save(self._path, "measured")
+            self._timeline.save(self._path, "measured")
 
 
 @contextmanager

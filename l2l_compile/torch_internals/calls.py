@@ -114,18 +114,18 @@ _RESET = torch._dynamo.reset_code_caches.__code__
 
 
 class _Calls(threading.local):
-    """The calls of compiled functions that run on a thread, outermost first: PyTorch's frame around each, and its number."""
+    """The calls of compiled functions that run on a thread, outermost first: PyTorch's frame around each, its number, its callback."""
 
     def __init__(self) -> None:
-        self.running: dict[types.FrameType, int] = {}
+        self.running: dict[types.FrameType, tuple[int, Any]] = {}
 
     def begins_or_ends(self, frame: types.FrameType, callback: Any) -> None:
         """Note that PyTorch sets the callback in its frame around a call: when the call begins, and again when it ends."""
         if self.running.pop(frame, None) is None and callback is not None:
             if self.running:  # a handler of a signal may have raised before PyTorch could end a call
                 stack = {f for f, _ in traceback.walk_stack(frame)}
-                self.running = {f: n for f, n in self.running.items() if f in stack}
-            self.running[frame] = next(_numbers)
+                self.running = {f: call for f, call in self.running.items() if f in stack}
+            self.running[frame] = next(_numbers), callback
 
 
 _calls = _Calls()
@@ -134,12 +134,19 @@ _numbers = itertools.count(1)
 
 def number_of_call() -> int:
     """The number of the innermost call of a compiled function that runs on this thread, counted over all threads; 0 for none."""
-    return next(reversed(_calls.running.values()), 0)
+    number, _ = next(reversed(_calls.running.values()), (0, None))
+    return number
+
+
+def backend_of_call() -> Any:
+    """The backend object of the innermost call of a compiled function that runs on this thread; None for none."""
+    _, callback = next(reversed(_calls.running.values()), (0, None))
+    return backend_of(callback)
 
 
 def is_running(number: int) -> bool:
     """Whether the call of a compiled function with a number still runs on this thread."""
-    return number in _calls.running.values()
+    return any(number == running for running, _ in _calls.running.values())
 
 
 def is_frame_of_region(frame: types.FrameType) -> bool:
