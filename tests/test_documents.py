@@ -444,24 +444,41 @@ def test_a_run_that_is_told_to_stop_saves_behind_its_step(shown, tmp_path):
 @checks("docs/ranks.md: Many devices", "docs/ranks.md: Saving")
 def test_the_lines_on_ranks_run_in_two_processes(shown, launcher, tmp_path):
     check = 'assert plain._modules["layers"][0]._parameters["weight"].to_local().shape == (4, 8)'
-    run_in_two_processes("docs/ranks.md: Many devices", shown, check, launcher, tmp_path)
+    run_in_processes(lines_from("docs/ranks.md: Many devices", shown), check, launcher, tmp_path)
 
 
 @checks("docs/pipelines.md: Pipelines", "docs/pipelines.md: Saving")
 def test_the_lines_on_pipelines_run_in_two_processes(shown, launcher, tmp_path):
     check = "assert len(list(plain.parameters())) == 4"
-    run_in_two_processes("docs/pipelines.md: Pipelines", shown, check, launcher, tmp_path)
+    run_in_processes(lines_from("docs/pipelines.md: Pipelines", shown), check, launcher, tmp_path)
 
 
-def run_in_two_processes(start: str, shown: list, check: str, launcher, folder) -> None:
-    """Run the first lines of a document, which train, and behind them the lines shown, if these are others; then check each rank."""
+@checks("docs/pipelines.md: Width and depth")
+def test_the_lines_on_width_and_depth_run_in_four(shown, launcher, tmp_path):
+    """With two stages in place of four."""
+    begins, trains = lines_from("docs/pipelines.md: Pipelines", []).split("mesh = ")
+    division = shown[0].text.replace("(2, 4)", "(2, 2)")
+    code = f"{begins}{division}\n{trains[trains.index('optimizer =') :]}"
+    check = "assert [tuple(p.to_local().shape) for p in plain.parameters()] == [(4, 8), (4,)] * 2"
+    run_in_processes(code, check, launcher, tmp_path, size=4)
+
+
+def lines_from(start: str, shown: list) -> str:
+    """The first lines of a document, which train, and behind them the lines shown, if these are others."""
     (first,) = [block for block in BLOCKS if f"{block.document}: {block.heading}" == start]
     code = first.text.replace('"micro_batches":', '"device": "cpu", "block_compiler": "eager", "micro_batches":')
-    code += "" if shown == [first] else "\n" + shown[0].text
+    return "\n".join([code, *(block.text for block in shown if block != first)])
+
+
+def run_in_processes(code: str, check: str, launcher, folder, size: int = 2) -> None:
+    """Run lines in processes of `torch.distributed`, and then a check in each."""
     script = f"""
 import collections, os
-child = os.fork()
-os.environ.update(RANK=str(int(child == 0)), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+children = []
+while len(children) < {size - 1} and 0 not in children:
+    children.append(os.fork())
+rank = 0 if 0 not in children else len(children)
+os.environ.update(RANK=str(rank), WORLD_SIZE="{size}", MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
 import torch, torch.distributed, torch.distributed.checkpoint as dcp, l2l_compile
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 torch.set_num_threads(1)
@@ -480,12 +497,12 @@ plain, loader = Model(), [{{"x": torch.randn(4, 8)}} for _ in range(2)]
 batch = loader[0]
 init = torch.distributed.init_process_group
 torch.distributed.init_process_group = lambda kind: init(
-    kind, store=torch.distributed.FileStore({str(folder / "store")!r}, 2), rank=int(os.environ["RANK"]), world_size=2)
+    kind, store=torch.distributed.FileStore({str(folder / "store")!r}, {size}), rank=rank, world_size={size})
 exec({code!r})
 {check}
 torch.distributed.barrier()
-if child:
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+if rank == 0:
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * {size - 1}
 """
     done = launcher.run(script, seconds=100)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -72,9 +72,12 @@ def find_stages(draft: Draft) -> None:
     draft.placed, ranks = find_owners(draft.graph)
     if ranks is None:
         return
-    if draft.ranks is not None:
-        raise L2LError("a pipeline whose layers are sharded or parallel is not supported yet: use l2l_compile.pipeline alone")
-    draft.ranks = ranks
+    if draft.ranks is None:
+        draft.ranks = ranks
+    elif draft.ranks.pipeline is not ranks:
+        raise L2LError(
+            "a pipeline whose layers are parallel is not supported yet: use l2l_compile.pipeline, and l2l_compile.shard"
+        )
 
 
 def note_clones(draft: Draft) -> None:
@@ -184,10 +187,11 @@ def _mesh(ranks: Ranks | None) -> Mesh | None:
 
 
 def _owners(draft: Draft) -> Owners | None:
-    if draft.world is None or not draft.placed:
+    pipeline = draft.world.pipeline if draft.world is not None else None
+    if pipeline is None:
         return None
     of = {i.index: draft.placed[i.node].rank for i in draft.inputs if i.node in draft.placed}
-    return Owners(draft.world.world_rank, draft.world.world_size, of)
+    return Owners(pipeline.world_rank, pipeline.world_size, of)
 
 
 def _autocast() -> torch.dtype | None:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from l2l_compile.errors import L2LError
 from l2l_compile.integrations.owners import owners_by_batch, owners_by_names
-from l2l_compile.ranks.placement import agreed, check_mesh, is_a_stage, place
+from l2l_compile.ranks.placement import agreed, check_mesh, pipeline_of, place
 from l2l_compile.ranks.sharded import check_plain, count_steps, is_sharded
 from l2l_compile.ranks.stage_norms import make_clipping_global
 
@@ -62,7 +62,7 @@ def pipeline(
 
 
 def _check(model: nn.Module) -> None:
-    if is_a_stage(model):
+    if pipeline_of(model) is not None:
         raise L2LError("l2l_compile.pipeline was called on this model before: call it once, on the plain model")
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):

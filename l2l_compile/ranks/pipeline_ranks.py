@@ -13,6 +13,7 @@ from l2l_compile.errors import L2LError
 from l2l_compile.ranks import collectives as exchange
 from l2l_compile.ranks.collectives import finish
 from l2l_compile.ranks.ranks import Ranks, own_group
+from l2l_compile.ranks.watch import Watch
 
 
 class PipelineRanks(Ranks):
@@ -23,7 +24,7 @@ class PipelineRanks(Ranks):
     """
 
     shards = compares_settings = False
-    parameters = 0  # how many the whole model has
+    parameters = 0  # how many the models of the pipeline have, on all ranks
     shares = "are stages of a pipeline"
 
     def __init__(self, mesh: DeviceMesh):
@@ -32,13 +33,13 @@ class PipelineRanks(Ranks):
         self.shard_mesh_size, self.shard_mesh_rank = 1, 0
         self.members = dist.get_process_group_ranks(group)
         self.world_size, self.world_rank = len(self.members), self.members.index(dist.get_rank())
-        self.described = str(mesh)
+        self.described, self.pipeline = str(mesh), self
         self.control_group, self.host_group = own_group(group), own_group(group)
         self._pairs = dict(self._make_pairs())
 
     @property
-    def same_rows(self) -> int:
-        return self.world_size
+    def watch(self) -> Watch:
+        return self.within.watch if self.within is not None else super().watch
 
     def _make_pairs(self) -> Iterator[tuple[tuple[int, int], weakref.ref[dist.ProcessGroup]]]:
         """A process group for each direction between this rank and another.
@@ -80,6 +81,20 @@ class PipelineRanks(Ranks):
         for pair in self._pairs.values():
             if (group := pair()) is not None:
                 exchange.abort_on_device(group)
+
+
+_known: dict[DeviceMesh, PipelineRanks] = {}
+
+
+def pipeline_ranks_of(mesh: DeviceMesh) -> PipelineRanks:
+    """The ranks of a mesh of one dimension, made if needed: all of them must call this. Models over the same mesh share them."""
+    known = _known.get(mesh)
+    if known is None or not known.made_for(mesh.get_group()):
+        if known is not None:
+            del _known[mesh]  # also drops the key, an earlier mesh that compares equal and keeps its process groups alive
+            known.close()
+        known = _known[mesh] = PipelineRanks(mesh)
+    return known
 
 
 def partners(rank: int, size: int) -> list[int]:

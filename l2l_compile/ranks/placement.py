@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from l2l_compile.errors import L2LError
-from l2l_compile.ranks.pipeline_ranks import PipelineRanks
+from l2l_compile.ranks.pipeline_ranks import PipelineRanks, pipeline_ranks_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Placed:
 
     name    its name in the model, the same on each rank
     rank    the rank that has it
-    number  its position among the parameters of the whole model
+    number  its position among the parameters of all models of these ranks
     """
 
     ranks: PipelineRanks
@@ -68,13 +68,13 @@ def place(model: nn.Module, mesh: DeviceMesh, owners: Mapping[str, int]) -> Pipe
     """
     global _has_begun
     _has_begun = True
-    ranks = PipelineRanks(mesh)
+    ranks = pipeline_ranks_of(mesh)
     _refuse_others(ranks, model)
     for buffer in model.buffers():
         _take_buffer(ranks, buffer)
     replaced: dict[int, torch.Tensor] = {}
     places: dict[int, Placed] = {}
-    for number, (name, parameter) in enumerate(model.named_parameters()):
+    for number, (name, parameter) in enumerate(model.named_parameters(), ranks.parameters):
         rank = owners[name]
         if not parameter.is_meta:
             _take_from_first(ranks, parameter, rank)
@@ -84,7 +84,7 @@ def place(model: nn.Module, mesh: DeviceMesh, owners: Mapping[str, int]) -> Pipe
         replaced[id(parameter)] = mine
         places[id(parameter)] = Placed(ranks, name, rank, number)
         _note(mine, places[id(parameter)])
-    ranks.parameters = len(places)
+    ranks.parameters += len(places)
     for prefix, module in model.named_modules():
         _leave_own(module, prefix, ranks, replaced, places)
     return ranks
@@ -192,9 +192,10 @@ def places_in(roots: Iterable[nn.Module]) -> dict[int, Placed]:
     return found
 
 
-def is_a_stage(model: nn.Module) -> bool:
-    """Whether a model is divided among the ranks of a pipeline."""
-    return any(_NOTES in vars(module) for module in model.modules())
+def pipeline_of(model: nn.Module) -> PipelineRanks | None:
+    """The ranks among which `pipeline` has divided a model; None for any other model."""
+    places = (place for module in model.modules() for place in vars(module).get(_NOTES, {}).values())
+    return next((place.ranks for place in places), None)
 
 
 def _note(tensor: torch.Tensor, where: Placed) -> None:

@@ -18,7 +18,7 @@ from l2l_compile.ranks.collectives import BorrowedGroup, finish, own_store
 from l2l_compile.ranks.shard_spec import ShardSpec
 from l2l_compile.ranks.watch import Watch
 
-_TOLD = 4  # whole numbers that an announcement carries beside its path
+_TOLD = 5  # whole numbers that an announcement carries beside its path
 # Bytes of the buffer in which gradients are summed (ZeRO's C_B, arXiv 1910.02054, section 6.2): a row of 2 MiB for each rank,
 # within bounds for the buffer. The transfer of such a row takes longer than the latency of a hop.
 _ROW_BYTES, _LEAST_REDUCED, _MOST_REDUCED = 2 << 20, 16 << 20, 128 << 20
@@ -33,7 +33,9 @@ class Ranks:
                                               first dimension of ("replicate", "shard")
     tp_size, tp_rank                          how many ranks share parallel layers, and which one this is: the second dimension
                                               of ("dp", "tp")
-    world_size, world_rank                    how many ranks the mesh has, and which one this is
+    pipeline                                  the ranks that run the other stages for the same rows, if the model is a pipeline
+    world_size, world_rank                    how many ranks run the model together, and which one this is: those of the mesh, or
+                                              of the mesh and the pipeline, each pipeline's behind one another
 
     Each thread has process groups of its own, so that collectives of different threads cannot be mixed up: `device` for weights
     and gradients (the lane `comm`), `sums` for sums of parallel layers (the lane `compute`), `host` for the thread that updates
@@ -50,10 +52,12 @@ class Ranks:
     forwards = steps = 0
     described = ""  # the mesh, as text
     settings: tuple[str, ...] = ()  # of the last step of an optimizer
+    pipeline: Ranks | None = None
+    within: Ranks | None = None  # of the ranks of a pipeline: all ranks, if each stage is sharded among ranks of its own
     _watch: Watch | None = None
 
-    def __init__(self, mesh: DeviceMesh, parallel: DeviceMesh | None = None):
-        """`parallel` has two dimensions: the ranks of `mesh`, and the ranks that share parallel layers."""
+    def __init__(self, mesh: DeviceMesh, parallel: DeviceMesh | None = None, pipeline: Ranks | None = None):
+        """`parallel` has two dimensions: the ranks of `mesh`, and the ranks that share parallel layers. `pipeline` has this rank."""
         shards = shards_of(mesh)
         self.shard_mesh_size, self.shard_mesh_rank = shards.size(), shards.get_local_rank()
         self._made_for = weakref.ref(shards.get_group())
@@ -68,6 +72,11 @@ class Ranks:
             self.tp_group = parallel.get_group(1)
             self.sums_group = own_group(self.tp_group)
             members = parallel.mesh.flatten().tolist()
+        if pipeline is not None:
+            self.pipeline, self.shares, self.compares_settings = pipeline, pipeline.shares, pipeline.compares_settings
+            members = [rank for row in zip(*pipeline.each_of(members), strict=True) for rank in row]
+            pipeline.close()
+            pipeline.within = self
         self.described = str(mesh)  # text, since the mesh itself would keep its process groups alive
         self.world_size, self.world_rank = len(members), members.index(dist.get_rank())
         self.control_group, self.host_group = (dist.new_group(members, use_local_synchronization=True) for _ in range(2))
@@ -75,12 +84,23 @@ class Ranks:
     @property
     def same_rows(self) -> int:
         """How many consecutive ranks of the world compute with the same rows."""
-        return self.tp_size
+        return self.pipeline.world_size if self.pipeline is not None else self.tp_size
+
+    @property
+    def stage(self) -> int:
+        """The position of this rank in its pipeline; 0 without one. Ranks of one stage run the same programs."""
+        return self.pipeline.world_rank if self.pipeline is not None else 0
 
     @property
     def shares_layers(self) -> bool:
         """Whether ranks compute parts of the same layers. In a call without gradients, each may have a cache of its own."""
         return self.tp_size > 1
+
+    def each_of(self, ranks: list[int]) -> list[list[int]]:
+        """The lists of ranks that these ranks call this with, in order. All of them must call it."""
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, ranks, group=self.control_group)
+        return found
 
     def made_for(self, group: dist.ProcessGroup) -> bool:
         """Whether these ranks were made for this process group. False after `torch.distributed` was initialized again."""
@@ -114,6 +134,8 @@ class Ranks:
             for name in ("device_group", "sums_group"):
                 if hasattr(self, name):  # weights are sharded, layers are parallel, or both
                     exchange.abort_on_device(getattr(self, name))
+        if self.pipeline is not None:
+            self.pipeline.abort()
 
     # ---- the caller ----------------------------------------------------------------------------------------------------
 
@@ -125,7 +147,7 @@ class Ranks:
         told: Sequence[int] = (),
         refuse: Callable[[list[list[int]]], None] | None = None,
     ) -> list[list[int]]:
-        """Announce an action that all ranks begin. Returns the numbers `told` of each rank: four, filled up with zeros.
+        """Announce an action that all ranks begin. Returns the numbers `told` of each rank: five, filled up with zeros.
 
         Every rank raises `RankError` if the announced actions differ. Before that, if all ranks announce this `kind`, `refuse`
         is called with these numbers, and may raise.
@@ -337,17 +359,25 @@ _known: dict[DeviceMesh, Ranks] = {}
 _begun: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
 
 
-def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None = None) -> Ranks:
-    """The ranks of a mesh; `make` makes them if needed. Raises `L2LError` for none, or for another number of parallel ranks."""
+def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None = None, pipeline: Ranks | None = None) -> Ranks:
+    """The ranks of a mesh; `make` makes them if needed.
+
+    Raises `L2LError` for none, for another number of parallel ranks, and for another pipeline.
+    """
     known = _known.get(mesh)
     if make and (known is None or not known.made_for(shards_of(mesh).get_group())):
         if known is not None:
             del _known[mesh]  # also drops the key, an earlier mesh that compares equal and keeps its process groups alive
             known.close()
-        known = _known[mesh] = Ranks(mesh, parallel)
+        known = _known[mesh] = Ranks(mesh, parallel, pipeline)
     elif known is not None and parallel is not None and known.tp_size != parallel.size(1):
         raise L2LError(
             f"another model was sharded over {mesh}: pass the mesh of two dimensions, {parallel}, to l2l_compile.shard for both models"
+        )
+    elif make and known is not None and known.pipeline is not pipeline:
+        raise L2LError(
+            f"another model was sharded over {mesh}, {'and is no pipeline' if known.pipeline is None else 'within another pipeline'}: make a "
+            "mesh of the same ranks with other names"
         )
     if known is None:
         raise L2LError(f"a parameter is a DTensor on {mesh}, which l2l_compile.shard has not seen: shard the model with it")

@@ -23,7 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from l2l_compile.errors import L2LError
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.gathered import gathered
-from l2l_compile.ranks.placement import LEFT, is_a_stage, placed
+from l2l_compile.ranks.pipeline_ranks import PipelineRanks
+from l2l_compile.ranks.placement import LEFT, pipeline_of, placed
 from l2l_compile.ranks.ranks import Ranks, is_known, ranks_of, replicates, tp_size_of
 from l2l_compile.ranks.shard_spec import ShardSpec, stride_of
 from l2l_compile.ranks.sharing import ranks_sharing
@@ -31,6 +32,9 @@ from l2l_compile.ranks.sharing import ranks_sharing
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Divide the parameters of a model among the ranks of a mesh, in shards of `ceil(rows / ranks)` rows. Returns the model.
+
+    The ranks of each stage of a pipeline may call this after `l2l_compile.pipeline`, with a mesh of these ranks; a mesh
+    ("replicate", "shard") may then have one shard, which makes copies of the stage.
 
     All ranks must call this, before the optimizer is made from `model.parameters()` and before `torch.compile`. Every rank
     keeps its own rows of the values that rank 0 has. A model on the meta device stays there, and `to_empty(device="cpu")` then
@@ -44,15 +48,14 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     Raises `L2LError` for any other mesh, for a second dimension that neither shards parameters nor has parallel layers, and
     for parameters that are not on the host, that are sharded already, or whose part of a parallel layer has indivisible rows.
     """
-    _check_mesh(mesh)
-    if is_a_stage(model):
-        raise L2LError("the model is divided by l2l_compile.pipeline: sharding its stages as well is not supported yet")
+    pipeline = pipeline_of(model)
+    _check_mesh(mesh, pipeline)
     for name, whole in model.named_parameters():
         _check(whole, mesh, name)
     data = _data(mesh)
     if data is not mesh and mesh.size(1) > 1:
         _check_parallel(model, mesh)
-    ranks_of(data, make=True, parallel=mesh if data is not mesh else None)
+    ranks_of(data, True, mesh if data is not mesh else None, pipeline)
     count_steps()
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -185,13 +188,15 @@ def check_plain(parameter: nn.Parameter, name: str, cannot: str) -> None:
         raise L2LError(f"parameter '{name}' is on {parameter.device}: leave the model on the host, or on meta")
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
+def _check_mesh(mesh: DeviceMesh, pipeline: PipelineRanks | None) -> None:
     """Raise `L2LError` if `mesh` is not a mesh over which a model can be sharded."""
     if not isinstance(mesh, DeviceMesh):
         raise L2LError(f"l2l_compile.shard takes a DeviceMesh, as init_device_mesh('cpu', (ranks,)) makes it, got {mesh!r}")
     if mesh.ndim > 2 or mesh.ndim == 2 and not mesh.mesh_dim_names:
         raise L2LError(f"l2l_compile.shard takes a mesh of one dimension, or of two with names, got one of {mesh.ndim}: {mesh}")
-    if replicates(mesh) and mesh.size(1) == 1:
+    if pipeline is not None and _data(mesh) is not mesh:
+        raise L2LError(f"the layers of a pipeline cannot be parallel as well: pass {mesh[_names(mesh)[0]]} to l2l_compile.shard")
+    if pipeline is None and replicates(mesh) and mesh.size(1) == 1:
         raise L2LError(f"{mesh} repeats the model and shards nothing: use DistributedDataParallel, or a mesh of one dimension")
 
 

@@ -13,6 +13,7 @@ from l2l_compile.errors import L2LError
 from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks
 from l2l_compile.ranks.placement import Placed, all_placed, placed
+from l2l_compile.ranks.sharded import is_sharded, ranks_behind
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _GRADIENT: Any = torch.Tensor.grad  # the attribute itself, also of parameters whose class has a property of this name
@@ -56,10 +57,10 @@ def _over_stages(of_this_rank: Any) -> Any:
         mine = _parameters_of(gradients)
         if not mine:
             return of_this_rank(gradients, norm_type, error_if_nonfinite, foreach)
-        ranks = mine[0][1].ranks
+        some, ranks = mine[0][0], mine[0][1].ranks
         with torch.no_grad():
-            norms = {p: torch.linalg.vector_norm(g, norm_type) for (p, _), g in zip(mine, gradients, strict=True)}
-            ranks.announce(ActionKind.NORM)
+            (ranks_behind(some) if is_sharded(some) else ranks).announce(ActionKind.NORM)
+            norms = {p: _whole(torch.linalg.vector_norm(g, norm_type)) for (p, _), g in zip(mine, gradients, strict=True)}
             ordered = _grouped(in_order_of_model(norms, ranks, ranks.sum_of_callers))
             total = torch.linalg.vector_norm(torch.stack(ordered), norm_type)
         return of_this_rank([total.reshape(1)], norm_type, error_if_nonfinite, foreach)
@@ -84,6 +85,10 @@ def _parameters_of(gradients: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor
             "apart"
         )
     return [found[number] for number in sorted(found)]
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    return norm.full_tensor() if is_sharded(norm) else norm
 
 
 def _grouped(norms: Iterable[torch.Tensor]) -> list[torch.Tensor]:

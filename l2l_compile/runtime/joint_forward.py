@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from l2l_compile.devices.host import is_host
-from l2l_compile.errors import L2LError
+from l2l_compile.errors import L2LError, RankError
 from l2l_compile.ir import nodes
 from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.segments import Segment
@@ -22,9 +22,53 @@ from l2l_compile.runtime.step import Step
 _COMPARED = 256  # entries of each input, about, that ranks which share parallel layers compare
 
 
-def begin_together(
-    ranks: Ranks, step: Step, collectives: Sequence[str], captured: Captured, to_train: bool, is_global: bool
-) -> None:
+@dataclass(frozen=True)
+class Joint:
+    """What ranks compare before they run a graph.
+
+    stages       the segments of each stage of a pipeline, as text
+    collectives  the collectives of the graph, in order: equal on all ranks or, in a pipeline, on those of the same stage
+    """
+
+    stages: tuple[str, ...]
+    collectives: tuple[str, ...]
+
+    def announce(
+        self,
+        ranks: Ranks,
+        kind: ActionKind,
+        what: str = "",
+        train: bool = False,
+        told: Sequence[int] = (),
+        refuse: Refuse | None = None,
+    ) -> list[list[int]]:
+        """As `Ranks.announce`, of up to four numbers. `what` is the first thing to compare. Raises `RankError` if anything differs."""
+        staged = ranks.pipeline is not None
+        compared = tuple(filter(None, (what, *self.stages, *(() if staged else self.collectives))))
+        own = number_of("\n".join(self.collectives).encode()) if staged else 0
+
+        def refuse_all(of_ranks: list[list[int]]) -> None:
+            if refuse is not None:
+                refuse([row[1:] for row in of_ranks])
+            _refuse_programs(ranks.same_rows, [row[0] for row in of_ranks])
+
+        return [row[1:] for row in ranks.announce(kind, compared, train, (own, *told), refuse_all)]
+
+
+Refuse = Callable[[list[list[int]]], None]
+
+
+def _refuse_programs(stages: int, own: Sequence[int]) -> None:
+    """Raise `RankError` if ranks of one stage have different collectives. `own` has the hash of those of each rank; 0 for no stages."""
+    for rank, hashed in enumerate(own):
+        if hashed != own[rank % stages]:
+            raise RankError(
+                f"ranks {rank % stages} and {rank} run the same stage, and their programs have other collectives: shard the stage on both, "
+                "and give both the same options"
+            )
+
+
+def begin_together(ranks: Ranks, step: Step, joint: Joint, captured: Captured, to_train: bool, is_global: bool) -> None:
     """Begin a forward together with the other ranks, and set the step's rows and seed by those of all.
 
     Raises `RankError` and, for a rank without rows, `L2LError`.
@@ -38,9 +82,8 @@ def begin_together(
         step.base_seed(),
         _number_of_inputs(captured, step.given) if ranks.same_rows > 1 and (to_train or not ranks.shares_layers) else 0,
     )
-    announced = ranks.announce(
-        ActionKind.FORWARD, tuple(collectives), to_train, told, functools.partial(_refuse_rows, ranks.same_rows, ranks.shares)
-    )
+    refuse = functools.partial(_refuse_rows, ranks.same_rows, ranks.shares)
+    announced = joint.announce(ranks, ActionKind.FORWARD, train=to_train, told=told, refuse=refuse)
     step.seed = announced[0][2]
     same = ranks.same_rows
     each = announced[ranks.world_rank % same :: same]  # ranks with the same rows have the same micro-batches
@@ -67,7 +110,7 @@ def _refuse_rows(same: int, shares: str, told: list[list[int]]) -> None:
 
     `told` has the numbers that each rank announces before a forward: rows, micro-batches, seed, hash of its inputs.
     """
-    for rank, (count, parts, _, own) in enumerate(told):
+    for rank, (count, parts, _, own, *_) in enumerate(told):
         if count == 0:
             raise L2LError(f"rank {rank} has a batch of no rows: every rank needs one row at least (drop_last=True, or pad)")
         first = rank - rank % same

@@ -208,8 +208,9 @@ def arrival_of(value: RuntimeValue) -> Arrival:
 
 def pipeline_of(step: Step) -> PipelineRanks:
     """The ranks of the pipeline that runs a step."""
-    assert isinstance(step.world, PipelineRanks), "only a pipeline has messages"
-    return step.world
+    pipeline = step.world.pipeline if step.world is not None else None
+    assert isinstance(pipeline, PipelineRanks), "only a pipeline has messages"
+    return pipeline
 
 
 def _sizes_of_parts(step: Step, spec: TensorSpec, is_split: bool) -> Iterator[tuple[int, ...]]:

@@ -26,7 +26,7 @@ from l2l_compile.runtime.absent_gradients import absent_gradients
 from l2l_compile.runtime.call_arguments import Arguments
 from l2l_compile.runtime.executor import Executor
 from l2l_compile.runtime.instructions import instructions_of
-from l2l_compile.runtime.joint_forward import begin_together, collectives_of
+from l2l_compile.runtime.joint_forward import Joint, begin_together, collectives_of
 from l2l_compile.runtime.kept_activations import KeptLevels, Room, kept_levels
 from l2l_compile.runtime.micro_batches import MicroBatches
 from l2l_compile.runtime.outputs import Outputs
@@ -192,8 +192,8 @@ class Runner:
         rows = StepRows(bindings, captured.batch, self._micro_batches.of(bindings))
         step = Step(self.engine, read, arguments, captured.constants, rows, stats, runs, to_train, self.ranks)
         if self.ranks is not None:
-            collectives = self._joint(self._program.forward.graph)
-            begin_together(self.ranks, step, collectives, captured, to_train, options.batch_scope == "global")
+            joint = self._joint(self._program.forward.graph)
+            begin_together(self.ranks, step, joint, captured, to_train, options.batch_scope == "global")
         if to_train and options.keeps_activations:
             step.levels = self._levels_of(step)
         if (sizes := (to_train, *self._sizes_of(step), sum(step.rows.of_ranks))) not in self._lowered:
@@ -206,9 +206,9 @@ class Runner:
         self._bindings = rows.bindings
         return step
 
-    def _joint(self, graph: fx.Graph) -> tuple[str, ...]:
-        """What ranks compare before they run a graph: its collectives, and the segments of each stage."""
-        return (*self._stages, *collectives_of(graph, self._program.segments))
+    def _joint(self, graph: fx.Graph) -> Joint:
+        """What ranks compare before they run a graph."""
+        return Joint(self._stages, collectives_of(graph, self._program.segments))
 
     @functools.cached_property
     def _stages(self) -> tuple[str, ...]:
@@ -245,7 +245,7 @@ class Runner:
         mask = self.outputs.gradient_mask(gradients)
         module = self._backwards.of(mask)
         if step.world is not None:
-            step.world.announce(ActionKind.BACKWARD, (f"gradients of outputs {mask}", *self._joint(module.graph)))
+            self._joint(module.graph).announce(step.world, ActionKind.BACKWARD, f"gradients of outputs {mask}")
         if self.captured.owners is not None:
             if mask not in self._absent:
                 self._absent[mask] = absent_gradients(step, self._program, mask)

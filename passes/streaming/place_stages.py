@@ -31,7 +31,7 @@ class PlaceStages:
             compilation.stages = Stages.alone(compilation.segments)
             return
         compilation.stages = Stages(owners.rank, owners.ranks, _runs_on(compilation))
-        _check_inputs(compilation)
+        _check(compilation)
         _project(compilation)
         _leave_out_outputs(compilation)
 
@@ -134,8 +134,13 @@ def _readers(compilation: Compilation, segment: Segment, found: dict[int, tuple[
     return tuple(sorted(ranks)) or (0,)
 
 
-def _check_inputs(compilation: Compilation) -> None:
-    """Raise `L2LError` for inputs whose gradients have no place in a pipeline."""
+def _check(compilation: Compilation) -> None:
+    """Raise `L2LError` for what has no place in a pipeline: a batch of all ranks, and inputs that take gradients."""
+    if compilation.options.batch_scope == "global":
+        raise L2LError(
+            "batch_scope='global' is not supported in a pipeline: all stages have the same rows. With several pipelines, use 'per_rank', "
+            "which takes the mean of their gradients"
+        )
     specs = compilation.captured.specs
     for i in compilation.captured.inputs:
         if i.kind == "value" and i.node in specs and specs[i.node].differentiable:

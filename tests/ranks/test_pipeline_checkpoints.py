@@ -16,7 +16,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def made(world: int, how: str, case: Case = CASE):
-    """A model on one rank, on the stages of a pipeline, or sharded; and its optimizer."""
+    """A model on one rank, on the stages of a pipeline, sharded, or on two stages that are sharded; and its optimizer."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = MODELS[case.model]()
@@ -24,6 +24,9 @@ def made(world: int, how: str, case: Case = CASE):
         l2l_compile.pipeline(model, init_device_mesh("cpu", (world,)), case.batch(0))
     elif how == "shard":
         l2l_compile.shard(model, init_device_mesh("cpu", (world,)))
+    elif how == "grid":
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "pp"))
+        l2l_compile.shard(l2l_compile.pipeline(model, mesh["pp"], case.batch(0)), mesh["dp"])
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -65,8 +68,10 @@ ALONE = ("one", 1)
         (("pipeline", 2), ALONE),
         (ALONE, ("pipeline", 2)),
         pytest.param(("pipeline", 4), ("pipeline", 2), marks=pytest.mark.slow),
+        pytest.param(("grid", 4), ALONE, marks=pytest.mark.slow),
+        pytest.param(("pipeline", 2), ("grid", 4), marks=pytest.mark.slow),
     ],
-    ids=["two to one", "one to two", "four to two"],
+    ids=["two to one", "one to two", "four to two", "sharded to one", "two to sharded"],
 )
 def test_another_number_of_stages_goes_on_with_equal_bits(ranks, tmp_path, before, after):
     expected = resumed(ranks, str(tmp_path / "alone"), ALONE, ALONE)

@@ -149,7 +149,7 @@ def test_device_memory_is_that_of_the_report(ranks):
 
 def filled_in_every_way(rank, world, folder):
     alone = train(LLAMA)
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "pp"))
     torch.manual_seed(0)
     whole = MODELS["llama"]()
     if rank == 0:
@@ -170,14 +170,17 @@ def filled_in_every_way(rank, world, folder):
         torch._dynamo.reset()
         with torch.device("meta"):
             model = MODELS["llama"]()
-        l2l_compile.pipeline(model, mesh, LLAMA.batch(0))
+        l2l_compile.pipeline(model, mesh["pp"], LLAMA.batch(0))
+        if world > 2:
+            l2l_compile.shard(model, mesh["dp"])
         l2l_compile.explain(model, {"device": "cpu"})(**LLAMA.batch(0))
         model = fill(model)
         assert run(LLAMA, model, torch.optim.AdamW(model.parameters(), lr=1e-2)).losses == alone.losses
 
 
-def test_models_on_meta_are_filled_stage_by_stage(ranks, tmp_path):
-    ranks.run(filled_in_every_way, str(tmp_path), world=2, seconds=200)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["stages", "sharded stages"])
+def test_models_on_meta_are_filled_stage_by_stage(ranks, tmp_path, world):
+    ranks.run(filled_in_every_way, str(tmp_path), world=world, seconds=200)
 
 
 def messages_are_freed(rank, world):

@@ -16,6 +16,7 @@ from torch import fx
 
 from l2l_compile.errors import L2LError
 from l2l_compile.frontend.dynamo import adapter
+from l2l_compile.ranks.placement import STAND_IN
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.ranks.shard_spec import ShardSpec
 from l2l_compile.ranks.sharded import is_of_a_parallel_layer, is_sharded, is_sharded_twice, local, ranks_behind, shard_spec_of
@@ -93,7 +94,8 @@ def _refuse_whole_parameters(graph: fx.Graph, sharded: dict[fx.Node, ShardSpec])
     """Raise for a trained parameter that is not sharded: its gradients would differ among the ranks."""
     for node in graph.find_nodes(op="placeholder"):
         example = node.meta.get("example_value")
-        if isinstance(example, torch.nn.Parameter) and example.requires_grad and node not in sharded:
+        is_whole = isinstance(example, torch.nn.Parameter) and example.requires_grad and node not in sharded
+        if is_whole and STAND_IN not in _name(node):  # another stage of the pipeline has the parameter
             raise L2LError(
                 f"parameter '{_name(node)}' is not sharded over ranks, but others are: add all layers before l2l_compile.shard"
             )
