@@ -227,8 +227,7 @@ def _owner_is_gone(session: weakref.ref[Session]) -> None:
 
 
 _SESSION = "_l2l_session"
-_SERVED_BY = "_l2l_served_by"
-_WHEN_SERVED = "_l2l_when_served"
+_SERVICE = "_l2l_service"
 _SAID = "_l2l_has_said_what_to_do_about_skipped_frames"
 
 
@@ -267,20 +266,43 @@ def _is_replaced_by(owner: Any, session: Session, newer: Session) -> bool:
     return not set(parameters_of(before)).isdisjoint(parameters_of(now))
 
 
+class _Service:
+    """The session that runs the calls of an owner, and functions to be called before another session does. It is not copied."""
+
+    def __init__(self) -> None:
+        self.session: weakref.ref[Session] | None = None
+        self.waiting: list[Callable[[Session], None]] = []
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
+
+
+def _service_of(owner: Any) -> _Service:
+    service = getattr(owner, _SERVICE, None)
+    if service is None:
+        service = _Service()
+        setattr(owner, _SERVICE, service)
+    return service
+
+
 def _serves(session: Session, owner: Any) -> None:
     """Note that a session runs a call of `owner`: its own, or that of an equal `torch.compile` call, whose code Dynamo uses again."""
-    before = getattr(owner, _SERVED_BY, None)
-    if owner is not None and (before is None or before() is not session):
-        setattr(owner, _SERVED_BY, weakref.ref(session))
-        for called in tuple(getattr(owner, _WHEN_SERVED, ())):
+    if owner is None:
+        return
+    service = _service_of(owner)
+    if service.session is None or service.session() is not session:
+        service.session = weakref.ref(session)
+        for called in tuple(service.waiting):
             called(session)
 
 
 def session_of(compiled: Any) -> Session | None:
     """The session that runs a compiled module or function; None if it has not run yet. Raises `TypeError` for any other argument."""
     owner = _owner_of(compiled)
-    served_by = getattr(owner, _SERVED_BY, None)
-    return served_by() if served_by is not None else getattr(owner, _SESSION, None)
+    service = getattr(owner, _SERVICE, None)
+    if service is not None and service.session is not None:
+        return service.session()
+    return getattr(owner, _SESSION, None)
 
 
 @contextmanager
@@ -289,8 +311,7 @@ def each_session_of(compiled: Any, called: Callable[[Session], None]) -> Iterato
 
     Raises `TypeError` as `session_of`.
     """
-    owner = _owner_of(compiled)
-    waiting = vars(owner).setdefault(_WHEN_SERVED, [])
+    waiting = _service_of(_owner_of(compiled)).waiting
     waiting.append(called)
     try:
         if (session := session_of(compiled)) is not None:

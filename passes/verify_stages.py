@@ -16,6 +16,7 @@ from torch import fx
 
 from l2l_compile.errors import VerifyError
 from l2l_compile.ir import nodes
+from l2l_compile.ir.leaving import passes_on
 from l2l_compile.lanes import Lane
 from l2l_compile.passes.compilation import Compilation
 from l2l_compile.passes.pipeline import STREAMING
@@ -98,22 +99,24 @@ class _Rank:
 
     def __init__(self, graph: fx.Graph):
         self.done: set[fx.Node] = {node for node in graph.nodes if node.op in ("placeholder", "output")}
-        self.lanes: dict[Lane, list[fx.Node]] = defaultdict(list)
+        self.lanes: dict[Lane | fx.Node, list[fx.Node]] = defaultdict(list)
         self._sends: Mapping[fx.Node, list[fx.Node]] = defaultdict(list)
-        self._behind: dict[fx.Node, list[fx.Node]] = {}  # a receive stands behind what compute does before it
+        # A receive stands behind what compute does before it. Compute frees parts as they leave: it stands behind the message before.
+        self._behind: dict[fx.Node, list[fx.Node]] = {}
+        left: list[fx.Node] = []
         for node in graph.nodes:
             if node.op == "call_function":
-                lane = nodes.lane_of(node)
-                self._behind[node] = (
-                    [self.lanes[Lane.COMPUTE][-1]] if node.target is nodes.recv and self.lanes[Lane.COMPUTE] else []
-                )
-                self.lanes[Lane.COMPUTE if lane is Lane.NONE else lane].append(node)
+                queue, computed = _queue_of(node), self.lanes[Lane.COMPUTE]
+                self._behind[node] = computed[-1:] if node.target is nodes.recv else left if queue is Lane.COMPUTE else []
+                self.lanes[queue].append(node)
             if node.target is nodes.send:
                 for value in nodes.operands(node).values:
                     self._sends[value].append(node)
+                if any(map(passes_on, nodes.operands(node).values)):
+                    left = [node]
         self.next = dict.fromkeys(self.lanes, 0)
 
-    def heads(self) -> Iterator[tuple[Lane, fx.Node]]:
+    def heads(self) -> Iterator[tuple[Lane | fx.Node, fx.Node]]:
         """The next node of each lane that may start."""
         for lane, queue in self.lanes.items():
             if self.next[lane] < len(queue) and self._may_start(node := queue[self.next[lane]]):
@@ -125,13 +128,21 @@ class _Rank:
             waits += self._sends[nodes.operands(node).x]
         return self.done.issuperset(waits)
 
-    def end(self, lane: Lane, node: fx.Node) -> None:
+    def end(self, lane: Lane | fx.Node, node: fx.Node) -> None:
         self.done.add(node)
         self.next[lane] += 1
 
     @property
     def waiting(self) -> list[str]:
         return [queue[self.next[lane]].name for lane, queue in self.lanes.items() if self.next[lane] < len(queue)]
+
+
+def _queue_of(node: fx.Node) -> Lane | fx.Node:
+    """Where a node waits for its turn: its lane, the compute lane for a release; the node itself if it is no work, but a name."""
+    if node.target is nodes.release:
+        return Lane.COMPUTE
+    lane = nodes.lane_of(node)
+    return lane if lane is not Lane.NONE else node
 
 
 def _progress(title: str, graphs: Sequence[fx.Graph]) -> None:

@@ -371,6 +371,16 @@ def test_the_lines_on_several_devices_run(shown, capsys):
     assert scope["found"].busy("comm") > 0 < scope["found"].tokens_per_second
 
 
+@checks("docs/pipelines.md: How long a step takes")
+def test_the_lines_on_a_pipeline_in_time_run(shown, tmp_path, capsys):
+    (block,) = shown
+    model, loader = tiny_llama()
+    scope = {"l2l_compile": l2l_compile, "model": model, "batch": loader[0], "folder": tmp_path}
+    run(block.text, scope)
+    assert capsys.readouterr().out.startswith("simulated on a pipeline of 4 ranks on NVIDIA H200 SXM: ")
+    assert len(scope["found"].stages) == 4 and (tmp_path / "step.json").exists()
+
+
 def test_machines_of_the_package_are_named():
     (named,) = re.findall(r"come with the package: (.*?)\. Case", " ".join(text_of("docs/simulation.md").split()))
     assert sorted(re.findall(r"`([\w-]+)`", named)) == names()

@@ -22,6 +22,7 @@ from l2l_compile.devices.host import is_host, own_memory
 from l2l_compile.devices.registry import kind_of, traced_on
 from l2l_compile.estimate.host_memory import host_memory
 from l2l_compile.ir import nodes
+from l2l_compile.ir.leaving import passes_on
 from l2l_compile.ir.precision import gradient_dtype
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.segments import Segment, block_bindings
@@ -341,7 +342,7 @@ class _DryRun:
         runs = self._runs(segment)
         results = [user for user in node.users if user.target is operator.getitem]
         made = {result: _made(segment, segment.block.outputs[nodes.operands(result).index], runs) for result in results}
-        streamed = [result for result in results if result.meta.get("host")]
+        streamed = [result for result in results if result.meta.get("host") or passes_on(result)]
         kept = on_its_way = 0  # an output that is streamed to the host is on its way while the next one is computed
         for number, sizes in enumerate(runs):
             part, saving = self._part(segment, number), self._saving(segment, number, sizes)
@@ -355,8 +356,9 @@ class _DryRun:
             on_its_way = sum(made[result][number] for result in streamed)
             kept += sum(parts[number] for result, parts in made.items() if result not in streamed)
         for result in results:
-            if not result.meta.get("host"):
-                self.held[result] = _Held(sum(made[result]), _kind_of(result), result.meta["spec"])
+            if not result.meta.get("host"):  # of what leaves for other ranks, the last part is still there
+                size = made[result][-1] if result in streamed else sum(made[result])
+                self.held[result] = _Held(size, _kind_of(result), result.meta["spec"])
 
     def _backward(self, node: fx.Node) -> None:
         segment = self.program.segments[nodes.operands(node).segment]
@@ -365,16 +367,20 @@ class _DryRun:
         streamed = zip(nodes.operands(node).streamed_gradients, block.outputs, strict=False)
         arrives = [_made(segment, spec.detached(), runs) for gradient, spec in streamed if gradient is not None]
         gathered = cast = 0
+        passing = {len(block.weights) + nodes.operands(user).index for user in node.users if passes_on(user)}
+        leaves = [0] * len(block.operands)  # what passes on to other ranks, of the last micro-batch
         for number, sizes in enumerate(runs):
             saving = self._saving(segment, number, sizes)
             self._bring(segment, number)
             lowered = saving.backward if saving is not None else self.lowering.backward(block, sizes, gradient_mask)
             arrived = sum(sum(parts[number : number + 2]) for parts in arrives)  # the next micro-batch's gradient comes meanwhile
-            self._look(lowered.workspace_bytes, arrived + gathered)
+            self._look(lowered.workspace_bytes, arrived + gathered + sum(leaves))
             self._drop(segment.index, number)
             there = [(i, spec) for i, spec in enumerate(block.operands) if lowered.present[i]]
             for (index, spec), dtype in zip(there, lowered.dtypes, strict=True):
-                if spec.splits and block.inner_looped:
+                if index in passing:
+                    leaves[index] = _bytes_in(dtype, spec, sizes)
+                elif spec.splits and block.inner_looped:
                     gathered += _bytes_in(dtype, spec, sizes)
                 elif number == 0:
                     of_sum = torch.float32 if len(runs) > 1 and dtype.itemsize == 2 else dtype
@@ -383,9 +389,12 @@ class _DryRun:
                     leaves_in = gradient_dtype(spec, self.options.gradients_on_link) if is_weight else spec.gradient_dtype
                     cast += _bytes_in(leaves_in, spec, sizes) if of_sum is not leaves_in else 0
         if not segment.sharded:  # every gradient is there, with the casts for the link
-            self._look(0, gathered + cast)
+            self._look(0, gathered + cast + sum(leaves))
         for result in (user for user in node.users if user.target is operator.getitem):
-            if "spec" in result.meta:
+            if passes_on(result):
+                operand = len(block.weights) + nodes.operands(result).index
+                self.held[result] = _Held(leaves[operand], GRADIENTS, result.meta["spec"])
+            elif "spec" in result.meta:
                 self.held[result] = _Held(self._bytes(result.meta["spec"]), GRADIENTS, result.meta["spec"])
             else:
                 size = self._summed(segment) if segment.sharded else self._pushed(segment)

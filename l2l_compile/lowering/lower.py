@@ -113,6 +113,10 @@ class Lowering:
         """The block's recompute and gradients, for the outputs in `gradient_mask`, at these sizes. Raises `LoweringError`."""
         return self._at(block, bindings, "backward", gradient_mask)
 
+    def tracing_alone(self) -> Lowering:
+        """A lowering for blocks whose traces are wanted, and that are not run: nothing is compiled."""
+        return Lowering(self.device, "eager")
+
     def apart(self) -> AbstractContextManager:
         """Context manager in which blocks are traced and compiled, apart from what the caller is in."""
         return nullcontext()

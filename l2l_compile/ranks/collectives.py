@@ -38,6 +38,20 @@ def own_store(prefix: str) -> dist.Store:
     return dist.PrefixStore(prefix, store.clone())
 
 
+def is_fake(group: Group) -> bool:
+    """Whether a group is PyTorch's `fake` one: one process, which stands for all ranks."""
+    return dist.get_backend(group) == "fake"
+
+
+def gather_objects(mine: Any, group: Group) -> list[Any]:
+    """An object of each rank of a group. All of them must call this. In a fake group, all ranks have the same."""
+    if is_fake(group):
+        return [mine] * dist.get_world_size(group)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
 def group_named(name: str) -> Group:
     """The process group with this `group_name`. Raises `RuntimeError` if there is none."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str
@@ -85,6 +99,19 @@ def abort_on_device(group: Group) -> None:
         return
     if backend.name() == "nccl":
         backend.abort()
+
+
+_left: list[Group] = []
+
+
+def leave(group: Group) -> None:
+    """Never wait for the messages of a group again: their ranks have failed.
+
+    Gloo cannot end a message, and a group that is destroyed waits for its messages. Two ranks that wait so for a message of each other
+    would wait until the timeout. So the group stays until the process ends.
+    """
+    abort_on_device(group)
+    _left.append(group)
 
 
 def all_gather(whole: torch.Tensor, shard: torch.Tensor, group: Group, done: Finish) -> None:

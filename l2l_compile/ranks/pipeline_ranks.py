@@ -80,7 +80,8 @@ class PipelineRanks(Ranks):
     def abort(self) -> None:
         for pair in self._pairs.values():
             if (group := pair()) is not None:
-                exchange.abort_on_device(group)
+                exchange.leave(group)
+        self.watch.abandoned = True  # the process ends without waiting either
 
 
 _known: dict[DeviceMesh, PipelineRanks] = {}

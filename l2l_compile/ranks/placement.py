@@ -17,25 +17,34 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from l2l_compile.errors import L2LError
+from l2l_compile.ranks.collectives import gather_objects, is_fake
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks, pipeline_ranks_of
+from l2l_compile.ranks.ranks import acting_for
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
     """A parameter or a buffer of a pipeline.
 
+    of      the ranks of the pipeline
     name    its name in the model, the same on each rank
     rank    the rank that has it
     number  its position among the parameters of all models of these ranks
     """
 
-    ranks: PipelineRanks
+    of: PipelineRanks
     name: str
     rank: int
     number: int
+
+    @property
+    def ranks(self) -> PipelineRanks:
+        """The ranks of the pipeline, or those that stand in for them."""
+        return acting_for(self.of)  # type: ignore[return-value]  # a pipeline stands in for a pipeline
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
         """A copy of the model is of the same pipeline."""
@@ -94,8 +103,7 @@ def _refuse_others(ranks: PipelineRanks, model: nn.Module) -> None:
     """Raise `L2LError` on each rank if their models differ: a rank would wait for values that nobody sends."""
     named = [*model.named_parameters(), *model.named_buffers()]
     mine = [(name, tuple(t.shape), str(t.dtype), t.is_meta, t.requires_grad) for name, t in named]
-    found: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(found, mine, group=ranks.control_group)
+    found = gather_objects(mine, ranks.control_group)
     for rank, theirs in enumerate(found):
         if theirs != found[0]:
             one, other = next((a, b) for a, b in itertools.zip_longest(found[0], theirs) if a != b)
@@ -123,7 +131,7 @@ def _take_buffer(ranks: PipelineRanks, buffer: torch.Tensor) -> None:
 
 def _take_from_first(ranks: PipelineRanks, parameter: nn.Parameter, owner: int) -> None:
     """Fill the owner's parameter with the values of rank 0."""
-    if owner != 0 and ranks.world_rank in (0, owner):
+    if owner != 0 and ranks.world_rank in (0, owner) and not is_fake(ranks.control_group):
         with torch.no_grad():
             if ranks.world_rank == 0:
                 message = ranks.send(parameter.detach(), owner)
@@ -203,6 +211,18 @@ def _note(tensor: torch.Tensor, where: Placed) -> None:
         _placed[tensor] = where
 
 
+def parameters_by_rank(model: nn.Module) -> dict[int, list[nn.Parameter]]:
+    """The parameters of the whole model, in order, by their rank in the pipeline; of other ranks those without memory."""
+    places = places_in([model])
+    found: dict[int, dict[nn.Parameter, None]] = {}
+    for module in model.modules():
+        for name in vars(module).get(_NOTES, {}):
+            tensor = module._parameters.get(name, vars(module).get(STAND_IN + name))
+            if isinstance(tensor, nn.Parameter):
+                found.setdefault(places[id(tensor)].rank, {})[tensor] = None
+    return {rank: list(parameters) for rank, parameters in found.items()}
+
+
 def names_elsewhere(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """The parameters and buffers of a model that other ranks have: the module, the name in it, and a tensor without memory."""
     for module in model.modules():
@@ -238,7 +258,11 @@ def _naming_owner(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
 
 def _elsewhere(module: nn.Module, name: str) -> Any:
     if torch.compiler.is_compiling():
-        return getattr(module, STAND_IN + name)
+        stand_in = getattr(module, STAND_IN + name)
+        if not isinstance(stand_in, DTensor):
+            return stand_in
+        dims = stand_in.device_mesh.ndim  # in virtual time: the stage of the other rank is sharded, and read as in `sharded.py`
+        return stand_in.redistribute(placements=[Replicate()] * dims).to_local(grad_placements=[Partial("avg")] * dims)
     if name in module._parameters:  # while transformers initialises a model
         return module._parameters[name]
     where = vars(module)[_NOTES][name]

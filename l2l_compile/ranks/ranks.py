@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -48,6 +49,7 @@ class Ranks:
     tp_group, sums_group = BorrowedGroup(), BorrowedGroup()
     shares = "share parallel layers"  # what ranks with the same rows do
     compares_settings = True  # whether the groups of all ranks' optimizers are alike
+    compares_inputs = True  # whether ranks with the same rows compare their inputs
     shards = True  # whether `shard` has sharded a model among them
     forwards = steps = 0
     described = ""  # the mesh, as text
@@ -74,7 +76,11 @@ class Ranks:
             members = parallel.mesh.flatten().tolist()
         if pipeline is not None:
             self.pipeline, self.shares, self.compares_settings = pipeline, pipeline.shares, pipeline.compares_settings
-            members = [rank for row in zip(*pipeline.each_of(members), strict=True) for rank in row]
+            of_stages = exchange.gather_objects(members, pipeline.control_group)
+            if exchange.is_fake(pipeline.control_group):  # nobody answers for the other stages, which are beside this one
+                stages = dist.get_process_group_ranks(pipeline.control_group)
+                of_stages = [[member + stage - dist.get_rank() for member in members] for stage in stages]
+            members = [rank for row in zip(*of_stages, strict=True) for rank in row]
             pipeline.close()
             pipeline.within = self
         self.described = str(mesh)  # text, since the mesh itself would keep its process groups alive
@@ -95,12 +101,6 @@ class Ranks:
     def shares_layers(self) -> bool:
         """Whether ranks compute parts of the same layers. In a call without gradients, each may have a cache of its own."""
         return self.tp_size > 1
-
-    def each_of(self, ranks: list[int]) -> list[list[int]]:
-        """The lists of ranks that these ranks call this with, in order. All of them must call it."""
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, ranks, group=self.control_group)
-        return found
 
     def made_for(self, group: dist.ProcessGroup) -> bool:
         """Whether these ranks were made for this process group. False after `torch.distributed` was initialized again."""
@@ -381,7 +381,7 @@ def ranks_of(mesh: DeviceMesh, make: bool = False, parallel: DeviceMesh | None =
         )
     if known is None:
         raise L2LError(f"a parameter is a DTensor on {mesh}, which l2l_compile.shard has not seen: shard the model with it")
-    return known
+    return acting_for(known)
 
 
 def sums_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, exchange.Finish]:
@@ -390,15 +390,29 @@ def sums_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, exchange.Finis
     return (ranks.sums_group, ranks.finish) if ranks is not None else (group, dist.Work.wait)  # a rank alone announces nothing
 
 
+class _StandIns(threading.local):
+    """What stands in for ranks on a thread."""
+
+    def __init__(self) -> None:
+        self.of: Mapping[Ranks, Ranks] = {}
+
+
+_stand_ins = _StandIns()
+
+
 @contextmanager
-def standing_in(others: Mapping[DeviceMesh, Ranks]) -> Iterator[None]:
-    """A context in which `others` replace the ranks of their meshes."""
-    before = {mesh: _known[mesh] for mesh in others}
-    _known.update(others)
+def standing_in(others: Mapping[Ranks, Ranks]) -> Iterator[None]:
+    """A context in which, on this thread, the values of `others` replace the keys."""
+    before, _stand_ins.of = _stand_ins.of, {**_stand_ins.of, **others}
     try:
         yield
     finally:
-        _known.update(before)
+        _stand_ins.of = before
+
+
+def acting_for(ranks: Ranks) -> Ranks:
+    """The ranks that stand in for these on this thread; mostly themselves."""
+    return _stand_ins.of.get(ranks, ranks)
 
 
 def is_known(mesh: DeviceMesh) -> bool:

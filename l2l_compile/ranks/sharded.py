@@ -194,6 +194,11 @@ def _check_mesh(mesh: DeviceMesh, pipeline: PipelineRanks | None) -> None:
         raise L2LError(f"l2l_compile.shard takes a DeviceMesh, as init_device_mesh('cpu', (ranks,)) makes it, got {mesh!r}")
     if mesh.ndim > 2 or mesh.ndim == 2 and not mesh.mesh_dim_names:
         raise L2LError(f"l2l_compile.shard takes a mesh of one dimension, or of two with names, got one of {mesh.ndim}: {mesh}")
+    if pipeline is not None and len(shared := {*mesh.mesh.flatten().tolist()} & {*pipeline.members}) > 1:
+        raise L2LError(
+            f"ranks {', '.join(map(str, sorted(shared)))} of {mesh} are stages of one pipeline: l2l_compile.shard takes the ranks of one stage, such "
+            "as mesh['dp'] of a mesh ('dp', 'pp')"
+        )
     if pipeline is not None and _data(mesh) is not mesh:
         raise L2LError(f"the layers of a pipeline cannot be parallel as well: pass {mesh[_names(mesh)[0]]} to l2l_compile.shard")
     if pipeline is None and replicates(mesh) and mesh.size(1) == 1:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.segments import Value
-from l2l_compile.lowering.lower import Lowering
 from l2l_compile.runtime.step import Step
 
 
@@ -21,7 +20,7 @@ def absent_gradients(step: Step, program: Program, mask: Sequence[bool]) -> froz
     """
     captured, own = program.captured, {segment.block for segment in program.here}
     lowering = step.engine.lowering
-    of_others = Lowering(lowering.device, "eager")  # blocks that run on other ranks alone are traced, not compiled
+    of_others = lowering.tracing_alone()  # of blocks that run on other ranks alone
     newest = {value.node: value for segment in program.segments for value in segment.outputs}
     outputs = zip(captured.outputs, mask, strict=False)  # those that the model writes into take none in a pipeline
     there: set[Value] = {newest[node] for node, wanted in outputs if wanted and node in newest}

@@ -17,6 +17,7 @@ from torch import fx
 
 from l2l_compile.devices.device import Device
 from l2l_compile.ir import nodes
+from l2l_compile.ir.leaving import passes_on
 from l2l_compile.ir.segments import Segment
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.lanes import Lane
@@ -393,7 +394,10 @@ def _compute(
 
 def _leaving(run: Executor, node: fx.Node, results: Sequence[RuntimeValue]) -> list[MicroBatchCopies]:
     """The copies of results of a segment to other ranks."""
-    found = []
+    found, passing = [], []
+    for result in node.users:
+        if passes_on(result) and not (value := results[nodes.operands(result).index]).absent:
+            passing.append(value)
     for message in run.leaving.get(node, ()):
         read = nodes.operands(message)
         split = [results[nodes.operands(value).index] for value in read.values if value.meta["split"]]
@@ -402,7 +406,7 @@ def _leaving(run: Executor, node: fx.Node, results: Sequence[RuntimeValue]) -> l
             found.append(Leaving(read.to, there))
             run.left.add(message)
             run.outgoing += there
-    return [LeavingParts(run, found)] if found else []
+    return [LeavingParts(run, found, passing)] if found else []
 
 
 @handles(nodes.keep_activations)
@@ -444,7 +448,8 @@ def _backward(
     if not all(g.absent for g in arriving):
         kept = activations or RuntimeValue(absent=True)
         both = kept, restored_activations or RuntimeValue(absent=True)
-        inner_loop = run_backward(run.step, run.device, ran, weights, values, arriving, both, results)
+        passing = frozenset(nodes.operands(result).index for result in node.users if passes_on(result))
+        inner_loop = run_backward(run.step, run.device, ran, weights, values, arriving, both, results, passing)
         streams: list[MicroBatchCopies] = []
         if streamed:
             sources = [StreamedGradient(source, arriving[i], ran.block.outputs[i]) for i, source in streamed.items()]

@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from l2l_compile.ir import nodes
+from l2l_compile.ir.leaving import leaving
 
 Read = Callable[[list], Any]
 
@@ -50,7 +51,7 @@ class Instructions:
         ordered = _launches_before_fetches(given) if launches_first else given
         self.nodes = [Instruction(node, self._numbers[node], self._all(node.args)) for node in ordered]
         self.output = self._read(end.args[0])
-        self.leaving = _leaving(given)
+        self.leaving = leaving(given)
 
     def values(self, inputs: Sequence[Any]) -> list[Any]:
         """The values at the beginning of a run."""
@@ -91,16 +92,6 @@ def instructions_of(graph: fx.Graph, launches_first: bool) -> Instructions:
 def edited(graph: fx.Graph) -> None:
     """Drop the instructions of a graph that was edited after it may have run."""
     vars(graph).pop(_MADE, None)
-
-
-def _leaving(given: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for node in given:
-        if node.target is nodes.send:
-            made_by = {value.args[0] if value.target is operator.getitem else value for value in nodes.operands(node).values}
-            if len(made_by) == 1 and nodes.runs_segment(maker := made_by.pop()):
-                found.setdefault(maker, []).append(node)
-    return found
 
 
 def _brings_activations(node: fx.Node) -> bool:

@@ -23,7 +23,7 @@ _COMPARED = 256  # entries of each input, about, that ranks which share parallel
 
 
 @dataclass(frozen=True)
-class Joint:
+class JointRun:
     """What ranks compare before they run a graph.
 
     stages       the segments of each stage of a pipeline, as text
@@ -68,7 +68,7 @@ def _refuse_programs(stages: int, own: Sequence[int]) -> None:
             )
 
 
-def begin_together(ranks: Ranks, step: Step, joint: Joint, captured: Captured, to_train: bool, is_global: bool) -> None:
+def begin_together(ranks: Ranks, step: Step, joint: JointRun, captured: Captured, to_train: bool, is_global: bool) -> None:
     """Begin a forward together with the other ranks, and set the step's rows and seed by those of all.
 
     Raises `RankError` and, for a rank without rows, `L2LError`.
@@ -80,7 +80,7 @@ def begin_together(ranks: Ranks, step: Step, joint: Joint, captured: Captured, t
         count,
         len(rows.sizes),
         step.base_seed(),
-        _number_of_inputs(captured, step.given) if ranks.same_rows > 1 and (to_train or not ranks.shares_layers) else 0,
+        _number_of_inputs(captured, step.given) if _compares_inputs(ranks, to_train) else 0,
     )
     refuse = functools.partial(_refuse_rows, ranks.same_rows, ranks.shares)
     announced = joint.announce(ranks, ActionKind.FORWARD, train=to_train, told=told, refuse=refuse)
@@ -90,6 +90,10 @@ def begin_together(ranks: Ranks, step: Step, joint: Joint, captured: Captured, t
     first = sum(micro_batches for _, micro_batches, *_ in each[: ranks.world_rank // same])
     of_ranks = tuple(count for count, *_ in announced) if is_global else ()
     step.rows = replace(rows, first=first, of_ranks=of_ranks)
+
+
+def _compares_inputs(ranks: Ranks, to_train: bool) -> bool:
+    return ranks.compares_inputs and ranks.same_rows > 1 and (to_train or not ranks.shares_layers)
 
 
 def _number_of_inputs(captured: Captured, arguments: Sequence) -> int:

@@ -150,22 +150,53 @@ class Leaving:
 
 
 class LeavingParts:
-    """The micro-batches of results of a segment that go to other ranks as they are made; as `MicroBatchCopies`."""
+    """The micro-batches of results of a segment that go to other ranks as they are made; as `MicroBatchCopies`.
 
-    def __init__(self, run: GraphRun, messages: Sequence[Leaving]):
-        self._run, self._messages = run, messages
+    passing  values that nothing else reads: each part is freed when it has left, while the next but one is computed
+    """
+
+    def __init__(self, run: GraphRun, messages: Sequence[Leaving], passing: Values):
+        self._run, self._messages, self._passing = run, messages, passing
         self._made = RuntimeValue()
+        self._left: tuple[int, RuntimeValue] | None = None  # the last part, and what stands for it
 
     def before(self, micro_batch: int) -> tuple[Values, Values]:
         self._made = RuntimeValue()  # stands for what the micro-batch makes
         return (), (self._made,)
 
     def after(self, micro_batch: int) -> None:
+        if self._left is not None:
+            _finish(self._run, self._values(), ())
+            self._free(*self._left)
         for message in self._messages:
             send_parts(self._run, message.to, message.values, [(i, micro_batch) for i in range(len(message.values))], self._made)
+        self._left = micro_batch, self._made
 
     def end(self) -> None:
-        """The last parts leave while the next segment is computed."""
+        """The last parts leave while the next segment is computed; the release of a value waits for that, and for no later message."""
+        if self._run.device.overlaps:
+            values = self._values()
+            _finish(self._run, values, values)
+
+    def _values(self) -> Values:
+        return list({id(value): value for message in self._messages for value in message.values}.values())
+
+    def _free(self, number: int, made: RuntimeValue) -> None:
+        """Free a part of the values that pass on, behind the messages that have it."""
+        if not self._passing:
+            return
+        device = self._run.device
+        left = device.lanes[Lane.SEND].record()
+        if left is not None:
+            device.lanes[Lane.COMPUTE].wait(left)
+
+        def work() -> None:
+            device.accesses.write(made.place)
+            for value in self._passing:
+                device.free([value.tensors[number]])
+                value.tensors[number] = None
+
+        device.lanes[Lane.COMPUTE].run(work)
 
 
 def send_parts(run: GraphRun, to: int, values: Values, parts: Sequence[Part], *made: RuntimeValue) -> None:
@@ -189,15 +220,22 @@ def finish_messages(run: GraphRun, value: RuntimeValue) -> None:
     """Have lanes wait until a value has come, or left: its memory is released next, or the run of the graph ends."""
     if value.arrival is not None:
         value.arrival.complete(value)
-    if value.outgoing is None:
-        return
-    messages, value.outgoing = value.outgoing, None
+    if value.outgoing is not None:
+        _finish(run, [value], [value])
+
+
+def _finish(run: GraphRun, values: Values, reads: Values) -> None:
+    """Have the lane `send` wait until all parts of values that were sent so far have left. `reads` are the values that this is all of."""
+    under_way = [value.outgoing for value in values if value.outgoing is not None]
+    for value in values:
+        value.outgoing = None
 
     def work() -> None:
-        for message in messages:
-            pipeline_of(run.step).finish_message(message)
+        for messages in under_way:
+            for message in messages:
+                pipeline_of(run.step).finish_message(message)
 
-    run.submit(Lane.SEND, (value,), (), work)
+    run.submit(Lane.SEND, reads, (), work)
 
 
 def arrival_of(value: RuntimeValue) -> Arrival:

@@ -26,7 +26,7 @@ from l2l_compile.runtime.absent_gradients import absent_gradients
 from l2l_compile.runtime.call_arguments import Arguments
 from l2l_compile.runtime.executor import Executor
 from l2l_compile.runtime.instructions import instructions_of
-from l2l_compile.runtime.joint_forward import Joint, begin_together, collectives_of
+from l2l_compile.runtime.joint_forward import JointRun, begin_together, collectives_of
 from l2l_compile.runtime.kept_activations import KeptLevels, Room, kept_levels
 from l2l_compile.runtime.micro_batches import MicroBatches
 from l2l_compile.runtime.outputs import Outputs
@@ -206,9 +206,9 @@ class Runner:
         self._bindings = rows.bindings
         return step
 
-    def _joint(self, graph: fx.Graph) -> Joint:
+    def _joint(self, graph: fx.Graph) -> JointRun:
         """What ranks compare before they run a graph."""
-        return Joint(self._stages, collectives_of(graph, self._program.segments))
+        return JointRun(self._stages, collectives_of(graph, self._program.segments))
 
     @functools.cached_property
     def _stages(self) -> tuple[str, ...]:

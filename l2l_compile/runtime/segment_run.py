@@ -110,14 +110,15 @@ def run_backward(
     gradients: Sequence[RuntimeValue],
     kept: Sequence[RuntimeValue],
     results: Sequence[RuntimeValue],
+    passing: frozenset[int] = frozenset(),
 ) -> list[Callable[[], None]]:
     """Work, one for each micro-batch, that recomputes and differentiates a segment. `kept` is what forward has kept: what it has left on
-    the device, and what comes back from the host.
+    the device, and what comes back from the host. `passing` are results whose parts are freed as they leave for other ranks.
 
     Marks at once which results exist; the last micro-batch fills them. The first piece of work may read the arriving
     gradients of the first two micro-batches.
     """
-    return _Backward(step, device, segment, weights, operands, gradients, kept, results).inner_loop()
+    return _Backward(step, device, segment, weights, operands, gradients, kept, results, passing).inner_loop()
 
 
 class _Run(ABC):
@@ -283,7 +284,9 @@ class _Backward(_Run):
         gradients: Sequence[RuntimeValue],
         kept: Sequence[RuntimeValue],
         results: Sequence[RuntimeValue],
+        passing: frozenset[int],
     ):
+        self.passing = frozenset(len(segment.block.weights) + index for index in passing)  # by operand
         self.gradient_mask = tuple(not g.absent for g in gradients)
         self.kept, self.restored = kept
         self.savings = usable_savings(step, segment.index, self.gradient_mask)
@@ -356,16 +359,17 @@ class _Backward(_Run):
     def _gather(self, made: Sequence[torch.Tensor]) -> None:
         """Keep each gradient of a micro-batch as a part, or add it to its sum."""
         before = len(self.gathered)
+        leaving: list[torch.Tensor] = []
         for (index, spec), gradient in zip(self._indices_and_specs(), made, strict=True):
             if _split(self.block, spec):
                 self.per_micro_batch[index].append(gradient)
-                self.gathered.append(gradient)
+                (leaving if index in self.passing else self.gathered).append(gradient)
             elif index in self.sums:
                 self.sums[index].add_(gradient)
             else:
                 self.sums[index] = gradient if len(self.lowered) == 1 else _as_sum(gradient)
                 self.gathered.append(self.sums[index])
-        self.device.hold(self.gathered[before:])
+        self.device.hold([*self.gathered[before:], *leaving])
 
     def _finish(self) -> None:
         """After the last micro-batch: fill the results, and free the parts and sums."""
@@ -374,7 +378,8 @@ class _Backward(_Run):
         for index, (result, spec) in enumerate(zip(self.of_values, self.block.values, strict=True), first):
             if not result.absent:
                 result.tensors = self.per_micro_batch.get(index) or [self.sums[index].to(spec.gradient_dtype)]
-                self.device.hold(result.tensors)
+                if index not in self.passing:
+                    self.device.hold(result.tensors)
         if not self.bundle.absent:
             self.bundle.tensors = [self.sums.get(i) for i in range(len(self.block.weights))]
             if not self.segment.sharded:  # else the reduction over the ranks does this, after the last sum

@@ -74,6 +74,9 @@ class SimulatedLowering(Lowering):
         with _disable_current_modes():
             return super()._at_first(*request)
 
+    def tracing_alone(self) -> Lowering:
+        return self
+
     def apart(self) -> AbstractContextManager:
         return _disable_current_modes()
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from l2l_compile.lanes import AT_WORK, OF_DEVICE
+from l2l_compile.lanes import AT_WORK, OF_DEVICE, Lane
 from l2l_compile.runtime.stats import Stats
 from l2l_compile.simulation.machine import Machine
-from l2l_compile.timeline import Gap, Timeline
+from l2l_compile.timeline import Gap, Timeline, save_together
 from l2l_compile.units import format_bytes
 
 _SHOWN = 3  # gaps of each lane
@@ -26,6 +26,7 @@ class Simulation:
     ranks              the number of ranks that the model is sharded over; bytes, lanes and memory are of one rank
     tokens             tokens in the batch of a rank; None for a model that takes no tokens
     trains             whether it is a training step; else a call without gradients
+    stages             for a pipeline, the simulations of all its ranks, this one among them; their steps begin and end together
     """
 
     machine: Machine
@@ -37,6 +38,7 @@ class Simulation:
     ranks: int = 1
     tokens: int | None = None
     trains: bool = True
+    stages: tuple[Simulation, ...] = field(default=(), repr=False)
 
     @property
     def seconds(self) -> float:
@@ -62,14 +64,25 @@ class Simulation:
 
     def save(self, path: str | Path) -> None:
         """Write the step as a Chrome trace, which https://ui.perfetto.dev opens."""
-        self.timeline.save(path, f"simulated on {self.machine.name}")
+        name = f"simulated on {self.machine.name}"
+        if self.stages:
+            save_together({f"rank {rank}, {name}": stage.timeline for rank, stage in enumerate(self.stages)}, path)
+        else:
+            self.timeline.save(path, name)
 
     def __str__(self) -> str:
         where = f"one of {self.ranks} ranks on {self.machine.name}" if self.ranks > 1 else self.machine.name
+        if self.stages:
+            times = f", {self.ranks} times" if self.ranks > 1 else ""
+            where = f"a pipeline of {len(self.stages)} ranks{times} on {self.machine.name}"
         rate = f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second is not None else ""
         lines = [f"simulated on {where}: {self.seconds:.4g} s a {'step' if self.trains else 'call'}{rate}"]
         if not self.steady:
             lines.append("  no two steps in a row took as long: this is the last one")
+        for rank, stage in enumerate(self.stages):
+            shares = ", ".join(f"{lane} {stage.busy(lane):.1%}" for lane in (Lane.COMPUTE, Lane.SEND, Lane.RECV, Lane.H2D))
+            here = ", this one" if stage.timeline is self.timeline else ""
+            lines.append(f"  rank {rank}: {shares}; device memory {format_bytes(stage.peak_device_bytes)}{here}")
         for lane in AT_WORK:
             lines.append(f"  {lane:8} {self.timeline.busy(lane):8.4g} s at work, {self.busy(lane):6.1%} of the step")
             lines += [f"    {gap}" for gap in self.gaps(lane)[:_SHOWN] if lane in OF_DEVICE]

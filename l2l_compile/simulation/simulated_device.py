@@ -99,6 +99,16 @@ class Clocks:
         if not asynchronous and self.lane is not None:
             self.thread.wait(self.lane.event())
 
+    def arrive(self, start: float, seconds: float, waited_for: str) -> None:
+        """A message came to the lane from another rank, begun at a time that may be before the thread asked whether it is there."""
+        assert self.lane is not None, "messages come to lanes"
+        lane = self.lane
+        begin, end = max(start, lane.now), start + seconds  # the lane did other work meanwhile, if the host is the device
+        if begin < end:
+            self._note(lane, begin, end - begin, self.label, waited_for)
+        else:
+            lane.wait(SimulatedEvent(end, waited_for))
+
     @contextmanager
     def on_thread(self, clock: Clock) -> Iterator[None]:
         """Context manager whose work the current thread gives to another thread, which does it after all its earlier work."""

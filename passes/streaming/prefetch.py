@@ -6,6 +6,9 @@
 
 The copy then runs while segment i - 1 computes. With `prefetch` = p, at most p + 1 segments' weights are on the
 device at once. `prefetch` = 0 leaves every copy right before its reader.
+
+In a pipeline, a message from another rank is asked for one segment before its reader, so that its first micro-batches are there when
+the reader begins. Messages keep their order, which is that of the one program of all ranks.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ class Prefetch:
     def apply(self, compilation: Compilation) -> None:
         for graph in filter(None, (compilation.forward, compilation.backward)):
             _hoist(graph, compilation.options.prefetch)
+            if compilation.options.prefetch:
+                _hoist_messages(graph)
 
 
 def _hoist(graph: fx.Graph, ahead: int) -> None:
@@ -44,6 +49,21 @@ def _hoist(graph: fx.Graph, ahead: int) -> None:
         target = max(first_reader[node] - ahead, 0)
         if target < len(runs) and times[node] > target and _defined_before(node, runs[target], times):
             runs[target].prepend(node)
+
+
+def _hoist_messages(graph: fx.Graph) -> None:
+    """Move each receive in front of the segment that runs before the first segment which reads it, behind all earlier receives."""
+    times = segment_times(graph)
+    runs = [node for node in graph.nodes if nodes.runs_segment(node)]
+    earliest = 0
+    for node in graph.find_nodes(op="call_function", target=nodes.recv):
+        results = sorted(node.users, key=lambda user: nodes.operands(user).index)
+        first = min((times[user] for result in results for user in result.users), default=times[node])
+        target = max(first - 1, earliest)
+        if target < min(len(runs), times[node]):
+            for moved in (node, *results):
+                runs[target].prepend(moved)
+        earliest = min(target, times[node])
 
 
 def _defined_before(node: fx.Node, place: fx.Node, times: dict[fx.Node, int]) -> bool:

@@ -195,6 +195,6 @@ def test_what_width_and_depth_refuse(ranks):
     for rank, (batch, scope, mesh, sharded, prefetch) in enumerate(ranks.run(refusals, world=4, seconds=200)):
         assert "ranks 0 and 1 are stages of a pipeline and have other inputs than each other" in batch, rank
         assert "batch_scope='global'" in scope
-        assert "cannot be parallel as well" in mesh
+        assert "are stages of one pipeline" in mesh
         assert "is sharded over ranks already" in sharded
         assert "ranks 1 and 3 run the same stage, and their programs have other collectives" in prefetch

@@ -159,11 +159,20 @@ def test_other_meshes_are_refused():
         model = Layers(2)
         parallelize_module(model.layers[0], mesh["tp"], {"up": ColwiseParallel()})
         for shard in (False, True):
-            with pytest.raises(L2LError, match=r"'layers.0.up.weight' is sharded over .*tp.*: simulate knows neither"):
+            with pytest.raises(
+                L2LError, match=r"'layers.0.up.weight' is sharded over .*tp.*: simulate does not know the sums of parallel layers"
+            ):
                 simulate(l2l_compile.shard(model, mesh) if shard else model, joined())
+
+
+def test_replicas_average_their_gradients_on_the_host():
+    with world(4):
         replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        with pytest.raises(L2LError, match=r"'layers.0.up.weight' is sharded over .*replicate"):
-            simulate(l2l_compile.shard(Layers(2), replicated), joined())
+        model = l2l_compile.shard(Layers(2), replicated)
+        found = simulate(model, joined(), {"micro_batches": 2})(torch.empty(ROWS, WIDTH))
+    alone = step(2, joined())
+    assert found.ranks == 4
+    assert found.timeline.busy("host") > alone.timeline.busy("host")
 
 
 @pytest.mark.parametrize("count", [1, 5, 8, 9])

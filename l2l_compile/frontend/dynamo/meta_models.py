@@ -19,11 +19,16 @@ from l2l_compile.ranks.sharded import is_sharded, local, sharded_as
 
 @dataclass(frozen=True)
 class OnTheHost:
-    """Arguments of a model, with tensors that stand for tensors on the host. `fake` gives the stand-in for a tensor."""
+    """Arguments of a model, with tensors that stand for tensors on the host.
+
+    fake  gives the stand-in for a tensor
+    mode  the mode of the stand-ins, which holds for one thread; None if there are none
+    """
 
     args: tuple
     kwargs: dict[str, Any]
     fake: Callable[[torch.Tensor], torch.Tensor]
+    mode: FakeTensorMode | None = None
 
 
 @contextmanager
@@ -54,7 +59,7 @@ def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fak
             for values, name, tensor in places:
                 values[name] = fake(tensor)
             args, kwargs = _copies((args, kwargs), fake)
-            yield OnTheHost(args, kwargs, fake)
+            yield OnTheHost(args, kwargs, fake, mode)
         finally:
             for values, name, tensor in places:
                 values[name] = tensor

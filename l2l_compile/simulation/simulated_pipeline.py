@@ -1,0 +1,156 @@
+"""The ranks of a pipeline in virtual time: each runs its own program with its own clocks, and messages join the clocks.
+
+A message takes a latency, and its bytes at the bandwidth of the link. It begins when its sender has made it and sent all earlier ones,
+and its receiver has asked for it and received all earlier ones from there. The sender does not wait for the receiver: a message
+that nobody has asked for yet is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from l2l_compile.ranks.announcements import ActionKind
+from l2l_compile.ranks.pipeline_ranks import PipelineRanks
+from l2l_compile.simulation.machine import Machine
+from l2l_compile.simulation.simulated_device import Clock, Clocks, SimulatedEvent, mark
+from l2l_compile.simulation.turns import Turns
+
+
+@dataclass(frozen=True)
+class MessageCost:
+    """What a message between two ranks costs: seconds, and bytes a second."""
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, size: int) -> float:
+        return self.latency + size / self.bandwidth
+
+
+def cost_between(machine: Machine, one: int, other: int) -> MessageCost:
+    """The link between two devices, numbered host by host. Raises `OptionError` for a figure that the machine lacks."""
+    devices = int(machine.known("devices"))
+    if one // devices == other // devices:
+        return MessageCost(machine.known("link_latency"), machine.known("link"))
+    return MessageCost(machine.known("network_latency"), machine.known("network"))
+
+
+@dataclass
+class _Channel:
+    """The messages from one rank to another, in order: when each begins, and how long it takes."""
+
+    sent: list[tuple[float, float]] = field(default_factory=list)
+    asked: int = 0
+    free: float = 0.0  # when the last message has arrived
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A message that its receiver has asked for."""
+
+    source: int
+    number: int
+    at: float
+
+
+class Messages:
+    """The messages of a pipeline under way, and the turns of its ranks."""
+
+    def __init__(self, machine: Machine, pipeline: PipelineRanks):
+        self.machine, self.members, self.parameters = machine, pipeline.members, pipeline.parameters
+        self.turns = Turns(len(self.members))
+        self._channels: dict[tuple[int, int], _Channel] = {}
+
+    def channel(self, source: int, target: int) -> _Channel:
+        return self._channels.setdefault((source, target), _Channel())
+
+    def link(self, source: int, target: int) -> MessageCost:
+        return cost_between(self.machine, self.members[source], self.members[target])
+
+
+class SimulatedPipeline(PipelineRanks):
+    """A rank of a pipeline. Actions that ranks announce begin when the last rank has come."""
+
+    compares_inputs = False
+
+    def __init__(self, messages: Messages, rank: int, clocks: Clocks):
+        self.members, self.parameters = messages.members, messages.parameters
+        self.shard_mesh_size, self.shard_mesh_rank = 1, 0
+        self.world_size, self.world_rank = len(messages.members), rank
+        self.forwards = self.steps = self._meetings = 0
+        self.pipeline = self
+        self._messages, self._clocks = messages, clocks
+        others = [other for other in range(self.world_size) if other != rank]
+        self._latency = max(messages.link(rank, other).latency for other in others)
+
+    def check(self) -> None:
+        """Does nothing: no simulated rank fails."""
+
+    def failed(self, error: BaseException) -> None:
+        """Does nothing: the threads of the other ranks end."""
+
+    def abort(self) -> None:
+        """Does nothing: no message is under way."""
+
+    def meet(self, latency: float | None = None) -> None:
+        """The running thread waits for the other ranks."""
+        thread = self._clocks.thread
+        self._meetings += 1
+        last = self._messages.turns.meet(self.world_rank, self._meetings, thread.now)
+        thread.wait(SimulatedEvent(last, "another rank"))
+        self._clocks.spend(self._latency if latency is None else latency)
+
+    def announce(
+        self,
+        kind: ActionKind,
+        collectives: tuple[str, ...] = (),
+        train: bool = False,
+        told: Sequence[int] = (),
+        refuse: Callable[[list[list[int]]], None] | None = None,
+    ) -> list[list[int]]:
+        """All ranks announce the same numbers as this one."""
+        self.meet()
+        rows = [list(told) for _ in range(self.world_size)]
+        if refuse is not None:
+            refuse(rows)
+        return rows
+
+    def sum_on_host(self, values: Sequence[float]) -> list[float]:
+        """This rank's values: no simulated value is real."""
+        self.meet()
+        return list(values)
+
+    def sum_of_callers(self, values: Sequence[float]) -> list[float]:
+        return self.sum_on_host(values)
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a tensor (lane `send`)."""
+        seconds = self._messages.link(self.world_rank, to).seconds(tensor.nbytes)
+        self._clocks.queue(seconds)
+        self._messages.channel(self.world_rank, to).sent.append((self._lane().now - seconds, seconds))
+
+    def receive(self, tensor: torch.Tensor, source: int) -> _Asked:  # type: ignore[override]  # waited for by `finish_message`
+        """Ask for a tensor (lane `recv`)."""
+        mark(tensor)
+        self._clocks.spend(self._clocks.machine.launch)
+        channel = self._messages.channel(source, self.world_rank)
+        channel.asked += 1
+        return _Asked(source, channel.asked - 1, max(self._clocks.thread.now, self._lane().now))
+
+    def finish_message(self, message: _Asked | None) -> None:  # type: ignore[override]
+        """The lane `recv` waits until a tensor has come; a sender does not wait."""
+        if message is None:
+            return
+        channel = self._messages.channel(message.source, self.world_rank)
+        self._messages.turns.wait(self.world_rank, lambda: len(channel.sent) > message.number)
+        begins, seconds = channel.sent[message.number]
+        start = max(begins, message.at, channel.free)
+        channel.free = start + seconds
+        self._clocks.arrive(start, seconds, f"message from rank {message.source}")
+
+    def _lane(self) -> Clock:
+        assert self._clocks.lane is not None, "messages are work of lanes"
+        return self._clocks.lane
