@@ -70,6 +70,25 @@ class Convolved(nn.Module):
         return x.pow(2).mean()
 
 
+class Lion(torch.optim.Optimizer):
+    """An optimizer of the user's own (arXiv 2302.06675): the sign of a mean of momentum and gradient."""
+
+    def __init__(self, parameters, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.01):
+        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            lr, (of_sign, of_momentum) = group["lr"], group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(momentum.mul(of_sign).add_(p.grad, alpha=1 - of_sign).sign_(), alpha=-lr)
+                momentum.mul_(of_momentum).add_(p.grad, alpha=1 - of_momentum)
+
+
 def _text(kind: str, **sizes: Any) -> nn.Module:
     import transformers
 
@@ -115,7 +134,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A training loop. `optimizer` is a class of `torch.optim`; `max_norm` clips in the loop, with PyTorch's own function."""
+    """A training loop. `optimizer` is `Lion`, or a class of `torch.optim`; `max_norm` clips in the loop, with PyTorch's own function."""
 
     model: str
     dtype: torch.dtype = torch.float32
@@ -125,6 +144,11 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     rows: tuple[int, ...] = (6, 6, 6, 6)
     lengths: tuple[int, ...] = (7, 7, 7, 7)
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of the parameters that this rank has."""
+        kind = Lion if self.optimizer == Lion.__name__ else getattr(torch.optim, self.optimizer)
+        return kind(model.parameters(), lr=1e-2)
 
     def batch(self, step: int) -> Batch:
         """Rows of different numbers of labels that count."""
@@ -159,8 +183,7 @@ def train(case: Case, world: int = 1, **more: Any) -> Trained:
     model = MODELS[case.model]().to(case.dtype)
     if world > 1:
         l2l_compile.pipeline(model, init_device_mesh("cpu", (world,)), **(more or {"batch": case.batch(0), "loops": case.loops}))
-    optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), lr=1e-2)
-    return run(case, model, optimizer)
+    return run(case, model, case.optimizer_of(model))
 
 
 def run(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> Trained:

@@ -59,6 +59,12 @@ def test_optimizers_have_the_bits_of_one_rank(ranks, optimizer):
     check(ranks, 2, Case("llama", optimizer=optimizer), Case("u_shape", optimizer=optimizer, options={"update": "in_forward"}))
 
 
+def test_an_own_optimizer_has_the_bits_of_one_rank(ranks):
+    in_forward = {"update": "in_forward"}
+    cases = Case("llama", optimizer="Lion"), Case("llama", optimizer="Lion", options=in_forward)
+    check(ranks, 2, *cases, Case("u_shape", optimizer="Lion", options=in_forward))
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits_have_the_bits_of_one_rank(ranks, precision):
     options = {"precision": precision}

@@ -47,7 +47,7 @@ def train(case: Case, mesh: DeviceMesh, width, depth: DeviceMesh | None):
     if depth is not None:
         l2l_compile.pipeline(model, depth, case.batch(0), loops=case.loops)
     l2l_compile.shard(model, width)
-    trained = run(case, model, getattr(torch.optim, case.optimizer)(model.parameters(), lr=1e-2))
+    trained = run(case, model, case.optimizer_of(model))
     return dataclasses.replace(trained, gradients=whole(trained.gradients), weights=whole(trained.weights))
 
 
