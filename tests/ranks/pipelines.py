@@ -186,16 +186,17 @@ def train(case: Case, world: int = 1, **more: Any) -> Trained:
     return run(case, model, case.optimizer_of(model))
 
 
-def run(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> Trained:
-    """Some steps of a loop as users write it."""
+def run(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS, first: int = 0) -> Trained:
+    """Some steps of a loop as users write it. One that begins behind the first step goes on with the random numbers that are there."""
     options = {"device": "cpu", "micro_batches": 3, "block_compiler": "eager", "outputs": "loss", **case.options}
     at_step = options.get("update", "at_step") == "at_step"
     if not at_step or options.get("precision") == "fp16":
         options["optimizer"] = optimizer
     compiled = torch.compile(model, backend="l2l", fullgraph=True, options=options)
-    torch.manual_seed(1)
+    if first == 0:
+        torch.manual_seed(1)
     losses, gradients = [], {}
-    for step in range(steps):
+    for step in range(first, first + steps):
         output = compiled(**case.batch(step))
         loss = output if isinstance(output, torch.Tensor) else output.loss
         loss.backward()
