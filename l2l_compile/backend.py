@@ -103,6 +103,7 @@ def _rebuild_backward(compilation: Compilation, gradient_mask: tuple[bool, ...])
     """The backward graph for a gradient mask that differs from the expected one."""
     fresh = replace(compilation, gradient_mask=gradient_mask, backward=None)
     run(fresh, STREAMING + compilation.options.passes, _BEFORE_STREAMING)
+    verify_stages(fresh)
     assert fresh.backward is not None, "some output has a gradient"
     return graph_module(fresh.backward)
 

@@ -1,4 +1,4 @@
-"""The rules for the programs of all ranks of a pipeline together. They are checked once, after the last pass.
+"""The rules for the programs of all ranks of a pipeline together. They are checked after the last pass, and for each further backward.
 
 paired    what a rank sends to another one is what that rank receives from it, in the same order: the same values, dtypes and layouts
 progress  every node runs in the end, although a message waits until both ranks have come to it, and each lane works in order
@@ -47,7 +47,7 @@ def programs_of_ranks(compilation: Compilation) -> list[Compilation]:
             captured = replace(
                 compilation.captured, owners=replace(owners, rank=rank), dropped=dict(compilation.captured.dropped)
             )
-            made = replace(compilation, captured=captured, gradient_mask=(), backward=None)
+            made = replace(compilation, captured=captured, backward=None)
             for step in (*STREAMING, *compilation.options.passes):
                 step.apply(made)
         found.append(made)
