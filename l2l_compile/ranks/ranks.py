@@ -93,11 +93,6 @@ class Ranks:
         return self.pipeline.world_size if self.pipeline is not None else self.tp_size
 
     @property
-    def stage(self) -> int:
-        """The position of this rank in its pipeline; 0 without one. Ranks of one stage run the same programs."""
-        return self.pipeline.world_rank if self.pipeline is not None else 0
-
-    @property
     def shares_layers(self) -> bool:
         """Whether ranks compute parts of the same layers. In a call without gradients, each may have a cache of its own."""
         return self.tp_size > 1

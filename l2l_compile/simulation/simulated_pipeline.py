@@ -1,12 +1,12 @@
 """The ranks of a pipeline in virtual time: each runs its own program with its own clocks, and messages join the clocks.
 
 A message takes a latency, and its bytes at the bandwidth of the link. It begins when its sender has made it and sent all earlier ones,
-and its receiver has asked for it and received all earlier ones from there. The sender does not wait for the receiver: a message
-that nobody has asked for yet is kept.
+and its receiver has asked for it and received all earlier ones from there.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -40,20 +40,32 @@ def cost_between(machine: Machine, one: int, other: int) -> MessageCost:
 
 @dataclass
 class _Channel:
-    """The messages from one rank to another, in order: when each begins, and how long it takes."""
+    """The messages from one rank to another, in order.
+
+    sent   from when on each could begin for its sender, and how long it takes
+    asked  from when on each could begin for its receiver
+    times  when each begins and ends
+    """
 
     sent: list[tuple[float, float]] = field(default_factory=list)
-    asked: int = 0
-    free: float = 0.0  # when the last message has arrived
+    asked: list[float] = field(default_factory=list)
+    times: list[tuple[float, float]] = field(default_factory=list)
+
+    def has(self, number: int) -> bool:
+        """Whether it is known when a message begins."""
+        for (ready, seconds), asked in itertools.islice(zip(self.sent, self.asked, strict=False), len(self.times), None):
+            begins = max(ready, asked, self.times[-1][1] if self.times else 0.0)
+            self.times.append((begins, begins + seconds))
+        return number < len(self.times)
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A message that its receiver has asked for."""
+class _Message:
+    """A message under way: its channel and its number there, and the rank that it comes from; None for one that leaves."""
 
-    source: int
+    channel: _Channel
     number: int
-    at: float
+    source: int | None
 
 
 class Messages:
@@ -67,7 +79,7 @@ class Messages:
     def channel(self, source: int, target: int) -> _Channel:
         return self._channels.setdefault((source, target), _Channel())
 
-    def link(self, source: int, target: int) -> MessageCost:
+    def cost(self, source: int, target: int) -> MessageCost:
         return cost_between(self.machine, self.members[source], self.members[target])
 
 
@@ -84,7 +96,7 @@ class SimulatedPipeline(PipelineRanks):
         self.pipeline = self
         self._messages, self._clocks = messages, clocks
         others = [other for other in range(self.world_size) if other != rank]
-        self._latency = max(messages.link(rank, other).latency for other in others)
+        self._latency = max(messages.cost(rank, other).latency for other in others)
 
     def check(self) -> None:
         """Does nothing: no simulated rank fails."""
@@ -126,30 +138,31 @@ class SimulatedPipeline(PipelineRanks):
     def sum_of_callers(self, values: Sequence[float]) -> list[float]:
         return self.sum_on_host(values)
 
-    def send(self, tensor: torch.Tensor, to: int) -> None:
+    def send(self, tensor: torch.Tensor, to: int) -> _Message:  # type: ignore[override]  # waited for by `finish_message`
         """Send a tensor (lane `send`)."""
-        seconds = self._messages.link(self.world_rank, to).seconds(tensor.nbytes)
+        seconds = self._messages.cost(self.world_rank, to).seconds(tensor.nbytes)
         self._clocks.queue(seconds)
-        self._messages.channel(self.world_rank, to).sent.append((self._lane().now - seconds, seconds))
+        channel = self._messages.channel(self.world_rank, to)
+        channel.sent.append((self._lane().now - seconds, seconds))
+        return _Message(channel, len(channel.sent) - 1, None)
 
-    def receive(self, tensor: torch.Tensor, source: int) -> _Asked:  # type: ignore[override]  # waited for by `finish_message`
+    def receive(self, tensor: torch.Tensor, source: int) -> _Message:  # type: ignore[override]
         """Ask for a tensor (lane `recv`)."""
         mark(tensor)
         self._clocks.spend(self._clocks.machine.launch)
         channel = self._messages.channel(source, self.world_rank)
-        channel.asked += 1
-        return _Asked(source, channel.asked - 1, max(self._clocks.thread.now, self._lane().now))
+        channel.asked.append(max(self._clocks.thread.now, self._lane().now))
+        return _Message(channel, len(channel.asked) - 1, source)
 
-    def finish_message(self, message: _Asked | None) -> None:  # type: ignore[override]
-        """The lane `recv` waits until a tensor has come; a sender does not wait."""
-        if message is None:
-            return
-        channel = self._messages.channel(message.source, self.world_rank)
-        self._messages.turns.wait(self.world_rank, lambda: len(channel.sent) > message.number)
-        begins, seconds = channel.sent[message.number]
-        start = max(begins, message.at, channel.free)
-        channel.free = start + seconds
-        self._clocks.arrive(start, seconds, f"message from rank {message.source}")
+    def finish_message(self, message: _Message | None) -> None:  # type: ignore[override]
+        """The lane waits until a message has come, or left."""
+        assert message is not None
+        self._messages.turns.wait(self.world_rank, lambda: message.channel.has(message.number))
+        begins, ends = message.channel.times[message.number]
+        if message.source is None:
+            self._lane().wait(SimulatedEvent(ends, "a rank that receives"))
+        else:
+            self._clocks.arrive(begins, ends - begins, f"message of rank {message.source}")
 
     def _lane(self) -> Clock:
         assert self._clocks.lane is not None, "messages are work of lanes"
