@@ -92,7 +92,7 @@ def _simulate(given: argparse.Namespace) -> int:
         workload, report = asked.workload_of(shown), asked.report_of(shown)
         step = asked.simulated(asked.machine, shown)
         under_way("writing the page")
-        _save_page(given, asked, replace(report, simulated=lambda _: step.timeline))
+        _save_page(given, asked, replace(report, simulated=lambda _: step))
     _print_speed(step, report, workload, _condition(fitting, asked))
     kept = f"{report.kept}\n" if report.kept is not None else ""
     print("\n" + "\n".join(paragraphs(f"{report.device_memory}\n{kept}{report.host_memory}")))

@@ -34,6 +34,7 @@ from l2l_compile.passes.compilation import Compilation
 from l2l_compile.report.page.write import frame_of, page_of
 from l2l_compile.report.report_text import text_of
 from l2l_compile.simulation.machine import Machine
+from l2l_compile.simulation.result import Simulation
 from l2l_compile.simulation.simulate import simulate
 from l2l_compile.timeline import Timeline
 from l2l_compile.torch_internals.fresh_code import WithoutArguments, fresh_caller
@@ -68,7 +69,7 @@ class Report:
     outputs       the tensors that the model returns or that cross a graph break, the largest first
     update        how overlapped updates are made on the host; None if `optimizer.step()` updates them
     options       the options of the report
-    simulated     makes the timeline of a step on a machine, for the page; None for a report without a call
+    simulated     simulates a step on a machine, for the page; None for a report without a call
     measured      the timeline of a step that ran, for the page
     compilations  those of the programs, for `streamed`; empty for a report of programs that have run
     levels        what each segment keeps for backward; None if it was not asked for yet
@@ -85,7 +86,7 @@ class Report:
     host_memory: HostMemory
     update: str | None = None
     options: Options = field(default_factory=Options.build, repr=False)
-    simulated: Callable[[str | Path | Machine], Timeline] | None = field(default=None, repr=False, compare=False)
+    simulated: Callable[[str | Path | Machine], Simulation] | None = field(default=None, repr=False, compare=False)
     measured: Timeline | None = field(default=None, repr=False, compare=False)
     compilations: tuple[Compilation, ...] = field(default=(), repr=False, compare=False)
     levels: StepLevels | None = field(default=None, repr=False, compare=False)
@@ -161,7 +162,9 @@ class Report:
         if self.simulated is None:
             return page_of(self, None, "l2l report")
         chosen = machine if isinstance(machine, Machine) else Machine.load(machine)
-        return page_of(self.on(chosen), self.simulated(chosen), f"l2l report: a step simulated on {chosen.name}")
+        step = self.simulated(chosen)
+        others = [stage.timeline for stage in step.stages]
+        return page_of(self.on(chosen), step.timeline, f"l2l report: a step simulated on {chosen.name}", others)
 
     def _repr_html_(self) -> str:
         return frame_of(self.page())
@@ -193,8 +196,8 @@ def explain(
             watched_frames.retry_skipped()  # so that a later compilation gives its own warning or error
         given = options if options is not None else adapter.options_of(model)
 
-        def simulated(machine: str | Path | Machine) -> Timeline:
-            return simulate(model, machine, given)(*args, **kwargs).timeline
+        def simulated(machine: str | Path | Machine) -> Simulation:
+            return simulate(model, machine, given)(*args, **kwargs)
 
         return replace(explainer.report(simulated), model=model_name(plain))
 
@@ -221,7 +224,7 @@ class _Explainer:
         self.compilations.append(compilation)
         return lambda *arguments: _placeholders(program, arguments)
 
-    def report(self, simulated: Callable[[str | Path | Machine], Timeline]) -> Report:
+    def report(self, simulated: Callable[[str | Path | Machine], Simulation]) -> Report:
         made = report_of(self.programs, self.options, tuple(map(str, self.skipped)))
         return replace(made, simulated=simulated, compilations=tuple(self.compilations))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -157,3 +158,16 @@ def test_an_error_of_a_simulated_rank_is_raised():
 
     with pytest.raises(ValueError, match="no more"):
         turns.run([lambda: turns.wait(0, lambda: False), fails])
+
+
+def test_the_page_has_the_lanes_of_all_ranks():
+    model, batch = Equal(4), torch.empty(ROWS * 2, WIDTH)
+    with world(2) as mesh:
+        l2l_compile.pipeline(model, mesh, stages=stages(4))
+        report = l2l_compile.explain(model, {"device": "cpu", "micro_batches": 2})(batch)
+        page = report.page(joined(link=MESSAGE / 0.1))
+    data = json.loads(re.search(r"const data = (\{.*?\});\n", page).group(1))
+    lanes = [f"{rank} {lane}" for rank in range(2) for lane in ("compute", "send", "recv")]
+    assert data["timeline"]["lanes"][-6:] == lanes
+    rows = {data["timeline"]["lanes"][row] for row, *_ in data["timeline"]["spans"]}
+    assert rows.issuperset(lanes)

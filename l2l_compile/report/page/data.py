@@ -20,8 +20,11 @@ from l2l_compile.update_modes import MODES
 _US = 1e6
 
 
-def data_of(report: Any, timeline: Timeline | None, title: str) -> dict[str, Any]:
-    """The content of the page of a `Report`. `title` says whether its timeline was measured or simulated."""
+def data_of(report: Any, timeline: Timeline | None, title: str, stages: Sequence[Timeline] = ()) -> dict[str, Any]:
+    """The content of the page of a `Report`. `title` says whether its timeline was measured or simulated.
+
+    Below the lanes of this rank, the page shows what all ranks of a pipeline compute, send and receive: `stages` are their timelines.
+    """
     programs, options = report.programs, report.options
     curves: dict[str, Any] = {}
     if timeline is not None:
@@ -36,7 +39,7 @@ def data_of(report: Any, timeline: Timeline | None, title: str) -> dict[str, Any
         "figures": _figures(report, timeline),
         "warnings": _warnings(report),
         "segments": [_segment(s, number) for number, program in enumerate(programs) for s in program.segments],
-        "timeline": _timeline(timeline, options) if timeline is not None else None,
+        "timeline": _timeline(timeline, options, stages) if timeline is not None else None,
         "memory": curves,
         "limits": {limit.name: {"bytes": limit.room, "text": limit.text, "fits": limit.fits} for limit in limits},
         "options": _options(report),
@@ -161,27 +164,36 @@ def _segment(segment: Any, program: int) -> dict[str, Any]:
     }
 
 
-def _timeline(timeline: Timeline, options: Options) -> dict[str, Any]:
+def _timeline(timeline: Timeline, options: Options, stages: Sequence[Timeline]) -> dict[str, Any]:
     """The spans of the lanes that have work, in microseconds. Each label is listed once; spans refer to labels by number."""
-    at_work = {span.lane for span in timeline.spans}
-    lanes: list[str] = [lane for lane in AT_WORK if lane in at_work]
+    lanes = _lanes(timeline, options, stages)
     labels: dict[str, int] = {}
     spans = []
-    for span in timeline.spans:
-        texts = (span.label, span.waited_for)
-        label, waited_for = (labels.setdefault(text, len(labels)) for text in texts)
-        start = round((span.start - timeline.start) * _US, 2)
-        spans.append([lanes.index(span.lane), start, round(span.seconds * _US, 2), label, waited_for])
-    busy = [_share(timeline.busy(lane) / timeline.seconds) for lane in lanes]
-    texts_of_lanes = lane_texts(options, host_computes=Lane.COMPUTE not in lanes)
+    for row, (_, _, lane, of) in enumerate(lanes):
+        for span in of.of(lane):
+            label, waited_for = (labels.setdefault(text, len(labels)) for text in (span.label, span.waited_for))
+            spans.append([row, round((span.start - of.start) * _US, 2), round(span.seconds * _US, 2), label, waited_for])
     return {
-        "lanes": lanes,
-        "about": [texts_of_lanes[lane] for lane in lanes],
+        "lanes": [name for name, _, _, _ in lanes],
+        "about": [about for _, about, _, _ in lanes],
         "end": timeline.seconds * _US,
         "labels": list(labels),
-        "spans": spans,
-        "busy": busy,
+        "spans": sorted(spans, key=lambda span: span[1]),
+        "busy": [_share(of.busy(lane) / of.seconds) for _, _, lane, of in lanes],
     }
+
+
+def _lanes(timeline: Timeline, options: Options, stages: Sequence[Timeline]) -> list[tuple[str, str, str, Timeline]]:
+    """The lanes of the picture: the name, what it is, the lane and its timeline."""
+    at_work = {span.lane for span in timeline.spans}
+    texts = lane_texts(options, host_computes=Lane.COMPUTE not in at_work)
+    lanes: list[tuple[str, str, str, Timeline]] = [(lane, texts[lane], lane, timeline) for lane in AT_WORK if lane in at_work]
+    for rank, stage in enumerate(stages):
+        there = {span.lane for span in stage.spans}
+        computes = Lane.COMPUTE if Lane.COMPUTE in there else Lane.CALLER
+        shown = (lane for lane in (computes, Lane.SEND, Lane.RECV) if lane in there)
+        lanes += [(f"{rank} {lane}", f"rank {rank}: {lane.work}", lane, stage) for lane in shown]
+    return lanes
 
 
 def _share(share: float) -> str:

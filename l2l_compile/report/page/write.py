@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -17,10 +18,13 @@ from l2l_compile.timeline import Timeline
 _DATA = "/*DATA*/null"
 
 
-def page_of(report: Any, timeline: Timeline | None, title: str) -> str:
-    """One self-contained HTML page about a `Report`. Raises `LoweringError` for a block that cannot be traced."""
+def page_of(report: Any, timeline: Timeline | None, title: str, stages: Sequence[Timeline] = ()) -> str:
+    """One self-contained HTML page about a `Report`; `stages` are the timelines of all ranks of a pipeline, in their order.
+
+    Raises `LoweringError` for a block that cannot be traced.
+    """
     template = (resources.files("l2l_compile.report.page") / "page.html").read_text(encoding="utf-8")
-    text = in_script(data_of(report, timeline, title))
+    text = in_script(data_of(report, timeline, title, stages))
     assert _DATA in template
     return template.replace(_DATA, text)
 
