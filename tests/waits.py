@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import inspect
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MODULES = (
@@ -28,6 +29,11 @@ class Wait:
 
     def __str__(self) -> str:
         return f"{self.module}.{self.function}: {self.statement}"
+
+    @property
+    def called(self) -> str:
+        """The function or the method that waits."""
+        return _called(ast.parse(self.statement, mode="eval").body)
 
     @contextlib.contextmanager
     def deleted(self):
@@ -62,17 +68,21 @@ def _code_of(code: types.CodeType, name: str) -> types.CodeType:
     return found[0] if found else next(filter(None, (_code_of(c, name) for c in inner if name.startswith(f"{c.co_qualname}."))))
 
 
-def waits() -> list[Wait]:
-    """Every statement of the modules that waits."""
+def waits(modules: Sequence[str] = MODULES, names: Sequence[str] = WAITS) -> list[Wait]:
+    """Every statement of the modules that waits: that calls a function or a method of these names."""
     found = []
-    for name in MODULES:
-        tree = ast.parse(inspect.getsource(importlib.import_module(f"l2l_compile.{name}")))
+    for module in modules:
+        tree = ast.parse(inspect.getsource(importlib.import_module(f"l2l_compile.{module}")))
         for function, inside in _functions(tree):
             for node in ast.walk(inside):
                 call = node.value if isinstance(node, ast.Expr) else None
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in WAITS:
-                    found.append(Wait(name, function, ast.unparse(call), node.lineno))
+                if isinstance(call, ast.Call) and _called(call) in names:
+                    found.append(Wait(module, function, ast.unparse(call), node.lineno))
     return found
+
+
+def _called(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
 
 
 def _functions(tree: ast.AST, prefix: str = ""):

@@ -23,13 +23,13 @@ CASES = {"per_rank": (Stack, "d2h"), "global": (Centered, "compute")}  # a model
 
 
 @contextmanager
-def memory_is_taken_again() -> Iterator[None]:
-    """As on a GPU: what `comm` makes next lies in the memory of its values that a `release` has been given for."""
+def memory_is_taken_again(taker: str = "comm") -> Iterator[None]:
+    """As on a GPU: what a lane makes next lies in the memory of its values that a `release` has been given for."""
     release, submit = HANDLERS[nodes.release], Executor.submit_behind_releases
     free: list = []
 
     def releasing(run, node, x):
-        if x.lane == "comm" and x.slab is None:
+        if x.lane == taker and x.slab is None:
             free.append(x)
         return release(run, node, x)
 
