@@ -104,11 +104,18 @@ _GROUPED = {
     "use_cache": False,
     "tie_word_embeddings": False,
 }
+
+
+def llama(layers: int, width: int = 16) -> nn.Module:
+    sizes = {**_GROUPED, "hidden_size": width, "intermediate_size": 3 * width // 2}
+    return _text("LlamaForCausalLM", num_hidden_layers=layers, **sizes)
+
+
 MODELS = {
     "u_shape": UShape,
     "gated": Gated,
     "convolved": Convolved,
-    "llama": lambda: _text("LlamaForCausalLM", num_hidden_layers=5, **_GROUPED),
+    "llama": lambda: llama(5),
     "mixtral": lambda: _text("MixtralForCausalLM", num_hidden_layers=4, num_local_experts=3, **_GROUPED),
     "gpt2": lambda: _text("GPT2LMHeadModel", n_embd=16, n_layer=4, n_head=2, n_positions=16, use_cache=False),
     "bert": lambda: _text(
