@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import l2l_compile
 from l2l_compile import Machine, OptionError, simulate
 from l2l_compile.devices.staging import Staging
-from l2l_compile.simulation import simulate as simulation
+from l2l_compile.simulation import simulated_loop
 from l2l_compile.simulation.block_times import MeasuredTimes
 from l2l_compile.simulation.simulated_device import SimulatedStaging
 from l2l_compile.testing.strict_device import _Thread
@@ -203,6 +203,6 @@ def test_copies_through_the_ring_take_as_long_as_part_by_part(monkeypatch, pinne
 def test_a_step_that_differs_from_the_one_before_says_so(monkeypatch):
     model, x, options = Stack(3), rows(6, dtype=torch.float32), {"micro_batches": 3}
     assert simulate(model, MACHINE, options)(x).steady
-    monkeypatch.setattr(simulation, "_is_steady", lambda times, tolerance: False)
+    monkeypatch.setattr(simulated_loop, "_is_steady", lambda times, tolerance: False)
     found = simulate(model, MACHINE, options)(x)
     assert not found.steady and "no two steps in a row took as long" in str(found)
