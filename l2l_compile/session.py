@@ -287,7 +287,7 @@ def _service_of(owner: Any) -> _Service:
 
 def _serves(session: Session, owner: Any) -> None:
     """Note that a session runs a call of `owner`: its own, or that of an equal `torch.compile` call, whose code Dynamo uses again."""
-    if owner is None:
+    if owner is None or not calls.streams_layers(owner):  # a call by hand, or within a function of another backend
         return
     service = _service_of(owner)
     if service.session is None or service.session() is not session:

@@ -17,7 +17,6 @@ from torch import fx
 
 from l2l_compile.devices.device import Device
 from l2l_compile.ir import nodes
-from l2l_compile.ir.leaving import passes_on
 from l2l_compile.ir.segments import Segment
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.lanes import Lane
@@ -56,6 +55,7 @@ class Executor:
         self.from_host: dict[int, ActivationsFromHost] = {}  # by segment, until its backward
         self.released: dict[str, list[Place]] = {}  # by lane: released values of it, whose memory its next value may take
         self.leaving: Mapping[fx.Node, Sequence[fx.Node]] = {}  # by segment that runs: messages of its results
+        self.passing: Mapping[fx.Node, frozenset[int]] = {}  # by the same: results that nothing else reads
         self.left: set[fx.Node] = set()  # messages whose micro-batches have left as they were made
         self.outgoing: list[RuntimeValue] = []
         self.arriving: list[RuntimeValue] = []
@@ -64,7 +64,7 @@ class Executor:
         """Give every node to its lane. Returns the values of the output, in its structure. Does not wait for lanes."""
         values = instructions.values(inputs)
         device, segments = self.device, self.segments
-        self.leaving = instructions.leaving
+        self.leaving, self.passing = instructions.leaving, instructions.passing
         for instruction in instructions.nodes:
             node = instruction.node
             device.begins(node, segments)
@@ -394,10 +394,8 @@ def _compute(
 
 def _leaving(run: Executor, node: fx.Node, results: Sequence[RuntimeValue]) -> list[MicroBatchCopies]:
     """The copies of results of a segment to other ranks."""
-    found, passing = [], []
-    for result in node.users:
-        if passes_on(result) and not (value := results[nodes.operands(result).index]).absent:
-            passing.append(value)
+    found = []
+    passing = [results[i] for i in run.passing.get(node, ()) if not results[i].absent]
     for message in run.leaving.get(node, ()):
         read = nodes.operands(message)
         split = [results[nodes.operands(value).index] for value in read.values if value.meta["split"]]
@@ -448,7 +446,7 @@ def _backward(
     if not all(g.absent for g in arriving):
         kept = activations or RuntimeValue(absent=True)
         both = kept, restored_activations or RuntimeValue(absent=True)
-        passing = frozenset(nodes.operands(result).index for result in node.users if passes_on(result))
+        passing = run.passing.get(node, frozenset())
         inner_loop = run_backward(run.step, run.device, ran, weights, values, arriving, both, results, passing)
         streams: list[MicroBatchCopies] = []
         if streamed:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from l2l_compile.ir import nodes
-from l2l_compile.ir.leaving import leaving
+from l2l_compile.ir.leaving import leaving, passes_on
 
 Read = Callable[[list], Any]
 
@@ -38,6 +38,7 @@ class Instructions:
     nodes     the instructions
     output    reads the values that the graph returns, in its structure
     leaving   for each segment that runs, the messages of its results to other ranks: `send` nodes of nothing else
+    passing   for each of these segments, the results that nothing but messages reads
     """
 
     def __init__(self, graph: fx.Graph, launches_first: bool):
@@ -52,6 +53,10 @@ class Instructions:
         self.nodes = [Instruction(node, self._numbers[node], self._all(node.args)) for node in ordered]
         self.output = self._read(end.args[0])
         self.leaving = leaving(given)
+        self.passing = {
+            maker: frozenset(nodes.operands(result).index for result in maker.users if passes_on(result))
+            for maker in self.leaving
+        }
 
     def values(self, inputs: Sequence[Any]) -> list[Any]:
         """The values at the beginning of a run."""

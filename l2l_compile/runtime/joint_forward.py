@@ -22,6 +22,9 @@ from l2l_compile.runtime.step import Step
 _COMPARED = 256  # entries of each input, about, that ranks which share parallel layers compare
 
 
+Refuse = Callable[[list[list[int]]], None]
+
+
 @dataclass(frozen=True)
 class JointRun:
     """What ranks compare before they run a graph.
@@ -53,9 +56,6 @@ class JointRun:
             _refuse_programs(ranks.same_rows, [row[0] for row in of_ranks])
 
         return [row[1:] for row in ranks.announce(kind, compared, train, (own, *told), refuse_all)]
-
-
-Refuse = Callable[[list[list[int]]], None]
 
 
 def _refuse_programs(stages: int, own: Sequence[int]) -> None:
@@ -114,7 +114,7 @@ def _refuse_rows(same: int, shares: str, told: list[list[int]]) -> None:
 
     `told` has the numbers that each rank announces before a forward: rows, micro-batches, seed, hash of its inputs.
     """
-    for rank, (count, parts, _, own, *_) in enumerate(told):
+    for rank, (count, parts, _, own) in enumerate(told):
         if count == 0:
             raise L2LError(f"rank {rank} has a batch of no rows: every rank needs one row at least (drop_last=True, or pad)")
         first = rank - rank % same

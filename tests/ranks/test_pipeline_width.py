@@ -21,8 +21,11 @@ from l2l_compile.runtime.executor import HANDLERS
 STEPS = 4
 
 
+@dataclasses.dataclass(frozen=True)
 class OfWidth(Case):
     """The batches of one of the pipelines."""
+
+    row: int = 0
 
     def batch(self, step):
         made = super().batch(step)
@@ -30,9 +33,7 @@ class OfWidth(Case):
 
 
 def case_of(row: int, *arguments, **more) -> Case:
-    made = OfWidth(*arguments, **more)
-    object.__setattr__(made, "row", row)
-    return made
+    return OfWidth(*arguments, row=row, **more)
 
 
 def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -152,8 +153,7 @@ def test_width_and_depth_have_the_numbers_of_eager(ranks, kind):
 def killed_in_backward(rank, world):
     mesh, width, depth = mesh_of("shards")
     if rank == world - 1:
-        backward = HANDLERS[nodes.backward]
-        HANDLERS[nodes.backward] = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL) or backward
+        HANDLERS[nodes.backward] = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         train(case_of(1, "llama"), mesh, width, depth)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RankError) as caught:
         patch.setattr(watch, "PATIENCE", 2.0)
