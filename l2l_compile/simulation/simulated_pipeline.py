@@ -7,13 +7,13 @@ and its receiver has asked for it and received all earlier ones from there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks
+from l2l_compile.simulation.alone_in_time import AloneInTime
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.simulated_device import Clock, Clocks, SimulatedEvent, mark
 from l2l_compile.simulation.turns import Turns
@@ -83,10 +83,8 @@ class Messages:
         return cost_between(self.machine, self.members[source], self.members[target])
 
 
-class SimulatedPipeline(PipelineRanks):
+class SimulatedPipeline(AloneInTime, PipelineRanks):
     """A rank of a pipeline. Actions that ranks announce begin when the last rank has come."""
-
-    compares_inputs = False
 
     def __init__(self, messages: Messages, rank: int, clocks: Clocks):
         self.members, self.parameters = messages.members, messages.parameters
@@ -98,15 +96,6 @@ class SimulatedPipeline(PipelineRanks):
         others = [other for other in range(self.world_size) if other != rank]
         self._latency = max(messages.cost(rank, other).latency for other in others)
 
-    def check(self) -> None:
-        """Does nothing: no simulated rank fails."""
-
-    def failed(self, error: BaseException) -> None:
-        """Does nothing: the threads of the other ranks end."""
-
-    def abort(self) -> None:
-        """Does nothing: no message is under way."""
-
     def meet(self, latency: float | None = None) -> None:
         """The running thread waits for the other ranks."""
         thread = self._clocks.thread
@@ -114,21 +103,6 @@ class SimulatedPipeline(PipelineRanks):
         last = self._messages.turns.meet(self.world_rank, self._meetings, thread.now)
         thread.wait(SimulatedEvent(last, "another rank"))
         self._clocks.spend(self._latency if latency is None else latency)
-
-    def announce(
-        self,
-        kind: ActionKind,
-        collectives: tuple[str, ...] = (),
-        train: bool = False,
-        told: Sequence[int] = (),
-        refuse: Callable[[list[list[int]]], None] | None = None,
-    ) -> list[list[int]]:
-        """All ranks announce the same numbers as this one."""
-        self.meet()
-        rows = [list(told) for _ in range(self.world_size)]
-        if refuse is not None:
-            refuse(rows)
-        return rows
 
     def sum_on_host(self, values: Sequence[float]) -> list[float]:
         """This rank's values: no simulated value is real."""

@@ -11,24 +11,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from l2l_compile.errors import L2LError
 from l2l_compile.lowering.costs import nbytes
-from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks
 from l2l_compile.ranks.placement import pipeline_of
 from l2l_compile.ranks.ranks import Ranks, ranks_of, replicates
 from l2l_compile.ranks.sharded import is_of_a_parallel_layer, is_sharded
+from l2l_compile.simulation.alone_in_time import AloneInTime
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.ring import Ring, host_ring_of, ring_of
 from l2l_compile.simulation.simulated_device import Clocks
 from l2l_compile.simulation.simulated_pipeline import SimulatedPipeline
 
 
-class SimulatedRanks(Ranks):
+class SimulatedRanks(AloneInTime, Ranks):
     """Collectives take the time of a ring, on the lane or the thread that runs them, and exchange nothing.
 
     The code around the collectives is the real code: it fills buffers and divides sums.
     """
-
-    compares_inputs = False
 
     def __init__(self, division: Division, clocks: Clocks, pipeline: SimulatedPipeline | None = None):
         real = division.ranks
@@ -38,40 +36,18 @@ class SimulatedRanks(Ranks):
         self.forwards = self.steps = 0
         if pipeline is not None:
             self.pipeline, self.shares, self.compares_settings = pipeline, pipeline.shares, False
-            self.world_rank += pipeline.world_rank - division.stage
+            assert real.pipeline is not None, "the stages of a pipeline are sharded"
+            self.world_rank += pipeline.world_rank - real.pipeline.world_rank
         self._division, self._clocks = division, clocks
 
-    def check(self) -> None:
-        """Does nothing: no simulated rank fails."""
-
-    def failed(self, error: BaseException) -> None:
-        """Does nothing: there is no other rank to tell."""
-
-    def abort(self) -> None:
-        """Does nothing: no collective is under way."""
-
-    def _meet(self) -> None:
+    def meet(self) -> None:
         if isinstance(self.pipeline, SimulatedPipeline):
             self.pipeline.meet(self._division.ring.latency)
         else:
             self._clocks.spend(self._division.ring.latency)
 
-    def announce(
-        self,
-        kind: ActionKind,
-        collectives: tuple[str, ...] = (),
-        train: bool = False,
-        told: Sequence[int] = (),
-        refuse: Callable[[list[list[int]]], None] | None = None,
-    ) -> list[list[int]]:
-        """All ranks announce the same numbers as this one."""
-        self._meet()
-        if refuse is not None and self.pipeline is None:
-            refuse([list(told) for _ in range(self.world_size)])
-        return [list(told) for _ in range(self.world_size)]
-
     def sum_on_host(self, values: Sequence[float]) -> list[float]:
-        self._meet()
+        self.meet()
         return [self.shard_mesh_size * value for value in values]
 
     def average_replicas(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -99,14 +75,12 @@ class Division:
 
     ring         of the ranks that have a shard each, for weights and gradients
     of_replicas  of the ranks that have the same shard, for means of gradients on the host; None without replicas
-    stage        the position of this rank in its pipeline; 0 without one
     """
 
     mesh: DeviceMesh
     ranks: Ranks
     ring: Ring
     of_replicas: Ring | None
-    stage: int = 0
 
     @property
     def copies(self) -> int:
@@ -141,13 +115,12 @@ def division_of(model: Callable, machine: Machine) -> Division | None:
         mesh = parameter.device_mesh
     if mesh is None or mesh.size() == 1:
         return None
-    ranks, pipeline = ranks_of(mesh), pipeline_behind(model)
+    ranks = ranks_of(mesh)
     return Division(
         mesh,
         ranks,
         ring_of(machine, _members(mesh, -1), ranks.world_size),
         host_ring_of(machine, _members(mesh, 0), ranks.world_size) if mesh.ndim > 1 else None,
-        pipeline.world_rank if pipeline is not None else 0,
     )
 
 

@@ -38,11 +38,15 @@ class Turns:
                     self._ended.add(number)
                     self._next(number)
 
-        threads = [threading.Thread(target=take_part, args=(n,), name=f"l2l-rank-{n}") for n in range(self._count)]
+        threads = [threading.Thread(target=take_part, args=(n,), name=f"l2l-rank-{n}", daemon=True) for n in range(self._count)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:  # of a signal handler
+            self._failed = True
+            raise
         if errors:
             raise errors[0]
         if self._failed:
