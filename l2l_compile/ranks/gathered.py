@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 
 from l2l_compile.errors import L2LError
@@ -48,6 +49,14 @@ class Gathered(torch.Tensor):
             if type(result) in (list, tuple):
                 return type(result)(_as_view_of(made, read) for made in result)
             return _as_view_of(result, read)
+
+
+def whole_of(parameter: DTensor, dims: int) -> torch.Tensor:
+    """The whole of a parameter that is sharded along one of `dims` dimensions of a mesh, with the mean of the ranks' gradients.
+
+    Capture recognizes the two calls, and makes a gather of them.
+    """
+    return parameter.redistribute(placements=[Replicate()] * dims).to_local(grad_placements=[Partial("avg")] * dims)
 
 
 def gathered(whole: torch.Tensor, parameter: torch.Tensor, name: str) -> Gathered:

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from l2l_compile.errors import L2LError
 from l2l_compile.ranks.collectives import gather_objects, is_fake
+from l2l_compile.ranks.gathered import whole_of
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks, pipeline_ranks_of
 from l2l_compile.ranks.ranks import acting_for
 
@@ -258,11 +259,8 @@ def _naming_owner(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
 
 def _elsewhere(module: nn.Module, name: str) -> Any:
     if torch.compiler.is_compiling():
-        stand_in = getattr(module, STAND_IN + name)
-        if not isinstance(stand_in, DTensor):
-            return stand_in
-        dims = stand_in.device_mesh.ndim  # in virtual time: the stage of the other rank is sharded, and read as in `sharded.py`
-        return stand_in.redistribute(placements=[Replicate()] * dims).to_local(grad_placements=[Partial("avg")] * dims)
+        stand_in = getattr(module, STAND_IN + name)  # sharded in virtual time, where this process stands for all ranks
+        return whole_of(stand_in, stand_in.device_mesh.ndim) if isinstance(stand_in, DTensor) else stand_in
     if name in module._parameters:  # while transformers initialises a model
         return module._parameters[name]
     where = vars(module)[_NOTES][name]

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from l2l_compile.errors import L2LError
 from l2l_compile.param_groups import parameters_of
-from l2l_compile.ranks.gathered import gathered
+from l2l_compile.ranks.gathered import gathered, whole_of
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks
 from l2l_compile.ranks.placement import LEFT, pipeline_of, placed
 from l2l_compile.ranks.ranks import Ranks, is_known, ranks_of, replicates, tp_size_of
@@ -223,12 +223,15 @@ def _check_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 def _sharded(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     if _is_of_this_parallel_layer(parameter, mesh):
         return _sharded_twice(parameter, mesh)
-    placements: list[Placement] = [Replicate()] * _data(mesh).ndim
-    if parameter.dim():
-        placements[-1] = Shard(0)
-    sharded = nn.Parameter(distribute_tensor(parameter.detach(), _data(mesh), placements), requires_grad=parameter.requires_grad)
+    made = distribute_tensor(parameter.detach(), _data(mesh), placements_of(parameter, _data(mesh)))
+    sharded = nn.Parameter(made, requires_grad=parameter.requires_grad)
     sharded.__dict__.update(attributes(parameter))
     return sharded
+
+
+def placements_of(whole: torch.Tensor, mesh: DeviceMesh) -> list[Placement]:
+    """How `shard` places a tensor on the mesh of its parameters: by rows along the last dimension, or whole if it has none."""
+    return [*[Replicate()] * (mesh.ndim - 1), Shard(0) if whole.dim() else Replicate()]
 
 
 def _sharded_twice(parameter: DTensor, mesh: DeviceMesh) -> nn.Parameter:
@@ -262,9 +265,9 @@ def _whole(module: nn.Module, name: str, dims: int) -> Any:
     parameter = module._parameters[name]
     if not isinstance(parameter, DTensor):
         return parameter
-    whole = parameter.redistribute(placements=[Replicate()] * dims).to_local(grad_placements=[Partial("avg")] * dims)
+    whole = whole_of(parameter, dims)
     if torch.compiler.is_compiling():
-        return whole  # capture recognizes the two calls, and makes a gather of them
+        return whole
     return gathered(whole, parameter, f"the '{name}' of a {type(module).__name__}")
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from l2l_compile.devices.host import HOST
 from l2l_compile.object_copies import copied, tensors_within
@@ -16,6 +16,7 @@ from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks
 from l2l_compile.ranks.placement import STAND_IN, names_elsewhere, parameters_by_rank
 from l2l_compile.ranks.shard_spec import ShardSpec, stride_of
+from l2l_compile.ranks.sharded import placements_of
 from l2l_compile.simulation.result import Simulation
 from l2l_compile.simulation.simulated_loop import Rank, Setting, SimulatedLoop, Stage
 from l2l_compile.simulation.simulated_pipeline import Messages
@@ -60,9 +61,8 @@ def _shard_other_stages(model: torch.nn.Module, division: Division) -> None:
         if id(whole) not in made:
             spec = ShardSpec(tuple(whole.shape), mesh.size(mesh.ndim - 1), replicated=not whole.dim())
             shard = whole.detach().new_empty(spec.shape_of(division.ranks.shard_mesh_rank))
-            placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0) if whole.dim() else Replicate()]
             sharded = DTensor.from_local(
-                shard, mesh, placements, run_check=False, shape=whole.shape, stride=stride_of(tuple(whole.shape))
+                shard, mesh, placements_of(whole, mesh), run_check=False, shape=whole.shape, stride=stride_of(tuple(whole.shape))
             )
             made[id(whole)] = torch.nn.Parameter(sharded, requires_grad=whole.requires_grad)
         vars(module)[STAND_IN + name] = made[id(whole)]
