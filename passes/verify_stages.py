@@ -1,6 +1,7 @@
 """The rules for the programs of all ranks of a pipeline together. They are checked after the last pass, and for each further backward.
 
-paired    what a rank sends to another one is what that rank receives from it, in the same order: the same values, dtypes and layouts
+paired    what a rank sends to another one is what that rank receives from it, in the same order: the same values, dtypes and layouts. The
+          results of a segment that leave micro-batch by micro-batch for one rank are in one message: parts of two would be mixed
 progress  every node runs in the end, although a message waits until both ranks have come to it, and each lane works in order
 """
 
@@ -16,7 +17,7 @@ from torch import fx
 
 from l2l_compile.errors import VerifyError
 from l2l_compile.ir import nodes
-from l2l_compile.ir.leaving import passes_on
+from l2l_compile.ir.leaving import leaving, passes_on
 from l2l_compile.lanes import Lane
 from l2l_compile.passes.compilation import Compilation
 from l2l_compile.passes.pipeline import STREAMING
@@ -55,6 +56,8 @@ def programs_of_ranks(compilation: Compilation) -> list[Compilation]:
 
 
 def _paired(title: str, graphs: Sequence[fx.Graph]) -> None:
+    for rank, graph in enumerate(graphs):
+        _refuse_mixed(title, rank, graph)
     for source, target in itertools.permutations(range(len(graphs)), 2):
         sent, received = list(_sent(graphs[source], target)), list(_received(graphs[target], source))
         for number, (there, here) in enumerate(itertools.zip_longest(sent, received)):
@@ -66,6 +69,22 @@ def _paired(title: str, graphs: Sequence[fx.Graph]) -> None:
                     f"in {title}: message {number} from rank {source} to rank {target} is {_text(there)}, and rank {target} expects "
                     f"{_text(here)}" + ("" if other is None else f" ('{other[0].name}')"),
                 )
+
+
+def _refuse_mixed(title: str, rank: int, graph: fx.Graph) -> None:
+    for messages in leaving(graph.nodes).values():
+        to: set[int] = set()
+        for message in messages:
+            read = nodes.operands(message)
+            if any(value.meta["split"] for value in read.values):
+                if read.to in to:
+                    raise VerifyError(
+                        "paired",
+                        message.name,
+                        f"in {title}: rank {rank} sends results of one segment to rank {read.to} in two messages, whose micro-batches would "
+                        "be mixed: send them in one",
+                    )
+                to.add(read.to)
 
 
 def _sent(graph: fx.Graph, to: int) -> Iterator[tuple[fx.Node, _Message]]:

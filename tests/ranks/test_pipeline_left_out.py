@@ -136,3 +136,23 @@ def test_each_end_of_a_message_that_is_left_out_is_refused(name, world):
     for title, expected in zip(("forward", "backward"), MESSAGES[name, world], strict=True):
         for kind in (nodes.send, nodes.recv):
             assert sum(refused(found, title, rank, kind) for rank in range(world)) == expected
+
+
+def copied_behind(node: fx.Node) -> None:
+    """A send or a receive once more, behind the first one and its values."""
+    place = max((node, *node.users), key=list(node.graph.nodes).index) if node.target is nodes.recv else node
+    with node.graph.inserting_after(place):
+        again = node.graph.node_copy(node)
+    for pick in sorted(node.users, key=lambda user: nodes.operands(user).index, reverse=True):
+        with node.graph.inserting_after(again):
+            node.graph.node_copy(pick, lambda read: again if read is node else read)
+
+
+def test_two_messages_of_a_segment_to_a_rank_are_refused():
+    programs = programs_of_all(cut("gated", 2))
+    sent = ends(programs[0].forward, 0, nodes.send)[0]
+    received = next(end for end in ends(programs[1].forward, 1, nodes.recv) if end.number == 0)
+    copied_behind(sent.node)
+    copied_behind(received.node)
+    error = refusal(programs)
+    assert error.rule == "paired" and "to rank 1 in two messages" in str(error)
