@@ -149,7 +149,8 @@ class ForNobody:
             copied_behind(graph, of_loss[-1], of_loss[-1], of_loss[-1].args)
             return
         received = [node for node in receives if not any(value.meta["split"] for value in picked(node))][-1]
-        again = copied_behind(graph, picked(received)[-1], received, received.args)
+        # Behind the rank's own last message: the loss is computed from it, and the release below waits for the loss.
+        again = copied_behind(graph, sends[-1], received, received.args)
         for pick in picked(received):
             there = copied_behind(graph, again, pick, (again, *pick.args[1:]))
             copied_behind(graph, there, releases[0], (there,))
@@ -200,7 +201,7 @@ CASES = {
     "a message is cut off": Away(messages_are_not_finished, "send"),
     "a part is freed too early": deleted("LeavingParts._free: wait", "send"),
     "a send is not finished": deleted("_finish: finish_message", "recv"),
-    "memory is freed too early": Away(memory_is_freed_early, "recv", ("_finish: submit",)),
+    "memory is freed too early": Away(memory_is_freed_early, "send", ("_finish: submit",)),
 }
 FAST = "a part is not awaited", "a value is not awaited", "a part is sent too early", "a message is cut off"
 
