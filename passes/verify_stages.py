@@ -106,7 +106,8 @@ def picked(node: fx.Node) -> list[fx.Node]:
 
 
 def _described(values: Sequence[fx.Node]) -> _Message:
-    return tuple((value.meta["value"], str(value.meta["spec"]), value.meta["split"]) for value in values)
+    specs = (f"{value.meta['spec']}{' of equal rows' if value.meta['spec'].equal_rows else ''}" for value in values)
+    return tuple((value.meta["value"], spec, value.meta["split"]) for value, spec in zip(values, specs, strict=True))
 
 
 def _text(message: tuple[fx.Node, _Message] | None) -> str:

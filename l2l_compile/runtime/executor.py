@@ -24,7 +24,7 @@ from l2l_compile.races import Place
 from l2l_compile.runtime.activation_copies import ActivationsFromHost, ActivationsToHost
 from l2l_compile.runtime.fetch import load, unread
 from l2l_compile.runtime.instructions import Instructions
-from l2l_compile.runtime.messages import ArrivingParts, Leaving, LeavingParts, finish_messages
+from l2l_compile.runtime.messages import ArrivingParts, Leaving, LeavingParts, counts_of, finish_messages
 from l2l_compile.runtime.overlapped_copies import GradientStream, MicroBatchCopies, OutputStream, StreamedGradient, run_with
 from l2l_compile.runtime.runtime_value import RuntimeValue, bytes_of, copies
 from l2l_compile.runtime.segment_run import kept_on_host, run_backward, run_forward, usable_savings
@@ -398,12 +398,13 @@ def _leaving(run: Executor, node: fx.Node, results: Sequence[RuntimeValue]) -> l
     passing = [results[i] for i in run.passing.get(node, ()) if not results[i].absent]
     for message in run.leaving.get(node, ()):
         read = nodes.operands(message)
-        split = [results[nodes.operands(value).index] for value in read.values if value.meta["split"]]
-        there = [value for value in split if not value.absent]
+        split = {value: results[nodes.operands(value).index] for value in read.values if value.meta["split"]}
+        there = [value for value, result in split.items() if not result.absent]
         if there:
-            found.append(Leaving(read.to, there))
+            leaving = [split[value] for value in there]
+            found.append(Leaving(read.to, leaving, counts_of(run.step, there)))
             run.left.add(message)
-            run.outgoing += there
+            run.outgoing += leaving
     return [LeavingParts(run, found, passing)] if found else []
 
 

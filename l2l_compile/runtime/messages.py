@@ -6,8 +6,9 @@ other rank waits for.
     rank 0, segment i       compute   0   1   2   3              send       0   1   2   3
     rank 1, segment i + 1   recv          0   1   2   3          compute        0   1   2   3
 
-The parts of a message are those of its values: the micro-batches of split values, in turn, and then the whole values. Both ranks
-count them alike, so that parts of different messages cannot be mixed up.
+The parts of a message are those of its values: the micro-batches of split values, in turn, and then the whole values. Of a value
+whose rows are all equal, the first micro-batch goes alone. Both ranks count the parts alike, so that those of different messages
+cannot be mixed up.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ class GraphRun(Protocol):
 
 
 def parts_of(counts: Sequence[int]) -> list[Part]:
-    """The parts of a message in order. `counts` has the micro-batches of each value: 0 for a whole one."""
-    split = [position for position, count in enumerate(counts) if count]
-    of_split = [(position, number) for number in range(max(counts, default=0)) for position in split]
+    """The parts of a message in order. `counts` has the parts of each value (`counts_of`)."""
+    of_split = [(position, n) for n in range(max(counts, default=0)) for position, count in enumerate(counts) if n < count]
     return of_split + [(position, 0) for position, count in enumerate(counts) if not count]
 
 
 def counts_of(step: Step, values: Sequence[fx.Node]) -> list[int]:
-    """How many micro-batches each of these values of a program has; 0 for a whole one."""
-    return [len(step.rows.sizes) if value.meta["split"] else 0 for value in values]
+    """How many parts each of these values of a program has: one a micro-batch, 1 if all rows are equal; 0 for a whole value."""
+    of_split = len(step.rows.sizes)
+    return [(1 if value.meta["spec"].equal_rows else of_split) if value.meta["split"] else 0 for value in values]
 
 
 class Arrival:
@@ -106,7 +107,14 @@ class Arrival:
 
     def _awaited(self, part: Part) -> RuntimeValue:
         position, number = part
-        step, value, made = self._run.step, self._values[position], RuntimeValue()
+        step, device, made = self._run.step, self._run.device, RuntimeValue()
+        value, (spec, is_split) = self._values[position], self._specs[position]
+
+        def replicate() -> None:
+            (first,) = value.tensors
+            value.tensors = step.rows.replicate(first, spec)
+            device.hold(value.tensors)
+            device.free([first])
 
         def work() -> None:
             try:
@@ -115,6 +123,8 @@ class Arrival:
                 error.add_note(f"this rank, {pipeline_of(step).world_rank}, waited for {self._what}")
                 raise
             step.stats.received_bytes += value.tensors[number].nbytes
+            if is_split and spec.equal_rows:
+                replicate()
 
         self._run.submit(Lane.RECV, (), (made,), work)
         return made
@@ -143,10 +153,15 @@ class ArrivingParts:
 
 @dataclass(frozen=True, eq=False)
 class Leaving:
-    """A message of results of a segment that goes to another rank while they are made. `values` are those that are split."""
+    """A message of results of a segment that goes to another rank while they are made.
+
+    values  those that are split
+    counts  how many parts each of them has (`counts_of`)
+    """
 
     to: int
     values: Values
+    counts: Sequence[int]
 
 
 class LeavingParts:
@@ -169,7 +184,8 @@ class LeavingParts:
             _finish(self._run, self._values(), ())
             self._free(*self._left)
         for message in self._messages:
-            send_parts(self._run, message.to, message.values, [(i, micro_batch) for i in range(len(message.values))], self._made)
+            parts = [(position, micro_batch) for position, count in enumerate(message.counts) if micro_batch < count]
+            send_parts(self._run, message.to, message.values, parts, self._made)
         self._left = micro_batch, self._made
 
     def end(self) -> None:
@@ -253,6 +269,6 @@ def pipeline_of(step: Step) -> PipelineRanks:
 
 def _sizes_of_parts(step: Step, spec: TensorSpec, is_split: bool) -> Iterator[tuple[int, ...]]:
     rows = step.rows
-    for count in rows.sizes if is_split else [None]:
+    for count in (rows.sizes[:1] if spec.equal_rows else rows.sizes) if is_split else [None]:
         bindings = rows.bindings if count is None or rows.batch is None else {**rows.bindings, rows.batch: count}
         yield spec.sizes(bindings)

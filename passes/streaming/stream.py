@@ -148,7 +148,7 @@ class _Forward:
         arriving = [value for value in segment.outputs if rank in self.borders.receivers(value)]
         if not arriving:
             return {}
-        specs = [(str(value), _arrived(_spec(self.captured.specs, value))) for value in arriving]
+        specs = [(str(value), _spec(self.captured.specs, value)) for value in arriving]
         layouts, source = [is_split and spec.partial is None for _, spec in specs], self.borders.sender(arriving[0])
         for value, node in zip(arriving, self.writer.received(source, specs, layouts, segment), strict=True):
             self.values.hold(value, node)
@@ -210,8 +210,6 @@ class _Backward:
         kept, left = self.compilation.gradients.kept, nodes.returned(self.compilation.forward).stashes
         for value, node in zip(kept, left, strict=True):
             name, spec = f"stash_{_identifier(value)}", _spec(self.captured.specs, value)
-            if not self.borders.is_made_here(value):
-                spec = _arrived(spec)
             self.stashes[value] = self.writer.placeholder(name, value, spec, node.meta["split"], "stash")
 
     def _take_gradients(self) -> None:
@@ -327,11 +325,6 @@ def _spec(specs: dict[fx.Node, TensorSpec], value: Value) -> TensorSpec:
     """The spec of a value. After a write, its rows are not known to be equal."""
     spec = specs[value.node]
     return replace(spec, equal_rows=False) if value.version else spec
-
-
-def _arrived(spec: TensorSpec) -> TensorSpec:
-    """The spec of a value that another rank has made: each of its rows has memory here, also if all are equal."""
-    return replace(spec, equal_rows=False)
 
 
 def _identifier(value: Value) -> str:

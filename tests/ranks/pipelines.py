@@ -70,6 +70,22 @@ class Convolved(nn.Module):
         return x.pow(2).mean()
 
 
+class Stepped(nn.Module):
+    """Rows in the second dimension, and a factor for each position that is equal in all rows: it is learned, and every layer reads it."""
+
+    def __init__(self, depth: int = 4, width: int = 8):
+        super().__init__()
+        self.steps = nn.Parameter(torch.randn(16, width))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x, labels):
+        x = x.transpose(0, 1)
+        factor = torch.sigmoid(self.steps[: x.shape[0]]).unsqueeze(1).expand(x.shape).contiguous()
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * factor
+        return x.pow(2).mean()
+
+
 class Lion(torch.optim.Optimizer):
     """An optimizer of the user's own (arXiv 2302.06675): the sign of a mean of momentum and gradient."""
 
@@ -115,6 +131,7 @@ MODELS = {
     "u_shape": UShape,
     "gated": Gated,
     "convolved": Convolved,
+    "stepped": Stepped,
     "llama": lambda: llama(5),
     "mixtral": lambda: _text("MixtralForCausalLM", num_hidden_layers=4, num_local_experts=3, **_GROUPED),
     "gpt2": lambda: _text("GPT2LMHeadModel", n_embd=16, n_layer=4, n_head=2, n_positions=16, use_cache=False),
@@ -161,7 +178,7 @@ class Case:
         """Rows of different numbers of labels that count."""
         rows, length = self.rows[step], self.lengths[step]
         made = torch.Generator().manual_seed(step)
-        if self.model in ("u_shape", "gated", "convolved"):
+        if self.model in ("u_shape", "gated", "convolved", "stepped"):
             return {
                 "x": torch.randn(rows, length, 8, generator=made, dtype=self.dtype),
                 "labels": torch.randint(0, 4, (rows, length), generator=made),

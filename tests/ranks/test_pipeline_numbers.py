@@ -85,6 +85,10 @@ def test_rows_and_lengths_may_change(ranks):
     check(ranks, 2, Case("llama", rows=(6, 4, 2, 5), lengths=(5, 9, 7, 5)), Case("u_shape", rows=(6, 4, 2, 5)))
 
 
+def test_values_with_equal_rows_may_have_less_in_the_last_part(ranks):
+    check(ranks, 2, Case("stepped", rows=(5, 5, 4, 5), options={"check": True}), Case("llama", rows=(5, 5, 4, 5)))
+
+
 def in_eager(rank, world):
     case = Case("llama", torch.float64, optimizer="SGD")
     staged = train(case, world)
