@@ -57,8 +57,9 @@ class Options:
                     it, weights go through a ring of staging buffers, and returned tensors are not pinned.
     device_cache    the limit for inputs that stay on the device from call to call without gradients, such as the attention cache
                     of a text that is being generated: bytes, or "20GB"; 0 keeps none, None what the device has free.
-    resident        the limit for weights that stay on the device from call to call without gradients: bytes, or "20GB"; 0 keeps
-                    none, None what the device has free beside what a call needs.
+    resident        the limit for weights that stay on the device, from forward to backward or, without gradients, from call to
+                    call: bytes, or "20GB"; 0 keeps none. None keeps none in training, and without gradients what the device
+                    has free beside what a call needs.
     passes          passes of the user (`l2l_compile.passes.compilation.Pass`), run and verified after the backend's passes.
     batch_scope     what the batch of a call is, if the model is sharded over ranks (`l2l_compile.shard`). "per_rank": each
                     rank's own, and gradients are the mean over the ranks. "global": a rank's rows of one batch of all ranks.

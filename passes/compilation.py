@@ -31,6 +31,7 @@ class Fact(enum.StrEnum):
     STAGES_PLACED = "stages_placed"
     PROGRAM = "program"
     ACTIVATIONS_KEPT = "activations_kept"
+    WEIGHTS_KEPT = "weights_kept"
     STASHES_PLACED = "stashes_placed"
     PREFETCHED = "prefetched"
     ROWS_PLACED = "rows_placed"

@@ -18,6 +18,7 @@ from l2l_compile.passes.segmentation.granularity import MeasureGranularity
 from l2l_compile.passes.segmentation.sequence_operations import SequenceOperations
 from l2l_compile.passes.streaming.differentiate import Differentiate
 from l2l_compile.passes.streaming.keep_activations import KeepActivations
+from l2l_compile.passes.streaming.keep_weights import KeepWeights
 from l2l_compile.passes.streaming.place_ranks import PlaceRanks
 from l2l_compile.passes.streaming.place_rows import PlaceRows
 from l2l_compile.passes.streaming.place_stages import PlaceStages
@@ -35,6 +36,7 @@ STREAMING: tuple[Pass, ...] = (
     PlaceStages(),
     Stream(),
     KeepActivations(),
+    KeepWeights(),
     PlaceStash(),
     Prefetch(),
     PlaceRows(),

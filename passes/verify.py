@@ -35,6 +35,7 @@ from l2l_compile.ir import nodes
 from l2l_compile.ir.segments import Segment
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.passes.compilation import Compilation, Fact
+from l2l_compile.passes.streaming.keep_weights import kept_name
 from l2l_compile.passes.streaming.place_stash import stash_inputs
 from l2l_compile.update_modes import UpdatePlace
 
@@ -112,9 +113,17 @@ def _weights(node: fx.Node, segment: Segment) -> None:
     read = [weights]
     if isinstance(weights, fx.Node) and weights.target is nodes.all_gather_weights:
         read.append(nodes.operands(weights).slab)
-    fetched = isinstance(read[-1], fx.Node) and read[-1].target is nodes.fetch_weights
-    if not fetched or any(nodes.operands(slab).segment != segment.index for slab in read):
+    if not _are_weights(read[-1]) or not all(_belong_to(segment, node) for node in read):
         raise VerifyError("weights", node.name, f"runs '{segment.name}' without the weights fetched for it")
+
+
+def _are_weights(node: fx.Node | None) -> bool:
+    return node is not None and (nodes.fetches_weights(node) or node.meta.get("kind") == "weights")
+
+
+def _belong_to(segment: Segment, weights: fx.Node) -> bool:
+    is_kept = weights.op == "placeholder"
+    return weights.meta["value"] == kept_name(segment) if is_kept else nodes.operands(weights).segment == segment.index
 
 
 def _layout(node: fx.Node, segment: Segment) -> None:
@@ -172,7 +181,7 @@ def _readers_of_slab(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _gathered(graph: fx.Graph, compilation: Compilation) -> None:
-    for node in graph.find_nodes(op="call_function", target=nodes.fetch_weights):
+    for node in nodes.fetches(graph):
         segment = compilation.segments[nodes.operands(node).segment]
         gathers = [user for user in node.users if user.target is nodes.all_gather_weights]
         if len(gathers) != int(segment.sharded):
@@ -293,10 +302,8 @@ def _updated(graph: fx.Graph, compilation: Compilation) -> None:
 
 def _updated_before_fetches(graph: fx.Graph, updates: list[fx.Node], compilation: Compilation) -> None:
     for node in updates:
-        readers = [u for u in node.users if u.target is nodes.fetch_weights]
-        _same_segment(node, readers)
-    fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
-    trained = [n for n in fetches if compilation.segments[nodes.operands(n).segment].block.is_trained]
+        _same_segment(node, [reader for reader in nodes.fetches(graph) if reader in node.users])
+    trained = [n for n in nodes.fetches(graph) if compilation.segments[nodes.operands(n).segment].block.is_trained]
     _one_update_each(trained, updates, compilation)
 
 

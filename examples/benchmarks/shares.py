@@ -38,8 +38,8 @@ def share_of(program: Program, ranks: int, prefetch: int = 1) -> Share:
             held[weight.index] = own * (size + 4 * STATE * trained)
     for graph in program.graphs.values():
         for node in graph.nodes:
-            if node.target in (nodes.fetch_weights, nodes.push_gradients):
-                fetches = node.target is nodes.fetch_weights
+            if nodes.fetches_weights(node) or node.target is nodes.push_gradients:
+                fetches = nodes.fetches_weights(node)
                 for _, spec, size, trained in _weights(program.segments[nodes.operands(node).segment], ranks):
                     if fetches or trained:
                         link += spec.entries * size

@@ -100,12 +100,11 @@ def _add_generation(group: Any) -> None:
     group.add_argument(
         "--cache", choices=CACHES, default=CACHES[0], help="keys and values: a static cache, or one that grows (default: static)"
     )
-    for name, what in (("device_cache", "of the cache"), ("resident", "of weights")):
-        group.add_argument(
-            f"--{name.replace('_', '-')}",
-            metavar="SIZE",
-            help=f"the most device memory {what} that stay from token to token, such as 20GB (default: what is free)",
-        )
+    group.add_argument(
+        "--device-cache",
+        metavar="SIZE",
+        help="the most device memory of the cache that stays from token to token, such as 20GB (default: what is free)",
+    )
 
 
 def _add_options(group: Any) -> None:
@@ -133,6 +132,12 @@ def _add_options(group: Any) -> None:
     add("stash", "where inputs of layers wait for backward", choices=("host", "device"))
     add("keep", "device memory for what is computed inside of layers, such as 20GB, or auto: what is free", metavar="SIZE")
     add("keep_on_host", "host memory for it, or auto: what the link carries while the device computes", metavar="SIZE")
+    add(
+        "resident",
+        "the most device memory for weights that stay, such as 20GB: from forward to backward; with --generate, from token to token, "
+        "where the default is what is free",
+        metavar="SIZE",
+    )
     add("prefetch", "layers that are fetched ahead", type=int)
     add("outputs", "what is copied to the host", choices=("all", "loss"))
     add("pinned_memory", "the most host memory that is page-locked, such as 8GB", metavar="SIZE")
@@ -154,7 +159,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
     return made
 
 
-_FOR_TEXTS = ("batch", "length", "base", "micro_batches", "prefetch", "pinned_memory")
+_FOR_TEXTS = ("batch", "length", "base", "micro_batches", "prefetch", "pinned_memory", "resident")
 
 
 def generation_of(given: argparse.Namespace) -> Generation:

@@ -28,7 +28,7 @@ OPTIMIZERS = {
 }
 _OPTIONS = (
     *("precision", "gradient_wire", "update", "delay", "accumulate", "max_grad_norm", "compile_update"),
-    *("stash", "keep", "keep_on_host", "prefetch", "outputs", "pinned_memory"),
+    *("stash", "keep", "keep_on_host", "resident", "prefetch", "outputs", "pinned_memory"),
 )
 _TRACED = ("length", "lora", "base", "precision", "outputs")  # a step that differs in one of these is traced anew
 
@@ -59,6 +59,7 @@ class Settings:
     stash: str = "host"
     keep: str | int = 0
     keep_on_host: str | int = 0
+    resident: str | int | None = None
     prefetch: int = 1
     outputs: str = "loss"
     pinned_memory: str | None = None

@@ -90,6 +90,7 @@ class Remedies:
             return replace(s, prefetch=s.prefetch - 1) if s.prefetch else None
 
         yield lambda s: replace(s, keep=0, keep_on_host=0) if s.keep or s.keep_on_host else None
+        yield lambda s: replace(s, resident=0) if s.resident else None
         yield more_micro_batches
         yield lambda s: replace(s, stash="host") if s.stash == "device" else None
         yield lambda s: replace(s, outputs="loss") if s.outputs == "all" else None
@@ -153,7 +154,18 @@ class Remedies:
     def _smallest(self, trial: Trial) -> Trial:
         """The trial with every change taken back that is not needed."""
         asked = self.asked.settings
-        for name in ("keep", "keep_on_host", "stash", "outputs", "prefetch", "delay", "micro_batches", "update", "optimizer"):
+        for name in (
+            "keep",
+            "keep_on_host",
+            "resident",
+            "stash",
+            "outputs",
+            "prefetch",
+            "delay",
+            "micro_batches",
+            "update",
+            "optimizer",
+        ):
             before = getattr(asked, name)
             if getattr(trial.settings, name) == before:
                 continue

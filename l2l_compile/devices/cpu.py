@@ -68,6 +68,10 @@ class CpuDevice(Counted):
             slab[copy.start : copy.start + flat.numel()] = flat
         return slab[:size]
 
+    def set_apart(self, size: int) -> torch.Tensor:
+        """No memory: weights are read where they are."""
+        return torch.empty(0, dtype=torch.uint8)
+
     def send(self, slab: torch.Tensor, wire: HostWeights, start: int, end: int) -> None:
         """Does nothing: the wire is read where it is."""
 

@@ -144,9 +144,9 @@ def _traffic(programs: Sequence[Program], options: Options, machine: Machine) ->
     savings, forward, backward, fetched, stashed = savings_for(options, machine), 0.0, 0.0, 0, 0
     for program in programs:
         stashed += sum(program.host_stashes.values())
+        fetched += sum(s.block.weight_bytes(program.bindings) for s in program.streamed)
         for index, mask in masks_of(program).items():
             segment = program.segments[index]
-            fetched += segment.block.weight_bytes(program.bindings)
             for bindings in runs_of(program, segment, options.micro_batches):
                 seconds = savings.seconds(segment.block, bindings, mask)
                 forward += seconds.forward
@@ -176,7 +176,7 @@ def _slabs(programs: Sequence[Program], options: Options) -> int | None:
     """Bytes of the weight slabs of a device with memory of its own; None for the host, where weights are fetched as aliases."""
     if not kind_of(options.device).pins_memory:
         return None
-    largest = max((slab_bytes(program.here, program.bindings) for program in programs), default=0)
+    largest = max((slab_bytes(program.streamed, program.bindings) for program in programs), default=0)
     return (options.prefetch + 1) * largest
 
 
@@ -211,6 +211,7 @@ class _DryRun:
         self.samples: list[tuple[fx.Node, Counter[str]]] = []
         self._handlers = {
             nodes.fetch_weights: self._fetch,
+            nodes.fetch_resident: self._fetch_resident,
             nodes.forward: self._forward,
             nodes.backward: self._backward,
             nodes.release: self._release,
@@ -275,6 +276,9 @@ class _DryRun:
         if node.meta.get("kind") == "activations":
             runs = [user for user in node.users if nodes.runs_segment(user)]  # none if its segment runs no backward
             self.held[node] = self._activations_of(nodes.operands(runs[0]).segment) if runs else _Held(0, STASHES)
+        elif node.meta.get("kind") == "weights":
+            runs = [user for user in node.users if nodes.runs_segment(user)]
+            self.held[node] = self._weights_of(nodes.operands(runs[0]).segment) if runs else _Held(0, WEIGHTS)
         elif nodes.result_of(node) is nodes.Result.TAKEN:
             (source,) = node.all_input_nodes
             self.held[node] = self.held.pop(source)
@@ -336,6 +340,13 @@ class _DryRun:
         segment = self.program.segments[nodes.operands(node).segment]
         in_slab = self.slabs is not None
         self.held[node] = _Held(0 if in_slab else segment.block.weight_bytes(self.program.bindings), WEIGHTS)
+
+    def _fetch_resident(self, node: fx.Node) -> None:
+        self.held[node] = self._weights_of(nodes.operands(node).segment)
+
+    def _weights_of(self, segment: int) -> _Held:
+        """The weights of a segment in memory of their own."""
+        return _Held(self.program.segments[segment].block.weight_bytes(self.program.bindings), WEIGHTS)
 
     def _forward(self, node: fx.Node) -> None:
         segment = self.program.segments[nodes.operands(node).segment]

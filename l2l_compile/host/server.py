@@ -83,8 +83,13 @@ class ParameterServer:
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
-    def begin_forward(self, step: Step, parameters: Sequence[Parameter], to_train: bool) -> None:
-        """A forward begins: updates of the step before are done or will be waited for, and wires are checked again."""
+    def begin_forward(
+        self, step: Step, parameters: Sequence[Parameter], to_train: bool, resident: Iterable[Segment] = ()
+    ) -> None:
+        """A forward begins: updates of the step before are done or will be waited for, and wires are checked again.
+
+        The weights of `resident` segments stay on the device until backward, which does not fetch them.
+        """
         remove_left()
         watched_parameters.suspend()
         step.host.gradient_wire = self.options.gradients_on_link
@@ -95,6 +100,8 @@ class ParameterServer:
             self._check_optimizer(parameters)
         wait_for_other_models(self.updates, parameters)
         step.host.pending = self.updates.begin_forward(parameters, to_train)
+        if not self.updates.keeps_wires:
+            step.host.last_fetches = Counter(map(_indices, resident))
 
     def _check_optimizer(self, parameters: Sequence[Parameter]) -> None:
         """Raise `L2LError` if fp16 lacks the option `optimizer`, or if that optimizer has no parameter of the model."""
@@ -175,8 +182,7 @@ class ParameterServer:
         watched_parameters.suspend()
         step.host.returned = {}
         if not self.updates.keeps_wires:
-            fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
-            step.host.last_fetches = Counter(_indices(segments[nodes.operands(n).segment]) for n in fetches)
+            step.host.last_fetches = Counter(_indices(segments[nodes.operands(n).segment]) for n in nodes.fetches(graph))
         pushing = [segments[nodes.operands(n).segment] for n in graph.find_nodes(op="call_function", target=nodes.push_gradients)]
         is_final = step.world is None or step.world.replicate_mesh_size == 1  # no mean over replicas follows behind the link
         step.host.wants_norms = self.updates.wants_norms and _collecting(step) is not None and is_final

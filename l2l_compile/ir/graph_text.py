@@ -23,7 +23,7 @@ _PICK = re.compile(r"%(\w+)\[([0-9]+)\]", re.ASCII)
 _SEGMENT = re.compile(rf"(?:%\w+ = )?(?P<word>\w+)\((?P<name>{STRING})", re.ASCII)
 _NAME = re.compile(r"%[a-zA-Z_][a-zA-Z0-9_]{0,999}")
 _MOST_BYTES = 2**63
-_KINDS = ("input", "stash", "gradient", "activations")
+_KINDS = ("input", "stash", "gradient", *nodes.KEPT_OF_SEGMENT)
 _VALUES = (nodes.Result.DEVICE, nodes.Result.HOST, nodes.Result.KEPT)
 
 
@@ -168,7 +168,7 @@ class GraphParser:
         return self.names.inputs.setdefault(name, len(self.names.inputs))
 
     def _describe(self, node: fx.Node, line: Line) -> None:
-        if nodes.keeps_activations(node):
+        if nodes.keeps_of_segment(node):
             node.meta["value"] = line.right
             return
         found = parse_value(line.right, self.names.sizes, self.names.batch, line.number)

@@ -202,6 +202,12 @@ def fetch_weights(segment: SegmentIndex, after: Done | None = None) -> typing.No
     _not_run("fetch_weights")
 
 
+@operation(Lane.H2D, Result.DEVICE, Carries.WEIGHTS)
+def fetch_resident(segment: SegmentIndex, after: Done | None = None) -> typing.NoReturn:
+    """As `fetch_weights`, into memory of their own, where the weights stay until the backward of their segment."""
+    _not_run("fetch_resident")
+
+
 @operation(Lane.COMM, Result.TAKEN, Carries.WEIGHTS)
 def all_gather_weights(segment: SegmentIndex, slab: OnDevice) -> typing.NoReturn:
     """Complete a slab in place with the shards of all ranks; the fetch has copied this rank's shards; asynchronous."""
@@ -253,6 +259,12 @@ def keep_output(x: OnDevice, output: int) -> typing.NoReturn:
 def stash(x: OnDevice) -> typing.NoReturn:
     """Keep a value on the device for backward."""
     _not_run("stash")
+
+
+@operation(Lane.NONE, Result.KEPT)
+def keep_weights(segment: SegmentIndex, weights: OnDevice) -> typing.NoReturn:
+    """Keep the weights of a segment on the device for its backward."""
+    _not_run("keep_weights")
 
 
 @operation(Lane.NONE, Result.KEPT)
@@ -499,12 +511,23 @@ def arriving_gradients(node: fx.Node) -> tuple[fx.Node | None, ...]:
     return tuple(a if a is not None else b for a, b in zip(read.gradients, streamed, strict=True))
 
 
-def keeps_activations(node: fx.Node) -> bool:
-    """Whether a node stands for what forward has saved inside of a segment, in either graph."""
-    return node.meta.get("kind") == "activations" or node.target in _ACTIVATIONS
+def fetches_weights(node: fx.Node) -> bool:
+    """Whether a node copies weights to the device."""
+    return node.target in (fetch_weights, fetch_resident)
 
 
-_ACTIVATIONS = (keep_activations, offload_activations, restore_activations)
+def fetches(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes of a graph that copy weights to the device, in order."""
+    return filter(fetches_weights, graph.nodes)
+
+
+def keeps_of_segment(node: fx.Node) -> bool:
+    """Whether a node stands for what forward keeps of a segment for its backward, beside values: in either graph."""
+    return node.meta.get("kind") in KEPT_OF_SEGMENT or node.target in _KEEP_OF_SEGMENT
+
+
+KEPT_OF_SEGMENT = ("activations", "weights")  # kinds of placeholders of backward
+_KEEP_OF_SEGMENT = (keep_weights, keep_activations, offload_activations, restore_activations)
 
 
 class ForwardResult(typing.NamedTuple):

@@ -79,6 +79,18 @@ class Program:
         return tuple(s for s in self.segments if self.stages is None or self.stages.runs(s))
 
     @property
+    def resident(self) -> tuple[Segment, ...]:
+        """The segments whose weights stay on the device from forward to backward, in memory of their own."""
+        fetches = self.forward.graph.find_nodes(op="call_function", target=nodes.fetch_resident)
+        return tuple(self.segments[nodes.operands(node).segment] for node in fetches)
+
+    @property
+    def streamed(self) -> tuple[Segment, ...]:
+        """The segments that this rank runs with their weights in a slab."""
+        resident = {segment.index for segment in self.resident}
+        return tuple(segment for segment in self.here if segment.index not in resident)
+
+    @property
     def whole_batch(self) -> tuple[Segment, ...]:
         """The segments that run on the whole batch at once; their `block.reason` says why."""
         return tuple(s for s in self.segments if not s.block.inner_looped)

@@ -107,7 +107,7 @@ class _Printer:
     def _right(self, node: fx.Node) -> str:
         if "spec" in node.meta:
             return self._value(node)
-        if nodes.keeps_activations(node):
+        if nodes.keeps_of_segment(node):
             return node.meta["value"]
         index = nodes.segment_of(node)
         if index is None:

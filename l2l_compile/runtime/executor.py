@@ -129,7 +129,7 @@ class Executor:
 @handles(nodes.fetch_weights)
 def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeValue | None = None) -> RuntimeValue:
     fetched = run.segments[segment]
-    weights = [run.step.arguments[w.index] if w.index >= 0 else run.step.constants[w.name] for w in fetched.weights]
+    weights = _weights_of(run.step, fetched)
     if (resident := _resident(run, fetched, weights)) is not None:
         return resident
     slab, kept = run.slabs.take(segment, may_stay=not fetched.sharded)  # ranks must gather the same weights
@@ -150,6 +150,11 @@ def _fetch_weights(run: Executor, node: fx.Node, segment: int, after: RuntimeVal
 
     run.submit(Lane.H2D, (), (result,), work)
     return result
+
+
+def _weights_of(step: Step, segment: Segment) -> list[torch.Tensor]:
+    """The weights of a segment on the host."""
+    return [step.arguments[w.index] if w.index >= 0 else step.constants[w.name] for w in segment.weights]
 
 
 def _resident(run: Executor, segment: Segment, weights: Sequence[torch.Tensor]) -> RuntimeValue | None:
@@ -177,6 +182,25 @@ def _resident(run: Executor, segment: Segment, weights: Sequence[torch.Tensor]) 
 
     run.submit(Lane.H2D, (), (result,), work)
     return result
+
+
+@handles(nodes.fetch_resident)
+def _fetch_resident(run: Executor, node: fx.Node, segment: int, after: RuntimeValue | None = None) -> RuntimeValue:
+    fetched, result, step = run.segments[segment], RuntimeValue(), run.step
+    weights, size = _weights_of(step, fetched), slab_bytes([fetched], step.rows.bindings)
+
+    def work() -> None:
+        result.tensors = load(step, run.device, fetched, run.device.set_apart(size), weights, frozenset())
+        run.device.hold(result.tensors)
+
+    run.submit(Lane.H2D, (), (result,), work)
+    return result
+
+
+@handles(nodes.keep_weights)
+def _keep_weights(run: Executor, node: fx.Node, segment: int, weights: RuntimeValue) -> RuntimeValue:
+    run.step.stats.resident_bytes += run.segments[segment].block.weight_bytes(run.step.rows.bindings)
+    return weights
 
 
 @handles(nodes.restore)

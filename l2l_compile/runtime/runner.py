@@ -86,7 +86,7 @@ class Runner:
         self._micro_batches = MicroBatches(program, engine.options, engine.lowering)
         self._need = MeasuredNeed()
         self._weight_bytes = sum(slab_bytes([segment], self.captured.hints) for segment in program.here)
-        self._slab_bytes = slab_bytes(program.here, self.captured.hints)
+        self._slab_bytes, self._resident = slab_bytes(program.streamed, self.captured.hints), program.resident
 
     @property
     def program(self) -> Program:
@@ -202,7 +202,7 @@ class Runner:
         owners = captured.owners
         here = (i for i in captured.inputs if i.kind == "parameter" and (owners is None or owners.has(i)))
         parameters = [arguments[i.index] for i in here]
-        self.engine.server.begin_forward(step, parameters, to_train)
+        self.engine.server.begin_forward(step, parameters, to_train, self._resident)
         self._bindings = rows.bindings
         return step
 

@@ -103,4 +103,5 @@ class StashQueue:
 
 
 def _on_device(value: RuntimeValue) -> bool:
-    return value.lane in (Lane.COMPUTE, Lane.RECV)
+    """Whether a lane that makes values of the device has filled it; weights that stay are of the lane `h2d`."""
+    return value.lane in (Lane.COMPUTE, Lane.RECV, Lane.H2D)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,7 +29,9 @@ from l2l_compile.runtime.stats import Stats
 class Host(Protocol):
     """The host side, as a running program calls it (`host/server.py`)."""
 
-    def begin_forward(self, step: Step, parameters: Sequence[torch.nn.Parameter], to_train: bool) -> None: ...
+    def begin_forward(
+        self, step: Step, parameters: Sequence[torch.nn.Parameter], to_train: bool, resident: Iterable[Segment] = ..., /
+    ) -> None: ...
 
     def load(
         self, step: Step, segment: Segment, weights: Sequence[torch.Tensor], ready: Callable[[Any, int, int], None] = ..., /

@@ -35,6 +35,7 @@ def options(**fixed: Any) -> SearchStrategy[dict[str, Any]]:
         "prefetch": st.integers(0, 3),
         "stash": st.sampled_from(["host", "device"]),
         "keep_on_host": st.sampled_from([0, 0, "1MB"]),
+        "resident": st.sampled_from([None, None, "1KB", "1MB"]),
         "check": st.booleans(),
         "block_compiler": st.just("eager"),
     }

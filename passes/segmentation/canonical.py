@@ -176,11 +176,12 @@ def build_block(sequence: OperationSequence, piece: Piece, name: str) -> Block:
 
 def _weight_spec(sequence: OperationSequence, piece: Piece, weight: fx.Node) -> TensorSpec:
     readers = [n for n in map(sequence.nodes.__getitem__, piece.span) if weight in n.all_input_nodes]
-    looked_up = weight in sequence.captured.lookups and all(_looks_rows_up(reader, weight) for reader in readers)
+    looked_up = weight in sequence.captured.lookups and all(looks_rows_up(reader, weight) for reader in readers)
     return sequence.captured.lookups[weight] if looked_up else sequence.captured.specs[weight]
 
 
-def _looks_rows_up(node: fx.Node, table: fx.Node) -> bool:
+def looks_rows_up(node: fx.Node, table: fx.Node) -> bool:
+    """Whether a node reads some rows of a table alone."""
     if node.target is not torch.nn.functional.embedding:
         return False
     arguments = dict(zip(("input", "weight", "padding_idx", "max_norm"), node.args, strict=False)) | node.kwargs

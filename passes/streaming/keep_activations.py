@@ -13,17 +13,14 @@ nothing, where backward computes all of it again, to all that backward reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
 from l2l_compile.ir import nodes
-from l2l_compile.ir.segments import Segment
 from l2l_compile.passes.compilation import Compilation, Fact
-from l2l_compile.passes.streaming.differentiate import reached_backward
-from l2l_compile.passes.streaming.place_stash import stash_inputs
+from l2l_compile.passes.streaming.left_for_backward import keep, may_run_backward, take
 
 
 @dataclass(frozen=True)
@@ -40,25 +37,18 @@ class KeepActivations:
             return
         runs = {nodes.operands(n).segment: n for n in forward.find_nodes(op="call_function", target=nodes.forward)}
         backwards = {nodes.operands(n).segment: n for n in backward.find_nodes(op="call_function", target=nodes.backward)}
-        for segment in reversed(_may_run_backward(compilation)):
+        for segment in reversed(may_run_backward(compilation)):
             index, value = segment.index, f"inside of {segment.name}"
             if options.keep != 0:
-                _keep(forward, runs[index], value, nodes.keep_activations)
-                taken = _taken(backward, f"inside_{index}", value, host=False)
+                keep(forward, runs[index], value, nodes.keep_activations)
+                taken = take(backward, f"inside_{index}", value, "activations", host=False)
                 if index in backwards:
                     nodes.set_operands(backwards[index], activations=taken)
             if options.keep_on_host != 0:
-                _keep(forward, runs[index], value, nodes.offload_activations)
-                taken = _taken(backward, f"sent_{index}", value, host=True)
+                keep(forward, runs[index], value, nodes.offload_activations)
+                taken = take(backward, f"sent_{index}", value, "activations", host=True)
                 if index in backwards:
                     nodes.set_operands(backwards[index], restored_activations=_restored(backward, backwards[index], taken, value))
-
-
-def _may_run_backward(compilation: Compilation) -> list[Segment]:
-    """The segments of this rank that run backward if every output has its gradient. What forward leaves is the same for each set of them."""
-    outputs = zip(compilation.outputs, compilation.gradients.differentiable, strict=True)
-    reached = reached_backward(compilation.segments, [value for value, wanted in outputs if value is not None and wanted])
-    return [segment for segment in reached if compilation.stages.runs(segment)]
 
 
 def _restored(backward: fx.Graph, run: fx.Node, sent: fx.Node, value: str) -> fx.Node:
@@ -67,23 +57,3 @@ def _restored(backward: fx.Graph, run: fx.Node, sent: fx.Node, value: str) -> fx
         restored = backward.call_function(nodes.restore_activations, (segment, sent))
     restored.meta.update(segment=segment, value=value)
     return restored
-
-
-def _keep(forward: fx.Graph, run: fx.Node, value: str, word: Callable[..., Any]) -> None:
-    segment = nodes.operands(run).segment
-    with forward.inserting_after(run):
-        kept = forward.call_function(word, (segment, run))
-    kept.meta.update(segment=segment, value=value)
-    outputs, stashes, writes = nodes.returned(forward)
-    forward.output_node().args = ((outputs, (*stashes, kept), writes),)
-
-
-def _taken(backward: fx.Graph, name: str, value: str, host: bool) -> fx.Node:
-    """A placeholder for what forward has kept, behind those of the stashes. A segment may read parameters alone, and stash nothing."""
-    stashed = stash_inputs(backward)
-    place = backward.inserting_after(stashed[-1]) if stashed else backward.inserting_before(next(iter(backward.nodes)))
-    with place:
-        taken = backward.placeholder(name)
-    taken.target = taken.name
-    taken.meta.update(segment=None, kind="activations", host=host, value=value)
-    return taken

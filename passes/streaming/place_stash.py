@@ -29,7 +29,7 @@ class PlaceStash:
     """Provides `stashes_placed`."""
 
     name: ClassVar[str] = "place_stash"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PROGRAM, Fact.ACTIVATIONS_KEPT})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PROGRAM, Fact.ACTIVATIONS_KEPT, Fact.WEIGHTS_KEPT})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.STASHES_PLACED})
 
     def apply(self, compilation: Compilation) -> None:
@@ -78,7 +78,7 @@ def _segments_until_backward(forward: fx.Graph) -> dict[str, int]:
 
 def stash_inputs(backward: fx.Graph) -> list[fx.Node]:
     """The placeholders of the backward graph that take what forward keeps, in the order of forward's output."""
-    return [n for n in backward.find_nodes(op="placeholder") if n.meta["kind"] in ("stash", "activations")]
+    return [n for n in backward.find_nodes(op="placeholder") if n.meta["kind"] in ("stash", *nodes.KEPT_OF_SEGMENT)]
 
 
 def _keep_on_device(backward: fx.Graph, index: int) -> None:

@@ -46,8 +46,7 @@ def _after_pushes(graph: fx.Graph) -> None:
 def _before_fetches(compilation: Compilation) -> None:
     graph = compilation.forward
     start = next(n for n in graph.nodes if n.op != "placeholder")
-    fetches = graph.find_nodes(op="call_function", target=nodes.fetch_weights)
-    for fetch in sorted(fetches, key=lambda n: nodes.operands(n).segment):
+    for fetch in sorted(nodes.fetches(graph), key=lambda n: nodes.operands(n).segment):
         index = nodes.operands(fetch).segment
         if compilation.segments[index].block.is_trained:
             with graph.inserting_before(start):

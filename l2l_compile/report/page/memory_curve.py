@@ -79,7 +79,7 @@ def host_curve(programs: Sequence[Program], memory: HostMemory, options: Options
                     stashes += kept[node]
                 elif node in taken:
                     stashes = max(0, stashes - taken[node])
-                elif node.target is nodes.fetch_weights and graph is program.forward.graph and waiting:
+                elif nodes.fetches_weights(node) and graph is program.forward.graph and waiting:
                     index = nodes.operands(node).segment
                     if index not in fetched:
                         fetched.add(index)
