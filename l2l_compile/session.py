@@ -34,6 +34,7 @@ from l2l_compile.runtime.activation_room import ActivationRoom
 from l2l_compile.runtime.kept_inputs import KeptInputs
 from l2l_compile.runtime.resident_weights import ResidentWeights
 from l2l_compile.runtime.runner import Runner
+from l2l_compile.runtime.set_apart import BuffersSetApart
 from l2l_compile.runtime.stashes import StashQueue
 from l2l_compile.runtime.stats import Stats
 from l2l_compile.timeline import Timeline
@@ -66,6 +67,7 @@ class Session:
         self.server = ParameterServer(options, self.device, worker)
         self.kept_inputs = KeptInputs(self.device, options.device_cache)
         self.resident = ResidentWeights(self.device, options.resident)
+        self.set_apart = BuffersSetApart()
         self.room = ActivationRoom(self.device, options.keep, options.keep_on_host)
         self.waiting = StashQueue() if options.stash == "host" else StashQueue(near=None)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: a program that it forgets is gone here too

@@ -187,10 +187,13 @@ def _resident(run: Executor, segment: Segment, weights: Sequence[torch.Tensor]) 
 @handles(nodes.fetch_resident)
 def _fetch_resident(run: Executor, node: fx.Node, segment: int, after: RuntimeValue | None = None) -> RuntimeValue:
     fetched, result, step = run.segments[segment], RuntimeValue(), run.step
-    weights, size = _weights_of(step, fetched), slab_bytes([fetched], step.rows.bindings)
+    weights, buffer = _weights_of(step, fetched), step.engine.set_apart.take(slab_bytes([fetched], step.rows.bindings))
+    result.set_apart, result.place = buffer, buffer.place
+    if buffer.free is not None:
+        run.device.lanes[Lane.H2D].wait(buffer.free)
 
     def work() -> None:
-        result.tensors = load(step, run.device, fetched, run.device.set_apart(size), weights, frozenset())
+        result.tensors = load(step, run.device, fetched, buffer.memory(run.device), weights, frozenset())
         run.device.hold(result.tensors)
 
     run.submit(Lane.H2D, (), (result,), work)
@@ -350,11 +353,19 @@ def _release(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
         x.tensors = None
 
     compute.run(work)
+    _give_back(run, x)
+    return x
+
+
+def _give_back(run: Executor, x: RuntimeValue) -> None:
+    """The memory of a value that is released may be written again, behind what compute has got so far."""
     if x.slab is not None:
-        run.slabs.free[x.slab] = compute.record()
+        run.slabs.free[x.slab] = run.device.lanes[Lane.COMPUTE].record()
+    elif x.set_apart is not None:
+        run.step.engine.set_apart.give(x.set_apart, run.device.lanes[Lane.COMPUTE].record())
+        x.set_apart = None
     elif x.lane in (Lane.COMM, Lane.RECV):
         run.released.setdefault(x.lane, []).append(x.place)
-    return x
 
 
 # ---- segments -----------------------------------------------------------------------------------------------------------

@@ -121,6 +121,8 @@ class Runner:
         if to_train:
             engine.resident.clear()
             engine.kept_inputs.release()
+        else:
+            engine.set_apart.clear()
         step = self._begin(arguments, stats, runs, to_train)
         ran_out = ""
         try:
@@ -317,6 +319,7 @@ class Runner:
                 error.add_note(f"the device could not be used after it either: {type(another).__name__}: {another}")
             finally:
                 self.engine.kept_inputs.clear()
+                self.engine.set_apart.clear()
                 self.engine.resident.forget()
                 self._need = MeasuredNeed()
                 self.engine.server.recover(step)

@@ -22,6 +22,7 @@ class RuntimeValue:
     results      for a node with several results, a value each
     slab         for weights: the number of their slab
     resident     for weights: the object that holds them from call to call; they are not freed
+    set_apart    for weights: the buffer that they are in until their release
     unfetched    positions of weights whose entries were left out of the fetch, since nothing reads them
     in_flight    for gradients on the host: the work there that reads them
     arrival      the message from another rank that it comes with
@@ -40,6 +41,7 @@ class RuntimeValue:
         "readers",
         "resident",
         "results",
+        "set_apart",
         "slab",
         "tensors",
         "unfetched",
@@ -53,6 +55,7 @@ class RuntimeValue:
         self.readers: dict[str, Any] = {}
         self.slab: int | None = None
         self.resident: Any = None
+        self.set_apart: Any = None
         self.unfetched: frozenset[int] = frozenset()
         self.in_flight: Any = None
         self.arrival: Any = None

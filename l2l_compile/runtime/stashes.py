@@ -47,6 +47,7 @@ class Stashes:
             freed = value.tensors
             self._move(value, Lane.D2H, self.device.download)
             self.device.free(freed)
+            value.set_apart = None
             self._offloaded.append(value)
 
     def _bring_back(self) -> None:

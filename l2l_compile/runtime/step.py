@@ -22,6 +22,7 @@ from l2l_compile.runtime.kept_inputs import KeptInputs
 from l2l_compile.runtime.resident_weights import ResidentWeights
 from l2l_compile.runtime.rows import StepRows
 from l2l_compile.runtime.runtime_value import RuntimeValue
+from l2l_compile.runtime.set_apart import BuffersSetApart
 from l2l_compile.runtime.stashes import StashQueue
 from l2l_compile.runtime.stats import Stats
 
@@ -75,6 +76,7 @@ class Engine(Protocol):
     waiting  the stashes of all programs
     kept_inputs  inputs that stay on the device from call to call
     resident     weights that stay on the device from call to call
+    set_apart    memory for weights that stay from forward to backward
     room         how much forwards may keep of what they compute inside of segments
     check    compares blocks on rows together and apart, if the user asked for it
     """
@@ -102,6 +104,9 @@ class Engine(Protocol):
 
     @property
     def resident(self) -> ResidentWeights: ...
+
+    @property
+    def set_apart(self) -> BuffersSetApart: ...
 
     @property
     def room(self) -> ActivationRoom: ...
