@@ -29,7 +29,7 @@ from l2l_compile.passes.pipeline import PIPELINE, PREPARATION, SEGMENTATION, STR
 from l2l_compile.passes.streaming.place_ranks import check_ranks
 from l2l_compile.passes.streaming.place_rows import check_rows
 from l2l_compile.passes.verify_stages import verify_stages
-from l2l_compile.runtime.runner import Backwards, Runner
+from l2l_compile.runtime.runner import Backwards, Runner, Steps
 from l2l_compile.session import Session, frame_begins, frame_skipped, function_recompiled, model_inlined, session_for
 from l2l_compile.torch_internals import autograd, calls, threads
 from l2l_compile.torch_internals.calls import streams_layers
@@ -80,7 +80,11 @@ def new_runner(gm: fx.GraphModule, session: Session) -> Runner:
     captured, ranks = capture(gm)
     program, compilation = compile_program(captured, session.options, session.lowering)
     backwards = Backwards(compilation.gradient_mask, program.backward, lambda mask: _rebuild_backward(compilation, mask))
-    runner = Runner(program, session, backwards, compilation.gradients.differentiable, ranks)
+    steps = None
+    if compilation.goes_by_turns:
+        made = {} if program.step is None else {compilation.turns: program.step}
+        steps = Steps(compilation.gradient_mask, made, lambda turns: _rebuild_step(compilation, turns))
+    runner = Runner(program, session, backwards, compilation.gradients.differentiable, ranks, steps)
     session.add(runner)
     return runner
 
@@ -106,6 +110,15 @@ def _rebuild_backward(compilation: Compilation, gradient_mask: tuple[bool, ...])
     verify_stages(fresh)
     assert fresh.backward is not None, "some output has a gradient"
     return graph_module(fresh.backward)
+
+
+def _rebuild_step(compilation: Compilation, turns: int) -> fx.GraphModule:
+    """The graph of a step turn by turn with another number of micro-batches."""
+    fresh = replace(compilation, backward=None, step=None, count_of_turns=turns)
+    run(fresh, STREAMING + compilation.options.passes, _BEFORE_STREAMING)
+    verify_stages(fresh)
+    assert fresh.step is not None, "the schedule goes turn by turn"
+    return graph_module(fresh.step)
 
 
 def stream_again(compilation: Compilation, options: Options) -> Program:

@@ -60,6 +60,8 @@ class Options:
     resident        the limit for weights that stay on the device, from forward to backward or, without gradients, from call to
                     call: bytes, or "20GB"; 0 keeps none. None keeps none in training, and without gradients what the device
                     has free beside what a call needs.
+    schedule        the order of a training step. "breadth_first": all micro-batches go through a segment before the next one; "1f1b":
+                    each micro-batch goes back as soon as it can, and the weights stay on the device for the step.
     passes          passes of the user (`l2l_compile.passes.compilation.Pass`), run and verified after the backend's passes.
     batch_scope     what the batch of a call is, if the model is sharded over ranks (`l2l_compile.shard`). "per_rank": each
                     rank's own, and gradients are the mean over the ranks. "global": a rank's rows of one batch of all ranks.
@@ -88,6 +90,7 @@ class Options:
     batch_scope: str = "per_rank"
     device_cache: int | None = None
     resident: int | None = None
+    schedule: str = "breadth_first"
     passes: tuple[Any, ...] = ()
 
     @property
@@ -126,6 +129,7 @@ class Options:
         _check_int(settings, "micro_batches", 1)
         _check_int(settings, "prefetch", 0)
         _check_choice(settings, "stash", ("device", "host"))
+        _check_choice(settings, "schedule", ("breadth_first", "1f1b"))
         _check_choice(settings, "outputs", ("all", "loss"))
         _check_choice(settings, "check", (False, True))
         _check_choice(settings, "block_compiler", ("inductor", "eager"))
@@ -144,7 +148,29 @@ class Options:
             settings[name] = _bytes(settings, name, 0, AUTO) or 0
         settings["resident"] = _bytes(settings, "resident", 0)
         settings["device"] = _device(settings.get("device"))
+        _check_turns(settings)
         return cls(**settings)
+
+
+_NOT_BY_TURNS = (
+    ("keep", 0, "the activations of a turn are computed again when it goes back"),
+    ("keep_on_host", 0, "the activations of a turn are computed again when it goes back"),
+    ("batch_scope", "per_rank", "the rows of all ranks are not known in a turn"),
+)
+
+
+def _check_turns(settings: dict) -> None:
+    """Raise `OptionError` for options that do not go with `schedule="1f1b"`."""
+    if settings.get("schedule", "breadth_first") == "breadth_first":
+        return
+    for name, default, why in _NOT_BY_TURNS:
+        if settings.get(name, default) != default:
+            raise OptionError(f"option {name!r} does not go with schedule={settings['schedule']!r}: {why}. Leave one of them out")
+    if settings.get("update") == "in_backward":
+        raise OptionError(
+            f"update='in_backward' does not go with schedule={settings['schedule']!r}: gradients are there before loss.backward() is called. "
+            "Use 'in_forward' or 'at_step'"
+        )
 
 
 def _check_int(settings: dict, name: str, least: int) -> None:

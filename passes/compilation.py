@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -30,6 +31,7 @@ class Fact(enum.StrEnum):
     GRADIENTS = "gradients"
     STAGES_PLACED = "stages_placed"
     PROGRAM = "program"
+    TURNS_WRITTEN = "turns_written"
     ACTIVATIONS_KEPT = "activations_kept"
     WEIGHTS_KEPT = "weights_kept"
     STASHES_PLACED = "stashes_placed"
@@ -64,6 +66,8 @@ class Compilation:
     stages         which ranks run each segment                                              place_stages
     forward        program graph                                                             stream and after
     backward       program graph for the outputs in `gradient_mask`; None without gradients  stream and after
+    step           program graph of a whole step turn by turn; None with other schedules     write_turns and after
+    count_of_turns how many micro-batches `step` has; 0 for those of the option
     """
 
     captured: Captured
@@ -80,11 +84,33 @@ class Compilation:
     stages: Stages = None  # type: ignore[assignment]  # until `place_stages`
     forward: fx.Graph = None  # type: ignore[assignment]  # until `stream`
     backward: fx.Graph | None = None
+    step: fx.Graph | None = None
+    count_of_turns: int = 0
+
+    @property
+    def graphs(self) -> Iterator[fx.Graph]:
+        """The program graphs that exist."""
+        return filter(None, (self.forward, self.backward, self.step))
+
+    @property
+    def goes_by_turns(self) -> bool:
+        """Whether steps go forward and back turn by turn."""
+        return self.options.schedule == "1f1b" and any(self.gradient_mask)
+
+    @property
+    def turns(self) -> int:
+        """How many micro-batches the graph `step` has."""
+        if self.count_of_turns:
+            return self.count_of_turns
+        batch = self.captured.batch
+        rows = self.captured.hints[batch] if batch is not None else 1
+        return min(self.options.micro_batches, rows)
 
     @classmethod
     def of(cls, program: Program, options: Options) -> Compilation:
         """A compilation of a finished program (parsed from text, or written by hand), on which more passes can run."""
-        graphs = program.graphs
+        modules = {"forward": program.forward, "backward": program.backward, "step": program.step}
+        graphs = {title: module.graph for title, module in modules.items() if module is not None}
         return cls(
             program.captured,
             options,
@@ -93,6 +119,7 @@ class Compilation:
             stages=program.stages or Stages.alone(program.segments),
             forward=graphs["forward"],
             backward=graphs.get("backward"),
+            step=graphs.get("step"),
         )
 
     def program(self) -> Program:
@@ -108,6 +135,7 @@ class Compilation:
             self.uncut,
             tuple(i.index for i in self.captured.inputs if i.node in carried),
             stages=self.stages,
+            step=graph_module(self.step) if self.step is not None else None,
         )
 
     @property

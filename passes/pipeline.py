@@ -27,6 +27,7 @@ from l2l_compile.passes.streaming.place_updates import PlaceUpdates
 from l2l_compile.passes.streaming.prefetch import Prefetch
 from l2l_compile.passes.streaming.release import Release
 from l2l_compile.passes.streaming.stream import Stream
+from l2l_compile.passes.streaming.write_turns import WriteTurns
 from l2l_compile.passes.verify import verify
 
 PREPARATION: tuple[Pass, ...] = (DropOutputs(), GatherLossTerms(), Narrow(), SequenceOperations())
@@ -35,6 +36,7 @@ STREAMING: tuple[Pass, ...] = (
     Differentiate(),
     PlaceStages(),
     Stream(),
+    WriteTurns(),
     KeepActivations(),
     KeepWeights(),
     PlaceStash(),

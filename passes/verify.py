@@ -19,6 +19,8 @@ pushed_once       every segment that makes weight gradients pushes them exactly 
 read              every result, every gradient of a result and every write has a reader
 updated           with update='in_forward', every segment with parameters to train is updated once before its fetch; with
                   'in_backward', every push is followed by one update that reads it; with 'at_step', there are no updates
+turns             in a step that goes by turns, each segment runs forward and back in its turns in order, each of them once, back behind
+                  forward, and reads values of that turn
 stash             backward takes exactly the values that forward keeps, on the host or the device, where forward leaves them
 """
 
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import fx
 
@@ -42,7 +44,7 @@ from l2l_compile.update_modes import UpdatePlace
 
 def verify(compilation: Compilation, facts: frozenset[Fact]) -> None:
     """Raise `VerifyError` with the rule and the node if a program graph is illegal. `facts` decide which rules apply."""
-    for graph in filter(None, (compilation.forward, compilation.backward)):
+    for graph in compilation.graphs:
         verify_graph(graph, compilation, facts)
     if Fact.STASHES_PLACED in facts and compilation.backward is not None:
         _stash(compilation.forward, compilation.backward)
@@ -65,6 +67,8 @@ def verify_graph(graph: fx.Graph, compilation: Compilation, facts: frozenset[Fac
         _alive(graph)
         _released_once(graph)
     _pushed_once(graph, compilation)
+    if graph is compilation.step:
+        _turns(graph, compilation, position)
     if Fact.RANKS_PLACED in facts:
         _gathered(graph, compilation)
         if compilation.is_global:
@@ -260,16 +264,42 @@ def _released_once(graph: fx.Graph) -> None:
 
 def _pushed_once(graph: fx.Graph, compilation: Compilation) -> None:
     pushed = Counter(nodes.operands(n).segment for n in graph.find_nodes(op="call_function", target=nodes.push_gradients))
+    seen: set[int] = set()
     for node in graph.find_nodes(op="call_function", target=nodes.backward):
         segment = compilation.segments[nodes.operands(node).segment]
-        if pushed.pop(segment.index, 0) != int(segment.block.is_trained):
+        if segment.index not in seen and pushed.pop(segment.index, 0) != int(segment.block.is_trained):
             raise VerifyError("pushed_once", node.name, f"of '{segment.name}' does not push its gradients exactly once")
+        seen.add(segment.index)
         for user in node.users:
             is_pick = user.target is operator.getitem
             if is_pick and nodes.operands(user).index == len(segment.block.values) and not segment.block.is_trained:
                 raise VerifyError("pushed_once", user.name, "holds gradients of weights that want none")
     if pushed:
         raise VerifyError("pushed_once", "push_gradients", f"pushes gradients that no backward made: {sorted(pushed)}")
+
+
+def _turns(graph: fx.Graph, compilation: Compilation, position: dict[fx.Node, int]) -> None:
+    found: dict[tuple[Callable, int], list[fx.Node]] = {}
+    for node in filter(nodes.runs_segment, graph.nodes):
+        turn = nodes.operands(node).turn
+        if turn is not None:
+            found.setdefault((node.target, nodes.operands(node).segment), []).append(node)
+        for read in node.all_input_nodes:
+            if turn is not None and read.meta.get("turn", turn) != turn:
+                raise VerifyError("turns", node.name, f"of turn {turn} reads '{read.name}' of turn {read.meta['turn']}")
+    for (function, index), of_segment in found.items():
+        turns = [nodes.operands(node).turn for node in of_segment]
+        name = compilation.segments[index].name
+        if turns != list(range(compilation.turns)):
+            raise VerifyError(
+                "turns", of_segment[0].name, f"of '{name}': turns {turns}, where {compilation.turns} in order are needed"
+            )
+        before = found.get((nodes.forward, index))
+        if function is nodes.backward and before is None:
+            raise VerifyError("turns", of_segment[0].name, f"goes back through '{name}', which has no turns forward")
+        for node, forward in zip(of_segment, before or (), strict=False):
+            if function is nodes.backward and position[node] < position[forward]:
+                raise VerifyError("turns", node.name, f"goes back through '{name}' before it goes forward in '{forward.name}'")
 
 
 def _read(graph: fx.Graph) -> None:
@@ -290,7 +320,7 @@ def _is_for_a_reader(node: fx.Node) -> bool:
 
 
 def _updated(graph: fx.Graph, compilation: Compilation) -> None:
-    mode, is_forward = compilation.options.mode, graph is compilation.forward
+    mode, is_forward = compilation.options.mode, graph is not compilation.backward
     updates = graph.find_nodes(op="call_function", target=nodes.update)
     if mode.place is UpdatePlace.BEFORE_FETCH and is_forward:
         _updated_before_fetches(graph, updates, compilation)

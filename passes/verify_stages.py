@@ -30,9 +30,8 @@ def verify_stages(compilation: Compilation) -> None:
     if compilation.stages.ranks == 1:
         return
     programs = programs_of_ranks(compilation)
-    for title, graphs in (("forward", [p.forward for p in programs]), ("backward", [p.backward for p in programs])):
-        there = [graph for graph in graphs if graph is not None]
-        if there:
+    for title in ("forward", "backward", "step"):
+        if there := [graph for made in programs if (graph := getattr(made, title)) is not None]:
             _paired(title, there)
             _progress(title, there)
 
@@ -48,7 +47,7 @@ def programs_of_ranks(compilation: Compilation) -> list[Compilation]:
             captured = replace(
                 compilation.captured, owners=replace(owners, rank=rank), dropped=dict(compilation.captured.dropped)
             )
-            made = replace(compilation, captured=captured, backward=None)
+            made = replace(compilation, captured=captured, backward=None, step=None)
             for step in (*STREAMING, *compilation.options.passes):
                 step.apply(made)
         found.append(made)

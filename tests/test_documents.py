@@ -319,6 +319,16 @@ def test_the_line_on_keeping_on_the_host_is_taken(shown):
     assert Options.build(scope["options"]).keep_on_host == "auto"
 
 
+@checks("docs/keeping.md: Weights")
+def test_the_line_on_weights_that_stay_runs(shown):
+    (block,) = shown
+    plain, (batch, _) = tiny_llama()
+    scope = {"torch": torch, "plain": plain}
+    run(block.text, scope)
+    scope["model"](**batch).loss.backward()
+    assert l2l_compile.programs(scope["model"])[0].resident
+
+
 INSTALLING = [block for block in BLOCKS if block.document == "docs/installing.md"]
 CHECKED.update(INSTALLING)
 
@@ -461,6 +471,19 @@ def test_the_lines_on_ranks_run_in_two_processes(shown, launcher, tmp_path):
 def test_the_lines_on_pipelines_run_in_two_processes(shown, launcher, tmp_path):
     check = "assert len(list(plain.parameters())) == 4"
     run_in_processes(lines_from("docs/pipelines.md: Pipelines", shown), check, launcher, tmp_path)
+
+
+@checks("docs/pipelines.md: One forward, one back")
+def test_the_lines_on_one_forward_one_back_run(shown, launcher, tmp_path):
+    first = lines_from("docs/pipelines.md: Pipelines", []).split("\n")
+    division, *compiles = (
+        shown[0].text.replace('"micro_batches":', '"device": "cpu", "block_compiler": "eager", "micro_batches":').split("\n")
+    )
+    lines = []
+    for line in first:
+        lines += [division] if line.startswith("l2l_compile.pipeline(") else compiles if line.startswith("model =") else [line]
+    check = "assert l2l_compile.programs(model)[0].step is not None and len(list(plain.parameters())) == 4"
+    run_in_processes("\n".join(lines), check, launcher, tmp_path)
 
 
 @checks("docs/pipelines.md: Width and depth")

@@ -25,7 +25,7 @@ from l2l_compile.ir import nodes
 from l2l_compile.ir.leaving import passes_on
 from l2l_compile.ir.precision import gradient_dtype
 from l2l_compile.ir.program import Program
-from l2l_compile.ir.segments import Segment, block_bindings
+from l2l_compile.ir.segments import Segment, block_bindings, micro_batch_sizes
 from l2l_compile.ir.values import Bindings, TensorSpec
 from l2l_compile.lowering.costs import typical_rates
 from l2l_compile.lowering.lower import Lowering
@@ -216,6 +216,7 @@ class _DryRun:
             nodes.backward: self._backward,
             nodes.release: self._release,
             nodes.split: self._split,
+            nodes.join: self._join,
             nodes.merge: self._merge,
             nodes.keep_input: self._keep,
             nodes.keep_output: self._keep,
@@ -227,15 +228,14 @@ class _DryRun:
             int
         ] = []  # bytes of the micro-batches on their way to the host, which are on the device until they are there
         self.brought: dict[int, list[tuple[int, int]]] = {}  # by segment: micro-batches on their way back, and their bytes
+        self.sums: dict[int, int] = {}  # of gradients over the turns so far, by segment
         self.kept = 0  # bytes that stay for the next call
 
     def step(self) -> None:
         """Forward, and backward if there is one."""
-        for graph in (self.program.forward, self.program.backward):
-            if graph is None:
-                continue
+        for graph in self.program.graphs.values():
             self.held, self.sent = {}, []
-            for node in graph.graph.nodes:
+            for node in graph.nodes:
                 if nodes.holds_device_memory(node) or node.target in self._handlers:
                     self._node = node
                     self._handlers.get(node.target, self._make)(node)
@@ -256,6 +256,7 @@ class _DryRun:
 
     def _look(self, workspace_bytes: int, gradients: int = 0) -> None:
         now = Counter({ACTIVATIONS: workspace_bytes, GRADIENTS: gradients, WEIGHTS: self.slabs or 0})
+        now[GRADIENTS] += sum(self.sums.values())
         now[STASHES] = sum(self.sent) + sum(size for there in self.brought.values() for _, size in there)
         values: Counter[tuple[str, str]] = Counter()
         for held in set(self.held.values()):
@@ -268,9 +269,14 @@ class _DryRun:
         if sum(now.values()) > sum(self.peak.values()):
             self.peak = now
 
-    def _bytes(self, spec: TensorSpec) -> int:
-        whole = spec.bytes(self.program.bindings)
-        return whole // self.micro_batches if spec.equal_rows else whole
+    def _bytes(self, node: fx.Node) -> int:
+        """Bytes of the value of a node: of one micro-batch, if it is made in turns."""
+        spec, bindings = node.meta["spec"], self.program.bindings
+        if (turn := node.meta.get("turn")) is not None:
+            assert self.captured.batch is not None
+            sizes = micro_batch_sizes(int(bindings[self.captured.batch]), self.micro_batches)
+            return spec.bytes({**bindings, self.captured.batch: sizes[turn]})
+        return spec.bytes(bindings) // (self.micro_batches if spec.equal_rows else 1)
 
     def _make(self, node: fx.Node) -> None:
         if node.meta.get("kind") == "activations":
@@ -286,7 +292,13 @@ class _DryRun:
             segment = self.program.segments[nodes.operands(node).segment]
             self.held[node] = _Held(self._pushed(segment) // self.captured.shards, GRADIENTS)
         elif "spec" in node.meta and not _is_made_by_a_segment(node):
-            self.held[node] = _Held(self._bytes(node.meta["spec"]), _kind_of(node), node.meta["spec"])
+            self.held[node] = _Held(self._bytes(node), _kind_of(node), node.meta["spec"])
+
+    def _join(self, node: fx.Node) -> None:
+        """The parts of the turns, in their own memory."""
+        parts = [part for part in nodes.operands(node).parts if part in self.held]
+        self.held[node] = _Held(sum(self.held[part].bytes for part in parts), _kind_of(node), node.meta["spec"])
+        self.held |= {part: _Held(0, self.held[part].kind) for part in parts}
 
     def _split(self, node: fx.Node) -> None:
         spec = node.meta["spec"]
@@ -349,15 +361,17 @@ class _DryRun:
         return _Held(self.program.segments[segment].block.weight_bytes(self.program.bindings), WEIGHTS)
 
     def _forward(self, node: fx.Node) -> None:
-        segment = self.program.segments[nodes.operands(node).segment]
+        segment, read = self.program.segments[nodes.operands(node).segment], nodes.operands(node)
         runs = self._runs(segment)
+        wanted = tuple(i in read.wanted for i in range(len(segment.block.outputs))) if read.wanted else None
         results = [user for user in node.users if user.target is operator.getitem]
         made = {result: _made(segment, segment.block.outputs[nodes.operands(result).index], runs) for result in results}
         streamed = [result for result in results if result.meta.get("host") or passes_on(result)]
         kept = on_its_way = 0  # an output that is streamed to the host is on its way while the next one is computed
-        for number, sizes in enumerate(runs):
+        numbers = range(len(runs)) if read.turn is None else [read.turn]
+        for number, sizes in ((number, runs[number]) for number in numbers):
             part, saving = self._part(segment, number), self._saving(segment, number, sizes)
-            lowered = saving.forward if saving is not None else self.lowering.forward(segment.block, sizes, number > 0)
+            lowered = saving.forward if saving is not None else self.lowering.forward(segment.block, sizes, number > 0, wanted)
             self._look(lowered.workspace_bytes + kept + on_its_way)
             if part is not None and part.on_host:
                 self.sent.append(part.bytes)
@@ -368,19 +382,21 @@ class _DryRun:
             kept += sum(parts[number] for result, parts in made.items() if result not in streamed)
         for result in results:
             if not result.meta.get("host"):  # of what leaves for other ranks, the last part is still there
-                size = made[result][-1] if result in streamed else sum(made[result])
+                size = made[result][-1] if result in streamed else sum(made[result][number] for number in numbers)
                 self.held[result] = _Held(size, _kind_of(result), result.meta["spec"])
 
     def _backward(self, node: fx.Node) -> None:
         segment = self.program.segments[nodes.operands(node).segment]
-        block, runs = segment.block, self._runs(segment)
+        block, runs, turn = segment.block, self._runs(segment), nodes.operands(node).turn
         gradient_mask = tuple(gradient is not None for gradient in nodes.arriving_gradients(node))
         streamed = zip(nodes.operands(node).streamed_gradients, block.outputs, strict=False)
         arrives = [_made(segment, spec.detached(), runs) for gradient, spec in streamed if gradient is not None]
         gathered = cast = 0
         passing = {len(block.weights) + nodes.operands(user).index for user in node.users if passes_on(user)}
         leaves = [0] * len(block.operands)  # what passes on to other ranks, of the last micro-batch
-        for number, sizes in enumerate(runs):
+        sums = self.sums.pop(segment.index, 0)  # of the turns so far
+        gathered += sums
+        for number, sizes in ((number, runs[number]) for number in (range(len(runs)) if turn is None else [turn])):
             saving = self._saving(segment, number, sizes)
             self._bring(segment, number)
             lowered = saving.backward if saving is not None else self.lowering.backward(block, sizes, gradient_mask)
@@ -393,20 +409,27 @@ class _DryRun:
                     leaves[index] = _bytes_in(dtype, spec, sizes)
                 elif spec.splits and block.inner_looped:
                     gathered += _bytes_in(dtype, spec, sizes)
-                elif number == 0:
+                elif number == 0 or turn == len(runs) - 1:
                     of_sum = torch.float32 if len(runs) > 1 and dtype.itemsize == 2 else dtype
-                    gathered += _bytes_in(of_sum, spec, sizes)
+                    gathered += _bytes_in(of_sum, spec, sizes) if number == 0 else 0
+                    sums += _bytes_in(of_sum, spec, sizes) if number == 0 else 0
                     is_weight = index < len(block.weights)
                     leaves_in = gradient_dtype(spec, self.options.gradients_on_link) if is_weight else spec.gradient_dtype
                     cast += _bytes_in(leaves_in, spec, sizes) if of_sum is not leaves_in else 0
-        if not segment.sharded:  # every gradient is there, with the casts for the link
+        if turn is not None and turn < len(runs) - 1:
+            self.sums[segment.index] = sums
+        elif not segment.sharded:  # every gradient is there, with the casts for the link
             self._look(0, gathered + cast + sum(leaves))
+        self._hold_gradients(node, segment, leaves)
+
+    def _hold_gradients(self, node: fx.Node, segment: Segment, leaves: Sequence[int]) -> None:
+        """The results of a backward; `leaves` are the bytes of the last micro-batch of each operand's gradient that passes on."""
         for result in (user for user in node.users if user.target is operator.getitem):
             if passes_on(result):
-                operand = len(block.weights) + nodes.operands(result).index
+                operand = len(segment.block.weights) + nodes.operands(result).index
                 self.held[result] = _Held(leaves[operand], GRADIENTS, result.meta["spec"])
             elif "spec" in result.meta:
-                self.held[result] = _Held(self._bytes(result.meta["spec"]), GRADIENTS, result.meta["spec"])
+                self.held[result] = _Held(self._bytes(result), GRADIENTS, result.meta["spec"])
             else:
                 size = self._summed(segment) if segment.sharded else self._pushed(segment)
                 self.held[result] = _Held(size, GRADIENTS)

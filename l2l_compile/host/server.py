@@ -190,6 +190,13 @@ class ParameterServer:
         self.updates.begin_backward(pending, Counter(p for s in pushing for p in _managed(step, s, pending).values()))
         step.host.scale = self.updates.scale.value if self.updates.scale is not None else 1.0
 
+    def loss_scale(self) -> float:
+        """The factor on the loss of the next backward, behind all steps so far; 1 where gradients are not scaled."""
+        if self.updates.scale is None:
+            return 1.0
+        self.updates.synchronize()  # the last step may change it
+        return self.updates.scale.value
+
     def collect(self, step: Step, segment: Segment, gradients: RuntimeValue) -> None:
         """Take the gradients of a segment: they are on the host after the event of their value, or absent.
 

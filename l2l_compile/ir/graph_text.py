@@ -174,6 +174,8 @@ class GraphParser:
         found = parse_value(line.right, self.names.sizes, self.names.batch, line.number)
         if found is not None and _makes_value(node):
             node.meta.update(value=found.value, spec=found.spec, split=found.split)
+            if found.turn is not None:
+                node.meta["turn"] = found.turn
             if found.streamed:
                 node.meta["host"] = True
         elif nodes.carries(node) is not None:
@@ -207,8 +209,8 @@ def _picks_gradients(node: fx.Node) -> bool:
 
 def _check_result(title: str, result: Any, number: int) -> None:
     """Raise `ParseError` if a graph does not return tuples of nodes: forward three of them, backward one."""
-    groups = result if title == "forward" else (result,)
-    if not isinstance(groups, tuple) or title == "forward" and len(groups) != 3:
+    groups = result if title != "backward" else (result,)
+    if not isinstance(groups, tuple) or title != "backward" and len(groups) != 3:
         raise ParseError(number, "forward returns ((outputs), (values that it keeps), (writes))")
     for group in groups:
         if not isinstance(group, tuple) or not all(node is None or isinstance(node, fx.Node) for node in group):

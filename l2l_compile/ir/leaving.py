@@ -14,9 +14,14 @@ def leaving(given: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """For each segment that runs, the messages that have results of this segment alone."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in given:
-        if node.target is nodes.send and (maker := _maker(node)) is not None:
+        if node.target is nodes.send and not _is_turn(node) and (maker := _maker(node)) is not None:
             found.setdefault(maker, []).append(node)
     return found
+
+
+def _is_turn(message: fx.Node) -> bool:
+    """Whether a message is one micro-batch of values that are made in turns."""
+    return any("turn" in value.meta for value in nodes.operands(message).values)
 
 
 def _maker(message: fx.Node) -> fx.Node | None:
@@ -29,7 +34,14 @@ def _maker(message: fx.Node) -> fx.Node | None:
 def passes_on(result: fx.Node) -> bool:
     """Whether a result of a segment is read by messages to other ranks alone: each micro-batch is freed when it has left."""
     spec = result.meta.get("spec")
-    if spec is None or not result.meta.get("split") or spec.computed_once or spec.equal_rows or not spec.splits:
+    if (
+        spec is None
+        or "turn" in result.meta
+        or not result.meta.get("split")
+        or spec.computed_once
+        or spec.equal_rows
+        or not spec.splits
+    ):
         return False
     readers = [user for user in result.users if user.target is not nodes.release]
     return bool(readers) and all(reader.target is nodes.send and _maker(reader) is not None for reader in readers)

@@ -111,7 +111,7 @@ class Operation:
 
     @property
     def names_segment(self) -> bool:
-        return self.operands[0].kind is SegmentIndex
+        return bool(self.operands) and self.operands[0].kind is SegmentIndex
 
     @property
     def is_collective(self) -> bool:
@@ -216,11 +216,17 @@ def all_gather_weights(segment: SegmentIndex, slab: OnDevice) -> typing.NoReturn
 
 @operation(Lane.COMPUTE, Result.SEVERAL)
 def forward(
-    segment: SegmentIndex, weights: OnDevice | None, values: tuple[OnDevice, ...], streamed_outputs: tuple[int, ...] = ()
+    segment: SegmentIndex,
+    weights: OnDevice | None,
+    values: tuple[OnDevice, ...],
+    streamed_outputs: tuple[int, ...] = (),
+    turn: int | None = None,
+    wanted: tuple[int, ...] = (),
 ) -> typing.NoReturn:
-    """Run the segment on every micro-batch. The result is a tuple of its outputs.
+    """Run the segment on every micro-batch, or with `turn` on that one. The result is a tuple of its outputs.
 
-    Outputs whose index is in `streamed_outputs` are copied to the host micro-batch by micro-batch, as they are made.
+    Outputs whose index is in `streamed_outputs` are copied to the host micro-batch by micro-batch, as they are made. With `wanted`, only
+    the outputs with these indices are made: operands that these do not depend on may be `blank`, and weights are left out.
     """
     _not_run("forward")
 
@@ -232,9 +238,24 @@ def offload(x: OnDevice) -> typing.NoReturn:
 
 
 @operation(Lane.H2D, Result.DEVICE)
-def restore(x: OnHost) -> typing.NoReturn:
-    """Copy a value of the host (an offloaded value, or an input of the program) to the device; asynchronous."""
+def restore(x: OnHost, turn: int | None = None) -> typing.NoReturn:
+    """Copy a value of the host (an offloaded value, or an input of the program) to the device; asynchronous.
+
+    With `turn`, only that micro-batch of a whole input is copied.
+    """
     _not_run("restore")
+
+
+@operation(Lane.COMPUTE, Result.DEVICE)
+def join(parts: tuple[OnDevice, ...]) -> typing.NoReturn:
+    """The micro-batches of a value, made in turns, as one split value (the same memory)."""
+    _not_run("join")
+
+
+@operation(Lane.COMPUTE, Result.DEVICE)
+def blank() -> typing.NoReturn:
+    """A value whose contents do not matter: the nodes that read it depend on its sizes alone."""
+    _not_run("blank")
 
 
 @operation(Lane.H2D, Result.DEVICE)
@@ -300,8 +321,11 @@ def backward(
     streamed_gradients: tuple[OnHost | None, ...] = (),
     activations: OnDevice | None = None,
     restored_activations: OnDevice | None = None,
+    turn: int | None = None,
 ) -> typing.NoReturn:
-    """Recompute the segment, but for what forward has kept, and differentiate it on every micro-batch.
+    """Recompute the segment, but for what forward has kept, and differentiate it on every micro-batch, or with `turn` on that one.
+
+    The turns of a segment come in order. Sums over micro-batches are results of the last one.
 
     What forward has kept is in `activations` for some micro-batches, and in `restored_activations` for others.
 

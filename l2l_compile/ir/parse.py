@@ -71,8 +71,8 @@ class _Parser:
         self._sizes(sections.pop("sizes", []))
         ranks = self._ranks(sections.pop("ranks", []))
         self._blocks(sections.pop("blocks", []))
-        if "forward" not in sections:
-            raise ParseError(len(self.lines), "a program has a section 'forward:'")
+        if "forward" not in sections and "step" not in sections:
+            raise ParseError(len(self.lines), "a program has a section 'forward:' or 'step:'")
         bodies = {title: self._body(lines) for title, lines in sections.items()}
         self._find_segments([line for body, _ in bodies.values() for line in body])
         names = Names({name: s.index for name, s in self.segments.items()}, self.bindings, self.batch)
@@ -102,8 +102,10 @@ class _Parser:
                 found[heading] = [(number, rest)]
             elif not line.startswith(" "):
                 title = line.rstrip().removesuffix(":")
-                if title not in ("blocks", "forward", "backward") or not line.rstrip().endswith(":"):
-                    raise ParseError(number, f"expected 'sizes: ...', 'blocks:', 'forward:' or 'backward:', got {shown(line)}")
+                if title not in ("blocks", "forward", "backward", "step") or not line.rstrip().endswith(":"):
+                    raise ParseError(
+                        number, f"expected 'sizes: ...', 'blocks:', 'forward:', 'backward:' or 'step:', got {shown(line)}"
+                    )
                 current = found.setdefault(title, [])
             elif current is None:
                 raise ParseError(number, f"stands in no section: {shown(line)}")

@@ -42,6 +42,7 @@ class Program:
     carried: tuple[int, ...] = ()
     lowering: BlockLowering | None = None
     stages: Stages | None = None
+    step: fx.GraphModule | None = None
 
     def __repr__(self) -> str:
         return f"<Program of {len(self.segments)} segments, instances of {len(self.blocks)} blocks>"
@@ -110,8 +111,11 @@ class Program:
 
     @property
     def graphs(self) -> Mapping[str, fx.Graph]:
-        """The graphs that exist (`forward`, `backward`), by the heading under which they print."""
-        modules = {"forward": self.forward, "backward": self.backward}
+        """The graphs of a step, by the heading under which they print: `forward` and `backward`, or one `step` that goes by turns.
+
+        A step of one micro-batch, and a call without gradients, run `forward` and `backward` in any case.
+        """
+        modules = {"forward": self.forward, "backward": self.backward} if self.step is None else {"step": self.step}
         return {title: module.graph for title, module in modules.items() if module is not None}
 
     @classmethod
@@ -123,7 +127,9 @@ class Program:
         """
         found = parse(text)
         modules = {title: graph_module(graph) for title, graph in found.graphs.items()}
-        return cls(_captured(found), found.segments, found.blocks, modules["forward"], modules.get("backward"), found.bindings)
+        step = modules.get("step")
+        forward, backward = modules["forward"] if step is None else step, modules.get("backward")
+        return cls(_captured(found), found.segments, found.blocks, forward, backward, found.bindings, step=step)
 
 
 def _captured(found: Parsed) -> Captured:

@@ -31,7 +31,7 @@ from l2l_compile.units import format_bytes
 
 _WIDEST = 100  # characters of the column of calls; longer calls move the other columns to the right
 SPLIT, EQUAL_ROWS, GRADIENT, STREAMED = "split", "equal rows", "grad", "streamed to the host"
-COMPUTES_IN, PARTIAL = "computes in ", "partial "
+COMPUTES_IN, PARTIAL, TURN = "computes in ", "partial ", "turn "
 
 
 def print_program(
@@ -126,7 +126,8 @@ class _Printer:
 
     def _value(self, node: fx.Node) -> str:
         spec = node.meta["spec"]
-        flags = [SPLIT] if node.meta["split"] else []
+        turn = node.meta.get("turn")
+        flags = [f"{TURN}{turn}" if turn is not None else SPLIT] if node.meta["split"] else []
         flags += _flags(spec)
         flags += [STREAMED] if node.op == "call_function" and node.meta.get("host") else []
         return f"{node.meta['value']}: {', '.join((str(spec), *flags))}  {format_bytes(spec.bytes(self.bindings))}"

@@ -11,12 +11,13 @@ import torch
 
 from l2l_compile.errors import ParseError
 from l2l_compile.ir import text
-from l2l_compile.ir.operand_text import shown
+from l2l_compile.ir.operand_text import count_of, shown
 from l2l_compile.ir.size_text import SizeError, parse_size
 from l2l_compile.ir.values import Bindings, Dim, TensorSpec, find_batch
 
 _VALUE = re.compile(r"(?P<value>[^:]+): (?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?P<flags>(?:, [\w ]+?)*)  (?P<bytes>.+)")
 _FLAGS, _PARTIAL = (text.SPLIT, text.EQUAL_ROWS, text.GRADIENT, text.STREAMED), ("sum", "mean")
+_TURN = re.compile(rf"{text.TURN}[0-9]+", re.ASCII)
 _MOST_BYTES, _MOST_DIMENSIONS = 2**63, 64
 
 
@@ -28,6 +29,7 @@ class Description:
     spec: TensorSpec
     split: bool
     streamed: bool
+    turn: int | None
 
 
 def parse_value(written: str, sizes: Bindings, batch: sympy.Symbol | None, line: int) -> Description | None:
@@ -49,7 +51,8 @@ def parse_value(written: str, sizes: Bindings, batch: sympy.Symbol | None, line:
         compute_dtype=_dtype(width, line) if width is not None else None,
         equal_rows=text.EQUAL_ROWS in flags,
     )
-    return Description(match["value"], spec, text.SPLIT in flags, text.STREAMED in flags)
+    turn = next((count_of(f.removeprefix(text.TURN), line) for f in flags if f.startswith(text.TURN)), None)
+    return Description(match["value"], spec, text.SPLIT in flags or turn is not None, text.STREAMED in flags, turn)
 
 
 def _sized(shape: tuple[Dim, ...], dtype: torch.dtype, sizes: Bindings, batch: sympy.Symbol | None, line: int) -> TensorSpec:
@@ -76,7 +79,7 @@ def _flags(match: re.Match, line: int) -> list[str]:
     """The flags of a value. Raises `ParseError` for one that no value has."""
     flags = _between_commas(match["flags"].removeprefix(", "))
     for flag in flags:
-        if flag not in _FLAGS and not flag.startswith((text.COMPUTES_IN, text.PARTIAL)):
+        if flag not in _FLAGS and not flag.startswith((text.COMPUTES_IN, text.PARTIAL)) and not _TURN.fullmatch(flag):
             raise ParseError(line, f"a value has no flag {shown(flag)}; there are {', '.join(_FLAGS)}")
         if flag.startswith(text.PARTIAL) and flag.removeprefix(text.PARTIAL) not in _PARTIAL:
             raise ParseError(line, f"the parts of a sum are of kind {' or '.join(_PARTIAL)}, not {shown(flag)}")

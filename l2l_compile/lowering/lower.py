@@ -102,12 +102,13 @@ class Lowering:
         self._ahead: dict[tuple, Waiting | None] = {}
         self._progress = CompileProgress()
 
-    def forward(self, block: Block, bindings: Bindings, again: bool = False) -> Lowered:
+    def forward(self, block: Block, bindings: Bindings, again: bool = False, outputs: tuple[bool, ...] | None = None) -> Lowered:
         """The block's forward at these sizes. Raises `LoweringError`.
 
-        `again` leaves out the outputs that an earlier micro-batch has made for all micro-batches.
+        `again` leaves out the outputs that an earlier micro-batch has made for all micro-batches; `outputs` is a mask of those
+        that are made.
         """
-        return self._at(block, bindings, "forward", wanted_of(block, again))
+        return self._at(block, bindings, "forward", outputs if outputs is not None else wanted_of(block, again))
 
     def backward(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]) -> Lowered:
         """The block's recompute and gradients, for the outputs in `gradient_mask`, at these sizes. Raises `LoweringError`."""

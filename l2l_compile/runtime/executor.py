@@ -189,8 +189,6 @@ def _fetch_resident(run: Executor, node: fx.Node, segment: int, after: RuntimeVa
     fetched, result, step = run.segments[segment], RuntimeValue(), run.step
     weights, buffer = _weights_of(step, fetched), step.engine.set_apart.take(slab_bytes([fetched], step.rows.bindings))
     result.set_apart, result.place = buffer, buffer.place
-    if buffer.free is not None:
-        run.device.lanes[Lane.H2D].wait(buffer.free)
 
     def work() -> None:
         result.tensors = load(step, run.device, fetched, buffer.memory(run.device), weights, frozenset())
@@ -207,13 +205,14 @@ def _keep_weights(run: Executor, node: fx.Node, segment: int, weights: RuntimeVa
 
 
 @handles(nodes.restore)
-def _restore(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+def _restore(run: Executor, node: fx.Node, x: RuntimeValue, turn: int | None = None) -> RuntimeValue:
     if x.absent:
         return RuntimeValue(absent=True)
     result = RuntimeValue()
 
     def work() -> None:
-        result.tensors, copied = copies(x.tensors, run.device.upload)
+        parts = x.tensors if turn is None else [run.step.rows.slice(x.tensors[0], node.meta["spec"], turn).contiguous()]
+        result.tensors, copied = copies(parts, run.device.upload)
         run.device.hold(result.tensors)
         run.step.stats.restored_bytes += copied
 
@@ -307,6 +306,37 @@ def _merge(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
     return run.change_layout(x, lambda parts: [torch.cat(parts, spec.rows.dim) if len(parts) > 1 else parts[0]])
 
 
+@handles(nodes.join)
+def _join(run: Executor, node: fx.Node, parts: Sequence[RuntimeValue]) -> RuntimeValue:
+    result, there = RuntimeValue(), [part for part in parts if not part.absent]
+    if not there:
+        return RuntimeValue(absent=True)
+
+    def work() -> None:
+        result.tensors = [tensor for part in there for tensor in part.tensors]
+        run.device.hold(result.tensors)
+
+    run.submit(Lane.COMPUTE, there, (result,), work)
+    return result
+
+
+@handles(nodes.blank)
+def _blank(run: Executor, node: fx.Node) -> RuntimeValue:
+    result, spec = RuntimeValue(), node.meta["spec"]
+    counts = run.step.rows.sizes if node.meta["split"] else [None]
+
+    def work() -> None:
+        rows = run.step.rows
+        bindings = [
+            rows.bindings if count is None or rows.batch is None else {**rows.bindings, rows.batch: count} for count in counts
+        ]
+        result.tensors = [torch.zeros(spec.sizes(b), dtype=spec.dtype, device=run.device.torch_device) for b in bindings]
+        run.device.hold(result.tensors)
+
+    run.submit(Lane.COMPUTE, (), (result,), work)
+    return result
+
+
 @handles(operator.getitem)
 def _getitem(run: Executor, node: fx.Node, results: RuntimeValue, index: int) -> RuntimeValue:
     return results.results[index]
@@ -362,7 +392,7 @@ def _give_back(run: Executor, x: RuntimeValue) -> None:
     if x.slab is not None:
         run.slabs.free[x.slab] = run.device.lanes[Lane.COMPUTE].record()
     elif x.set_apart is not None:
-        run.step.engine.set_apart.give(x.set_apart, run.device.lanes[Lane.COMPUTE].record())
+        run.step.engine.set_apart.give(x.set_apart)
         x.set_apart = None
     elif x.lane in (Lane.COMM, Lane.RECV):
         run.released.setdefault(x.lane, []).append(x.place)
@@ -379,12 +409,14 @@ def _forward(
     weights: RuntimeValue | None,
     values: Sequence[RuntimeValue],
     streamed_outputs: Sequence[int] = (),
+    turn: int | None = None,
+    wanted: Sequence[int] = (),
 ) -> RuntimeValue:
     ran = run.segments[segment]
     weights = weights if weights is not None else RuntimeValue([])
     kept, sent = _for_activations(run, segment)
     results = [*(RuntimeValue() for _ in ran.block.outputs), kept, sent]
-    inner_loop = run_forward(run.step, run.device, ran, weights, values, results)
+    inner_loop = run_forward(run.step, run.device, ran, weights, values, results, turn, wanted)
     streams: list[MicroBatchCopies] = []
     if streamed_outputs:
         streams.append(OutputStream(run.device, run.step, [results[i] for i in streamed_outputs]))
@@ -473,6 +505,7 @@ def _backward(
     streamed_gradients: Sequence[RuntimeValue | None] = (),
     activations: RuntimeValue | None = None,
     restored_activations: RuntimeValue | None = None,
+    turn: int | None = None,
 ) -> RuntimeValue:
     ran = run.segments[segment]
     weights = weights if weights is not None else RuntimeValue([])
@@ -483,7 +516,7 @@ def _backward(
         kept = activations or RuntimeValue(absent=True)
         both = kept, restored_activations or RuntimeValue(absent=True)
         passing = run.passing.get(node, frozenset())
-        inner_loop = run_backward(run.step, run.device, ran, weights, values, arriving, both, results, passing)
+        inner_loop = run_backward(run.step, run.device, ran, weights, values, arriving, both, results, passing, turn)
         streams: list[MicroBatchCopies] = []
         if streamed:
             sources = [StreamedGradient(source, arriving[i], ran.block.outputs[i]) for i, source in streamed.items()]
@@ -511,7 +544,10 @@ def _push_gradients(run: Executor, node: fx.Node, segment: int, gradients: Runti
 
     if not result.absent:
         run.submit(Lane.D2H, (gradients,), (result,), work)
-    run.step.engine.server.collect(run.step, run.segments[segment], result)
+    if run.step.pushed is not None:
+        run.step.pushed.append((run.segments[segment], result))
+    else:
+        run.step.engine.server.collect(run.step, run.segments[segment], result)
     return result
 
 

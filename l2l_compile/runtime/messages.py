@@ -52,9 +52,12 @@ def parts_of(counts: Sequence[int]) -> list[Part]:
 
 
 def counts_of(step: Step, values: Sequence[fx.Node]) -> list[int]:
-    """How many parts each of these values of a program has: one a micro-batch, 1 if all rows are equal; 0 for a whole value."""
+    """How many parts each of these values of a program has: one a micro-batch, 1 if all rows are equal; 0 for a whole value, or one turn."""
     of_split = len(step.rows.sizes)
-    return [(1 if value.meta["spec"].equal_rows else of_split) if value.meta["split"] else 0 for value in values]
+    return [
+        (1 if value.meta["spec"].equal_rows else of_split) if value.meta["split"] and "turn" not in value.meta else 0
+        for value in values
+    ]
 
 
 class Arrival:
@@ -68,7 +71,7 @@ class Arrival:
         self._what = (
             f"'{described[0].meta['value']}' of segment '{run.segments[described[0].meta['segment']].name}' from rank {source}"
         )
-        self._specs = [(node.meta["spec"], node.meta["split"]) for node in described]
+        self._specs = [(node.meta["spec"], node.meta["split"], node.meta.get("turn")) for node in described]
         self._counts = counts_of(run.step, described)
         self._parts = parts_of(self._counts)
         self._works: dict[Part, Any] = {}  # of the lane `recv`
@@ -95,11 +98,11 @@ class Arrival:
     def _ask(self) -> None:
         """Make room for all parts, and ask for them in order (lane `recv`)."""
         device, ranks = self._run.device, pipeline_of(self._run.step)
-        for value, (spec, is_split) in zip(self._values, self._specs, strict=True):
+        for value, (spec, is_split, turn) in zip(self._values, self._specs, strict=True):
             device.accesses.write(value.place)
             value.tensors = [
                 torch.empty(sizes, dtype=spec.dtype, device=device.torch_device)
-                for sizes in _sizes_of_parts(self._run.step, spec, is_split)
+                for sizes in _sizes_of_parts(self._run.step, spec, is_split, turn)
             ]
             device.hold(value.tensors)
         for position, number in self._parts:
@@ -108,7 +111,7 @@ class Arrival:
     def _awaited(self, part: Part) -> RuntimeValue:
         position, number = part
         step, device, made = self._run.step, self._run.device, RuntimeValue()
-        value, (spec, is_split) = self._values[position], self._specs[position]
+        value, (spec, is_split, turn) = self._values[position], self._specs[position]
 
         def replicate() -> None:
             (first,) = value.tensors
@@ -123,7 +126,7 @@ class Arrival:
                 error.add_note(f"this rank, {pipeline_of(step).world_rank}, waited for {self._what}")
                 raise
             step.stats.received_bytes += value.tensors[number].nbytes
-            if is_split and spec.equal_rows:
+            if is_split and spec.equal_rows and turn is None:
                 replicate()
 
         self._run.submit(Lane.RECV, (), (made,), work)
@@ -267,8 +270,10 @@ def pipeline_of(step: Step) -> PipelineRanks:
     return pipeline
 
 
-def _sizes_of_parts(step: Step, spec: TensorSpec, is_split: bool) -> Iterator[tuple[int, ...]]:
-    rows = step.rows
-    for count in (rows.sizes[:1] if spec.equal_rows else rows.sizes) if is_split else [None]:
+def _sizes_of_parts(step: Step, spec: TensorSpec, is_split: bool, turn: int | None) -> Iterator[tuple[int, ...]]:
+    rows, counts = step.rows, list[int | None]([None])
+    if is_split:
+        counts = [rows.sizes[turn]] if turn is not None else [*(rows.sizes[:1] if spec.equal_rows else rows.sizes)]
+    for count in counts:
         bindings = rows.bindings if count is None or rows.batch is None else {**rows.bindings, rows.batch: count}
         yield spec.sizes(bindings)

@@ -13,6 +13,7 @@ from torch import fx
 
 from l2l_compile.devices.host import outside_inference_mode, without_autocast
 from l2l_compile.devices.profiler_ranges import ranges
+from l2l_compile.errors import L2LError
 from l2l_compile.ir import nodes
 from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.program import Program
@@ -64,17 +65,42 @@ class Backwards:
         return module
 
 
+class Steps:
+    """The graphs of whole steps that go forward and back turn by turn, one for each number of micro-batches. One micro-batch needs none.
+
+    mask     which outputs have a gradient in them
+    made     the graphs that exist, by their number of micro-batches
+    rebuild  makes the graph for another number
+    """
+
+    def __init__(self, mask: tuple[bool, ...], made: dict[int, fx.GraphModule], rebuild: Callable[[int], fx.GraphModule]):
+        self.mask, self._made, self._rebuild = mask, made, rebuild
+
+    def of(self, turns: int) -> fx.GraphModule:
+        """The graph for this many micro-batches, more than one."""
+        if turns not in self._made:
+            self._made[turns] = self._rebuild(turns)
+        return self._made[turns]
+
+
 class Runner:
     """The callable that Dynamo gets for a graph. One step at a time.
 
     differentiable  which outputs can have a gradient
     ranks           the ranks that run the program together; None for one
+    steps           the graphs of whole steps, if they go turn by turn
     """
 
     def __init__(
-        self, program: Program, engine: Engine, backwards: Backwards, differentiable: Sequence[bool], ranks: Ranks | None = None
+        self,
+        program: Program,
+        engine: Engine,
+        backwards: Backwards,
+        differentiable: Sequence[bool],
+        ranks: Ranks | None = None,
+        steps: Steps | None = None,
     ):
-        self.engine, self.ranks = engine, ranks
+        self.engine, self.ranks, self._steps = engine, ranks, steps
         self.captured: Captured = program.captured
         self.outputs, self.arguments = Outputs(program, differentiable), Arguments(program)
         self._program = self._shown = program
@@ -126,7 +152,7 @@ class Runner:
         step = self._begin(arguments, stats, runs, to_train)
         ran_out = ""
         try:
-            outputs, kept = self._run_forward(step)
+            outputs, kept = self._run_forward(step) if (steps := self._steps_of(step)) is None else self._run_step(step, steps)
         except torch.OutOfMemoryError as error:
             if not engine.resident.lost:
                 raise
@@ -158,6 +184,46 @@ class Runner:
         if not step.to_train:
             self.engine.resident.end(self._need, self._sizes_of(step))
         return outputs, kept
+
+    def _run_step(self, step: Step, steps: Steps) -> tuple[Sequence[RuntimeValue], Sequence[RuntimeValue]]:
+        """The outputs of a step that goes forward and back turn by turn. Its gradients wait until the loss is differentiated."""
+        graph = steps.of(len(step.rows.sizes)).graph
+        if self.captured.owners is not None:
+            step.absent = self._absent_for(step, steps.mask)
+        step.pushed, step.scale = [], self.engine.server.loss_scale()
+        specs = [node.meta["spec"] for node in graph.find_nodes(op="placeholder") if node.meta["kind"] == "gradient"]
+        ones = [RuntimeValue([torch.full(s.sizes(step.rows.bindings), step.scale, dtype=s.dtype)]) for s in specs]
+        outputs, _, _ = self._run(graph, step, [*self.arguments.values(step.arguments), *ones])
+        return list(outputs), []
+
+    def _hand_over(self, step: Step, steps: Steps, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        """Give the gradients of a step that went turn by turn to the host. Returns as `backward`."""
+        mask, pushed, server = self.outputs.gradient_mask(gradients), step.pushed, self.engine.server
+        if mask != steps.mask:
+            raise L2LError(
+                "schedule='1f1b' has computed the gradients of the loss alone: use schedule='breadth_first' for other outputs"
+            )
+        if pushed is None:
+            raise L2LError(
+                "schedule='1f1b' hands the gradients of a step over once: use schedule='breadth_first' for retain_graph=True"
+            )
+        graph, step.pushed = steps.of(len(step.rows.sizes)).graph, None
+        if step.world is not None:
+            self._joint(graph).announce(step.world, ActionKind.BACKWARD, f"gradients of outputs {mask}")
+        server.begin_backward(step, graph, self._program.segments)
+        (gradient,) = [float(g) for g in gradients if g is not None]
+        factor = gradient * step.host.scale / step.scale
+        for segment, value in pushed:
+            if factor != 1.0 and not value.absent:
+                for gradient in [g for g in value.tensors if g is not None]:
+                    gradient.mul_(factor)
+            server.collect(step, segment, value)
+        return {i: sharded_as(g, step.given[i]) for i, g in server.end_backward(step).items()}
+
+    def _absent_for(self, step: Step, mask: tuple[bool, ...]) -> frozenset[tuple[int, str]]:
+        if mask not in self._absent:
+            self._absent[mask] = absent_gradients(step, self._program, mask)
+        return self._absent[mask]
 
     def _without_residents(self, step: Step, error: str) -> Step:
         """The step once more, after weights that stay on the device left too little memory. Nothing was written yet."""
@@ -194,7 +260,8 @@ class Runner:
         rows = StepRows(bindings, captured.batch, self._micro_batches.of(bindings))
         step = Step(self.engine, read, arguments, captured.constants, rows, stats, runs, to_train, self.ranks)
         if self.ranks is not None:
-            joint = self._joint(self._program.forward.graph)
+            steps = self._steps_of(step)
+            joint = self._joint((steps.of(len(rows.sizes)) if steps is not None else self._program.forward).graph)
             begin_together(self.ranks, step, joint, captured, to_train, options.batch_scope == "global")
         if to_train and options.keeps_activations:
             step.levels = self._levels_of(step)
@@ -204,9 +271,14 @@ class Runner:
         owners = captured.owners
         here = (i for i in captured.inputs if i.kind == "parameter" and (owners is None or owners.has(i)))
         parameters = [arguments[i.index] for i in here]
-        self.engine.server.begin_forward(step, parameters, to_train, self._resident)
+        resident = self._resident if self._steps_of(step) is None else self._program.here
+        self.engine.server.begin_forward(step, parameters, to_train, resident)
         self._bindings = rows.bindings
         return step
+
+    def _steps_of(self, step: Step) -> Steps | None:
+        """The graphs of whole steps, if this one goes turn by turn."""
+        return self._steps if step.to_train and len(step.rows.sizes) > 1 else None
 
     def _joint(self, graph: fx.Graph) -> JointRun:
         """What ranks compare before they run a graph."""
@@ -244,14 +316,16 @@ class Runner:
         device, server, stats = self.engine.device, self.engine.server, step.stats
         start = device.now()
         self.engine.begin_backward(step.runs)
+        if (steps := self._steps_of(step)) is not None:
+            found = self._hand_over(step, steps, gradients)
+            stats.backward_seconds += device.now() - start
+            return found
         mask = self.outputs.gradient_mask(gradients)
         module = self._backwards.of(mask)
         if step.world is not None:
             self._joint(module.graph).announce(step.world, ActionKind.BACKWARD, f"gradients of outputs {mask}")
         if self.captured.owners is not None:
-            if mask not in self._absent:
-                self._absent[mask] = absent_gradients(step, self._program, mask)
-            step.absent = self._absent[mask]
+            step.absent = self._absent_for(step, mask)
         server.begin_backward(step, module.graph, self._program.segments)
         scale = step.host.scale
         gradients = [g if g is None else g * scale for g in gradients] if scale != 1.0 else gradients
@@ -288,11 +362,12 @@ class Runner:
         count = min(self.engine.options.prefetch, 2 * len(segments)) + 1  # a graph has no more fetches
         try:
             with device.running(), ranges(device), torch.no_grad(), without_autocast(device.torch_device):
-                device.reserve_slabs(count, self._slab_bytes)
+                self.engine.set_apart.begin()
+                if (instructions := instructions_of(graph, device.launches_first)).fetches:
+                    device.reserve_slabs(count, self._slab_bytes)
                 if not step.to_train:
                     self.engine.kept_inputs.begin(self.engine.resident.bytes)
                     self.engine.resident.begin(self._need, self._sizes_of(step), self._weight_bytes)
-                instructions = instructions_of(graph, device.launches_first)
                 slabs = Slabs(device, step, count, instructions.fetches, keep)
                 result = Executor(device, step, segments, slabs).run(instructions, inputs)
                 if not keep:

@@ -79,9 +79,13 @@ def requests(step: Step, node: fx.Node, segments: Sequence[Segment]) -> Iterator
     """The lowerings that a node which runs a segment needs, one a micro-batch, if every gradient arrives that may arrive."""
     segment = segments[nodes.operands(node).segment]
     block = segment.block
+    read = nodes.operands(node)
     for number, bindings in enumerate(step.rows.bindings_of(segment)):
+        if read.turn not in (None, number):
+            continue
         if node.target is nodes.forward:
-            yield block, bindings, "forward", wanted_of(block, again=number > 0)
+            wanted = tuple(i in read.wanted for i in range(len(block.outputs))) if read.wanted else None
+            yield block, bindings, "forward", wanted or wanted_of(block, again=number > 0)
         else:
             yield block, bindings, "backward", tuple(gradient is not None for gradient in nodes.arriving_gradients(node))
 
@@ -93,12 +97,14 @@ def run_forward(
     weights: RuntimeValue,
     operands: Sequence[RuntimeValue],
     results: Sequence[RuntimeValue],
+    turn: int | None = None,
+    wanted: Sequence[int] = (),
 ) -> list[Callable[[], None]]:
-    """Work for the compute lane, one for each micro-batch, that runs a segment forward and adds to `results`.
+    """Work for the compute lane, one for each micro-batch (or for that of `turn`), that runs a segment forward and adds to `results`.
 
-    Lowers in this call, on the caller's thread.
+    Lowers in this call, on the caller's thread. With `wanted`, only the results with these indices are made.
     """
-    return _Forward(step, device, segment, weights, operands, results).inner_loop()
+    return _Forward(step, device, segment, weights, operands, results, turn, wanted).inner_loop()
 
 
 def run_backward(
@@ -111,6 +117,7 @@ def run_backward(
     kept: Sequence[RuntimeValue],
     results: Sequence[RuntimeValue],
     passing: frozenset[int] = frozenset(),
+    turn: int | None = None,
 ) -> list[Callable[[], None]]:
     """Work, one for each micro-batch, that recomputes and differentiates a segment. `kept` is what forward has kept: what it has left on
     the device, and what comes back from the host. `passing` are results whose parts are freed as they leave for other ranks.
@@ -118,24 +125,43 @@ def run_backward(
     Marks at once which results exist; the last micro-batch fills them. The first piece of work may read the arriving
     gradients of the first two micro-batches.
     """
-    return _Backward(step, device, segment, weights, operands, gradients, kept, results, passing).inner_loop()
+    return _Backward(step, device, segment, weights, operands, gradients, kept, results, passing, turn).inner_loop()
 
 
 class _Run(ABC):
-    """One segment of a step, forward or backward: its code for each micro-batch, its operands, its seeds."""
+    """One segment of a step, forward or backward: its code for each micro-batch, its operands, its seeds.
+
+    count    how many micro-batches the segment has
+    lowered  the code of those that run now, by their numbers: of all, or of one turn
+    """
 
     which: ClassVar[str]
 
-    def __init__(self, step: Step, device: Device, segment: Segment, weights: RuntimeValue, operands: Sequence[RuntimeValue]):
-        self.step, self.device, self.segment, self.block = step, device, segment, segment.block
+    def __init__(
+        self,
+        step: Step,
+        device: Device,
+        segment: Segment,
+        weights: RuntimeValue,
+        operands: Sequence[RuntimeValue],
+        turn: int | None = None,
+    ):
+        self.step, self.device, self.segment, self.block, self.turn = step, device, segment, segment.block, turn
         self.weights, self.operands = weights, operands
-        self.lowered = [self.lower(number, bindings) for number, bindings in enumerate(step.rows.bindings_of(segment))]
+        sizes = step.rows.bindings_of(segment)
+        self.count, numbers = len(sizes), range(len(sizes)) if turn is None else [turn]
+        self.lowered = {number: self.lower(number, sizes[number]) for number in numbers}
         self._check_fetched()
         self.seeds = self._seeds()
 
     def inner_loop(self) -> list[Callable[[], None]]:
         """Work for each micro-batch, in order."""
-        return [functools.partial(self.micro_batch, number) for number in range(len(self.lowered))]
+        return [functools.partial(self.micro_batch, number) for number in self.lowered]
+
+    @property
+    def first(self) -> Lowered:
+        """The code of the first micro-batch that runs now."""
+        return next(iter(self.lowered.values()))
 
     @abstractmethod
     def micro_batch(self, number: int) -> None:
@@ -155,20 +181,20 @@ class _Run(ABC):
     def _check_fetched(self) -> None:
         """Raise `L2LError` if the code reads a weight that was not fetched because no known code read it."""
         unfetched = self.weights.unfetched
-        if unfetched and not all(unfetched <= code.unread(len(self.block.weights)) for code in self.lowered):
+        if unfetched and not all(unfetched <= code.unread(len(self.block.weights)) for code in self.lowered.values()):
             names = ", ".join(self.segment.weights[i].name for i in sorted(unfetched))
             raise L2LError(
                 f"{self.which} of segment '{self.segment.name}' reads a weight that was not fetched for it ({names}). This is a bug of "
                 "l2l_compile: please report it with the model"
             )
 
-    def _seeds(self) -> list[int]:
+    def _seeds(self) -> dict[int, int]:
         """A seed for each micro-batch; none where nothing is random."""
-        if not any(code.random for code in self.lowered):
-            return []
+        if not any(code.random for code in self.lowered.values()):
+            return {}
         base = self.step.base_seed()
         first = self.step.rows.first if self.block.inner_looped else 0
-        return [derived_seed(base, self.segment.index, first + number) for number in range(len(self.lowered))]
+        return {number: derived_seed(base, self.segment.index, first + number) for number in self.lowered}
 
     def arguments(self, number: int) -> list[torch.Tensor]:
         """Weights, and the operands of a micro-batch."""
@@ -209,12 +235,15 @@ class _Forward(_Run):
         weights: RuntimeValue,
         operands: Sequence[RuntimeValue],
         results: Sequence[RuntimeValue],
+        turn: int | None,
+        wanted: Sequence[int],
     ):
-        self.levels = step.levels.get(segment.index)
+        self.levels, self.wanted = step.levels.get(segment.index), frozenset(wanted)
         self.savings: list[Saving | None] = []
-        super().__init__(step, device, segment, weights, operands)
+        super().__init__(step, device, segment, weights, operands, turn)
         *self.results, self.kept, self.sent = results
-        self.compare = step.engine.check.forward(step, segment, weights, operands) if step.engine.check else None
+        is_checked = step.engine.check is not None and turn is None and not wanted
+        self.compare = step.engine.check.forward(step, segment, weights, operands) if is_checked and step.engine.check else None
         for result in (*self.results, self.kept):
             result.tensors = []
         if self.levels is not None:
@@ -222,6 +251,9 @@ class _Forward(_Run):
 
     def _lower(self, number: int, bindings: Bindings) -> Lowered:
         engine, part = self.step.engine, part_of(self.step, self.segment.index, number)
+        if self.wanted:
+            outputs = tuple(i in self.wanted for i in range(len(self.block.outputs)))
+            return engine.lowering.forward(self.block, bindings, outputs=outputs)
         if self.levels is None or part is None:
             self.savings.append(None)
             return engine.lowering.forward(self.block, bindings, number > 0)
@@ -234,7 +266,7 @@ class _Forward(_Run):
             self.compare()
         code = self.lowered[number]
         made = self.call(code, number, self.arguments(number))
-        if self.savings[number] is not None:
+        if self.levels is not None and self.savings[number] is not None:
             made = self._keep(made, number)
         outputs = zip(self.results, self.block.outputs, code.present, strict=True)
         filled = [(result, spec) for result, spec, present in outputs if present]
@@ -285,22 +317,29 @@ class _Backward(_Run):
         kept: Sequence[RuntimeValue],
         results: Sequence[RuntimeValue],
         passing: frozenset[int],
+        turn: int | None,
     ):
+        if turn is not None:
+            passing = frozenset(range(len(segment.values)))  # the gradients of a turn are results as they are
         self.passing = frozenset(len(segment.block.weights) + index for index in passing)  # by operand
         self.gradient_mask = tuple(not g.absent for g in gradients)
         self.kept, self.restored = kept
         self.savings = usable_savings(step, segment.index, self.gradient_mask)
-        super().__init__(step, device, segment, weights, operands)
+        super().__init__(step, device, segment, weights, operands, turn)
         block = self.block
         self.arriving = [(g, spec) for g, spec in zip(gradients, block.outputs, strict=True) if not g.absent]
-        self.present = self.lowered[0].present
+        self.present = self.first.present
         *self.of_values, self.bundle = results
         self._mark_absent()
         self.whole = self._lower_whole()
-        self.compare = step.engine.check.backward(step, segment, weights, operands, gradients) if step.engine.check else None
+        is_checked = step.engine.check is not None and turn is None
+        self.compare = (
+            step.engine.check.backward(step, segment, weights, operands, gradients) if is_checked and step.engine.check else None
+        )
         self.per_micro_batch = self._parts_of_values()
-        self.sums: dict[int, torch.Tensor] = {}
-        self.gathered: list[torch.Tensor] = []
+        self.sums, self.gathered = step.sums.pop(segment.index, ({}, []))
+        if turn is not None and turn < self.count - 1:
+            step.sums[segment.index] = self.sums, self.gathered
 
     def _lower(self, number: int, bindings: Bindings) -> Lowered:
         if (saving := self._saving(number)) is not None:
@@ -325,7 +364,7 @@ class _Backward(_Run):
 
     def _lower_whole(self) -> Lowered | None:
         """Code for all micro-batches at once, where a sum over the batch must have the same order as in eager."""
-        if not self.block.summed_whole or len(self.lowered) == 1 or self.lowered[0].random:
+        if not self.block.summed_whole or self.count == 1 or self.first.random:
             return None
         return self.lower(0, self.segment.bindings(self.step.rows.bindings))
 
@@ -335,7 +374,7 @@ class _Backward(_Run):
         arriving = [gradient_of(self.step, self.block, g.tensors, number, spec) for g, spec in self.arriving]
         operands = [*self.arguments(number), *arriving, *self._saved(number)]
         self._gather(self.call(self.lowered[number], number, operands))  # and let go of what it made
-        if number == len(self.lowered) - 1:
+        if number == self.count - 1:
             self._finish()
 
     def _saving(self, number: int) -> Saving | None:
@@ -367,7 +406,7 @@ class _Backward(_Run):
             elif index in self.sums:
                 self.sums[index].add_(gradient)
             else:
-                self.sums[index] = gradient if len(self.lowered) == 1 else _as_sum(gradient)
+                self.sums[index] = gradient if self.count == 1 else _as_sum(gradient)
                 self.gathered.append(self.sums[index])
         self.device.hold([*self.gathered[before:], *leaving])
 
@@ -439,8 +478,10 @@ def gradient_of(step: Step, block: Block, tensors: Sequence[torch.Tensor], micro
     """
     if block.inner_looped and spec.partial is not None:
         return tensors[0] * step.rows.partial_weight(micro_batch, spec.partial)
-    if _split(block, spec) or micro_batch == 0:
-        return tensors[micro_batch]
+    if _split(block, spec):
+        return micro_batch_of(tensors, micro_batch)
+    if micro_batch == 0:
+        return tensors[0]
     return torch.zeros_like(tensors[0])
 
 

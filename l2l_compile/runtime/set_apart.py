@@ -1,13 +1,12 @@
-"""Memory of the device for weights that stay until backward: each buffer serves the weights of the same size in the next step.
+"""Memory of the device for weights that stay until backward: each buffer serves the weights of the same size in the next run.
 
 The first step allocates it. New memory may have belonged to a value that compute still reads, so that a copy into it waits for compute. A
-buffer that is there already can be written as soon as its own last reader is done, a whole step ago.
+buffer that is there already can be written at once: it was given back in an earlier run, behind which all lanes were idle.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 import torch
 
@@ -16,15 +15,10 @@ from l2l_compile.races import Place
 
 
 class Buffer:
-    """Memory for the weights of one segment.
-
-    free   the event after which it may be written, None for at once
-    place  is watched for races
-    """
+    """Memory for the weights of one segment. `place` is watched for races."""
 
     def __init__(self, size: int):
         self.size = size
-        self.free: Any = None
         self.place = Place("weights that stay until backward")
         self._memory: torch.Tensor | None = None
 
@@ -40,17 +34,24 @@ class BuffersSetApart:
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[Buffer]] = defaultdict(list)
+        self._given: list[Buffer] = []  # in this run: its lanes may still read them
+
+    def begin(self) -> None:
+        """A run of a graph begins. Called while no lane works."""
+        for buffer in self._given:
+            self._free[buffer.size].append(buffer)
+        self._given = []
 
     def take(self, size: int) -> Buffer:
         """A buffer of this size."""
         there = self._free[size]
         return there.pop() if there else Buffer(size)
 
-    def give(self, buffer: Buffer, free: Any) -> None:
-        """The weights in a buffer are read for the last time before the event `free`."""
-        buffer.free = free
-        self._free[buffer.size].append(buffer)
+    def give(self, buffer: Buffer) -> None:
+        """The weights in a buffer are released."""
+        self._given.append(buffer)
 
     def clear(self) -> None:
         """Let go of the memory. Called while no lane works."""
         self._free.clear()
+        self._given = []

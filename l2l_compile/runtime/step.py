@@ -42,6 +42,8 @@ class Host(Protocol):
 
     def on_wire(self, step: Step, segment: Segment, /) -> list[int]: ...
 
+    def loss_scale(self) -> float: ...
+
     def begin_backward(self, step: Step, graph: fx.Graph, segments: Sequence[Segment]) -> None: ...
 
     def collect(self, step: Step, segment: Segment, gradients: RuntimeValue, /) -> None: ...
@@ -158,6 +160,9 @@ class Step:
     writes     new contents of buffers and other inputs, by index; `place` is watched for races
     levels     what each segment keeps for its backward, by its index; a segment that keeps nothing is not in it
     savings    the code of each micro-batch of a segment that keeps something, None for one of which it keeps nothing
+    sums       sums over the turns of a backward so far, by segment: of gradients, and the tensors that hold them
+    pushed     where backward runs inside of forward: the gradients of each segment on the host, until the loss is differentiated
+    scale      the factor on the loss that is in these
     absent     the gradients that other ranks of a pipeline do not make, by segment and name
     replayed   outputs that the host has made itself, by position
     keeps      what stays on the device for the next call, by node and by the index of the input or output, with its bytes
@@ -177,6 +182,9 @@ class Step:
     place: Place = field(default_factory=lambda: Place("new contents of a buffer"))
     levels: Mapping[int, KeptLevels] = field(default_factory=dict)
     savings: dict[int, list[Saving | None]] = field(default_factory=dict)
+    sums: dict[int, tuple[dict[int, torch.Tensor], list[torch.Tensor]]] = field(default_factory=dict)
+    pushed: list[tuple[Segment, RuntimeValue]] | None = None
+    scale: float = 1.0
     absent: frozenset[tuple[int, str]] = frozenset()
     replayed: dict[int, torch.Tensor] = field(default_factory=dict)
     keeps: dict[tuple[Callable, int], tuple[RuntimeValue, int]] = field(default_factory=dict)

@@ -51,7 +51,8 @@ class GatherLossTerms:
     def apply(self, compilation: Compilation) -> None:
         options = compilation.options
         if compilation.splits_rows:
-            gather_loss_terms(compilation.captured, only_largest=options.precision != "fp32")
+            only_largest = options.precision != "fp32" and options.schedule == "breadth_first"  # turns need terms
+            gather_loss_terms(compilation.captured, only_largest)
 
 
 def gather_loss_terms(captured: Captured, only_largest: bool) -> None:

@@ -28,7 +28,7 @@ class KeepActivations:
     """Provides `activations_kept`."""
 
     name: ClassVar[str] = "keep_activations"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PROGRAM})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PROGRAM, Fact.TURNS_WRITTEN})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.ACTIVATIONS_KEPT})
 
     def apply(self, compilation: Compilation) -> None:

@@ -41,20 +41,21 @@ class PlaceRanks:
             return
         for segment in compilation.segments:
             segment.sharded = any(w.shard_spec is not None for w in segment.weights)
-        for graph in filter(None, (compilation.forward, compilation.backward)):
+        for graph in compilation.graphs:
             _gather(graph, compilation.segments)
             _reduce(graph, compilation.segments, compilation.is_global)
 
 
 def _gather(graph: fx.Graph, segments: list[Segment]) -> None:
-    for fetch in graph.find_nodes(op="call_function", target=nodes.fetch_weights):
+    for fetch in list(nodes.fetches(graph)):
         index = nodes.operands(fetch).segment
         if segments[index].sharded:
             with graph.inserting_after(fetch):
                 gathered = graph.call_function(nodes.all_gather_weights, (index, fetch))
             gathered.meta["segment"] = index
             fetch.meta["bytes"] = _own_bytes(segments[index])
-            fetch.replace_all_uses_with(gathered, delete_user_cb=lambda user, gathered=gathered: user is not gathered)
+            for user in [user for user in fetch.users if user is not gathered]:
+                user.replace_input_with(fetch, gathered)
 
 
 def _reduce(graph: fx.Graph, segments: list[Segment], is_global: bool) -> None:

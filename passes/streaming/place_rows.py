@@ -50,7 +50,7 @@ class PlaceRows:
     def apply(self, compilation: Compilation) -> None:
         if not compilation.is_global:
             return
-        for graph in filter(None, (compilation.forward, compilation.backward)):
+        for graph in compilation.graphs:
             _Rows(graph, compilation.segments).place()
 
 

@@ -33,7 +33,8 @@ class PlaceUpdates:
         if place is UpdatePlace.AFTER_PUSH and compilation.backward is not None:
             _after_pushes(compilation.backward)
         if place is UpdatePlace.BEFORE_FETCH:
-            _before_fetches(compilation)
+            for graph in filter(None, (compilation.forward, compilation.step)):
+                _before_fetches(graph, compilation)
 
 
 def _after_pushes(graph: fx.Graph) -> None:
@@ -43,8 +44,7 @@ def _after_pushes(graph: fx.Graph) -> None:
         update.meta["segment"] = nodes.operands(push).segment
 
 
-def _before_fetches(compilation: Compilation) -> None:
-    graph = compilation.forward
+def _before_fetches(graph: fx.Graph, compilation: Compilation) -> None:
     start = next(n for n in graph.nodes if n.op != "placeholder")
     for fetch in sorted(nodes.fetches(graph), key=lambda n: nodes.operands(n).segment):
         index = nodes.operands(fetch).segment

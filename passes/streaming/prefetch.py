@@ -33,7 +33,7 @@ class Prefetch:
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.PREFETCHED})
 
     def apply(self, compilation: Compilation) -> None:
-        for graph in filter(None, (compilation.forward, compilation.backward)):
+        for graph in compilation.graphs:
             _hoist(graph, compilation.options.prefetch)
             if compilation.options.prefetch:
                 _hoist_messages(graph)

@@ -15,6 +15,7 @@ is kept or released where its release would stand.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,7 +37,7 @@ class Release:
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED})
 
     def apply(self, compilation: Compilation) -> None:
-        for graph in filter(None, (compilation.forward, compilation.backward)):
+        for graph in compilation.graphs:
             _release_all(graph, overlap=compilation.options.prefetch > 0)
 
 
@@ -52,7 +53,7 @@ def _release_all(graph: fx.Graph, overlap: bool) -> None:
 
 def _last_reader(node: fx.Node, order: dict[fx.Node, int], overlap: bool, but: fx.Node | None = None) -> fx.Node:
     """The node behind which the memory of `node` is needed no longer."""
-    ends = [_end(reader) if overlap else reader for reader in node.users if reader is not but]
+    ends = [_end(reader) if overlap or "until" in reader.meta else reader for reader in node.users if reader is not but]
     last = _after_results(max(ends, key=order.__getitem__, default=node), order)
     while last.op == "placeholder" and last.next.op == "placeholder":
         last = last.next
@@ -76,10 +77,28 @@ def _end(reader: fx.Node) -> fx.Node:
     """
     if nodes.lane_of(reader) not in _AWAY:
         return reader
+    if "until" in reader.meta:
+        return _before_turn(reader, *reader.meta["until"])
     later = reader.next
     while later.op != "output" and not nodes.runs_segment(later):
         later = later.next
     return reader if later.op == "output" else later
+
+
+def _before_turn(message: fx.Node, function: Callable, turn: int) -> fx.Node:
+    """The last node before a segment runs forward, or back, in a turn or a later one: a message has arrived then."""
+    later = message.next
+    while later.op != "output" and not (later.target is function and _is_in(later, turn)):
+        later = later.next
+    last = later.prev
+    while last.target is nodes.release:
+        last = last.prev
+    return last
+
+
+def _is_in(run: fx.Node, turn: int) -> bool:
+    of_run = nodes.operands(run).turn
+    return of_run is not None and of_run >= turn
 
 
 def _after_results(node: fx.Node, order: dict[fx.Node, int]) -> fx.Node:

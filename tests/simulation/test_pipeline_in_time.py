@@ -42,13 +42,13 @@ def stages(depth: int) -> list[list[str]]:
     return [["begin", "layers.0"], *([f"layers.{i}"] for i in range(1, depth - 1)), [f"layers.{depth - 1}", "end"]]
 
 
-def step(ranks: int, turns: int, loops: int, **figures) -> l2l_compile.Simulation:
+def step(ranks: int, turns: int, loops: int, schedule: str = "breadth_first", **figures) -> l2l_compile.Simulation:
     """A step of a pipeline whose layers take a second forward for each micro-batch."""
     model = Equal(ranks * loops)
     with world(ranks) as mesh:
         l2l_compile.pipeline(model, mesh, stages=stages(ranks * loops))
         on = dataclasses.replace(joined(), **{**FREE, **figures})
-        return simulate(model, on, {"micro_batches": turns})(torch.empty(ROWS * turns, WIDTH))
+        return simulate(model, on, {"micro_batches": turns, "schedule": schedule})(torch.empty(ROWS * turns, WIDTH))
 
 
 def turn(found: l2l_compile.Simulation, turns: int, loops: int) -> float:
@@ -68,6 +68,21 @@ def test_the_bubble_is_that_of_the_formula(ranks, turns, loops):
     for stage in found.stages:
         assert stage.seconds == found.seconds
         assert 1 - stage.busy("compute") == pytest.approx(formula, abs=0.005 * formula)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "turns"), [(2, 4), *(pytest.param(*c, marks=pytest.mark.slow) for c in [(2, 2), (3, 12), (4, 4), (4, 16)])]
+)
+def test_one_forward_one_back_has_the_bubble_of_the_formula(ranks, turns):
+    found = step(ranks, turns, 1, schedule="1f1b")
+    assert found.steady and len(found.stages) == ranks
+    for stage in found.stages:
+        assert 1 - stage.busy("compute") == pytest.approx((ranks - 1) / (turns + ranks - 1), rel=0.005)
+
+
+def test_memory_of_one_forward_one_back_does_not_grow_with_turns():
+    peaks = [[stage.peak_device_bytes for stage in step(2, turns, 1, schedule="1f1b").stages] for turns in (4, 8, 16)]
+    assert all(abs(peak - first) < 1000 for of_stage in zip(*peaks, strict=True) for first in of_stage[:1] for peak in of_stage)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,507 @@
+"""Write the graph of a whole step that goes forward and back turn by turn (the option `schedule="1f1b"`).
+
+    0F0   %x_0 = forward(segment, %w, (%v_0), turn=0)
+    0B0   %g_0 = backward(segment, %w, (%v_0), (%d_0), turn=0)
+    0F1   ...
+
+A turn is one micro-batch through the segments of one stage. The weights stay on the device for the step. Each segment adds the gradients
+of its weights over the turns, in their order, as the inner loop does; they are pushed behind the last one.
+
+Segments that read all rows run behind all turns forward. Such a segment, as a loss is, must be linear in what the turns make: its
+gradients are computed first of all, from operands whose contents do not matter (`blank`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from l2l_compile.errors import L2LError
+from l2l_compile.ir import nodes
+from l2l_compile.ir.schedule import Action, Direction, one_forward_one_back
+from l2l_compile.ir.segments import Segment, Value
+from l2l_compile.ir.values import TensorSpec
+from l2l_compile.passes.compilation import Compilation, Fact
+from l2l_compile.passes.streaming.differentiate import reached_backward
+from l2l_compile.passes.streaming.linear import depends_on_inputs, nonlinear_operation
+from l2l_compile.passes.streaming.place_stages import borders_of, has_rows
+from l2l_compile.passes.streaming.writer import GraphWriter
+
+_REMEDY = "use schedule='breadth_first'"
+_ALL = -1  # in the place of a turn: a value that all turns share, or their parts together
+
+
+@dataclass(frozen=True)
+class WriteTurns:
+    """Provides `turns_written`. Raises `L2LError` for what cannot run turn by turn."""
+
+    name: ClassVar[str] = "write_turns"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PROGRAM})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.TURNS_WRITTEN})
+
+    def apply(self, compilation: Compilation) -> None:
+        compilation.step = None
+        if compilation.goes_by_turns and compilation.turns > 1:  # one turn is what forward and backward do
+            compilation.step = _Step(compilation).write()
+
+
+class _Kinds:
+    """When the segments of a program run, and which values they make turn by turn.
+
+    turned  segments that run turn by turn
+    early   segments that run once, before the turns that read their results
+    late    segments that run once behind all turns, since they read what the turns make of all rows
+    parts   values of which each turn makes its own part
+    sums    values of which each turn makes a summand
+    once    values that the first turn makes for all
+    """
+
+    def __init__(self, compilation: Compilation):
+        self.specs = compilation.captured.specs
+        self.turned: list[Segment] = []
+        self.early: list[Segment] = []
+        self.late: list[Segment] = []
+        self.parts, self.sums, self.once = set[Value](), set[Value](), set[Value]()
+        self.of_late: dict[Value, Segment] = {}
+        for segment in compilation.segments:
+            self._place(segment)
+
+    def _place(self, segment: Segment) -> None:
+        block = segment.block
+        waits = [value for value in segment.values if value in self.of_late or value in self.sums]
+        if block.inner_looped and any(spec.splits for spec in (*block.values, *block.outputs)):
+            if waits:
+                made = self.of_late.get(waits[0])
+                raise L2LError(
+                    f"schedule='1f1b': segment '{segment.name}' reads '{waits[0]}', which "
+                    + (f"segment '{made.name}' makes of all rows" if made is not None else "is a sum over all rows")
+                    + f", before the last micro-batch is there: {_REMEDY}"
+                )
+            self.turned.append(segment)
+            for value, spec in zip(segment.outputs, block.outputs, strict=True):
+                kind = self.sums if spec.partial is not None else self.once if spec.computed_once else self.parts
+                kind.add(value)
+        elif waits or any(value in self.parts for value in segment.values):
+            self.late.append(segment)
+            self.of_late |= dict.fromkeys(segment.outputs, segment)
+        else:
+            self.early.append(segment)
+
+
+class _Step:
+    """Writes the graph of a step of this rank."""
+
+    def __init__(self, compilation: Compilation):
+        self.compilation, self.captured = compilation, compilation.captured
+        self.writer, self.kinds = GraphWriter(), _Kinds(compilation)
+        self.stages, self.borders = compilation.stages, borders_of(compilation)
+        self.index_of = {i.node: i.index for i in self.captured.inputs}
+        self.inputs: dict[fx.Node, fx.Node] = {}
+        self.given: dict[int, fx.Node] = {}  # gradients of outputs, by position
+        self.values: dict[tuple[Value, int], fx.Node] = {}  # by value and turn, or `_ALL`
+        self.layouts: dict[tuple[Value, bool], fx.Node] = {}  # of values that all turns share: whole, or split
+        self.gradients: dict[tuple[Value, int], fx.Node] = {}
+        self.weights: dict[int, fx.Node] = {}
+        self.received: set[tuple[int, int]] = set()  # segments of other ranks, and turns, whose values are here
+        self.ran: set[tuple[int, int]] = set()
+        roots = [v for v, wanted in zip(compilation.outputs, compilation.gradient_mask, strict=True) if v is not None and wanted]
+        self.backwards = {segment.index for segment in reached_backward(compilation.segments, roots)}
+        self._check()
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def write(self) -> fx.Graph:
+        for value in self.captured.inputs:
+            if not value.is_weight and value.node in self.captured.specs:
+                self.inputs[value.node] = self.writer.placeholder(
+                    value.node.name, value.node.name, self.captured.specs[value.node], False, "input"
+                )
+        self._take_gradients()
+        for segment in reversed(self.kinds.late):
+            if self.stages.runs(segment) and segment.index in self.backwards:
+                self._differentiate_late(segment)
+        self._share_early()
+        for action in self._order():
+            if action.direction is Direction.FORWARD:
+                self._forward_turn(action)
+            else:
+                self._backward_turn(action)
+        outputs = self._end()
+        self.writer.graph.output((outputs, (), ()))
+        return self.writer.graph
+
+    @property
+    def turns(self) -> int:
+        return self.compilation.turns
+
+    def _order(self) -> Sequence[Action]:
+        return one_forward_one_back(self.stages.ranks, self.turns)[self.stages.rank]
+
+    def _of_stage(self, stage: int) -> Iterator[Segment]:
+        """The segments of a stage that run turn by turn, and belong to no other stage."""
+        return (s for s in self.kinds.turned if self.stages.runs_on[s.index] == (stage,))
+
+    def _take_gradients(self) -> None:
+        for index, (value, wanted) in enumerate(zip(self.compilation.outputs, self.compilation.gradient_mask, strict=True)):
+            if value is None or not wanted:
+                continue
+            name, spec = f"gradient_{index}", self.captured.specs[value.node].detached()
+            arrived = self.writer.placeholder(name, name, spec, False, "gradient")
+            if not self.borders.is_made_here(value):
+                arrived.meta["elsewhere"] = True
+            else:
+                self._add(value, _ALL, self.writer.derived(nodes.restore, arrived))
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    def _get(self, value: Value, turn: int, split: bool) -> fx.Node:
+        """The node with a value for a turn; for `_ALL`, with all of it."""
+        spec = self.captured.specs[value.node]
+        if (value, turn) in self.values:
+            return self.values[value, turn]
+        if value in self.inputs_here and spec.batch is not None and turn != _ALL:
+            node = self.writer.derived(nodes.restore, self.inputs[value.node], turn, split=True)
+            node.meta["turn"] = turn
+            return self.values.setdefault((value, turn), node)
+        if value in self.kinds.once and (value, 0) in self.values:
+            return self.values[value, 0]
+        return self._shared(value, split and spec.batch is not None)
+
+    @property
+    def inputs_here(self) -> set[Value]:
+        return {Value(node) for node in self.inputs}
+
+    def _shared(self, value: Value, split: bool) -> fx.Node:
+        """A value that all turns share, in a layout."""
+        if (value, split) not in self.layouts:
+            if (value, not split) in self.layouts:
+                made = self.writer.converted(self.layouts[value, not split], split)
+            elif value in self.inputs_here:
+                made = self.writer.converted(self.writer.derived(nodes.restore, self.inputs[value.node]), split)
+            else:
+                made = self.writer.converted(self._joined(value), split)
+            self.layouts[value, split] = made
+        return self.layouts[value, split]
+
+    def _joined(self, value: Value) -> fx.Node:
+        """What all turns have made of a value."""
+        parts = [self.values[value, turn] for turn in range(self.turns)]
+        node = self.writer.emit(nodes.join, tuple(parts))
+        return self.writer.describe(node, parts[0].meta["value"], parts[0].meta["spec"], True)
+
+    def _weights_of(self, segment: Segment) -> fx.Node | None:
+        if not segment.weights:
+            return None
+        if segment.index not in self.weights:
+            self.weights[segment.index] = self.writer.emit(nodes.fetch_resident, segment.index, segment=segment)
+        return self.weights[segment.index]
+
+    def _describe(self, node: fx.Node, name: str, spec: TensorSpec, split: bool, turn: int) -> fx.Node:
+        self.writer.describe(node, name, spec, split)
+        if turn != _ALL and node.meta["split"]:
+            node.meta["turn"] = turn
+        return node
+
+    # ---- forward -----------------------------------------------------------------------------------------------------
+
+    def _share_early(self) -> None:
+        """Run what other ranks read of all turns, and receive it, in the order of the program: both ranks count the messages alike."""
+        for segment in self.kinds.early:
+            if self.stages.runs(segment):
+                if any(map(self._receivers, segment.outputs)):
+                    self._forward(segment, _ALL)
+            elif self._arriving(segment, _ALL):
+                self._receive(segment, _ALL)
+
+    def _forward_turn(self, action: Action) -> None:
+        """What a stage does forward in a turn. First come the messages for it, in the order in which they are sent."""
+        own = list(self._of_stage(action.stage))
+        for segment in self.kinds.turned:
+            if own and segment.index < own[-1].index and not self.stages.runs(segment) and self._arriving(segment, action.turn):
+                self._receive(segment, action.turn)
+        for segment in own:
+            self._forward(segment, action.turn)
+
+    def _forward(self, segment: Segment, turn: int) -> None:
+        """Run a segment forward in a turn, behind what it needs: messages, and segments that are copied to each reader."""
+        if (segment.index, turn) in self.ran:
+            return
+        self.ran.add((segment.index, turn))
+        self._have(segment, turn)
+        split = bool(segment.block.inner_looped)
+        weights = self._weights_of(segment)
+        operands = tuple(self._get(value, turn, split) for value in segment.values)
+        more = ((), turn) if turn != _ALL else ()
+        made = self.writer.emit(nodes.forward, segment.index, weights, operands, *more, segment=segment)
+        for index, value in enumerate(segment.outputs):
+            if turn > 0 and value in self.kinds.once:
+                continue
+            node = self.writer.emit(operator.getitem, made, index, segment=segment)
+            kind = _ALL if value in self.kinds.once else turn
+            self._describe(node, str(value), self.captured.specs[value.node], split, kind)
+            if turn == _ALL:
+                self.layouts[value, bool(node.meta["split"])] = node
+            else:
+                self.values[value, turn] = node
+        self._send(segment, turn)
+
+    def _have(self, segment: Segment, turn: int) -> None:
+        """Write what must be here before a segment runs in a turn."""
+        for value in segment.values:
+            maker = self.maker_of.get(value)
+            if maker is None:
+                continue
+            of_maker = turn if maker in self.kinds.turned and value not in self.kinds.once else _ALL
+            if value in self.kinds.once:
+                of_maker = 0
+            if self.stages.runs(maker):
+                if maker in self.kinds.early or self.stages.runs_on[maker.index] != self.stages.runs_on[segment.index]:
+                    self._forward(maker, of_maker)
+
+    @property
+    def maker_of(self) -> dict[Value, Segment]:
+        return {value: segment for segment in self.compilation.segments for value in segment.outputs}
+
+    def _send(self, segment: Segment, turn: int) -> None:
+        rank = self.stages.rank
+        sent = [value for value in segment.outputs if self.borders.sender(value) == rank and self._leaves_in(value, turn)]
+        for to in sorted({to for value in sent for to in self._receivers(value)}):
+            values = tuple(self._in_turn(value, turn) for value in sent if to in self._receivers(value))
+            message = self.writer.emit(nodes.send, values, to)
+            if turn != _ALL:  # when its gradients are back, it has arrived
+                message.meta["until"] = nodes.backward, turn
+
+    def _receivers(self, value: Value) -> list[int]:
+        """The ranks that need a value in a turn. Losses are sent at the end."""
+        return [] if value in self.losses else self.borders.receivers(value)
+
+    @property
+    def losses(self) -> set[Value]:
+        return {value for value in self.compilation.outputs if value is not None and not has_rows(self.compilation, value)}
+
+    def _leaves_in(self, value: Value, turn: int) -> bool:
+        return turn <= 0 or value not in self.kinds.once
+
+    def _in_turn(self, value: Value, turn: int) -> fx.Node:
+        return self.values[value, turn] if turn != _ALL else self._shared(value, False)
+
+    def _arriving(self, segment: Segment, turn: int) -> list[Value]:
+        """The values that another rank sends to this one in a turn, when it has run a segment."""
+        return [v for v in segment.outputs if self.stages.rank in self._receivers(v) and self._leaves_in(v, turn)]
+
+    def _receive(self, segment: Segment, turn: int) -> None:
+        """Receive what a segment of another rank makes in a turn."""
+        if (segment.index, turn) in self.received:
+            return
+        self.received.add((segment.index, turn))
+        arriving, is_split = self._arriving(segment, turn), bool(segment.block.inner_looped)
+        specs = [(str(value), self.captured.specs[value.node]) for value in arriving]
+        found = self.writer.received(self.borders.sender(arriving[0]), specs, [is_split] * len(arriving), segment)
+        for value, node in zip(arriving, found, strict=True):
+            self._describe(node, str(value), node.meta["spec"], is_split, _ALL if value in self.kinds.once else turn)
+            if turn == _ALL:
+                self.layouts[value, bool(node.meta["split"])] = node
+            else:
+                self.values[value, turn] = node
+
+    # ---- backward ----------------------------------------------------------------------------------------------------
+
+    def _backward_turn(self, action: Action) -> None:
+        own = set(self._of_stage(action.stage))
+        for segment in reversed(self.kinds.turned):
+            if segment.index not in self.backwards:
+                continue
+            if segment in own:
+                self._backward(segment, action.turn)
+            elif not self.stages.runs(segment):
+                self._receive_gradients(segment, action.turn)
+
+    def _backward(self, segment: Segment, turn: int) -> None:
+        block, is_last = segment.block, turn in (_ALL, self.turns - 1)
+        split, weights = bool(block.inner_looped), self._weights_of(segment)
+        operands = tuple(self._get(value, turn, split) for value in segment.values)
+        arrived = tuple(self._gradient(value, turn, split) for value in segment.outputs)
+        more = ((), None, None, turn) if turn != _ALL else ()
+        made = self.writer.emit(nodes.backward, segment.index, weights, operands, arrived, *more, segment=segment)
+        sent: dict[int, list[fx.Node]] = {}
+        for index, (value, spec) in enumerate(zip(segment.values, block.values, strict=True)):
+            is_part = split and spec.splits
+            if not spec.differentiable or not (is_part or is_last):
+                continue
+            node = self.writer.emit(operator.getitem, made, index, segment=segment)
+            self._describe(node, f"d {value}", spec.detached(), split, turn if is_part else _ALL)
+            if self.borders.is_made_here(value):
+                self._add(value, turn if is_part else _ALL, node)
+            else:
+                sent.setdefault(self.borders.sender(value), []).append(node)
+        for rank, gradients in sorted(sent.items()):
+            message = self.writer.emit(nodes.send, tuple(gradients), rank)
+            # the other rank goes forward in this turn when it has gone back with these
+            message.meta["until"] = nodes.forward, turn + self.stages.ranks - rank
+        if block.is_trained and is_last:
+            bundle = self.writer.emit(operator.getitem, made, len(segment.values), segment=segment)
+            self.writer.emit(nodes.push_gradients, segment.index, bundle, segment=segment)
+
+    def _receive_gradients(self, segment: Segment, turn: int) -> None:
+        """Receive the gradients that a segment of another rank makes in a turn."""
+        (source, *_), block = self.stages.runs_on[segment.index], segment.block
+        wanted = []
+        for value, spec in zip(segment.values, block.values, strict=True):
+            is_part = bool(block.inner_looped) and spec.splits
+            mine = value in self.borders.makers and self.borders.sender(value) == self.stages.rank
+            if spec.differentiable and mine and (is_part or turn == self.turns - 1):
+                wanted.append((value, spec, is_part))
+        if not wanted:
+            return
+        specs = [(f"d {value}", spec.detached()) for value, spec, _ in wanted]
+        arrived = self.writer.received(source, specs, [is_part for *_, is_part in wanted], segment)
+        for (value, spec, is_part), node in zip(wanted, arrived, strict=True):
+            self._describe(node, f"d {value}", spec.detached(), is_part, turn if is_part else _ALL)
+            self._add(value, turn if is_part else _ALL, node)
+
+    def _add(self, value: Value, turn: int, node: fx.Node) -> None:
+        """Add a gradient to those of a value in a turn, in the layout of the first one."""
+        before = self.gradients.get((value, turn))
+        if before is not None:
+            turned = before.meta.get("turn")
+            node = self.writer.derived(nodes.accumulate, before, self.writer.converted(node, before.meta["split"]))
+            if turned is not None:
+                node.meta["turn"] = turned
+        self.gradients[value, turn] = node
+
+    def _gradient(self, value: Value, turn: int, split: bool) -> fx.Node | None:
+        """The gradient of an output for a turn; None if it has none."""
+        of_turn, shared = self.gradients.get((value, turn)), self.gradients.get((value, _ALL))
+        if of_turn is None and shared is not None:
+            wanted = split and self.captured.specs[value.node].batch is not None
+            of_turn = self.gradients[value, _ALL] = self.writer.converted(shared, wanted)
+        elif of_turn is not None and shared is not None and turn != _ALL:
+            raise L2LError(
+                f"schedule='1f1b': '{value}' has gradients from turns and from a segment that reads all rows: {_REMEDY}"
+            )
+        return of_turn
+
+    # ---- segments that read all rows ---------------------------------------------------------------------------------
+
+    def _differentiate_late(self, segment: Segment) -> None:
+        """The gradients of a segment that reads all rows, before the turns have made what it reads."""
+        block = segment.block
+        unknown = {i for i, value in enumerate(segment.values, len(block.weights)) if not self._is_known(value)}
+        operation = nonlinear_operation(block, unknown)
+        if operation is not None or block.is_trained:
+            raise L2LError(
+                f"schedule='1f1b': segment '{segment.name}' reads all rows, and "
+                + (f"'{operation}' in it is not linear in them" if operation is not None else "has parameters")
+                + f", so that no micro-batch can go back before the last one has come: {_REMEDY}"
+            )
+        operands = tuple(self._early(value, spec) for value, spec in zip(segment.values, block.values, strict=True))
+        arrived = tuple(self._gradient(value, _ALL, False) for value in segment.outputs)
+        made = self.writer.emit(nodes.backward, segment.index, None, operands, arrived, segment=segment)
+        for index, (value, spec) in enumerate(zip(segment.values, block.values, strict=True)):
+            if spec.differentiable:
+                node = self.writer.emit(operator.getitem, made, index, segment=segment)
+                self.writer.describe(node, f"d {value}", spec.detached(), False)
+                self._add(value, _ALL, node)
+
+    def _is_known(self, value: Value) -> bool:
+        """Whether a value can be had before the turns: it has no gradient, and depends on inputs alone."""
+        if value in self.inputs_here:
+            return True
+        maker, spec = self.maker_of.get(value), self.captured.specs[value.node]
+        if maker is None or spec.differentiable:
+            return maker is None
+        if maker in self.kinds.early:
+            return True
+        count, index = len(maker.block.weights), maker.outputs.index(value)
+        read = depends_on_inputs(maker.block, index)
+        return value in self.kinds.parts and all(i >= count and maker.values[i - count] in self.inputs_here for i in read)
+
+    def _early(self, value: Value, spec: TensorSpec) -> fx.Node:
+        """A value before the turns: itself if it can be had, else its sizes."""
+        if not self._is_known(value):
+            return self.writer.describe(self.writer.emit(nodes.blank), str(value), spec, False)
+        maker = self.maker_of.get(value)
+        if maker is None or maker in self.kinds.early:
+            if maker is not None:
+                self._forward(maker, _ALL)
+            return self._shared(value, False)
+        return self._made_early(maker, value)
+
+    def _made_early(self, maker: Segment, value: Value) -> fx.Node:
+        """One result of a segment that runs turn by turn, of inputs alone, for all turns at once."""
+        index, count = maker.outputs.index(value), len(maker.block.weights)
+        read = depends_on_inputs(maker.block, index)
+        operands = []
+        for position, (each, spec) in enumerate(zip(maker.values, maker.block.values, strict=True), count):
+            if position in read:
+                operands.append(self._shared(each, spec.batch is not None))
+            else:
+                operands.append(self.writer.describe(self.writer.emit(nodes.blank), str(each), spec, True))
+        weights = self._weights_of(maker)
+        made = self.writer.emit(nodes.forward, maker.index, weights, tuple(operands), (), None, (index,), segment=maker)
+        node = self.writer.emit(operator.getitem, made, index, segment=maker)
+        self.layouts[value, True] = self.writer.describe(node, value, self.captured.specs[value.node], True)
+        return self._shared(value, False)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def _end(self) -> tuple[fx.Node | None, ...]:
+        """Segments that read all rows, the gradients of what all turns share, and the outputs."""
+        for segment in self.kinds.late:
+            if self.stages.runs(segment):
+                self._forward(segment, _ALL)
+        for segment in reversed(self.kinds.early):
+            is_wanted = segment.index in self.backwards and any((v, _ALL) in self.gradients for v in segment.outputs)
+            if is_wanted and self.stages.runs(segment):
+                self._backward(segment, _ALL)
+        returned = {value: self._loss(value) for value in dict.fromkeys(self.compilation.outputs) if value is not None}
+        return tuple(returned[value] if value is not None else None for value in self.compilation.outputs)
+
+    def _loss(self, value: Value) -> fx.Node | None:
+        if has_rows(self.compilation, value):
+            return None  # on another rank
+        if self.borders.is_made_here(value):
+            if (maker := self.maker_of.get(value)) is not None and maker in self.kinds.early:
+                self._forward(maker, _ALL)
+            node = self._shared(value, False)
+            for to in self.borders.receivers(value) if self.borders.sender(value) == self.stages.rank else ():
+                self.writer.emit(nodes.send, (node,), to)
+        else:
+            maker = self.maker_of[value]
+            (node,) = self.writer.received(
+                self.borders.sender(value), [(str(value), self.captured.specs[value.node])], [False], maker
+            )
+        return self.writer.derived(nodes.offload, node)
+
+    # ---- what cannot run turn by turn --------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        compilation = self.compilation
+        if self.stages.ranks > 1 and self.stages.loops > 1:
+            raise L2LError(
+                "schedule='1f1b' needs one stage on each rank, and modules of one rank are apart, as modules are that share a parameter: give "
+                f"each rank neighbouring modules (l2l_compile.pipeline(..., loops=1), or stages=...), or {_REMEDY}"
+            )
+        if sum(compilation.gradient_mask) != 1:
+            raise L2LError(f"schedule='1f1b' needs one loss that takes a gradient, and the model returns several: {_REMEDY}")
+        for value in compilation.outputs:
+            if value is not None and has_rows(compilation, value) and self.borders.is_made_here(value):
+                raise L2LError(f"schedule='1f1b' returns losses alone, and '{value}' has rows: add outputs='loss' to the options")
+        for segment in compilation.segments:
+            if segment.block.mutated:
+                raise L2LError(f"schedule='1f1b': segment '{segment.name}' writes into an input or a buffer: {_REMEDY}")
+            if segment.block.summed_whole:
+                raise L2LError(f"schedule='1f1b': segment '{segment.name}' sums gradients over all rows at once: {_REMEDY}")
+        self._check_once()
+
+    def _check_once(self) -> None:
+        for segment in self.kinds.turned:
+            for value, spec in zip(segment.outputs, segment.block.outputs, strict=True):
+                if value in self.kinds.once and spec.differentiable and spec.batch is None and segment.index in self.backwards:
+                    raise L2LError(
+                        f"schedule='1f1b': segment '{segment.name}' makes '{value}' for all micro-batches, and it takes a gradient: {_REMEDY}"
+                    )

@@ -1,0 +1,263 @@
+"""`schedule="1f1b"`: the bits of one rank that runs breadth first, with at most d - r turns in flight on rank r of d."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from pipelines import Case, UShape, train
+from test_pipeline_width import case_of, mesh_of
+from test_pipeline_width import train as train_sharded
+from torch.distributed.device_mesh import init_device_mesh
+
+import l2l_compile
+from l2l_compile.ir import nodes
+from l2l_compile.session import session_of
+from race_cases import slow_worker
+from waits import BY_NAME
+
+BY_TURNS = {"schedule": "1f1b"}
+
+
+def by_turns(case: Case) -> Case:
+    return replace(case, options={**case.options, **BY_TURNS})
+
+
+def equal_bits(rank, world, *cases):
+    for case in cases:
+        rounds = "precision" in case.options  # turns take a loss apart into terms, which rounds otherwise in 16 bits
+        alone, staged = train(by_turns(case) if rounds else case), train(by_turns(case), world)
+        assert staged.losses == alone.losses
+        for name, weight in staged.weights.items():
+            assert torch.equal(weight, alone.weights[name]), name
+        for name, gradient in staged.gradients.items():
+            assert torch.equal(gradient, alone.gradients[name]), name
+        assert any(program.step is not None for program in l2l_compile.programs(staged.compiled))
+
+
+def test_one_rank_has_the_bits_of_breadth_first():
+    one = [Case("u_shape"), Case("llama", torch.float64), Case("stepped"), Case("mixtral"), Case("gpt2"), Case("bert")]
+    equal_bits(0, 1, *one)
+
+
+OPTIONS = {
+    "at_step": {},
+    "in_forward": {"update": "in_forward"},
+    "delay": {"update": "in_forward", "delay": 1},
+    "clipped": {"update": "in_forward", "max_grad_norm": 0.1},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "fp16 in forward": {"precision": "fp16", "update": "in_forward"},
+    "no prefetch": {"prefetch": 0},
+    "checks": {"check": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_options_have_the_bits_of_one_rank(ranks, options):
+    ranks.run(equal_bits, Case("llama", loops=1, options=options), Case("u_shape", loops=1, options=options), world=2)
+
+
+@pytest.mark.parametrize(("world", "turns"), [(2, 2), (2, 8), (3, 3), (3, 6), (4, 4), (4, 16)])
+@pytest.mark.slow(only="(2, 2)")
+def test_stages_have_the_bits_of_one_rank(ranks, world, turns):
+    many, options = {"rows": (turns + 1,) * 4, "loops": 1}, {"micro_batches": turns}
+    cases = [
+        Case(model, dtype, options=options, **many) for model, dtype in (("u_shape", torch.float32), ("llama", torch.float64))
+    ]
+    ranks.run(equal_bits, *cases, world=world, seconds=240)
+
+
+def test_clipping_in_the_loop_has_the_bits_of_one_rank(ranks):
+    ranks.run(equal_bits, Case("llama", loops=1, max_norm=0.1), Case("u_shape", loops=1, max_norm=0.01), world=2)
+
+
+def test_compiled_blocks_have_the_bits_of_one_rank(ranks):
+    ranks.run(equal_bits, Case("llama", loops=1, options={"block_compiler": "inductor"}), world=2)
+
+
+def test_rows_and_lengths_may_change(ranks):
+    """As few rows as one, for which there is one micro-batch: a step of it needs no turns."""
+    ranks.run(
+        equal_bits, Case("llama", loops=1, rows=(6, 4, 2, 1), lengths=(5, 9, 7, 5)), Case("u_shape", loops=1, rows=(6, 4, 1, 5))
+    )
+
+
+def in_flight(rank, world, turns):
+    case = by_turns(Case("llama", loops=1, options={"micro_batches": turns}, rows=(turns,) * 4))
+    (program,) = l2l_compile.programs(train(case, world).compiled)
+    first = program.here[-1].index
+    now = most = 0
+    for node in program.step.graph.nodes:
+        if nodes.runs_segment(node) and nodes.operands(node).turn is not None and nodes.operands(node).segment == first:
+            now += 1 if node.target is nodes.forward else -1
+            most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize(("world", "turns"), [(2, 4), (3, 6)])
+def test_few_turns_are_in_flight(ranks, world, turns):
+    assert [most <= world - rank for rank, most in enumerate(ranks.run(in_flight, turns, world=world))] == [True] * world
+
+
+def equal_to_shard(rank, world, kind, *cases):
+    mesh, width, depth = mesh_of(kind)
+    alone = init_device_mesh("cpu", (2, 2), mesh_dim_names=("alone", "copies"))["alone"]
+    for arguments, more in cases:
+        case = case_of(mesh.get_local_rank(0), *arguments, loops=1, **more)
+        expected = train_sharded(case, mesh, alone, None)
+        for found in train_sharded(by_turns(case), mesh, alone, None), train_sharded(by_turns(case), mesh, width, depth):
+            assert found.losses == expected.losses
+            for made, wanted in ((found.gradients, expected.gradients), (found.weights, expected.weights)):
+                for name, tensor in made.items():
+                    assert torch.equal(tensor, wanted[name]), name
+
+
+@pytest.mark.parametrize("kind", ["shards", "replicas"])
+@pytest.mark.slow(only="shards")
+def test_stages_that_are_sharded_have_the_bits_of_shards(ranks, kind):
+    in_forward = {"options": {"update": "in_forward"}}
+    ranks.run(equal_to_shard, kind, (("llama",), {}), (("u_shape", torch.float64), in_forward), world=4, seconds=240)
+
+
+# ---- the loop ------------------------------------------------------------------------------------------------------------
+
+
+def trained(options, loss_of, *calls, rows=6):
+    """The parameters after a few steps of a loop in one process."""
+    case = Case("u_shape", options=options, rows=(rows,) * 4)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = UShape()
+    optimizer = case.optimizer_of(model)
+    more = {"optimizer": optimizer} if "update" in options else {}
+    everything = {"device": "cpu", "micro_batches": 3, "block_compiler": "eager", **options, **more}
+    compiled = torch.compile(model, backend="l2l", fullgraph=True, options=everything)
+    for step in range(3):
+        loss_of(compiled, case.batch(step))
+        optimizer.step()
+        optimizer.zero_grad()
+    l2l_compile.synchronize(compiled)
+    return [p.detach().clone() for p in model.parameters()], compiled
+
+
+def assert_same_loop(loss_of, **options):
+    expected, _ = trained(options, loss_of)
+    found, compiled = trained({**options, **BY_TURNS}, loss_of)
+    assert all(map(torch.equal, found, expected))
+    return compiled
+
+
+@pytest.mark.parametrize("options", [{}, {"update": "in_forward"}], ids=str)
+def test_a_loss_times_a_power_of_two_has_the_same_bits(options):
+    assert_same_loop(lambda model, batch: (model(**batch) / 4).backward(), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"update": "in_forward", "accumulate": 2}], ids=str)
+def test_several_backwards_are_one_step(options):
+    def losses(model, batch):
+        for _ in range(2):
+            (model(**batch) / 2).backward()
+
+    assert_same_loop(losses, **options)
+
+
+def test_a_forward_without_backward_leaves_nothing():
+    def losses(model, batch):
+        model(**batch)
+        model(**batch).backward()
+
+    compiled = assert_same_loop(losses)
+    assert session_of(compiled).device.ledger.held == 0
+
+
+def test_a_second_backward_is_refused():
+    def twice(model, batch):
+        loss = model(**batch)
+        loss.backward(retain_graph=True)
+        with pytest.raises(l2l_compile.L2LError, match="breadth_first"):
+            loss.backward()
+
+    trained(BY_TURNS, twice)
+
+
+def test_an_evaluation_between_steps_runs_breadth_first():
+    def both(model, batch):
+        with torch.no_grad():
+            model(**batch)
+        model(**batch).backward()
+
+    assert_same_loop(both)
+
+
+def after_an_overflow(pause):
+    """The factors on the losses of some steps, all of which overflow; work of the host pauses for so many seconds."""
+    options = {"precision": "fp16", "update": "in_forward", **BY_TURNS}
+    case = Case("u_shape")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = UShape()
+    optimizer = case.optimizer_of(model)
+    options = {"device": "cpu", "micro_batches": 3, "block_compiler": "eager", "optimizer": optimizer, **options}
+    compiled = torch.compile(model, backend="l2l", fullgraph=True, options=options)
+    used = []
+    for step in range(4):
+        loss = compiled(**case.batch(step))
+        used.append(loss.grad_fn.step.scale)
+        loss.backward()
+        if step == 0:
+            session_of(compiled).server.updates.scale.value = 2.0**40
+            slow_worker(session_of(compiled), "host", pause)
+        optimizer.step()
+        optimizer.zero_grad()
+    l2l_compile.synchronize(compiled)
+    return used
+
+
+def test_a_step_scales_its_loss_behind_the_step_before():
+    expected = after_an_overflow(0.0)
+    assert after_an_overflow(0.1) == expected and len(set(expected)) == 4
+    with BY_NAME["host.server.ParameterServer.loss_scale: self.updates.synchronize()"].deleted():
+        assert after_an_overflow(0.1) != expected
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"keep": "1GB"}, "keep"),
+        ({"batch_scope": "global"}, "batch_scope"),
+        ({"update": "in_backward"}, "in_backward"),
+        ({"schedule": "gpipe"}, "breadth_first"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_with_turns_are_refused(options, match):
+    with pytest.raises(l2l_compile.OptionError, match=match):
+        torch.compile(torch.nn.Linear(2, 2), backend="l2l", options={**BY_TURNS, **options})(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "match"),
+    [
+        ("gated", {}, "norms.0.*of all rows.*breadth_first"),
+        ("t5", {}, "takes a gradient.*breadth_first"),
+        ("llama", {"outputs": "all"}, "outputs='loss'"),
+    ],
+)
+def test_what_cannot_go_by_turns_is_refused_by_name(model, options, match):
+    case = by_turns(Case(model, options=options))
+    with pytest.raises(l2l_compile.L2LError, match=match):
+        train(case)
+
+
+def tied(rank, world):
+    with pytest.raises(l2l_compile.L2LError, match="one stage on each rank.*breadth_first"):
+        train(by_turns(Case("gpt2", loops=1)), world)
+
+
+def test_tied_modules_at_both_ends_are_refused(ranks):
+    ranks.run(tied)
