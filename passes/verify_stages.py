@@ -118,14 +118,14 @@ class _Rank:
 
     def __init__(self, graph: fx.Graph):
         self.done: set[fx.Node] = {node for node in graph.nodes if node.op in ("placeholder", "output")}
-        self.lanes: dict[Lane | fx.Node, list[fx.Node]] = defaultdict(list)
+        self.lanes: dict[Lane, list[fx.Node]] = defaultdict(list)
         self._sends: Mapping[fx.Node, list[fx.Node]] = defaultdict(list)
         # A receive stands behind what compute does before it. Compute frees parts as they leave: it stands behind the message before.
         self._behind: dict[fx.Node, list[fx.Node]] = {}
         left: list[fx.Node] = []
         for node in graph.nodes:
-            if node.op == "call_function":
-                queue, computed = _queue_of(node), self.lanes[Lane.COMPUTE]
+            if node.op == "call_function" and (queue := _queue_of(node)) is not None:
+                computed = self.lanes[Lane.COMPUTE]
                 self._behind[node] = computed[-1:] if node.target is nodes.recv else left if queue is Lane.COMPUTE else []
                 self.lanes[queue].append(node)
             if node.target is nodes.send:
@@ -135,7 +135,7 @@ class _Rank:
                     left = [node]
         self.next = dict.fromkeys(self.lanes, 0)
 
-    def heads(self) -> Iterator[tuple[Lane | fx.Node, fx.Node]]:
+    def heads(self) -> Iterator[tuple[Lane, fx.Node]]:
         """The next node of each lane that may start."""
         for lane, queue in self.lanes.items():
             if self.next[lane] < len(queue) and self._may_start(node := queue[self.next[lane]]):
@@ -145,9 +145,18 @@ class _Rank:
         waits = [*node.all_input_nodes, *self._behind[node]]
         if node.target is nodes.release:
             waits += self._sends[nodes.operands(node).x]
-        return self.done.issuperset(waits)
+        return all(map(self._is_done, waits))
 
-    def end(self, lane: Lane | fx.Node, node: fx.Node) -> None:
+    def _is_done(self, node: fx.Node) -> bool:
+        """Whether a node is done. One that is no work, but a name, is done when what it reads is."""
+        if node in self.done:
+            return True
+        is_done = _queue_of(node) is None and all(map(self._is_done, node.all_input_nodes))
+        if is_done:
+            self.done.add(node)
+        return is_done
+
+    def end(self, lane: Lane, node: fx.Node) -> None:
         self.done.add(node)
         self.next[lane] += 1
 
@@ -156,12 +165,12 @@ class _Rank:
         return [queue[self.next[lane]].name for lane, queue in self.lanes.items() if self.next[lane] < len(queue)]
 
 
-def _queue_of(node: fx.Node) -> Lane | fx.Node:
-    """Where a node waits for its turn: its lane, the compute lane for a release; the node itself if it is no work, but a name."""
+def _queue_of(node: fx.Node) -> Lane | None:
+    """Where a node waits until it can run: its lane, the compute lane for a release; None if it is no work, but a name."""
     if node.target is nodes.release:
         return Lane.COMPUTE
     lane = nodes.lane_of(node)
-    return lane if lane is not Lane.NONE else node
+    return lane if lane is not Lane.NONE else None
 
 
 def _progress(title: str, graphs: Sequence[fx.Graph]) -> None:

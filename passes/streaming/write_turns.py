@@ -99,8 +99,9 @@ class _Step:
         self.compilation, self.captured = compilation, compilation.captured
         self.writer, self.kinds = GraphWriter(), _Kinds(compilation)
         self.stages, self.borders = compilation.stages, borders_of(compilation)
-        self.index_of = {i.node: i.index for i in self.captured.inputs}
-        self.inputs: dict[fx.Node, fx.Node] = {}
+        self.inputs: dict[Value, fx.Node] = {}
+        self.maker_of = {value: segment for segment in compilation.segments for value in segment.outputs}
+        self.losses = {value for value in compilation.outputs if value is not None and not has_rows(compilation, value)}
         self.given: dict[int, fx.Node] = {}  # gradients of outputs, by position
         self.values: dict[tuple[Value, int], fx.Node] = {}  # by value and turn, or `_ALL`
         self.layouts: dict[tuple[Value, bool], fx.Node] = {}  # of values that all turns share: whole, or split
@@ -117,7 +118,7 @@ class _Step:
     def write(self) -> fx.Graph:
         for value in self.captured.inputs:
             if not value.is_weight and value.node in self.captured.specs:
-                self.inputs[value.node] = self.writer.placeholder(
+                self.inputs[Value(value.node)] = self.writer.placeholder(
                     value.node.name, value.node.name, self.captured.specs[value.node], False, "input"
                 )
         self._take_gradients()
@@ -163,25 +164,21 @@ class _Step:
         spec = self.captured.specs[value.node]
         if (value, turn) in self.values:
             return self.values[value, turn]
-        if value in self.inputs_here and spec.batch is not None and turn != _ALL:
-            node = self.writer.derived(nodes.restore, self.inputs[value.node], turn, split=True)
+        if value in self.inputs and spec.batch is not None and turn != _ALL:
+            node = self.writer.derived(nodes.restore, self.inputs[value], turn, split=True)
             node.meta["turn"] = turn
             return self.values.setdefault((value, turn), node)
         if value in self.kinds.once and (value, 0) in self.values:
             return self.values[value, 0]
         return self._shared(value, split and spec.batch is not None)
 
-    @property
-    def inputs_here(self) -> set[Value]:
-        return {Value(node) for node in self.inputs}
-
     def _shared(self, value: Value, split: bool) -> fx.Node:
         """A value that all turns share, in a layout."""
         if (value, split) not in self.layouts:
             if (value, not split) in self.layouts:
                 made = self.writer.converted(self.layouts[value, not split], split)
-            elif value in self.inputs_here:
-                made = self.writer.converted(self.writer.derived(nodes.restore, self.inputs[value.node]), split)
+            elif value in self.inputs:
+                made = self.writer.converted(self.writer.derived(nodes.restore, self.inputs[value]), split)
             else:
                 made = self.writer.converted(self._joined(value), split)
             self.layouts[value, split] = made
@@ -262,10 +259,6 @@ class _Step:
                 if maker in self.kinds.early or self.stages.runs_on[maker.index] != self.stages.runs_on[segment.index]:
                     self._forward(maker, of_maker)
 
-    @property
-    def maker_of(self) -> dict[Value, Segment]:
-        return {value: segment for segment in self.compilation.segments for value in segment.outputs}
-
     def _send(self, segment: Segment, turn: int) -> None:
         rank = self.stages.rank
         sent = [value for value in segment.outputs if self.borders.sender(value) == rank and self._leaves_in(value, turn)]
@@ -278,10 +271,6 @@ class _Step:
     def _receivers(self, value: Value) -> list[int]:
         """The ranks that need a value in a turn. Losses are sent at the end."""
         return [] if value in self.losses else self.borders.receivers(value)
-
-    @property
-    def losses(self) -> set[Value]:
-        return {value for value in self.compilation.outputs if value is not None and not has_rows(self.compilation, value)}
 
     def _leaves_in(self, value: Value, turn: int) -> bool:
         return turn <= 0 or value not in self.kinds.once
@@ -409,7 +398,7 @@ class _Step:
 
     def _is_known(self, value: Value) -> bool:
         """Whether a value can be had before the turns: it has no gradient, and depends on inputs alone."""
-        if value in self.inputs_here:
+        if value in self.inputs:
             return True
         maker, spec = self.maker_of.get(value), self.captured.specs[value.node]
         if maker is None or spec.differentiable:
@@ -418,7 +407,7 @@ class _Step:
             return True
         count, index = len(maker.block.weights), maker.outputs.index(value)
         read = depends_on_inputs(maker.block, index)
-        return value in self.kinds.parts and all(i >= count and maker.values[i - count] in self.inputs_here for i in read)
+        return value in self.kinds.parts and all(i >= count and maker.values[i - count] in self.inputs for i in read)
 
     def _early(self, value: Value, spec: TensorSpec) -> fx.Node:
         """A value before the turns: itself if it can be had, else its sizes."""
