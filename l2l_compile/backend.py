@@ -29,7 +29,8 @@ from l2l_compile.passes.pipeline import PIPELINE, PREPARATION, SEGMENTATION, STR
 from l2l_compile.passes.streaming.place_ranks import check_ranks
 from l2l_compile.passes.streaming.place_rows import check_rows
 from l2l_compile.passes.verify_stages import verify_stages
-from l2l_compile.runtime.runner import Backwards, Runner, Steps
+from l2l_compile.runtime.graphs_by_need import Backwards, Steps
+from l2l_compile.runtime.runner import Runner
 from l2l_compile.session import Session, frame_begins, frame_skipped, function_recompiled, model_inlined, session_for
 from l2l_compile.torch_internals import autograd, calls, threads
 from l2l_compile.torch_internals.calls import streams_layers

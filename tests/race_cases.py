@@ -252,7 +252,7 @@ CASES = [
         one_step,
         {
             "runtime.executor.Executor.submit: queue.wait(value.event)": "h2d compute",
-            "runtime.executor._fetch_weights: run.device.lanes[Lane.H2D].wait(run.slabs.free[slab])": "compute",
+            "runtime.weight_handlers._fetch_weights: run.device.lanes[Lane.H2D].wait(run.slabs.free[slab])": "compute",
             "runtime.executor._release: compute.wait(event)": "d2h",
             "runtime.overlapped_copies.OutputStream._send: d2h.wait(made)": "compute",
             "runtime.overlapped_copies.free_behind: compute.wait(copied)": "d2h",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MODULES = (
-    "runtime.executor", "runtime.overlapped_copies", "runtime.activation_copies", "runtime.stashes", "runtime.runner",
+    "runtime.executor", "runtime.weight_handlers", "runtime.overlapped_copies", "runtime.activation_copies", "runtime.stashes", "runtime.runner",
     "runtime.outputs", "runtime.segment_run", "host.server", "host.updates.overlapped", "host.updates.other_models",
     "host.updates.in_forward", "host.updates.in_backward", "host.updates.delayed", "host.double_buffer",
 )  # fmt: skip

@@ -22,10 +22,11 @@ from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.ranks.sharded import sharded_as
 from l2l_compile.reentry import check, whole
-from l2l_compile.runtime import collective_handlers, message_handlers  # noqa: F401 - handlers of the executor
+from l2l_compile.runtime import collective_handlers, message_handlers, weight_handlers  # noqa: F401 - handlers of the executor
 from l2l_compile.runtime.absent_gradients import absent_gradients
 from l2l_compile.runtime.call_arguments import Arguments
 from l2l_compile.runtime.executor import Executor
+from l2l_compile.runtime.graphs_by_need import Backwards, Steps
 from l2l_compile.runtime.instructions import instructions_of
 from l2l_compile.runtime.joint_forward import JointRun, begin_together, collectives_of
 from l2l_compile.runtime.kept_activations import KeptLevels, Room, kept_levels
@@ -43,44 +44,6 @@ from l2l_compile.runtime.step import Engine, Step
 from l2l_compile.runtime.streamed_function import StreamedFunction
 from l2l_compile.units import format_bytes
 from l2l_compile.user_line import warn
-
-
-class Backwards:
-    """The backward graphs of a program, one for each set of outputs that have a gradient.
-
-    mask, first  which outputs have a gradient in the graph that the passes have made, and that graph; None if nothing is trained
-    rebuild      makes the graph for another mask
-    """
-
-    def __init__(
-        self, mask: tuple[bool, ...], first: fx.GraphModule | None, rebuild: Callable[[tuple[bool, ...]], fx.GraphModule]
-    ):
-        self._made = {} if first is None else {mask: first}
-        self._rebuild, self.latest = rebuild, first
-
-    def of(self, mask: tuple[bool, ...]) -> fx.GraphModule:
-        if mask not in self._made:
-            self._made[mask] = self._rebuild(mask)
-        module = self.latest = self._made[mask]
-        return module
-
-
-class Steps:
-    """The graphs of whole steps that go forward and back turn by turn, one for each number of micro-batches. One micro-batch needs none.
-
-    mask     which outputs have a gradient in them
-    made     the graphs that exist, by their number of micro-batches
-    rebuild  makes the graph for another number
-    """
-
-    def __init__(self, mask: tuple[bool, ...], made: dict[int, fx.GraphModule], rebuild: Callable[[int], fx.GraphModule]):
-        self.mask, self._made, self._rebuild = mask, made, rebuild
-
-    def of(self, turns: int) -> fx.GraphModule:
-        """The graph for this many micro-batches, more than one."""
-        if turns not in self._made:
-            self._made[turns] = self._rebuild(turns)
-        return self._made[turns]
 
 
 class Runner:
