@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from l2l_compile.frontend.index_checks.known_values import is_of_tensors
 from l2l_compile.ir.segments import Block
 
 _SHAPES = (
@@ -43,8 +44,8 @@ _ADDITIONS: set[Any] = {operator.add, operator.iadd, operator.sub, operator.isub
 _LISTS: set[Any] = {torch.stack, torch.cat}
 
 
-def depends_on_inputs(block: Block, output: int) -> set[int]:
-    """The positions of the operands (weights, then values) on which an output depends."""
+def made_of(block: Block, output: int) -> set[int] | None:
+    """The positions of the operands (weights, then values) of which an output is made; None if random numbers may be among them."""
     graph = block.graph.graph
     positions = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     seen: set[fx.Node] = set()
@@ -54,6 +55,8 @@ def depends_on_inputs(block: Block, output: int) -> set[int]:
         if node not in seen:
             seen.add(node)
             waiting += node.all_input_nodes
+    if not all(node.op == "placeholder" or is_of_tensors(node) for node in seen):
+        return None
     return {positions[node] for node in seen if node in positions}
 
 
@@ -62,32 +65,34 @@ def nonlinear_operation(block: Block, unknown: Collection[int]) -> str | None:
 
     The operands are weights, then values.
     """
-    graph = block.graph.graph
-    depends = {node for i, node in enumerate(graph.find_nodes(op="placeholder")) if i in unknown}
+    graph, operands = block.graph.graph, dict(zip(block.graph.graph.find_nodes(op="placeholder"), block.operands, strict=False))
+    depends = {node for i, node in enumerate(operands) if i in unknown}
+    others = {
+        node for node, spec in operands.items() if spec.differentiable
+    } - depends  # whose gradients a factor of theirs is in
     for node in graph.nodes:
-        if node.op == "output" or node in depends or depends.isdisjoint(node.all_input_nodes):
+        if node.op in ("placeholder", "output"):
             continue
-        if not _is_linear(node, depends):
-            return _name(node.target)
-        depends.add(node)
+        if not depends.isdisjoint(node.all_input_nodes):
+            if not _is_linear(node, depends, others):
+                return _name(node.target)
+            depends.add(node)
+        elif not others.isdisjoint(node.all_input_nodes):
+            others.add(node)
     return None
 
 
-def _is_linear(node: fx.Node, depends: set[fx.Node]) -> bool:
+def _is_linear(node: fx.Node, depends: set[fx.Node], others: set[fx.Node]) -> bool:
+    """Whether no gradient of an operation depends on the contents of what it reads of `depends`."""
     read = [argument for argument in node.args if isinstance(argument, fx.Node) and argument in depends]
-    by_name = [argument for argument in node.kwargs.values() if isinstance(argument, fx.Node) and argument in depends]
-    if by_name:
+    if any(isinstance(argument, fx.Node) and argument in depends for argument in node.kwargs.values()):
         return False
     target = node.target
-    if target in _ADDITIONS:
+    if target in _ADDITIONS or target in _LISTS:
         return True
-    if target in _LISTS:
-        return True
-    if target in _PRODUCTS:
-        return len(read) == 1
-    if target in _OF_FIRST or target in _QUOTIENTS:
-        return read == [node.args[0]]
-    return False
+    if target in _PRODUCTS or target in _QUOTIENTS:
+        return len(read) == 1 and others.isdisjoint(node.all_input_nodes) and (target in _PRODUCTS or read == [node.args[0]])
+    return target in _OF_FIRST and read == [node.args[0]] and others.isdisjoint(node.all_input_nodes)
 
 
 def _outputs(graph: fx.Graph) -> list[Any]:

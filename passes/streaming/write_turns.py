@@ -27,11 +27,11 @@ from l2l_compile.ir.segments import Segment, Value
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.passes.compilation import Compilation, Fact
 from l2l_compile.passes.streaming.differentiate import reached_backward
-from l2l_compile.passes.streaming.linear import depends_on_inputs, nonlinear_operation
+from l2l_compile.passes.streaming.linear import made_of, nonlinear_operation
 from l2l_compile.passes.streaming.place_stages import borders_of, has_rows
+from l2l_compile.passes.streaming.turn_kinds import REMEDY, TurnKinds, refuse
 from l2l_compile.passes.streaming.writer import GraphWriter
 
-_REMEDY = "use schedule='breadth_first'"
 _ALL = -1  # in the place of a turn: a value that all turns share, or their parts together
 
 
@@ -49,55 +49,12 @@ class WriteTurns:
             compilation.step = _Step(compilation).write()
 
 
-class _Kinds:
-    """When the segments of a program run, and which values they make turn by turn.
-
-    turned  segments that run turn by turn
-    early   segments that run once, before the turns that read their results
-    late    segments that run once behind all turns, since they read what the turns make of all rows
-    parts   values of which each turn makes its own part
-    sums    values of which each turn makes a summand
-    once    values that the first turn makes for all
-    """
-
-    def __init__(self, compilation: Compilation):
-        self.specs = compilation.captured.specs
-        self.turned: list[Segment] = []
-        self.early: list[Segment] = []
-        self.late: list[Segment] = []
-        self.parts, self.sums, self.once = set[Value](), set[Value](), set[Value]()
-        self.of_late: dict[Value, Segment] = {}
-        for segment in compilation.segments:
-            self._place(segment)
-
-    def _place(self, segment: Segment) -> None:
-        block = segment.block
-        waits = [value for value in segment.values if value in self.of_late or value in self.sums]
-        if block.inner_looped and any(spec.splits for spec in (*block.values, *block.outputs)):
-            if waits:
-                made = self.of_late.get(waits[0])
-                raise L2LError(
-                    f"schedule='1f1b': segment '{segment.name}' reads '{waits[0]}', which "
-                    + (f"segment '{made.name}' makes of all rows" if made is not None else "is a sum over all rows")
-                    + f", before the last micro-batch is there: {_REMEDY}"
-                )
-            self.turned.append(segment)
-            for value, spec in zip(segment.outputs, block.outputs, strict=True):
-                kind = self.sums if spec.partial is not None else self.once if spec.computed_once else self.parts
-                kind.add(value)
-        elif waits or any(value in self.parts for value in segment.values):
-            self.late.append(segment)
-            self.of_late |= dict.fromkeys(segment.outputs, segment)
-        else:
-            self.early.append(segment)
-
-
 class _Step:
     """Writes the graph of a step of this rank."""
 
     def __init__(self, compilation: Compilation):
         self.compilation, self.captured = compilation, compilation.captured
-        self.writer, self.kinds = GraphWriter(), _Kinds(compilation)
+        self.writer, self.kinds = GraphWriter(), TurnKinds(compilation)
         self.stages, self.borders = compilation.stages, borders_of(compilation)
         self.inputs: dict[Value, fx.Node] = {}
         self.maker_of = {value: segment for segment in compilation.segments for value in segment.outputs}
@@ -111,7 +68,7 @@ class _Step:
         self.ran: set[tuple[int, int]] = set()
         roots = [v for v, wanted in zip(compilation.outputs, compilation.gradient_mask, strict=True) if v is not None and wanted]
         self.backwards = {segment.index for segment in reached_backward(compilation.segments, roots)}
-        self._check()
+        refuse(compilation, self.kinds, self.borders, self.backwards)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -370,7 +327,7 @@ class _Step:
             of_turn = self.gradients[value, _ALL] = self.writer.converted(shared, wanted)
         elif of_turn is not None and shared is not None and turn != _ALL:
             raise L2LError(
-                f"schedule='1f1b': '{value}' has gradients from turns and from a segment that reads all rows: {_REMEDY}"
+                f"schedule='1f1b': '{value}' has gradients from turns and from a segment that reads all rows: {REMEDY}"
             )
         return of_turn
 
@@ -385,7 +342,7 @@ class _Step:
             raise L2LError(
                 f"schedule='1f1b': segment '{segment.name}' reads all rows, and "
                 + (f"'{operation}' in it is not linear in them" if operation is not None else "has parameters")
-                + f", so that no micro-batch can go back before the last one has come: {_REMEDY}"
+                + f", so that no micro-batch can go back before the last one has come: {REMEDY}"
             )
         operands = tuple(self._early(value, spec) for value, spec in zip(segment.values, block.values, strict=True))
         arrived = tuple(self._gradient(value, _ALL, False) for value in segment.outputs)
@@ -406,8 +363,9 @@ class _Step:
         if maker in self.kinds.early:
             return True
         count, index = len(maker.block.weights), maker.outputs.index(value)
-        read = depends_on_inputs(maker.block, index)
-        return value in self.kinds.parts and all(i >= count and maker.values[i - count] in self.inputs for i in read)
+        read = made_of(maker.block, index)
+        is_part = value in self.kinds.parts and read is not None
+        return is_part and all(i >= count and maker.values[i - count] in self.inputs for i in read or ())
 
     def _early(self, value: Value, spec: TensorSpec) -> fx.Node:
         """A value before the turns: itself if it can be had, else its sizes."""
@@ -423,10 +381,10 @@ class _Step:
     def _made_early(self, maker: Segment, value: Value) -> fx.Node:
         """One result of a segment that runs turn by turn, of inputs alone, for all turns at once."""
         index, count = maker.outputs.index(value), len(maker.block.weights)
-        read = depends_on_inputs(maker.block, index)
+        read = made_of(maker.block, index)
         operands = []
         for position, (each, spec) in enumerate(zip(maker.values, maker.block.values, strict=True), count):
-            if position in read:
+            if position in (read or ()):
                 operands.append(self._shared(each, spec.batch is not None))
             else:
                 operands.append(self.writer.describe(self.writer.emit(nodes.blank), str(each), spec, True))
@@ -465,32 +423,3 @@ class _Step:
                 self.borders.sender(value), [(str(value), self.captured.specs[value.node])], [False], maker
             )
         return self.writer.derived(nodes.offload, node)
-
-    # ---- what cannot run turn by turn --------------------------------------------------------------------------------
-
-    def _check(self) -> None:
-        compilation = self.compilation
-        if self.stages.ranks > 1 and self.stages.loops > 1:
-            raise L2LError(
-                "schedule='1f1b' needs one stage on each rank, and modules of one rank are apart, as modules are that share a parameter: give "
-                f"each rank neighbouring modules (l2l_compile.pipeline(..., loops=1), or stages=...), or {_REMEDY}"
-            )
-        if sum(compilation.gradient_mask) != 1:
-            raise L2LError(f"schedule='1f1b' needs one loss that takes a gradient, and the model returns several: {_REMEDY}")
-        for value in compilation.outputs:
-            if value is not None and has_rows(compilation, value) and self.borders.is_made_here(value):
-                raise L2LError(f"schedule='1f1b' returns losses alone, and '{value}' has rows: add outputs='loss' to the options")
-        for segment in compilation.segments:
-            if segment.block.mutated:
-                raise L2LError(f"schedule='1f1b': segment '{segment.name}' writes into an input or a buffer: {_REMEDY}")
-            if segment.block.summed_whole:
-                raise L2LError(f"schedule='1f1b': segment '{segment.name}' sums gradients over all rows at once: {_REMEDY}")
-        self._check_once()
-
-    def _check_once(self) -> None:
-        for segment in self.kinds.turned:
-            for value, spec in zip(segment.outputs, segment.block.outputs, strict=True):
-                if value in self.kinds.once and spec.differentiable and spec.batch is None and segment.index in self.backwards:
-                    raise L2LError(
-                        f"schedule='1f1b': segment '{segment.name}' makes '{value}' for all micro-batches, and it takes a gradient: {_REMEDY}"
-                    )

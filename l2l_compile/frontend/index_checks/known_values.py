@@ -42,7 +42,7 @@ class KnownValues:
         if not written:
             if self._can_be_known(node):
                 self._known.add(node)
-        elif _is_of_tensors(node) and not written & self._of_others and self._has(node.all_input_nodes):
+        elif is_of_tensors(node) and not written & self._of_others and self._has(node.all_input_nodes):
             self._known.add(node)
             for memory in written:
                 if memory is not None:
@@ -76,7 +76,7 @@ class KnownValues:
             return False
         if node.op == "placeholder":
             return node not in self._parameters
-        return node.op == "get_attr" or (_is_of_tensors(node) and is_pure(node) and self._has(node.all_input_nodes))
+        return node.op == "get_attr" or (is_of_tensors(node) and is_pure(node) and self._has(node.all_input_nodes))
 
 
 def size_of(node: fx.Node) -> Dim | None:
@@ -85,7 +85,7 @@ def size_of(node: fx.Node) -> Dim | None:
     return dim_of(value) if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) else None
 
 
-def _is_of_tensors(node: fx.Node) -> bool:
+def is_of_tensors(node: fx.Node) -> bool:
     """Whether an operation is built into PyTorch or Python (or is a method), and draws no random numbers."""
     if node.op == "call_method":
         return not _draws(str(node.target))
