@@ -105,8 +105,12 @@ def picked(node: fx.Node) -> list[fx.Node]:
 
 
 def _described(values: Sequence[fx.Node]) -> _Message:
-    specs = (f"{value.meta['spec']}{' of equal rows' if value.meta['spec'].equal_rows else ''}" for value in values)
-    return tuple((value.meta["value"], spec, value.meta["split"]) for value, spec in zip(values, specs, strict=True))
+    return tuple((value.meta["value"], _described_spec(value), value.meta["split"]) for value in values)
+
+
+def _described_spec(value: fx.Node) -> str:
+    spec, turn = value.meta["spec"], value.meta.get("turn")
+    return f"{spec}{' of equal rows' * spec.equal_rows}{'' if turn is None else f' of turn {turn}'}"
 
 
 def _text(message: tuple[fx.Node, _Message] | None) -> str:
