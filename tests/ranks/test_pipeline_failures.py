@@ -16,7 +16,10 @@ from l2l_compile.ranks import watch
 from l2l_compile.runtime.executor import HANDLERS
 
 SECONDS = 8.0
-CASE = Case("llama", options={"update": "in_backward"})
+CASES = {
+    "breadth_first": Case("llama", options={"update": "in_backward"}),
+    "1f1b": Case("llama", loops=1, options={"update": "in_forward", "schedule": "1f1b"}),
+}
 PLACES = {"forward": nodes.forward, "backward": nodes.backward, "update": nodes.update}
 
 
@@ -35,26 +38,27 @@ def failing_in(place: str, fail, mark: str) -> None:
     HANDLERS[PLACES[place]] = run
 
 
-def killed(rank, world, place, mark):
+def killed(rank, world, schedule, place, mark):
     if rank == 1:
         failing_in(place, lambda: os.kill(os.getpid(), signal.SIGKILL), mark)
-        train(CASE, world)
+        train(CASES[schedule], world)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RankError) as caught:
         patch.setattr(watch, "PATIENCE", 2.0)
-        train(CASE, world)
+        train(CASES[schedule], world)
     return str(caught.value), getattr(caught.value, "__notes__", []), time.time() - float(Path(mark).read_text())
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_stage_that_is_killed_is_named(ranks, tmp_path, place):
-    text, notes, seconds = ranks.run(killed, place, str(tmp_path / "failed"), world=2, killed=1)[0]
+@pytest.mark.parametrize("schedule", CASES)
+def test_a_stage_that_is_killed_is_named(ranks, tmp_path, schedule, place):
+    text, notes, seconds = ranks.run(killed, schedule, place, str(tmp_path / "failed"), world=2, killed=1)[0]
     assert seconds < SECONDS
     assert text.startswith("rank 1 does not answer since 2 s: it was killed, or hangs")
     if place != "update":  # it may be noticed where ranks announce the next forward
         assert any("this rank, 0, waited for '" in note and "from rank 1" in note for note in notes), notes
 
 
-def raising(rank, world, place, mark):
+def raising(rank, world, schedule, place, mark):
     before = dict(HANDLERS)
 
     def fail():
@@ -64,7 +68,7 @@ def raising(rank, world, place, mark):
         if rank == 1:
             failing_in(place, fail, mark)
         with pytest.raises((ValueError, RankError)) as caught:
-            train(CASE, world)
+            train(CASES[schedule], world)
         assert time.time() - float(Path(mark).read_text()) < SECONDS
         return str(caught.value)
     finally:
@@ -73,6 +77,7 @@ def raising(rank, world, place, mark):
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_an_error_of_a_stage_is_told_to_the_others(ranks, tmp_path, place):
-    told, own = ranks.run(raising, place, str(tmp_path / "failed"), world=2)
+@pytest.mark.parametrize("schedule", CASES)
+def test_an_error_of_a_stage_is_told_to_the_others(ranks, tmp_path, schedule, place):
+    told, own = ranks.run(raising, schedule, place, str(tmp_path / "failed"), world=2)
     assert own == "no more data" and told.startswith("rank 1 failed: ValueError: no more data")
