@@ -98,7 +98,9 @@ class Program:
 
     @property
     def host_stashes(self) -> dict[fx.Node, int]:
-        """The stashes that forward keeps on the host for backward: nodes of `forward`, each with its bytes."""
+        """The stashes that forward keeps on the host for backward: nodes of `forward`, each with its bytes. A step by turns has none."""
+        if self.step is not None:
+            return {}
         returned: Any = self.forward.graph.output_node().args[0]
         kept = [node for node in dict.fromkeys(returned[1]) if isinstance(node, fx.Node) and node.target is nodes.offload]
         return {node: node.meta["spec"].bytes(self.bindings) for node in kept}

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pipelines import Case, UShape, train
+from pipelines import MODELS, Case, UShape, train
 from test_pipeline_width import case_of, mesh_of
 from test_pipeline_width import train as train_sharded
 from torch.distributed.device_mesh import init_device_mesh
 
 import l2l_compile
 from l2l_compile.ir import nodes
+from l2l_compile.ir.program import Program
 from l2l_compile.session import session_of
 from race_cases import slow_worker
 from waits import BY_NAME
@@ -220,6 +221,22 @@ def test_a_step_scales_its_loss_behind_the_step_before():
     assert after_an_overflow(0.1) == expected and len(set(expected)) == 4
     with BY_NAME["host.server.ParameterServer.loss_scale: self.updates.synchronize()"].deleted():
         assert after_an_overflow(0.1) != expected
+
+
+@pytest.mark.parametrize("model", ["u_shape", "llama", "stepped"])
+def test_the_peak_is_the_expected_one(model):
+    case, options = Case(model), {"device": "cpu", "micro_batches": 3, "block_compiler": "eager", "outputs": "loss", **BY_TURNS}
+    torch.manual_seed(0)
+    report = l2l_compile.explain(MODELS[model](), options)(**case.batch(0))
+    assert report.host_memory.stashes == 0
+    assert report.device_memory.peak == l2l_compile.stats(train(by_turns(case)).compiled).peak_device_bytes
+
+
+def test_a_printed_step_is_read_back():
+    (program,) = l2l_compile.programs(train(by_turns(Case("llama"))).compiled)
+    text = str(program)
+    assert str(Program.parse(text)) == text
+    assert "turn=2)" in text and "turn 2" in text and "forward:" not in text
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------------
