@@ -32,7 +32,8 @@ class HostMemory:
     master           the parameters, in their own dtypes
     wire             copies of those that cross the link in another dtype, one per segment, two with `delay`
     gradients        gradients for `p.grad`, or gradients that wait for `optimizer.step()`
-    ring             gradients of a few segments at most, between the link and their place in `gradients`, or their update
+    ring             gradients of a few segments at most, between the link and their place in `gradients`, or their update; of all
+                     segments where they wait for the loss (`schedule="1f1b"`)
     optimizer_state  None without the option `optimizer`, and if it cannot be known: LBFGS needs a closure
     pinned           page-locked memory that the device copies from: parts of the wire and of the master, and staging buffers, which
                      `total` does not count
@@ -227,6 +228,10 @@ def _gradients(trained: Sequence[TensorSpec], largest_push: int, options: Option
         kept, stay_as_they_come = on_link, True
     else:
         kept, stay_as_they_come = 0, False
+    if (
+        options.schedule != "breadth_first"
+    ):  # all of them wait for the loss to be differentiated, beside those of backwards before
+        return kept, 0 if stay_as_they_come and options.accumulate == 1 else on_link
     return kept, 0 if stay_as_they_come else min(on_link, segments_in_flight(options) * largest_push)
 
 
