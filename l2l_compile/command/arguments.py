@@ -140,6 +140,7 @@ def _add_options(group: Any) -> None:
     )
     add("prefetch", "layers that are fetched ahead", type=int)
     add("outputs", "what is copied to the host", choices=("all", "loss"))
+    add("schedule", "the order of a step: 1f1b has each micro-batch go back as soon as it can", choices=("breadth_first", "1f1b"))
     add("pinned_memory", "the most host memory that is page-locked, such as 8GB", metavar="SIZE")
 
 

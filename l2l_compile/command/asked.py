@@ -28,7 +28,7 @@ OPTIMIZERS = {
 }
 _OPTIONS = (
     *("precision", "gradient_wire", "update", "delay", "accumulate", "max_grad_norm", "compile_update"),
-    *("stash", "keep", "keep_on_host", "resident", "prefetch", "outputs", "pinned_memory"),
+    *("stash", "keep", "keep_on_host", "resident", "prefetch", "outputs", "pinned_memory", "schedule"),
 )
 _TRACED = ("length", "lora", "base", "precision", "outputs")  # a step that differs in one of these is traced anew
 
@@ -63,6 +63,7 @@ class Settings:
     prefetch: int = 1
     outputs: str = "loss"
     pinned_memory: str | None = None
+    schedule: str = "breadth_first"
 
     def options(self, workload: Workload) -> dict[str, Any]:
         """The options of the backend. Raises `OptionError` for values that do not go together."""
