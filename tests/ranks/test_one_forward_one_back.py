@@ -61,7 +61,7 @@ def test_options_have_the_bits_of_one_rank(ranks, options):
 
 
 @pytest.mark.parametrize(("world", "turns"), [(2, 2), (2, 8), (3, 3), (3, 6), (4, 4), (4, 16)])
-@pytest.mark.slow(only="(2, 2)")
+@pytest.mark.slow(but="2-2")
 def test_stages_have_the_bits_of_one_rank(ranks, world, turns):
     many, options = {"rows": (turns + 1,) * 4, "loops": 1}, {"micro_batches": turns}
     cases = [
@@ -116,7 +116,7 @@ def equal_to_shard(rank, world, kind, *cases):
 
 
 @pytest.mark.parametrize("kind", ["shards", "replicas"])
-@pytest.mark.slow(only="shards")
+@pytest.mark.slow(only="replicas")
 def test_stages_that_are_sharded_have_the_bits_of_shards(ranks, kind):
     in_forward = {"options": {"update": "in_forward"}}
     ranks.run(equal_to_shard, kind, (("llama",), {}), (("u_shape", torch.float64), in_forward), world=4, seconds=240)

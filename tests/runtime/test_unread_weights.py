@@ -78,6 +78,6 @@ def test_code_that_reads_what_was_not_fetched_is_not_run(monkeypatch):
     """Known to the fetch as unread, and read after all: never with wrong numbers."""
     step, x = compiled(Stack(2)), rows(4, dtype=torch.float32)
     step(x).sum().backward()
-    monkeypatch.setattr("l2l_compile.runtime.executor.unread", lambda step, node, segments: frozenset({0}))
+    monkeypatch.setattr("l2l_compile.runtime.weight_handlers.unread", lambda step, node, segments: frozenset({0}))
     with pytest.raises(L2LError, match="segment 'embed' reads a weight that was not fetched"):
         step(x)
