@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -23,6 +24,7 @@ from torch import fx
 from l2l_compile.ir import nodes
 from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.segments import Segment, Value
+from l2l_compile.ir.stages import Borders
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.passes.compilation import Compilation, Fact
 from l2l_compile.passes.streaming.differentiate import reached_backward
@@ -195,7 +197,7 @@ class _Backward:
     def write(self) -> fx.Graph:
         self._take_stashes()
         self._take_gradients()
-        roots = _with_gradient(self.compilation)
+        roots = with_gradient(self.compilation)
         for segment in reversed(reached_backward(self.compilation.segments, roots)):
             if self.compilation.stages.runs(segment):
                 self._restore_stashes(segment)
@@ -214,14 +216,8 @@ class _Backward:
 
     def _take_gradients(self) -> None:
         streamed = _streamed_gradients(self.compilation)
-        for index, (value, wanted) in enumerate(zip(self.compilation.outputs, self.compilation.gradient_mask, strict=True)):
-            if value is None or not wanted:
-                continue
-            name, spec = f"gradient_{index}", self.captured.specs[value.node].detached()
-            arrived = self.writer.placeholder(name, name, spec, False, "gradient")
-            if not self.borders.is_made_here(value):
-                arrived.meta["elsewhere"] = True
-            elif value in streamed:
+        for value, arrived in taken_gradients(self.compilation, self.writer, self.borders):
+            if value in streamed:
                 self.on_host[value] = arrived
             else:
                 self.gradients.add(value, self.writer.derived(nodes.restore, arrived))
@@ -277,6 +273,19 @@ class _Backward:
         return self.writer.derived(nodes.offload, self.gradients.get(value, False))
 
 
+def taken_gradients(compilation: Compilation, writer: GraphWriter, borders: Borders) -> Iterator[tuple[Value, fx.Node]]:
+    """Write a placeholder for the gradient of each output that has one. Yields those of values that this rank makes."""
+    for index, (value, wanted) in enumerate(zip(compilation.outputs, compilation.gradient_mask, strict=True)):
+        if value is None or not wanted:
+            continue
+        name, spec = f"gradient_{index}", compilation.captured.specs[value.node].detached()
+        arrived = writer.placeholder(name, name, spec, False, "gradient")
+        if borders.is_made_here(value):
+            yield value, arrived
+        else:
+            arrived.meta["elsewhere"] = True
+
+
 def streamed_outputs(compilation: Compilation) -> list[tuple[int, ...]]:
     """For each segment, the indices of the outputs that only the user reads and that are made micro-batch by micro-batch."""
     returned = set(compilation.outputs)
@@ -300,7 +309,7 @@ def _streamed_gradients(compilation: Compilation) -> set[Value]:
 
     An output is excluded if its segment also sums gradients over the whole batch (`summed_whole`), or if it is returned twice.
     """
-    roots = _with_gradient(compilation)
+    roots = with_gradient(compilation)
     alone = {
         segment.outputs[index]
         for segment, indices in zip(compilation.segments, streamed_outputs(compilation), strict=True)
@@ -310,7 +319,7 @@ def _streamed_gradients(compilation: Compilation) -> set[Value]:
     return {value for value in alone if roots.count(value) == 1}
 
 
-def _with_gradient(compilation: Compilation) -> list[Value]:
+def with_gradient(compilation: Compilation) -> list[Value]:
     """The outputs of the captured graph that have a gradient."""
     return [v for v, wanted in zip(compilation.outputs, compilation.gradient_mask, strict=True) if v is not None and wanted]
 

@@ -29,6 +29,7 @@ from l2l_compile.passes.compilation import Compilation, Fact
 from l2l_compile.passes.streaming.differentiate import reached_backward
 from l2l_compile.passes.streaming.linear import made_of, nonlinear_operation
 from l2l_compile.passes.streaming.place_stages import borders_of, has_rows
+from l2l_compile.passes.streaming.stream import taken_gradients, with_gradient
 from l2l_compile.passes.streaming.turn_kinds import REMEDY, TurnKinds, refuse
 from l2l_compile.passes.streaming.writer import GraphWriter
 
@@ -66,22 +67,20 @@ class _Step:
         self.weights: dict[int, fx.Node] = {}
         self.received: set[tuple[int, int]] = set()  # segments of other ranks, and turns, whose values are here
         self.ran: set[tuple[int, int]] = set()
-        roots = [v for v, wanted in zip(compilation.outputs, compilation.gradient_mask, strict=True) if v is not None and wanted]
-        self.backwards = {segment.index for segment in reached_backward(compilation.segments, roots)}
+        self.backwards = {segment.index for segment in reached_backward(compilation.segments, with_gradient(compilation))}
+        self.goes_back = any(s.index in self.backwards and self.stages.runs(s) for s in self.kinds.turned)
         refuse(compilation, self.kinds, self.borders, self.backwards)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def write(self) -> fx.Graph:
-        for value in self.captured.inputs:
-            if not value.is_weight and value.node in self.captured.specs:
-                self.inputs[Value(value.node)] = self.writer.placeholder(
-                    value.node.name, value.node.name, self.captured.specs[value.node], False, "input"
-                )
-        self._take_gradients()
-        for segment in reversed(self.kinds.late):
-            if self.stages.runs(segment) and segment.index in self.backwards:
-                self._differentiate_late(segment)
+        for given in self.captured.inputs:
+            if not given.is_weight and given.node in self.captured.specs:
+                spec, name = self.captured.specs[given.node], given.node.name
+                self.inputs[Value(given.node)] = self.writer.placeholder(name, name, spec, False, "input")
+        for value, arrived in taken_gradients(self.compilation, self.writer, self.borders):
+            self._add(value, _ALL, self.writer.derived(nodes.restore, arrived))
+        self._go_back(self.kinds.late)
         self._share_early()
         for action in self._order():
             if action.direction is Direction.FORWARD:
@@ -102,17 +101,6 @@ class _Step:
     def _of_stage(self, stage: int) -> Iterator[Segment]:
         """The segments of a stage that run turn by turn, and belong to no other stage."""
         return (s for s in self.kinds.turned if self.stages.runs_on[s.index] == (stage,))
-
-    def _take_gradients(self) -> None:
-        for index, (value, wanted) in enumerate(zip(self.compilation.outputs, self.compilation.gradient_mask, strict=True)):
-            if value is None or not wanted:
-                continue
-            name, spec = f"gradient_{index}", self.captured.specs[value.node].detached()
-            arrived = self.writer.placeholder(name, name, spec, False, "gradient")
-            if not self.borders.is_made_here(value):
-                arrived.meta["elsewhere"] = True
-            else:
-                self._add(value, _ALL, self.writer.derived(nodes.restore, arrived))
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
@@ -207,14 +195,12 @@ class _Step:
         """Write what must be here before a segment runs in a turn."""
         for value in segment.values:
             maker = self.maker_of.get(value)
-            if maker is None:
+            if maker is None or not self.stages.runs(maker):
                 continue
-            of_maker = turn if maker in self.kinds.turned and value not in self.kinds.once else _ALL
-            if value in self.kinds.once:
-                of_maker = 0
-            if self.stages.runs(maker):
-                if maker in self.kinds.early or self.stages.runs_on[maker.index] != self.stages.runs_on[segment.index]:
-                    self._forward(maker, of_maker)
+            if maker in self.kinds.early:
+                self._forward(maker, _ALL)
+            elif self.stages.runs_on[maker.index] != self.stages.runs_on[segment.index]:
+                self._forward(maker, 0 if value in self.kinds.once else turn)
 
     def _send(self, segment: Segment, turn: int) -> None:
         rank = self.stages.rank
@@ -222,7 +208,7 @@ class _Step:
         for to in sorted({to for value in sent for to in self._receivers(value)}):
             values = tuple(self._in_turn(value, turn) for value in sent if to in self._receivers(value))
             message = self.writer.emit(nodes.send, values, to)
-            if turn != _ALL:  # when its gradients are back, it has arrived
+            if turn != _ALL and self.goes_back:  # when its gradients are back, it has arrived
                 message.meta["until"] = nodes.backward, turn
 
     def _receivers(self, value: Value) -> list[int]:
@@ -266,10 +252,27 @@ class _Step:
             elif not self.stages.runs(segment):
                 self._receive_gradients(segment, action.turn)
 
+    def _go_back(self, segments: Sequence[Segment]) -> None:
+        """The gradients of segments that run once, or what other ranks send of them, in the order of the program."""
+        for segment in reversed(segments):
+            if segment.index in self.backwards:
+                if not self.stages.runs(segment):
+                    self._receive_gradients(segment, _ALL)
+                else:
+                    self._backward(segment, _ALL)
+
+    def _is_complete(self, turn: int) -> bool:
+        """Whether sums over the turns are complete in a turn."""
+        return turn in (_ALL, self.turns - 1)
+
     def _backward(self, segment: Segment, turn: int) -> None:
-        block, is_last = segment.block, turn in (_ALL, self.turns - 1)
-        split, weights = bool(block.inner_looped), self._weights_of(segment)
-        operands = tuple(self._get(value, turn, split) for value in segment.values)
+        block, is_last = segment.block, self._is_complete(turn)
+        split = bool(block.inner_looped)
+        if segment in self.kinds.late:
+            operands = self._before_the_turns(segment)
+        else:
+            operands = tuple(self._get(value, turn, split) for value in segment.values)
+        weights = self._weights_of(segment)
         arrived = tuple(self._gradient(value, turn, split) for value in segment.outputs)
         more = ((), None, None, turn) if turn != _ALL else ()
         made = self.writer.emit(nodes.backward, segment.index, weights, operands, arrived, *more, segment=segment)
@@ -299,7 +302,7 @@ class _Step:
         for value, spec in zip(segment.values, block.values, strict=True):
             is_part = bool(block.inner_looped) and spec.splits
             mine = value in self.borders.makers and self.borders.sender(value) == self.stages.rank
-            if spec.differentiable and mine and (is_part or turn == self.turns - 1):
+            if spec.differentiable and mine and (is_part or self._is_complete(turn)):
                 wanted.append((value, spec, is_part))
         if not wanted:
             return
@@ -333,8 +336,11 @@ class _Step:
 
     # ---- segments that read all rows ---------------------------------------------------------------------------------
 
-    def _differentiate_late(self, segment: Segment) -> None:
-        """The gradients of a segment that reads all rows, before the turns have made what it reads."""
+    def _before_the_turns(self, segment: Segment) -> tuple[fx.Node, ...]:
+        """Operands for the gradients of a segment that reads all rows, before the turns have made them.
+
+        Raises `L2LError` if the gradients may depend on what cannot be had yet.
+        """
         block = segment.block
         unknown = {i for i, value in enumerate(segment.values, len(block.weights)) if not self._is_known(value)}
         operation = nonlinear_operation(block, unknown)
@@ -344,14 +350,7 @@ class _Step:
                 + (f"'{operation}' in it is not linear in them" if operation is not None else "has parameters")
                 + f", so that no micro-batch can go back before the last one has come: {REMEDY}"
             )
-        operands = tuple(self._early(value, spec) for value, spec in zip(segment.values, block.values, strict=True))
-        arrived = tuple(self._gradient(value, _ALL, False) for value in segment.outputs)
-        made = self.writer.emit(nodes.backward, segment.index, None, operands, arrived, segment=segment)
-        for index, (value, spec) in enumerate(zip(segment.values, block.values, strict=True)):
-            if spec.differentiable:
-                node = self.writer.emit(operator.getitem, made, index, segment=segment)
-                self.writer.describe(node, f"d {value}", spec.detached(), False)
-                self._add(value, _ALL, node)
+        return tuple(self._early(value, spec) for value, spec in zip(segment.values, block.values, strict=True))
 
     def _is_known(self, value: Value) -> bool:
         """Whether a value can be had before the turns: it has no gradient, and depends on inputs alone."""
@@ -401,10 +400,9 @@ class _Step:
         for segment in self.kinds.late:
             if self.stages.runs(segment):
                 self._forward(segment, _ALL)
-        for segment in reversed(self.kinds.early):
-            is_wanted = segment.index in self.backwards and any((v, _ALL) in self.gradients for v in segment.outputs)
-            if is_wanted and self.stages.runs(segment):
-                self._backward(segment, _ALL)
+            elif self._arriving(segment, _ALL):
+                self._receive(segment, _ALL)
+        self._go_back(self.kinds.early)
         returned = {value: self._loss(value) for value in dict.fromkeys(self.compilation.outputs) if value is not None}
         return tuple(returned[value] if value is not None else None for value in self.compilation.outputs)
 

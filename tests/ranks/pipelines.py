@@ -86,6 +86,22 @@ class Stepped(nn.Module):
         return x.pow(2).mean()
 
 
+class Supervised(nn.Module):
+    """A loss behind each layer: the stages make losses of all rows, and the last one adds them."""
+
+    def __init__(self, depth: int = 4, width: int = 8):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.heads = nn.ModuleList(nn.Linear(width, 4) for _ in range(depth))
+
+    def forward(self, x, labels):
+        losses = []
+        for layer, head in zip(self.layers, self.heads, strict=True):
+            x = x + torch.tanh(layer(x))
+            losses.append(nn.functional.cross_entropy(head(x).flatten(0, 1), labels.flatten()))
+        return sum(losses) / len(losses)
+
+
 class Lion(torch.optim.Optimizer):
     """An optimizer of the user's own (arXiv 2302.06675): the sign of a mean of momentum and gradient."""
 
@@ -132,6 +148,7 @@ MODELS = {
     "gated": Gated,
     "convolved": Convolved,
     "stepped": Stepped,
+    "supervised": Supervised,
     "llama": lambda: llama(5),
     "mixtral": lambda: _text("MixtralForCausalLM", num_hidden_layers=4, num_local_experts=3, **_GROUPED),
     "gpt2": lambda: _text("GPT2LMHeadModel", n_embd=16, n_layer=4, n_head=2, n_positions=16, use_cache=False),
@@ -178,7 +195,7 @@ class Case:
         """Rows of different numbers of labels that count."""
         rows, length = self.rows[step], self.lengths[step]
         made = torch.Generator().manual_seed(step)
-        if self.model in ("u_shape", "gated", "convolved", "stepped"):
+        if self.model in ("u_shape", "gated", "convolved", "stepped", "supervised"):
             return {
                 "x": torch.randn(rows, length, 8, generator=made, dtype=self.dtype),
                 "labels": torch.randint(0, 4, (rows, length), generator=made),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 from pipelines import MODELS, Case, UShape, train
 from test_pipeline_width import case_of, mesh_of
 from test_pipeline_width import train as train_sharded
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import l2l_compile
 from l2l_compile.ir import nodes
 from l2l_compile.ir.program import Program
+from l2l_compile.passes.verify import verify
 from l2l_compile.session import session_of
+from models import compilation
 from race_cases import slow_worker
 from waits import BY_NAME
 
@@ -39,7 +43,7 @@ def equal_bits(rank, world, *cases):
 
 def test_one_rank_has_the_bits_of_breadth_first():
     one = [Case("u_shape"), Case("llama", torch.float64), Case("stepped"), Case("mixtral"), Case("gpt2"), Case("bert")]
-    equal_bits(0, 1, *one)
+    equal_bits(0, 1, *one, Case("supervised"))
 
 
 OPTIONS = {
@@ -60,6 +64,11 @@ def test_options_have_the_bits_of_one_rank(ranks, options):
     ranks.run(equal_bits, Case("llama", loops=1, options=options), Case("u_shape", loops=1, options=options), world=2)
 
 
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.pow(2).mean()
+
+
 @pytest.mark.parametrize(("world", "turns"), [(2, 2), (2, 8), (3, 3), (3, 6), (4, 4), (4, 16)])
 @pytest.mark.slow(but="2-2")
 def test_stages_have_the_bits_of_one_rank(ranks, world, turns):
@@ -68,6 +77,10 @@ def test_stages_have_the_bits_of_one_rank(ranks, world, turns):
         Case(model, dtype, options=options, **many) for model, dtype in (("u_shape", torch.float32), ("llama", torch.float64))
     ]
     ranks.run(equal_bits, *cases, world=world, seconds=240)
+
+
+def test_a_loss_on_each_stage_has_the_bits_of_one_rank(ranks):
+    ranks.run(equal_bits, Case("supervised", loops=1), Case("supervised", loops=1, options={"update": "in_forward"}), world=2)
 
 
 def test_clipping_in_the_loop_has_the_bits_of_one_rank(ranks):
@@ -86,20 +99,40 @@ def test_rows_and_lengths_may_change(ranks):
 
 
 def in_flight(rank, world, turns):
+    """How many turns wait at most between the first segment of a stage forward, and back."""
     case = by_turns(Case("llama", loops=1, options={"micro_batches": turns}, rows=(turns,) * 4))
     (program,) = l2l_compile.programs(train(case, world).compiled)
-    first = program.here[-1].index
-    now = most = 0
-    for node in program.step.graph.nodes:
-        if nodes.runs_segment(node) and nodes.operands(node).turn is not None and nodes.operands(node).segment == first:
-            now += 1 if node.target is nodes.forward else -1
-            most = max(most, now)
-    return most
+    runs = [n for n in program.step.graph.nodes if nodes.runs_segment(n) and nodes.operands(n).turn is not None]
+    first = [n for n in runs if nodes.operands(n).segment == nodes.operands(runs[0]).segment]
+    return max(itertools.accumulate(1 if n.target is nodes.forward else -1 for n in first))
 
 
 @pytest.mark.parametrize(("world", "turns"), [(2, 4), (3, 6)])
 def test_few_turns_are_in_flight(ranks, world, turns):
-    assert [most <= world - rank for rank, most in enumerate(ranks.run(in_flight, turns, world=world))] == [True] * world
+    assert ranks.run(in_flight, turns, world=world) == [world - rank for rank in range(world)]
+
+
+def of_turn(graph, turn):
+    return next(n for n in graph.find_nodes(op="call_function", target=nodes.forward) if nodes.operands(n).turn == turn)
+
+
+BROKEN = {
+    "twice": lambda graph: nodes.set_operands(of_turn(graph, 1), turn=0),
+    "another": lambda graph: of_turn(graph, 1).all_input_nodes[-1].meta.update(turn=2),
+    "too early": lambda graph: of_turn(graph, 0).prepend(
+        next(n for n in graph.find_nodes(op="call_function", target=nodes.backward) if nodes.operands(n).turn == 0)
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_turns_that_are_not_in_order_are_refused(broken):
+    found = compilation(nn.Sequential(nn.Linear(4, 4), Mean()), torch.ones(6, 4), **BY_TURNS, micro_batches=3, outputs="loss")
+    assert found.step is not None
+    BROKEN[broken](found.step)
+    with pytest.raises(l2l_compile.VerifyError) as caught:
+        verify(found, frozenset())
+    assert caught.value.rule == "turns"
 
 
 def equal_to_shard(rank, world, kind, *cases):
