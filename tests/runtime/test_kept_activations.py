@@ -112,12 +112,12 @@ def test_the_program_shows_what_may_be_kept():
     assert "keep_activations('layers.1', %forward_2)" in text and "activations=%inside_2" in text
 
 
-@pytest.mark.parametrize("keep", [0, 3000, MUCH])
-def test_other_forwards_come_before_the_backward(threaded, keep):
+@pytest.mark.parametrize("kept", [{}, {"keep": 3000}, {"keep": MUCH}, {"resident": MUCH}], ids=str)
+def test_other_forwards_come_before_the_backward(threaded, kept):
     """They keep what is left, and what the first ones keep waits on the host."""
     torch.manual_seed(0)
     model = Stack(3).double()
-    step, twin = compiled(model, keep=keep), copy.deepcopy(model)
+    step, twin = compiled(model, **kept), copy.deepcopy(model)
     batches = [rows(6) for _ in range(4)]
     for call in (step, twin):
         losses = [call(x).pow(2).sum() for x in batches]
@@ -127,8 +127,8 @@ def test_other_forwards_come_before_the_backward(threaded, keep):
     assert session_of(step).device.ledger.held == 0
 
 
-@pytest.mark.parametrize("kept", [{}, {"keep": MUCH}, {"keep_on_host": MUCH}], ids=str)
-def test_a_graph_that_is_kept_keeps_it(kept):
+@pytest.mark.parametrize("kept", [{}, {"keep": MUCH}, {"keep_on_host": MUCH}, {"resident": MUCH}], ids=str)
+def test_a_graph_that_is_kept_keeps_it(threaded, kept):
     torch.manual_seed(0)
     model = Stack(3).double()
     step, twin, x = compiled(model, **kept), copy.deepcopy(model), rows(6)
@@ -140,7 +140,7 @@ def test_a_graph_that_is_kept_keeps_it(kept):
     assert session_of(step).device.ledger.held == 0
 
 
-@pytest.mark.parametrize("kept", [{"keep": MUCH}, {"keep_on_host": MUCH}], ids=str)
+@pytest.mark.parametrize("kept", [{"keep": MUCH}, {"keep_on_host": MUCH}, {"resident": MUCH}], ids=str)
 def test_a_gradient_that_was_not_expected_recomputes(threaded, kept):
     """The program expects a gradient of the loss alone. What has come from the host is freed."""
     torch.manual_seed(0)
