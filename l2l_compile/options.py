@@ -99,6 +99,11 @@ class Options:
         return MODES[self.update]
 
     @property
+    def goes_by_turns(self) -> bool:
+        """Whether a micro-batch goes back before all others have gone forward."""
+        return self.schedule != "breadth_first"
+
+    @property
     def keeps_activations(self) -> bool:
         """Whether forward may keep what it computes inside of layers."""
         return self.keep != 0 or self.keep_on_host != 0

@@ -95,7 +95,7 @@ class Compilation:
     @property
     def goes_by_turns(self) -> bool:
         """Whether steps go forward and back turn by turn."""
-        return self.options.schedule == "1f1b" and any(self.gradient_mask)
+        return self.options.goes_by_turns and any(self.gradient_mask)
 
     @property
     def turns(self) -> int:
@@ -109,17 +109,15 @@ class Compilation:
     @classmethod
     def of(cls, program: Program, options: Options) -> Compilation:
         """A compilation of a finished program (parsed from text, or written by hand), on which more passes can run."""
-        modules = {"forward": program.forward, "backward": program.backward, "step": program.step}
-        graphs = {title: module.graph for title, module in modules.items() if module is not None}
         return cls(
             program.captured,
             options,
             segments=list(program.segments),
             blocks=list(program.blocks),
             stages=program.stages or Stages.alone(program.segments),
-            forward=graphs["forward"],
-            backward=graphs.get("backward"),
-            step=graphs.get("step"),
+            forward=program.forward.graph,
+            backward=program.backward.graph if program.backward is not None else None,
+            step=program.step.graph if program.step is not None else None,
         )
 
     def program(self) -> Program:

@@ -30,7 +30,7 @@ _OPTIONS = (
     *("precision", "gradient_wire", "update", "delay", "accumulate", "max_grad_norm", "compile_update"),
     *("stash", "keep", "keep_on_host", "resident", "prefetch", "outputs", "pinned_memory", "schedule"),
 )
-_TRACED = ("length", "lora", "base", "precision", "outputs")  # a step that differs in one of these is traced anew
+_TRACED = ("length", "lora", "base", "precision", "outputs", "schedule")  # a step that differs in one of these is traced anew
 
 
 @dataclass(frozen=True)

@@ -503,6 +503,6 @@ def _kind_of(node: fx.Node) -> str:
 def _why(kind: str, options: Options) -> str:
     if kind == STASHES and options.stash == "device":
         return "the option stash is 'device': 'host' sends them to the host"
-    if options.schedule != "breadth_first":
+    if options.goes_by_turns:
         return "they stay there until their micro-batch goes back"
     return "later layers read all of them"

@@ -228,9 +228,7 @@ def _gradients(trained: Sequence[TensorSpec], largest_push: int, options: Option
         kept, stay_as_they_come = on_link, True
     else:
         kept, stay_as_they_come = 0, False
-    if (
-        options.schedule != "breadth_first"
-    ):  # all of them wait for the loss to be differentiated, beside those of backwards before
+    if options.goes_by_turns:  # all wait for the loss to be differentiated, beside those of backwards before
         return kept, 0 if stay_as_they_come and options.accumulate == 1 else on_link
     return kept, 0 if stay_as_they_come else min(on_link, segments_in_flight(options) * largest_push)
 

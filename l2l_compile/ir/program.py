@@ -81,8 +81,9 @@ class Program:
 
     @property
     def resident(self) -> tuple[Segment, ...]:
-        """The segments whose weights stay on the device from forward to backward, in memory of their own."""
-        fetches = self.forward.graph.find_nodes(op="call_function", target=nodes.fetch_resident)
+        """The segments whose weights stay on the device from forward to backward of a step, in memory of their own."""
+        graphs = self.graphs.values()
+        fetches = [n for graph in graphs for n in graph.find_nodes(op="call_function", target=nodes.fetch_resident)]
         return tuple(self.segments[nodes.operands(node).segment] for node in fetches)
 
     @property

@@ -1,8 +1,4 @@
-"""The order in which the ranks of a pipeline run their turns: a turn is one micro-batch through one stage, forward or back.
-
-The text is that of `torch.distributed.pipelining`: a line for each rank, actions with commas, `0F3` for the forward of micro-batch 3
-through stage 0, `2B0` for a backward.
-"""
+"""The order in which the ranks of a pipeline run their turns: a turn is one micro-batch through one stage, forward or back."""
 
 from __future__ import annotations
 
@@ -11,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 
-class Direction(enum.StrEnum):
+class Direction(enum.Enum):
     """What a turn does."""
 
-    FORWARD = "F"
-    BACKWARD = "B"
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -25,9 +21,6 @@ class Action:
     stage: int
     direction: Direction
     turn: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.direction}{self.turn}"
 
 
 Order = tuple[Action, ...]

@@ -243,14 +243,10 @@ def _join(run: Executor, node: fx.Node, parts: Sequence[RuntimeValue]) -> Runtim
 @handles(nodes.blank)
 def _blank(run: Executor, node: fx.Node) -> RuntimeValue:
     result, spec = RuntimeValue(), node.meta["spec"]
-    counts = run.step.rows.sizes if node.meta["split"] else [None]
+    shapes = run.step.rows.shapes(spec, node.meta["split"])
 
     def work() -> None:
-        rows = run.step.rows
-        bindings = [
-            rows.bindings if count is None or rows.batch is None else {**rows.bindings, rows.batch: count} for count in counts
-        ]
-        result.tensors = [torch.zeros(spec.sizes(b), dtype=spec.dtype, device=run.device.torch_device) for b in bindings]
+        result.tensors = [torch.zeros(shape, dtype=spec.dtype, device=run.device.torch_device) for shape in shapes]
         run.device.hold(result.tensors)
 
     run.submit(Lane.COMPUTE, (), (result,), work)

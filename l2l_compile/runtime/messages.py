@@ -13,7 +13,7 @@ cannot be mixed up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +23,6 @@ from torch import fx
 from l2l_compile.devices.device import Device
 from l2l_compile.errors import RankError
 from l2l_compile.ir.segments import Segment
-from l2l_compile.ir.values import TensorSpec
 from l2l_compile.lanes import Lane
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks
 from l2l_compile.runtime.runtime_value import RuntimeValue
@@ -100,10 +99,8 @@ class Arrival:
         device, ranks = self._run.device, pipeline_of(self._run.step)
         for value, (spec, is_split, turn) in zip(self._values, self._specs, strict=True):
             device.accesses.write(value.place)
-            value.tensors = [
-                torch.empty(sizes, dtype=spec.dtype, device=device.torch_device)
-                for sizes in _sizes_of_parts(self._run.step, spec, is_split, turn)
-            ]
+            shapes = self._run.step.rows.shapes(spec, is_split, 0 if spec.equal_rows and turn is None else turn)
+            value.tensors = [torch.empty(shape, dtype=spec.dtype, device=device.torch_device) for shape in shapes]
             device.hold(value.tensors)
         for position, number in self._parts:
             self._works[position, number] = ranks.receive(self._values[position].tensors[number], self._source)
@@ -268,12 +265,3 @@ def pipeline_of(step: Step) -> PipelineRanks:
     pipeline = step.world.pipeline if step.world is not None else None
     assert isinstance(pipeline, PipelineRanks), "only a pipeline has messages"
     return pipeline
-
-
-def _sizes_of_parts(step: Step, spec: TensorSpec, is_split: bool, turn: int | None) -> Iterator[tuple[int, ...]]:
-    rows, counts = step.rows, list[int | None]([None])
-    if is_split:
-        counts = [rows.sizes[turn]] if turn is not None else [*(rows.sizes[:1] if spec.equal_rows else rows.sizes)]
-    for count in counts:
-        bindings = rows.bindings if count is None or rows.batch is None else {**rows.bindings, rows.batch: count}
-        yield spec.sizes(bindings)

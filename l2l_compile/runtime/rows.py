@@ -60,6 +60,13 @@ class StepRows:
         dim, multiple = spec.rows.dim, evaluate(spec.rows.multiple, self.bindings)
         return [tensor.narrow(dim, 0, size * multiple).contiguous() for size in self.sizes]
 
+    def shapes(self, spec: TensorSpec, is_split: bool, turn: int | None = None) -> list[tuple[int, ...]]:
+        """The shape of each micro-batch of a split value, or of that of `turn` alone; of a whole value its own."""
+        if not is_split:
+            return [spec.sizes(self.bindings)]
+        counts = self.sizes if turn is None else [self.sizes[turn]]
+        return [spec.sizes(self.bindings if self.batch is None else {**self.bindings, self.batch: count}) for count in counts]
+
     def partial_weight(self, micro_batch: int, partial: str | None) -> float:
         """Weight of a micro-batch's partial sum; `partial` is the field of `TensorSpec`."""
         return self.sizes[micro_batch] / (sum(self.of_ranks) or sum(self.sizes)) if partial == "mean" else 1

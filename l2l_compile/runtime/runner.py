@@ -75,7 +75,8 @@ class Runner:
         self._micro_batches = MicroBatches(program, engine.options, engine.lowering)
         self._need = MeasuredNeed()
         self._weight_bytes = sum(slab_bytes([segment], self.captured.hints) for segment in program.here)
-        self._slab_bytes, self._resident = slab_bytes(program.streamed, self.captured.hints), program.resident
+        streamed = program.streamed if program.step is None else program.here  # one micro-batch goes forward and back as a whole
+        self._slab_bytes = slab_bytes(streamed, self.captured.hints)
 
     @property
     def program(self) -> Program:
@@ -150,7 +151,7 @@ class Runner:
 
     def _run_step(self, step: Step, steps: Steps) -> tuple[Sequence[RuntimeValue], Sequence[RuntimeValue]]:
         """The outputs of a step that goes forward and back turn by turn. Its gradients wait until the loss is differentiated."""
-        graph = steps.of(len(step.rows.sizes)).graph
+        graph = self._first_graph(step)
         if self.captured.owners is not None:
             step.absent = self._absent_for(step, steps.mask)
         step.pushed, step.scale = [], self.engine.server.loss_scale()
@@ -170,7 +171,7 @@ class Runner:
             raise L2LError(
                 "schedule='1f1b' hands the gradients of a step over once: use schedule='breadth_first' for retain_graph=True"
             )
-        graph, step.pushed = steps.of(len(step.rows.sizes)).graph, None
+        graph, step.pushed = self._first_graph(step), None
         if step.world is not None:
             self._joint(graph).announce(step.world, ActionKind.BACKWARD, f"gradients of outputs {mask}")
         server.begin_backward(step, graph, self._program.segments)
@@ -223,8 +224,7 @@ class Runner:
         rows = StepRows(bindings, captured.batch, self._micro_batches.of(bindings))
         step = Step(self.engine, read, arguments, captured.constants, rows, stats, runs, to_train, self.ranks)
         if self.ranks is not None:
-            steps = self._steps_of(step)
-            joint = self._joint((steps.of(len(rows.sizes)) if steps is not None else self._program.forward).graph)
+            joint = self._joint(self._first_graph(step))
             begin_together(self.ranks, step, joint, captured, to_train, options.batch_scope == "global")
         if to_train and options.keeps_activations:
             step.levels = self._levels_of(step)
@@ -234,7 +234,8 @@ class Runner:
         owners = captured.owners
         here = (i for i in captured.inputs if i.kind == "parameter" and (owners is None or owners.has(i)))
         parameters = [arguments[i.index] for i in here]
-        resident = self._resident if self._steps_of(step) is None else self._program.here
+        fetches = self._first_graph(step).find_nodes(op="call_function", target=nodes.fetch_resident)
+        resident = [self._program.segments[nodes.operands(node).segment] for node in fetches]
         self.engine.server.begin_forward(step, parameters, to_train, resident)
         self._bindings = rows.bindings
         return step
@@ -242,6 +243,11 @@ class Runner:
     def _steps_of(self, step: Step) -> Steps | None:
         """The graphs of whole steps, if this one goes turn by turn."""
         return self._steps if step.to_train and len(step.rows.sizes) > 1 else None
+
+    def _first_graph(self, step: Step) -> fx.Graph:
+        """The graph with which a step begins."""
+        steps = self._steps_of(step)
+        return (self._program.forward if steps is None else steps.of(len(step.rows.sizes))).graph
 
     def _joint(self, graph: fx.Graph) -> JointRun:
         """What ranks compare before they run a graph."""

@@ -51,7 +51,7 @@ class GatherLossTerms:
     def apply(self, compilation: Compilation) -> None:
         options = compilation.options
         if compilation.splits_rows:
-            only_largest = options.precision != "fp32" and options.schedule == "breadth_first"  # turns need terms
+            only_largest = options.precision != "fp32" and not options.goes_by_turns  # which needs terms
             gather_loss_terms(compilation.captured, only_largest)
 
 
