@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         RankError,
         RecompileLimitError,
         ReentryError,
+        ScheduleError,
         VerifyError,
     )
     from l2l_compile.inspection.profile import Profile, profile
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from l2l_compile.integrations.pipelines import pipeline
     from l2l_compile.integrations.pretrained import load_pretrained
     from l2l_compile.ir.program import Program
+    from l2l_compile.ir.schedule import Schedule
     from l2l_compile.ir.segments import Block, Segment
     from l2l_compile.options import Options
     from l2l_compile.ranks.sharded import shard
@@ -63,6 +65,8 @@ __all__ = [
     "RecompileLimitError",
     "ReentryError",
     "Report",
+    "Schedule",
+    "ScheduleError",
     "Segment",
     "Simulation",
     "Stats",
@@ -90,6 +94,7 @@ _MODULES = {
     "integrations.pipelines": ["pipeline"],
     "integrations.pretrained": ["load_pretrained"],
     "ir.program": ["Program"],
+    "ir.schedule": ["Schedule"],
     "ir.segments": ["Block", "Segment"],
     "options": ["Options"],
     "ranks.sharded": ["shard"],

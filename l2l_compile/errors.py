@@ -73,5 +73,13 @@ class VerifyError(L2LError):
         self.rule, self.node, self.finding = rule, node, message
 
 
+class ScheduleError(L2LError, ValueError):
+    """The order of a pipeline's turns cannot run: `rule` is the rule's name, `rank` the rank, and `turn` the turn, such as "0F3"."""
+
+    def __init__(self, rule: str, rank: int, turn: object, message: str):
+        super().__init__(f"{rule}: rank {rank}{'' if turn is None else f': {turn}'} {message}")
+        self.rule, self.rank, self.turn = rule, rank, None if turn is None else str(turn)
+
+
 class RankError(L2LError):
     """A rank has failed, has ended or does not answer, or its programs or steps differ from the other ranks'."""

@@ -7,13 +7,15 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from l2l_compile.devices.host import HOST
 from l2l_compile.devices.registry import KINDS, default_device
-from l2l_compile.errors import OptionError
+from l2l_compile.errors import OptionError, ScheduleError
+from l2l_compile.ir.schedule import Schedule
 from l2l_compile.units import format_bytes
 from l2l_compile.update_modes import MODES, UpdateMode, UpdatePlace
 
@@ -61,7 +63,8 @@ class Options:
                     call: bytes, or "20GB"; 0 keeps none. None keeps none in training, and without gradients what the device
                     has free beside what a call needs.
     schedule        the order of a training step. "breadth_first": all micro-batches go through a segment before the next one; "1f1b":
-                    each micro-batch goes back as soon as it can, and the weights stay on the device for the step.
+                    each micro-batch goes back as soon as it can, and the weights stay on the device for the step. In a pipeline, it
+                    may be a file with an order of one's own, or a `Schedule`.
     passes          passes of the user (`l2l_compile.passes.compilation.Pass`), run and verified after the backend's passes.
     batch_scope     what the batch of a call is, if the model is sharded over ranks (`l2l_compile.shard`). "per_rank": each
                     rank's own, and gradients are the mean over the ranks. "global": a rank's rows of one batch of all ranks.
@@ -90,7 +93,7 @@ class Options:
     batch_scope: str = "per_rank"
     device_cache: int | None = None
     resident: int | None = None
-    schedule: str = "breadth_first"
+    schedule: str | Schedule = "breadth_first"
     passes: tuple[Any, ...] = ()
 
     @property
@@ -134,7 +137,6 @@ class Options:
         _check_int(settings, "micro_batches", 1)
         _check_int(settings, "prefetch", 0)
         _check_choice(settings, "stash", ("device", "host"))
-        _check_choice(settings, "schedule", ("breadth_first", "1f1b"))
         _check_choice(settings, "outputs", ("all", "loss"))
         _check_choice(settings, "check", (False, True))
         _check_choice(settings, "block_compiler", ("inductor", "eager"))
@@ -153,6 +155,7 @@ class Options:
             settings[name] = _bytes(settings, name, 0, AUTO) or 0
         settings["resident"] = _bytes(settings, "resident", 0)
         settings["device"] = _device(settings.get("device"))
+        settings["schedule"] = _schedule(settings.get("schedule", _SCHEDULES[0]))
         _check_turns(settings)
         return cls(**settings)
 
@@ -164,17 +167,50 @@ _NOT_BY_TURNS = (
 )
 
 
+_SCHEDULES = ("breadth_first", "1f1b")
+
+
+def _schedule(value: Any) -> str | Schedule:
+    """A schedule by its name, or that of a file. Raises `OptionError`, and `ScheduleError` for one that cannot run."""
+    if isinstance(value, Schedule) or isinstance(value, str) and value in _SCHEDULES:
+        return value
+    try:
+        is_file = isinstance(value, Path) or isinstance(value, str) and Path(value).is_file()
+        text = Path(value).read_text() if is_file else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"option 'schedule' names a file that cannot be read: {error}") from error
+    if text is None:
+        raise OptionError(
+            f"option 'schedule' must be one of {', '.join(map(repr, _SCHEDULES))}, a file with the turns of each rank, or a Schedule, got "
+            f"{value!r}.{_nearest(value, list(_SCHEDULES))}"
+        )
+    return Schedule.parse(text)
+
+
 def _check_turns(settings: dict) -> None:
-    """Raise `OptionError` for options that do not go with `schedule="1f1b"`."""
-    if settings.get("schedule", "breadth_first") == "breadth_first":
+    """Raise `OptionError` for options that do not go with a schedule of turns."""
+    schedule = settings["schedule"]
+    if schedule == _SCHEDULES[0]:
         return
+    said = f"schedule={schedule!r}" if isinstance(schedule, str) else "a schedule of one's own"
     for name, default, why in _NOT_BY_TURNS:
         if settings.get(name, default) != default:
-            raise OptionError(f"option {name!r} does not go with schedule={settings['schedule']!r}: {why}. Leave one of them out")
+            raise OptionError(f"option {name!r} does not go with {said}: {why}. Leave one of them out")
     if settings.get("update") == "in_backward":
         raise OptionError(
-            f"update='in_backward' does not go with schedule={settings['schedule']!r}: gradients are there before loss.backward() is called. "
-            "Use 'in_forward' or 'at_step'"
+            f"update='in_backward' does not go with {said}: gradients are there before loss.backward() is called. Use 'in_forward' or 'at_step'"
+        )
+    if not isinstance(schedule, Schedule):
+        return
+    if settings.get("micro_batches", 1) != schedule.turns:
+        raise OptionError(
+            f"the schedule is for {schedule.turns} micro-batches, and option 'micro_batches' is {settings.get('micro_batches', 1)}: set it to "
+            f"{schedule.turns}"
+        )
+    if not schedule.flushes and not settings.get("delay"):
+        late = next((rank, action) for rank, order in enumerate(schedule.orders) for action in order if action.call)
+        raise ScheduleError(
+            "version", *late, "goes back in the next call, when the weights are newer: that needs delay=1, where they are kept"
         )
 
 

@@ -9,9 +9,11 @@ from typing import ClassVar, Protocol
 
 from torch import fx
 
+from l2l_compile.errors import L2LError
 from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.graph_modules import graph_module
 from l2l_compile.ir.program import Program
+from l2l_compile.ir.schedule import Schedule, one_forward_one_back, without_flush
 from l2l_compile.ir.segments import Block, Segment, Uncut, Value
 from l2l_compile.ir.stages import Stages
 from l2l_compile.options import Options
@@ -106,6 +108,24 @@ class Compilation:
         rows = self.captured.hints[batch] if batch is not None else 1
         return min(self.options.micro_batches, rows)
 
+    @property
+    def schedule(self) -> Schedule:
+        """The order of the turns of all ranks. Raises `L2LError` if that of the option is for other ranks or micro-batches."""
+        ranks, given = self.stages.ranks, self.options.schedule
+        if not isinstance(given, Schedule):
+            is_endless = self.options.delay and self.turns >= ranks > 1
+            return (without_flush if is_endless else one_forward_one_back)(ranks, self.turns)
+        if len(given.orders) != ranks:
+            raise L2LError(
+                f"the schedule is for {len(given.orders)} ranks, and {ranks} run this model: use one with a line for each of them"
+            )
+        if given.turns != self.turns:
+            raise L2LError(
+                f"the schedule is for {given.turns} micro-batches, and this batch has {self.turns}: leave out a smaller last batch "
+                "(drop_last=True), or use schedule='1f1b', which fits any number"
+            )
+        return given
+
     @classmethod
     def of(cls, program: Program, options: Options) -> Compilation:
         """A compilation of a finished program (parsed from text, or written by hand), on which more passes can run."""
@@ -134,6 +154,7 @@ class Compilation:
             tuple(i.index for i in self.captured.inputs if i.node in carried),
             stages=self.stages,
             step=graph_module(self.step) if self.step is not None else None,
+            schedule=self.schedule if self.step is not None and self.goes_by_turns else None,
         )
 
     @property

@@ -20,12 +20,14 @@ read              every result, every gradient of a result and every write has a
 updated           with update='in_forward', every segment with parameters to train is updated once before its fetch; with
                   'in_backward', every push is followed by one update that reads it; with 'at_step', there are no updates
 turns             in a step that goes by turns, each segment runs forward and back in its turns in order, each of them once, back behind
-                  forward, and reads values of that turn
+                  forward, and reads values of that turn; the parts of the step are the turns of the schedule, in its order, and what runs
+                  in a turn is in its part
 stash             backward takes exactly the values that forward keeps, on the host or the device, where forward leaves them
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +36,9 @@ from torch import fx
 
 from l2l_compile.errors import VerifyError
 from l2l_compile.ir import nodes
+from l2l_compile.ir.schedule import END, PAUSE, Action, Direction
 from l2l_compile.ir.segments import Segment
+from l2l_compile.ir.step_parts import in_parts
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.passes.compilation import Compilation, Fact
 from l2l_compile.passes.streaming.keep_weights import kept_name
@@ -69,6 +73,8 @@ def verify_graph(graph: fx.Graph, compilation: Compilation, facts: frozenset[Fac
     _pushed_once(graph, compilation)
     if graph is compilation.step:
         _turns(graph, compilation, position)
+        if compilation.goes_by_turns:  # not so for a text, whose options are those of the caller
+            _parts(graph, compilation)
     if Fact.RANKS_PLACED in facts:
         _gathered(graph, compilation)
         if compilation.is_global:
@@ -276,6 +282,23 @@ def _pushed_once(graph: fx.Graph, compilation: Compilation) -> None:
                 raise VerifyError("pushed_once", user.name, "holds gradients of weights that want none")
     if pushed:
         raise VerifyError("pushed_once", "push_gradients", f"pushes gradients that no backward made: {sorted(pushed)}")
+
+
+def _parts(graph: fx.Graph, compilation: Compilation) -> None:
+    schedule, rank = compilation.schedule, compilation.stages.rank
+    here, later = schedule.apart(rank)
+    wanted = [*map(str, here), *([] if schedule.flushes else [PAUSE]), *map(str, later), END]
+    begins = graph.find_nodes(op="call_function", target=nodes.begin)
+    for node, name in itertools.zip_longest(begins, wanted):
+        if node is None or nodes.operands(node).turn != name:
+            shown = "nothing" if node is None else repr(nodes.operands(node).turn)
+            raise VerifyError("turns", "begin" if node is None else node.name, f"begins {shown}, where the schedule has {name!r}")
+    for name, node in in_parts(graph):
+        part = Action.parse(name) if name not in ("", PAUSE, END) else None
+        turn = nodes.operands(node).turn if nodes.runs_segment(node) else None
+        direction = Direction.FORWARD if node.target is nodes.forward else Direction.BACKWARD
+        if turn is not None and (part is None or (turn, direction) != (part.turn, part.direction)):
+            raise VerifyError("turns", node.name, f"of turn {turn} stands in part '{part}' of the step")
 
 
 def _turns(graph: fx.Graph, compilation: Compilation, position: dict[fx.Node, int]) -> None:

@@ -59,6 +59,9 @@ def segment_call(line: Line) -> tuple[nodes.Operation, str] | None:
     return word, string_of(match["name"], line.number)
 
 
+_SIMPLE: dict[type, tuple[type, str]] = {int: (int, "number"), str: (str, "text")}
+
+
 class GraphParser:
     """Parses one graph, node by node: `graph` has the result. `names` are those of the program."""
 
@@ -143,7 +146,7 @@ class GraphParser:
             return self._segment(value, what, number)
         if operand.kind is nodes.InputIndex:
             return self._input(value, what, number)
-        wanted, kind = (int, "number") if operand.kind is int else (fx.Node, "node")
+        wanted, kind = _SIMPLE.get(operand.kind, (fx.Node, "node"))
         if not isinstance(value, wanted):
             raise ParseError(number, f"{what} is a {kind}, not {shown(str(value))}")
         if isinstance(value, fx.Node) and operand.kind in (nodes.OnDevice, nodes.OnHost):

@@ -22,6 +22,7 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from l2l_compile.ir.schedule import PAUSE
 from l2l_compile.lanes import Lane
 
 
@@ -49,7 +50,7 @@ class Results:
     """An operand: a node with several results."""
 
 
-_KINDS: tuple[type, ...] = (SegmentIndex, InputIndex, OnDevice, OnHost, Done, Results, int)
+_KINDS: tuple[type, ...] = (SegmentIndex, InputIndex, OnDevice, OnHost, Done, Results, int, str)
 
 
 class Result(enum.Enum):
@@ -256,6 +257,12 @@ def join(parts: tuple[OnDevice, ...]) -> typing.NoReturn:
 def blank() -> typing.NoReturn:
     """A value whose contents do not matter: the nodes that read it depend on its sizes alone."""
     _not_run("blank")
+
+
+@operation(Lane.NONE, Result.NOTHING)
+def begin(turn: str) -> typing.NoReturn:
+    """A turn of the schedule begins, such as '0F3'. The call ends at 'pause'; what stands behind it runs in the next call, from '0B2@-1' on."""
+    _not_run("begin")
 
 
 @operation(Lane.H2D, Result.DEVICE)
@@ -543,6 +550,11 @@ def fetches_weights(node: fx.Node) -> bool:
 def fetches(graph: fx.Graph) -> Iterator[fx.Node]:
     """The nodes of a graph that copy weights to the device, in order."""
     return filter(fetches_weights, graph.nodes)
+
+
+def pause_of(graph: fx.Graph) -> fx.Node | None:
+    """Where a call of a step ends whose last turns run in the next call; None for a graph that one call runs."""
+    return next((n for n in graph.find_nodes(op="call_function", target=begin) if operands(n).turn == PAUSE), None)
 
 
 def keeps_of_segment(node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ from l2l_compile.ir import nodes
 from l2l_compile.ir.captured import Captured, Input, Mesh
 from l2l_compile.ir.graph_modules import graph_module
 from l2l_compile.ir.parse import Parsed, parse
+from l2l_compile.ir.schedule import Schedule
 from l2l_compile.ir.segments import Block, BlockLowering, Segment, Uncut, block_bindings
 from l2l_compile.ir.stages import Stages
 from l2l_compile.ir.text import print_program
@@ -29,7 +30,8 @@ class Program:
     `bindings` are the sizes of the last forward, or before the first step those of the capture.
     `uncut` has the segments that hold several layers. `carried` has the indices of the inputs that the model writes into with
     a gradient: the last outputs of `forward` are their new contents. `lowering` makes the ATen graphs of blocks; a program that
-    was parsed from text has none. `stages` says which ranks of a pipeline run each segment.
+    was parsed from text has none. `stages` says which ranks of a pipeline run each segment, and `schedule` in which order they do, if
+    steps go turn by turn.
     """
 
     captured: Captured
@@ -43,6 +45,7 @@ class Program:
     lowering: BlockLowering | None = None
     stages: Stages | None = None
     step: fx.GraphModule | None = None
+    schedule: Schedule | None = None
 
     def __repr__(self) -> str:
         return f"<Program of {len(self.segments)} segments, instances of {len(self.blocks)} blocks>"

@@ -97,7 +97,9 @@ class _Printer:
     def _operand(self, kind: type, value: Any) -> str:
         if kind is nodes.SegmentIndex:
             return repr(self.segments[value].name)
-        return repr(self.inputs[value]) if kind is nodes.InputIndex else _argument(value)
+        if kind is nodes.InputIndex:
+            return repr(self.inputs[value])
+        return repr(value) if kind is str else _argument(value)
 
     def _lane(self, node: fx.Node) -> str:
         if node.op == "placeholder":

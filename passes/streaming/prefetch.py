@@ -55,8 +55,12 @@ def _hoist_messages(graph: fx.Graph) -> None:
     """Move each receive in front of the segment that runs before the first segment which reads it, behind all earlier receives."""
     times = segment_times(graph)
     runs = [node for node in graph.nodes if nodes.runs_segment(node)]
-    earliest = 0
-    for node in graph.find_nodes(op="call_function", target=nodes.recv):
+    earliest, pause = 0, nodes.pause_of(graph)
+    for node in list(graph.nodes):
+        if pause is not None and node is pause:
+            earliest = max(earliest, times[node])  # what is received behind it is sent in the next call
+        if node.target is not nodes.recv:
+            continue
         results = sorted(node.users, key=lambda user: nodes.operands(user).index)
         first = min((times[user] for result in results for user in result.users), default=times[node])
         target = max(first - 1, earliest)

@@ -1,20 +1,26 @@
-"""Write the graph of a whole step that goes forward and back turn by turn (the option `schedule="1f1b"`).
+"""Write the graph of a whole step that goes forward and back turn by turn (the option `schedule`).
 
-    0F0   %x_0 = forward(segment, %w, (%v_0), turn=0)
-    0B0   %g_0 = backward(segment, %w, (%v_0), (%d_0), turn=0)
-    0F1   ...
+    begin('0F0')
+    %x_0 = forward(segment, %w, (%v_0), turn=0)
+    begin('0B0')
+    %g_0 = backward(segment, %w, (%v_0), (%d_0), turn=0)
+    begin('0F1')
+    ...
 
 A turn is one micro-batch through the segments of one stage. The weights stay on the device for the step. Each segment adds the gradients
 of its weights over the turns, in their order, as the inner loop does; they are pushed behind the last one.
 
 Segments that read all rows run behind all turns forward. Such a segment, as a loss is, must be linear in what the turns make: its
 gradients are computed first of all, from operands whose contents do not matter (`blank`).
+
+Without a flush, a call runs the graph up to `begin('pause')`, and the next call what is behind it, between turns of its own. Until the
+pause, each rank asks for all messages that other ranks send it until theirs: none is on its way between two calls.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +28,7 @@ from torch import fx
 
 from l2l_compile.errors import L2LError
 from l2l_compile.ir import nodes
-from l2l_compile.ir.schedule import Action, Direction, one_forward_one_back
+from l2l_compile.ir.schedule import END, PAUSE, Action, Direction
 from l2l_compile.ir.segments import Segment, Value
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.passes.compilation import Compilation, Fact
@@ -66,9 +72,11 @@ class _Step:
         self.gradients: dict[tuple[Value, int], fx.Node] = {}
         self.weights: dict[int, fx.Node] = {}
         self.received: set[tuple[int, int]] = set()  # segments of other ranks, and turns, whose values are here
+        self.returned: set[tuple[int, int]] = set()  # the same, whose gradients are here
         self.ran: set[tuple[int, int]] = set()
         self.backwards = {segment.index for segment in reached_backward(compilation.segments, with_gradient(compilation))}
         self.goes_back = any(s.index in self.backwards and self.stages.runs(s) for s in self.kinds.turned)
+        self.schedule = compilation.schedule
         refuse(compilation, self.kinds, self.borders, self.backwards)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
@@ -82,21 +90,48 @@ class _Step:
             self._add(value, _ALL, self.writer.derived(nodes.restore, arrived))
         self._go_back(self.kinds.late)
         self._share_early()
-        for action in self._order():
+        here, later = self.schedule.apart(self.stages.rank)
+        self._run(here)
+        if not self.schedule.flushes:
+            self._begin(PAUSE)
+            self._ask_for_gradients(later)
+            losses = self._losses()
+            self._run(later)
+            self._begin(END)
+        else:
+            self._begin(END)
+            losses = self._losses()
+        self._go_back(self.kinds.early)
+        returned = {value: self.writer.derived(nodes.offload, node) for value, node in losses.items()}
+        outputs = tuple(returned.get(value) if value is not None else None for value in self.compilation.outputs)
+        self.writer.graph.output((outputs, (), ()))
+        return self.writer.graph
+
+    def _begin(self, part: object) -> None:
+        self.writer.emit(nodes.begin, str(part))
+
+    def _run(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            self._begin(action)
             if action.direction is Direction.FORWARD:
                 self._forward_turn(action)
             else:
                 self._backward_turn(action)
-        outputs = self._end()
-        self.writer.graph.output((outputs, (), ()))
-        return self.writer.graph
+
+    def _ask_for_gradients(self, later: Iterable[Action]) -> None:
+        """Receive what other ranks send back in this call for turns that go back here in the next one."""
+        for action in later:
+            for segment in reversed(self.kinds.turned):
+                (stage, *_) = self.stages.runs_on[segment.index]
+                is_sent = segment.index in self.backwards and not self.stages.runs(segment)
+                if is_sent and any(
+                    a.direction is Direction.BACKWARD and a.turn == action.turn for a in self.schedule.apart(stage)[0]
+                ):
+                    self._receive_gradients(segment, action.turn)
 
     @property
     def turns(self) -> int:
         return self.compilation.turns
-
-    def _order(self) -> Sequence[Action]:
-        return one_forward_one_back(self.stages.ranks, self.turns)[self.stages.rank]
 
     def _of_stage(self, stage: int) -> Iterator[Segment]:
         """The segments of a stage that run turn by turn, and belong to no other stage."""
@@ -297,6 +332,9 @@ class _Step:
 
     def _receive_gradients(self, segment: Segment, turn: int) -> None:
         """Receive the gradients that a segment of another rank makes in a turn."""
+        if (segment.index, turn) in self.returned:
+            return
+        self.returned.add((segment.index, turn))
         (source, *_), block = self.stages.runs_on[segment.index], segment.block
         wanted = []
         for value, spec in zip(segment.values, block.values, strict=True):
@@ -395,20 +433,19 @@ class _Step:
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def _end(self) -> tuple[fx.Node | None, ...]:
-        """Segments that read all rows, the gradients of what all turns share, and the outputs."""
+    def _losses(self) -> dict[Value, fx.Node]:
+        """Segments that read all rows, and the losses, on the device."""
         for segment in self.kinds.late:
             if self.stages.runs(segment):
                 self._forward(segment, _ALL)
             elif self._arriving(segment, _ALL):
                 self._receive(segment, _ALL)
-        self._go_back(self.kinds.early)
-        returned = {value: self._loss(value) for value in dict.fromkeys(self.compilation.outputs) if value is not None}
-        return tuple(returned[value] if value is not None else None for value in self.compilation.outputs)
+        outputs = [value for value in dict.fromkeys(self.compilation.outputs) if value is not None]
+        return {
+            value: self._loss(value) for value in outputs if not has_rows(self.compilation, value)
+        }  # rows are on another rank
 
-    def _loss(self, value: Value) -> fx.Node | None:
-        if has_rows(self.compilation, value):
-            return None  # on another rank
+    def _loss(self, value: Value) -> fx.Node:
         if self.borders.is_made_here(value):
             if (maker := self.maker_of.get(value)) is not None and maker in self.kinds.early:
                 self._forward(maker, _ALL)
@@ -420,4 +457,4 @@ class _Step:
             (node,) = self.writer.received(
                 self.borders.sender(value), [(str(value), self.captured.specs[value.node])], [False], maker
             )
-        return self.writer.derived(nodes.offload, node)
+        return node

@@ -43,7 +43,7 @@ def test_an_operand_of_no_kind_is_refused():
     with pytest.raises(TypeError, match="operand 'x' of node 'strange' is annotated with no kind of operand"):
 
         @nodes.operation(Lane.COMPUTE, nodes.Result.DEVICE)
-        def strange(x: str):
+        def strange(x: float):
             """Nothing."""
 
 
