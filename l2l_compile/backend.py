@@ -30,6 +30,7 @@ from l2l_compile.passes.streaming.place_ranks import check_ranks
 from l2l_compile.passes.streaming.place_rows import check_rows
 from l2l_compile.passes.verify_stages import verify_stages
 from l2l_compile.runtime.graphs_by_need import Backwards, Steps
+from l2l_compile.runtime.paused_step import StepGraph
 from l2l_compile.runtime.runner import Runner
 from l2l_compile.session import Session, frame_begins, frame_skipped, function_recompiled, model_inlined, session_for
 from l2l_compile.torch_internals import autograd, calls, threads
@@ -83,7 +84,7 @@ def new_runner(gm: fx.GraphModule, session: Session) -> Runner:
     backwards = Backwards(compilation.gradient_mask, program.backward, lambda mask: _rebuild_backward(compilation, mask))
     steps = None
     if compilation.goes_by_turns:
-        made = {} if program.step is None else {compilation.turns: program.step}
+        made = {} if program.step is None else {compilation.turns: _step_graph(compilation, program.step)}
         steps = Steps(compilation.gradient_mask, made, lambda turns: _rebuild_step(compilation, turns))
     runner = Runner(program, session, backwards, compilation.gradients.differentiable, ranks, steps)
     session.add(runner)
@@ -113,13 +114,17 @@ def _rebuild_backward(compilation: Compilation, gradient_mask: tuple[bool, ...])
     return graph_module(fresh.backward)
 
 
-def _rebuild_step(compilation: Compilation, turns: int) -> fx.GraphModule:
+def _step_graph(compilation: Compilation, module: fx.GraphModule) -> StepGraph:
+    return StepGraph(module, compilation.schedule.orders[compilation.stages.rank])
+
+
+def _rebuild_step(compilation: Compilation, turns: int) -> StepGraph:
     """The graph of a step turn by turn with another number of micro-batches."""
     fresh = replace(compilation, backward=None, step=None, count_of_turns=turns)
     run(fresh, STREAMING + compilation.options.passes, _BEFORE_STREAMING)
     verify_stages(fresh)
     assert fresh.step is not None, "the schedule goes turn by turn"
-    return graph_module(fresh.step)
+    return _step_graph(fresh, graph_module(fresh.step))
 
 
 def stream_again(compilation: Compilation, options: Options) -> Program:

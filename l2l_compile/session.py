@@ -31,6 +31,7 @@ from l2l_compile.races import Unwatched
 from l2l_compile.ranks.ranks import anything_is_sharded
 from l2l_compile.row_check import RowCheck
 from l2l_compile.runtime.activation_room import ActivationRoom
+from l2l_compile.runtime.in_flight import InFlight
 from l2l_compile.runtime.kept_inputs import KeptInputs
 from l2l_compile.runtime.resident_weights import ResidentWeights
 from l2l_compile.runtime.runner import Runner
@@ -68,6 +69,9 @@ class Session:
         self.kept_inputs = KeptInputs(self.device, options.device_cache)
         self.resident = ResidentWeights(self.device, options.resident)
         self.set_apart = BuffersSetApart()
+        self.in_flight = InFlight()
+        self.server.updates.drains_with(self.in_flight.drain)
+        self.in_flight.settle = self.server.synchronize
         self.room = ActivationRoom(self.device, options.keep, options.keep_on_host)
         self.waiting = StashQueue() if options.stash == "host" else StashQueue(near=None)
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: a program that it forgets is gone here too

@@ -21,6 +21,7 @@ from l2l_compile.host.updates.delayed import DelayedUpdates
 from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward, Pushed
 from l2l_compile.host.updates.interface import Updates
 from l2l_compile.host.updates.other_models import wait_for_other_models
+from l2l_compile.host.updates.without_flush import UpdatesWithoutFlush
 from l2l_compile.host.wire import Ready, Wire, Wires, is_locked, no_waiter, on_wire
 from l2l_compile.host.worker import Ticket, Worker
 from l2l_compile.ir import nodes
@@ -58,7 +59,8 @@ class ParameterServer:
         self.updates: Updates
         if options.delay:
             self.wires = wires = DelayedWires(device.pinned, device.accesses)
-            self.updates = DelayedUpdates(options, self.worker, wires, threads, self._memory, self.workers[1])
+            delayed = UpdatesWithoutFlush if options.goes_by_turns else DelayedUpdates
+            self.updates = delayed(options, self.worker, wires, threads, self._memory, self.workers[1])
         else:
             kind = CLASSES[options.update]
             self.wires = Wires(device.pinned, None if kind.keeps_wires else self._memory)
@@ -188,14 +190,35 @@ class ParameterServer:
         step.host.wants_norms = self.updates.wants_norms and _collecting(step) is not None and is_final
         pending = _collecting(step)
         self.updates.begin_backward(pending, Counter(p for s in pushing for p in _managed(step, s, pending).values()))
-        step.host.scale = self.updates.scale.value if self.updates.scale is not None else 1.0
+        step.host.factor = 1.0
+        step.host.scale = self.updates.scale_of(pending)
 
     def loss_scale(self) -> float:
         """The factor on the loss of the next backward, behind all steps so far; 1 where gradients are not scaled."""
-        if self.updates.scale is None:
-            return 1.0
-        self.updates.synchronize()  # the last step may change it
-        return self.updates.scale.value
+        return self.updates.next_scale()
+
+    def check_optimizer_has_all(self, step: Step) -> None:
+        """Raise `L2LError` for a step of which turns stay in flight, if some of its gradients would go to `p.grad`."""
+        if step.host.pending is None:
+            raise L2LError(
+                "a stage has no parameter that its optimizer trains, and a schedule without a flush needs one on every rank: give the stage layers "
+                "to train, or leave out delay=1"
+            )
+        if _returns_gradients(step):
+            raise L2LError(
+                "a schedule without a flush leaves gradients in flight when loss.backward() returns, so that none can go to p.grad, and the "
+                "optimizer lacks parameters that take a gradient: give it all of them, or freeze those with requires_grad_(False)"
+            )
+
+    def begin_turns(self, step: Step) -> None:
+        """Some gradients of a backward come later: with turns that are in flight."""
+        if (pending := _collecting(step)) is not None:
+            self.updates.begin_turns(pending)
+
+    def end_turns(self, step: Step) -> None:
+        """All turns of a step are back: its gradients are on their way."""
+        if (pending := _collecting(step)) is not None:
+            self.updates.end_turns(pending)
 
     def collect(self, step: Step, segment: Segment, gradients: RuntimeValue) -> None:
         """Take the gradients of a segment: they are on the host after the event of their value, or absent.
@@ -220,6 +243,9 @@ class ParameterServer:
         arrived = {w: g for w, g in zip(segment.weights, tensors, strict=False) if g is not None}
         norms = _by_weight(arrived, tensors[len(segment.weights) :])
         gradients.tensors = None
+        if step.host.factor != 1.0:
+            for gradient in [g for g in tensors if g is not None]:
+                gradient.mul_(step.host.factor)
         if step.world is not None and step.world.replicate_mesh_size > 1:
             step.world.average_replicas(tensors)
         if pending is not None:
@@ -330,7 +356,8 @@ def _returns_gradients(step: Step) -> bool:
     pending = _collecting(step)
     if pending is None:
         return True
-    return any(p.requires_grad and p not in pending.parameters for p in step.given if isinstance(p, Parameter))
+    here = (p for p in step.given if isinstance(p, Parameter) and p not in step.elsewhere)
+    return any(p.requires_grad and p not in pending.parameters for p in here)
 
 
 def _indices(segment: Segment) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ class ActionKind(enum.IntEnum):
     BACKWARD = 2
     NORM = 3
     STEP = 4
+    DRAIN = 5
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Path:
             ActionKind.BACKWARD: f"begins a backward after forward {self.forwards}",
             ActionKind.NORM: f"sums the norm of the gradients of forward {self.forwards}",
             ActionKind.STEP: f"begins optimizer step {self.steps + 1}",
+            ActionKind.DRAIN: f"goes back with what forward {self.forwards} has left in flight (state_dict(), evaluation, p.grad)",
         }[self.kind]
         return f"{what}, after {self.steps} optimizer step{'s' * (self.steps != 1)}"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from l2l_compile.errors import L2LError
 from l2l_compile.ranks import collectives as exchange
+from l2l_compile.ranks.announced import Announced
 from l2l_compile.ranks.collectives import finish
 from l2l_compile.ranks.ranks import Ranks, own_group
 from l2l_compile.ranks.watch import Watch
@@ -20,11 +22,15 @@ class PipelineRanks(Ranks):
     """The ranks of a mesh of one dimension. Their parameters are their own, and they announce their actions.
 
     A message is a broadcast within a process group of two ranks, one for each direction: unlike `isend` of gloo, it can be polled,
-    so that a rank that waits for one that has failed stops waiting.
+    so that a rank that waits for one that has failed stops waiting. Two steps that run at the same time, as those of a schedule without
+    a flush do, have a channel each: groups of their own, since their messages come in another order on each rank.
     """
 
     shards = compares_settings = False
     parameters = 0  # how many the models of the pipeline have, on all ranks
+    in_flight: Callable[[], Any] = staticmethod(
+        lambda: None
+    )  # of the model that had turns in flight last (`runtime/in_flight.py`)
     shares = "are stages of a pipeline"
 
     def __init__(self, mesh: DeviceMesh):
@@ -35,7 +41,8 @@ class PipelineRanks(Ranks):
         self.world_size, self.world_rank = len(self.members), self.members.index(dist.get_rank())
         self.described, self.pipeline = str(mesh), self
         self.control_group, self.host_group = own_group(group), own_group(group)
-        self._pairs = dict(self._make_pairs())
+        self._channels = [dict(self._make_pairs())]
+        self._announced: Announced | None = None
 
     @property
     def watch(self) -> Watch:
@@ -52,35 +59,70 @@ class PipelineRanks(Ranks):
             for source, target in sorted(((self.world_rank, partner), (partner, self.world_rank))):
                 yield (source, target), weakref.ref(dist.new_group(ranks, use_local_synchronization=True))
 
-    def _pair(self, source: int, target: int) -> dist.ProcessGroup:
-        group = self._pairs[source, target]()
+    def open_channels(self, count: int) -> None:
+        """Have this many channels. All ranks must call this at the same place."""
+        while len(self._channels) < count:
+            self._channels.append(dict(self._make_pairs()))
+
+    def _pair(self, source: int, target: int, channel: int) -> dist.ProcessGroup:
+        group = self._channels[channel][source, target]()
         if group is None:
             raise L2LError(
                 "torch.distributed has ended (destroy_process_group) since l2l_compile.pipeline was called: call it again"
             )
         return group
 
-    def send(self, tensor: torch.Tensor, to: int) -> dist.Work | None:
+    def send(self, tensor: torch.Tensor, to: int, channel: int = 0) -> dist.Work | None:
         """Send a tensor to a rank of the pipeline; asynchronous (lane `send`)."""
-        return exchange.message(tensor.contiguous(), self.members[self.world_rank], self._pair(self.world_rank, to))
+        return exchange.message(tensor.contiguous(), self.members[self.world_rank], self._pair(self.world_rank, to, channel))
 
-    def receive(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
+    def receive(self, tensor: torch.Tensor, source: int, channel: int = 0) -> dist.Work | None:
         """Fill a contiguous tensor with the next one that a rank of the pipeline sends here; asynchronous (lane `recv`)."""
-        return exchange.message(tensor, self.members[source], self._pair(source, self.world_rank))
+        return exchange.message(tensor, self.members[source], self._pair(source, self.world_rank, channel))
 
     def finish_message(self, message: dist.Work | None) -> None:
         """Wait for a message on the host; on devices, the lane is behind it already. Raises `RankError` if a rank has failed."""
         if message is not None:
             finish(message, self.check, self.watch.explain)
 
+    def follow(self, announced: Announced) -> None:
+        """From now on, whoever waits for a message of another rank also looks whether all ranks have announced the same."""
+        self._announced = announced
+
+    def heard(self) -> list[list[int]] | None:
+        """Wait until all ranks have announced what this one `follow`s. Returns the numbers that they tell."""
+        announced, self._announced = self._announced, None
+        return announced.told() if announced is not None else None
+
+    def check(self) -> None:
+        super().check()
+        if (announced := self._announced) is not None:
+            announced.look()
+
+    def number_of_first(self, mine: int, channel: int) -> Callable[[], int]:
+        """A number of the first rank, which has `mine` (lanes are idle): a function that waits until it is here."""
+        number = torch.tensor([mine])
+        if self.world_rank == 0:
+            for other in range(1, self.world_size):
+                self.send(number, other, channel)
+            return lambda: mine
+        message = self.receive(number, 0, channel)
+
+        def found() -> int:
+            self.finish_message(message)
+            return int(number)
+
+        return found
+
     def sum_of_callers(self, values: Sequence[float]) -> list[float]:
         """As `sum_on_host`, for the thread of the training loop."""
         return self._summed(values, self.control_group)
 
     def abort(self) -> None:
-        for pair in self._pairs.values():
+        for pair in (pair for channel in self._channels for pair in channel.values()):
             if (group := pair()) is not None:
                 exchange.leave(group)
+        self._announced = None
         self.watch.abandoned = True  # the process ends without waiting either
 
 

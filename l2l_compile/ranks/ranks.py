@@ -6,15 +6,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from l2l_compile.errors import L2LError, RankError
+from l2l_compile.errors import L2LError
 from l2l_compile.ranks import collectives as exchange
-from l2l_compile.ranks.announcements import ActionKind, Path, difference
+from l2l_compile.ranks.announced import Announced
+from l2l_compile.ranks.announcements import ActionKind, Path
 from l2l_compile.ranks.collectives import BorrowedGroup, finish, own_store
 from l2l_compile.ranks.shard_spec import ShardSpec
 from l2l_compile.ranks.watch import Watch
@@ -147,23 +147,26 @@ class Ranks:
         Every rank raises `RankError` if the announced actions differ. Before that, if all ranks announce this `kind`, `refuse`
         is called with these numbers, and may raise.
         """
+        return self.announce_soon(kind, collectives, train, told, refuse).told()
+
+    def announce_soon(
+        self,
+        kind: ActionKind,
+        collectives: tuple[str, ...] = (),
+        train: bool = False,
+        told: Sequence[int] = (),
+        refuse: Callable[[list[list[int]]], None] | None = None,
+    ) -> Announced:
+        """As `announce`, without a wait for the other ranks: the result has what they announce."""
         path = Path(kind, collectives, self.forwards, self.steps, train, self.settings)
-        numbers = path.numbers()
-        mine = torch.tensor([*numbers, *told, *[0] * (_TOLD - len(told))])
+        mine = torch.tensor([*path.numbers(), *told, *[0] * (_TOLD - len(told))])
         gathered = mine.new_empty((self.world_size, len(mine)))
         if self.tp_size > 1:
             _begun[self.tp_group] = self
-        waiting = self.watch.waiting(str(path))
-        exchange.all_gather(gathered, mine, self.control_group, lambda work: finish(work, waiting, self.watch.explain))
-        rows: list[list[int]] = gathered.tolist()
-        tell = [row[len(numbers) :] for row in rows]
-        if refuse is not None and all(row[0] == kind for row in rows):
-            refuse(tell)
-        if any(row[: len(numbers)] != numbers for row in rows):
-            paths: list[Any] = [None] * self.world_size
-            dist.all_gather_object(paths, path, group=self.control_group)
-            raise RankError(difference(paths))
-        return tell
+        waiting, works = self.watch.waiting(str(path)), list[dist.Work]()
+        group = self.control_group
+        exchange.all_gather(gathered, mine, group, works.append)
+        return Announced(path, gathered, works[0], lambda work: finish(work, waiting, self.watch.explain), refuse, group)
 
     def sum_on_host(self, values: Sequence[float]) -> list[float]:
         """Sums of `values` over all ranks, in float64 and in rank order, so with the same bits on each rank (host lane)."""

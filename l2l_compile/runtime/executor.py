@@ -22,7 +22,7 @@ from l2l_compile.ir.values import TensorSpec
 from l2l_compile.lanes import Lane
 from l2l_compile.races import Place
 from l2l_compile.runtime.activation_copies import ActivationsFromHost, ActivationsToHost
-from l2l_compile.runtime.instructions import Instructions
+from l2l_compile.runtime.instructions import Instruction, Instructions
 from l2l_compile.runtime.messages import ArrivingParts, Leaving, LeavingParts, counts_of, finish_messages
 from l2l_compile.runtime.overlapped_copies import GradientStream, MicroBatchCopies, OutputStream, StreamedGradient, run_with
 from l2l_compile.runtime.runtime_value import RuntimeValue, bytes_of, copies
@@ -45,35 +45,65 @@ def handles(function: Callable) -> Callable[[Handler], Handler]:
 
 
 class Executor:
-    """Runs the nodes of one graph for one step. `inputs` fill the placeholders, in order; see `run`."""
+    """Runs the nodes of one graph for one step, all at once (`run`), or part by part (`go`). `inputs` fill the placeholders, in order."""
 
-    def __init__(self, device: Device, step: Step, segments: Sequence[Segment], slabs: Slabs):
+    def __init__(
+        self,
+        device: Device,
+        step: Step,
+        segments: Sequence[Segment],
+        slabs: Slabs,
+        instructions: Instructions,
+        inputs: Sequence[RuntimeValue],
+    ):
         self.device, self.step, self.segments, self.slabs = device, step, segments, slabs
         self.to_host = ActivationsToHost(device, step)
         self.from_host: dict[int, ActivationsFromHost] = {}  # by segment, until its backward
         self.released: dict[str, list[Place]] = {}  # by lane: released values of it, whose memory its next value may take
-        self.leaving: Mapping[fx.Node, Sequence[fx.Node]] = {}  # by segment that runs: messages of its results
-        self.passing: Mapping[fx.Node, frozenset[int]] = {}  # by the same: results that nothing else reads
+        self.instructions, self.values = instructions, instructions.values(inputs)
+        self.leaving: Mapping[fx.Node, Sequence[fx.Node]] = instructions.leaving  # by segment that runs: messages of its results
+        self.passing: Mapping[fx.Node, frozenset[int]] = instructions.passing  # by the same: results that nothing else reads
         self.left: set[fx.Node] = set()  # messages whose micro-batches have left as they were made
         self.outgoing: list[RuntimeValue] = []
         self.arriving: list[RuntimeValue] = []
 
-    def run(self, instructions: Instructions, inputs: Sequence[RuntimeValue]) -> Any:
+    def run(self) -> Any:
         """Give every node to its lane. Returns the values of the output, in its structure. Does not wait for lanes."""
-        values = instructions.values(inputs)
-        device, segments = self.device, self.segments
-        self.leaving, self.passing = instructions.leaving, instructions.passing
-        for instruction in instructions.nodes:
+        self._go(self.instructions.nodes)
+        return self.end()
+
+    def go(self, part: str) -> None:
+        """Give the nodes of one part of the step to their lanes."""
+        span = self.instructions.parts[part]
+        self._go(self.instructions.nodes[span.start : span.stop])
+
+    def _go(self, instructions: Sequence[Instruction]) -> None:
+        values, device, segments = self.values, self.device, self.segments
+        for instruction in instructions:
             node = instruction.node
             device.begins(node, segments)
             device.accesses.begins(node.name)
             handler = HANDLERS[node.target]  # type: ignore[index]  # a call of the vocabulary
             values[instruction.value] = handler(self, node, *instruction.operands(values))
+
+    def pause(self) -> None:
+        """Have lanes wait until all messages that were sent so far have left. Those that were asked for may still come."""
+        for value in self.outgoing:
+            finish_messages(self, value)
+        self.outgoing = []
+
+    def end(self) -> Any:
+        """Have lanes wait for all that is under way. Returns the values of the output, in its structure."""
         self.to_host.free(0)
         for value in (*self.outgoing, *self.arriving):
             finish_messages(self, value)
             value.arrival = None
-        return instructions.output(values)
+        return self.instructions.output(self.values)
+
+    def early(self, node: fx.Node) -> RuntimeValue:
+        """What a node makes of values that are there, before its turn."""
+        instruction = next(each for each in self.instructions.nodes if each.node is node)
+        return HANDLERS[node.target](self, node, *instruction.operands(self.values))  # type: ignore[index]  # as in `_go`
 
     def submit(self, lane: str, reads: Sequence[RuntimeValue], fills: Sequence[RuntimeValue], work: Callable[[], Any]) -> None:
         """Queue work on a lane, after the events of the values that it reads. The work fills the values `fills`."""
@@ -202,6 +232,11 @@ def _write_back(run: Executor, node: fx.Node, input: int, contents: RuntimeValue
         run.step.writes[input] = run.device.download(contents.tensors[0])
 
     run.submit(Lane.D2H, (contents,), (), work)
+    return RuntimeValue(absent=True)
+
+
+@handles(nodes.begin)
+def _begin(run: Executor, node: fx.Node, turn: str) -> RuntimeValue:
     return RuntimeValue(absent=True)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from torch import fx
 
+from l2l_compile.runtime.paused_step import StepGraph
+
 
 class Backwards:
     """The backward graphs of a program, one for each set of outputs that have a gradient.
@@ -35,10 +37,10 @@ class Steps:
     rebuild  makes the graph for another number
     """
 
-    def __init__(self, mask: tuple[bool, ...], made: dict[int, fx.GraphModule], rebuild: Callable[[int], fx.GraphModule]):
+    def __init__(self, mask: tuple[bool, ...], made: dict[int, StepGraph], rebuild: Callable[[int], StepGraph]):
         self.mask, self._made, self._rebuild = mask, made, rebuild
 
-    def of(self, turns: int) -> fx.GraphModule:
+    def of(self, turns: int) -> StepGraph:
         """The graph for this many micro-batches, more than one."""
         if turns not in self._made:
             self._made[turns] = self._rebuild(turns)

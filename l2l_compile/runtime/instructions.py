@@ -5,6 +5,7 @@ Values are numbered. An operand is a number, or a tuple of numbers, so a step do
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class Instructions:
     inputs    the number of placeholders; their values come first, in order
     fetches   how many of the nodes fetch weights
     nodes     the instructions
+    parts     for each part of a step that goes by turns, such as "0F3", its instructions; "" is what stands before the first one
     output    reads the values that the graph returns, in its structure
     leaving   for each segment that runs, the messages of its results to other ranks: `send` nodes of nothing else
     passing   for each of these segments, the results that nothing but messages reads
@@ -51,6 +53,7 @@ class Instructions:
         self.inputs, self.fetches = len(inputs), sum(node.target is nodes.fetch_weights for node in given)
         ordered = _launches_before_fetches(given) if launches_first else given
         self.nodes = [Instruction(node, self._numbers[node], self._all(node.args)) for node in ordered]
+        self.parts = _parts(self.nodes)
         self.output = self._read(end.args[0])
         self.leaving = leaving(given)
         self.passing = {
@@ -81,6 +84,12 @@ class Instructions:
             return operator.itemgetter(*numbers)
         reads = [self._read(argument) for argument in arguments]
         return lambda values: tuple([read(values) for read in reads])
+
+
+def _parts(given: Sequence[Instruction]) -> dict[str, range]:
+    starts = {nodes.operands(each.node).turn: place for place, each in enumerate(given) if each.node.target is nodes.begin}
+    places = [0, *starts.values(), len(given)]
+    return {name: range(*span) for name, span in zip(["", *starts], itertools.pairwise(places), strict=True)}
 
 
 _MADE = "_l2l_instructions"  # stored on the graph: instructions hold its nodes, which hold the graph

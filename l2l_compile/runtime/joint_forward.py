@@ -15,7 +15,9 @@ from l2l_compile.ir import nodes
 from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.segments import Segment
 from l2l_compile.lanes import Lane
+from l2l_compile.ranks.announced import Announced
 from l2l_compile.ranks.announcements import ActionKind, number_of
+from l2l_compile.ranks.pipeline_ranks import PipelineRanks
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.runtime.step import Step
 
@@ -46,6 +48,18 @@ class JointRun:
         refuse: Refuse | None = None,
     ) -> list[list[int]]:
         """As `Ranks.announce`, of up to four numbers. `what` is the first thing to compare. Raises `RankError` if anything differs."""
+        compared, own, refuse_all = self._compared(ranks, what, refuse)
+        return [row[1:] for row in ranks.announce(kind, compared, train, (own, *told), refuse_all)]
+
+    def announce_soon(
+        self, ranks: Ranks, kind: ActionKind, train: bool, told: Sequence[int], refuse: Refuse | None = None
+    ) -> Announced:
+        """As `announce`, without a wait: the result has one number more of each rank."""
+        compared, own, refuse_all = self._compared(ranks, "", refuse)
+        return ranks.announce_soon(kind, compared, train, (own, *told), refuse_all)
+
+    def _compared(self, ranks: Ranks, what: str, refuse: Refuse | None) -> tuple[tuple[str, ...], int, Refuse]:
+        """What ranks compare, a number of this rank, and what refuses the numbers of all."""
         staged = ranks.pipeline is not None
         compared = tuple(filter(None, (what, *self.stages, *(() if staged else self.collectives))))
         own = number_of("\n".join(self.collectives).encode()) if staged else 0
@@ -55,7 +69,7 @@ class JointRun:
                 refuse([row[1:] for row in of_ranks])
             _refuse_programs(ranks.same_rows, [row[0] for row in of_ranks])
 
-        return [row[1:] for row in ranks.announce(kind, compared, train, (own, *told), refuse_all)]
+        return compared, own, refuse_all
 
 
 def _refuse_programs(stages: int, own: Sequence[int]) -> None:
@@ -90,6 +104,17 @@ def begin_together(ranks: Ranks, step: Step, joint: JointRun, captured: Captured
     first = sum(micro_batches for _, micro_batches, *_ in each[: ranks.world_rank // same])
     of_ranks = tuple(count for count, *_ in announced) if is_global else ()
     step.rows = replace(rows, first=first, of_ranks=of_ranks)
+
+
+def begin_apart(ranks: PipelineRanks, step: Step, joint: JointRun, captured: Captured) -> None:
+    """As `begin_together`, without a wait for the other ranks, which are still in the step before: `ranks.heard` waits, and may raise."""
+    ranks.forwards += 1
+    count = step.rows.count if step.rows.batch is not None else _rows_of(captured, step.given)
+    own = step.base_seed()
+    step.seed_of_ranks = ranks.number_of_first(own, step.channel)
+    told = (count, len(step.rows.sizes), own, _number_of_inputs(captured, step.given) if ranks.compares_inputs else 0)
+    refuse = functools.partial(_refuse_rows, ranks.same_rows, ranks.shares)
+    ranks.follow(joint.announce_soon(ranks, ActionKind.FORWARD, True, told, refuse))
 
 
 def _compares_inputs(ranks: Ranks, to_train: bool) -> bool:

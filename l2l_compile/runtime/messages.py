@@ -103,7 +103,9 @@ class Arrival:
             value.tensors = [torch.empty(shape, dtype=spec.dtype, device=device.torch_device) for shape in shapes]
             device.hold(value.tensors)
         for position, number in self._parts:
-            self._works[position, number] = ranks.receive(self._values[position].tensors[number], self._source)
+            self._works[position, number] = ranks.receive(
+                self._values[position].tensors[number], self._source, self._run.step.channel
+            )
 
     def _awaited(self, part: Part) -> RuntimeValue:
         position, number = part
@@ -226,7 +228,7 @@ def send_parts(run: GraphRun, to: int, values: Values, parts: Sequence[Part], *m
         for position, number in parts:
             value, messages = leaving[position]
             tensor = value.tensors[number]
-            messages.append(pipeline_of(run.step).send(tensor, to))
+            messages.append(pipeline_of(run.step).send(tensor, to, run.step.channel))
             run.step.stats.sent_bytes += tensor.nbytes
 
     run.submit(Lane.SEND, made or values, (), work)

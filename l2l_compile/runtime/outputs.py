@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ from l2l_compile.ir.graph import dims_of_memory
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.values import TensorSpec, dim_of, evaluate
 from l2l_compile.memory.address import memory_of
+from l2l_compile.runtime.late_loss import Coming, LateLoss
 from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.step import Step
 
@@ -72,6 +74,27 @@ class Outputs:
         kept_memory = {memory_of(t) for value in kept for t in value.held}
         made = [t.clone() if memory_of(t) in kept_memory else device.handed_over(t) for t in made]
         return [_no_view(_laid_out(t, self._layouts.get(position))) for position, t in zip(self._made, made, strict=True)]
+
+    def one(self, position: int, value: RuntimeValue, device: Device) -> torch.Tensor:
+        """One tensor that the program has made, as `made`."""
+        device.accesses.read(value.place)
+        return _no_view(device.handed_over(_joined(value, self.captured.specs[self._nodes[position]]).contiguous()))
+
+    def promised(
+        self, there: Mapping[int, RuntimeValue], step: Step, fetch: Callable[[int], torch.Tensor], device: Device
+    ) -> tuple[list[torch.Tensor], dict[int, Coming]]:
+        """The tensors that the program makes, of which some are not there yet: `fetch` waits for one. Returns those that are to come as well."""
+        found: list[torch.Tensor] = []
+        coming = {}
+        for position in self._made:
+            if position in there:
+                found.append(self.one(position, there[position], device))
+                continue
+            spec = self.captured.specs[self._nodes[position]]
+            like = torch.zeros(spec.sizes(step.rows.bindings), dtype=spec.dtype)
+            coming[position] = Coming(like, functools.partial(fetch, position))
+            found.append(LateLoss(coming[position]))
+        return found, coming
 
     def replay(self, step: Step, device: Device, results: tuple[Sequence[RuntimeValue], ...]) -> None:
         """Make the outputs that the host makes itself, each as soon as its parts are on the host: lanes may still work."""

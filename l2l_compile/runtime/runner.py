@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch import fx
 
 from l2l_compile.devices.host import outside_inference_mode, without_autocast
 from l2l_compile.devices.profiler_ranges import ranges
-from l2l_compile.errors import L2LError
 from l2l_compile.ir import nodes
 from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.program import Program
+from l2l_compile.ir.segments import Segment
 from l2l_compile.ir.values import is_float
 from l2l_compile.ranks.announcements import ActionKind
+from l2l_compile.ranks.pipeline_ranks import PipelineRanks
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.ranks.sharded import sharded_as
 from l2l_compile.reentry import check, whole
@@ -42,6 +44,7 @@ from l2l_compile.runtime.stashes import Stashes
 from l2l_compile.runtime.stats import Stats
 from l2l_compile.runtime.step import Engine, Step
 from l2l_compile.runtime.streamed_function import StreamedFunction
+from l2l_compile.runtime.turn_runs import TurnRuns
 from l2l_compile.units import format_bytes
 from l2l_compile.user_line import warn
 
@@ -63,7 +66,8 @@ class Runner:
         ranks: Ranks | None = None,
         steps: Steps | None = None,
     ):
-        self.engine, self.ranks, self._steps = engine, ranks, steps
+        self.engine, self.ranks = engine, ranks
+        self._turns = TurnRuns(self, steps) if steps is not None else None
         self.captured: Captured = program.captured
         self.outputs, self.arguments = Outputs(program, differentiable), Arguments(program)
         self._program = self._shown = program
@@ -105,6 +109,9 @@ class Runner:
         """
         engine, device = self.engine, self.engine.device
         start = device.now()
+        self._settle_others()
+        if not self._goes_on(arguments, to_train):
+            engine.in_flight.drain()
         runs = engine.begin_forward()
         runs.append(stats := Stats())
         device.start_peak()
@@ -114,9 +121,14 @@ class Runner:
         else:
             engine.set_apart.clear()
         step = self._begin(arguments, stats, runs, to_train)
+        if (turns := self._turns_of(step)) is not None:
+            made = turns.run(step)
+            stats.forward_seconds = device.now() - start
+            stats.peak_device_bytes = device.peak_bytes()
+            return made, step, Stashes(device, [], Room())
         ran_out = ""
         try:
-            outputs, kept = self._run_forward(step) if (steps := self._steps_of(step)) is None else self._run_step(step, steps)
+            outputs, kept = self._run_forward(step)
         except torch.OutOfMemoryError as error:
             if not engine.resident.lost:
                 raise
@@ -144,47 +156,16 @@ class Runner:
         """The outputs and the stashes of the forward graph, on the host."""
         inputs = self.arguments.values(step.arguments)
         replay = functools.partial(self.outputs.replay, step, self.engine.device)
-        outputs, kept, _ = self._run(self._program.forward.graph, step, inputs, step.to_train, meanwhile=replay)
+        outputs, kept, _ = self.run(self._program.forward.graph, step, inputs, step.to_train, meanwhile=replay)
         if not step.to_train:
             self.engine.resident.end(self._need, self._sizes_of(step))
         return outputs, kept
 
-    def _run_step(self, step: Step, steps: Steps) -> tuple[Sequence[RuntimeValue], Sequence[RuntimeValue]]:
-        """The outputs of a step that goes forward and back turn by turn. Its gradients wait until the loss is differentiated."""
-        graph = self._first_graph(step)
-        if self.captured.owners is not None:
-            step.absent = self._absent_for(step, steps.mask)
-        step.pushed, step.scale = [], self.engine.server.loss_scale()
-        specs = [node.meta["spec"] for node in graph.find_nodes(op="placeholder") if node.meta["kind"] == "gradient"]
-        ones = [RuntimeValue([torch.full(s.sizes(step.rows.bindings), step.scale, dtype=s.dtype)]) for s in specs]
-        outputs, _, _ = self._run(graph, step, [*self.arguments.values(step.arguments), *ones])
-        return list(outputs), []
+    @property
+    def segments(self) -> Sequence[Segment]:
+        return self._program.segments
 
-    def _hand_over(self, step: Step, steps: Steps, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
-        """Give the gradients of a step that went turn by turn to the host. Returns as `backward`."""
-        mask, pushed, server = self.outputs.gradient_mask(gradients), step.pushed, self.engine.server
-        if mask != steps.mask:
-            raise L2LError(
-                "schedule='1f1b' has computed the gradients of the loss alone: use schedule='breadth_first' for other outputs"
-            )
-        if pushed is None:
-            raise L2LError(
-                "schedule='1f1b' hands the gradients of a step over once: use schedule='breadth_first' for retain_graph=True"
-            )
-        graph, step.pushed = self._first_graph(step), None
-        if step.world is not None:
-            self._joint(graph).announce(step.world, ActionKind.BACKWARD, f"gradients of outputs {mask}")
-        server.begin_backward(step, graph, self._program.segments)
-        (gradient,) = [float(g) for g in gradients if g is not None]
-        factor = gradient * step.host.scale / step.scale
-        for segment, value in pushed:
-            if factor != 1.0 and not value.absent:
-                for gradient in [g for g in value.tensors if g is not None]:
-                    gradient.mul_(factor)
-            server.collect(step, segment, value)
-        return {i: sharded_as(g, step.given[i]) for i, g in server.end_backward(step).items()}
-
-    def _absent_for(self, step: Step, mask: tuple[bool, ...]) -> frozenset[tuple[int, str]]:
+    def absent_for(self, step: Step, mask: tuple[bool, ...]) -> frozenset[tuple[int, str]]:
         if mask not in self._absent:
             self._absent[mask] = absent_gradients(step, self._program, mask)
         return self._absent[mask]
@@ -220,36 +201,57 @@ class Runner:
         """A new step: its arguments, its rows, agreed with the other ranks, and the compilation of blocks for new sizes."""
         captured, options = self.captured, self.engine.options
         read = self.arguments.read(arguments, to_train)
-        bindings = captured.bindings(arguments)
-        rows = StepRows(bindings, captured.batch, self._micro_batches.of(bindings))
+        rows = self._rows_of(arguments)
         step = Step(self.engine, read, arguments, captured.constants, rows, stats, runs, to_train, self.ranks)
         if self.ranks is not None:
-            joint = self._joint(self._first_graph(step))
-            begin_together(self.ranks, step, joint, captured, to_train, options.batch_scope == "global")
+            joint, is_global = self.joint(self._first_graph(step)), options.batch_scope == "global"
+            turns = self._turns_of(step)
+            if turns is None or not turns.begin(step, joint, captured):
+                begin_together(self.ranks, step, joint, captured, to_train, is_global)
         if to_train and options.keeps_activations:
             step.levels = self._levels_of(step)
         if (sizes := (to_train, *self._sizes_of(step), sum(step.rows.of_ranks))) not in self._lowered:
             self._lowered.add(sizes)
             self.engine.lowering.ahead(lowerings(step, self.program, to_train))
         owners = captured.owners
-        here = (i for i in captured.inputs if i.kind == "parameter" and (owners is None or owners.has(i)))
-        parameters = [arguments[i.index] for i in here]
+        all_parameters = [i for i in captured.inputs if i.kind == "parameter"]
+        parameters = [arguments[i.index] for i in all_parameters if owners is None or owners.has(i)]
+        if owners is not None:
+            step.elsewhere = frozenset(arguments[i.index] for i in all_parameters if not owners.has(i))
         fetches = self._first_graph(step).find_nodes(op="call_function", target=nodes.fetch_resident)
         resident = [self._program.segments[nodes.operands(node).segment] for node in fetches]
         self.engine.server.begin_forward(step, parameters, to_train, resident)
         self._bindings = rows.bindings
         return step
 
-    def _steps_of(self, step: Step) -> Steps | None:
-        """The graphs of whole steps, if this one goes turn by turn."""
-        return self._steps if step.to_train and len(step.rows.sizes) > 1 else None
+    def _rows_of(self, arguments: Sequence) -> StepRows:
+        bindings = self.captured.bindings(arguments)
+        return StepRows(bindings, self.captured.batch, self._micro_batches.of(bindings))
+
+    def _settle_others(self) -> None:
+        """Messages and norms of two models over the same ranks would be mixed up: what another one has in flight is done first."""
+        pipeline = self.ranks.pipeline if self.ranks is not None else None
+        other = pipeline.in_flight() if isinstance(pipeline, PipelineRanks) else None
+        if other is not None and other is not self.engine.in_flight:
+            other.settle()
+
+    def _goes_on(self, arguments: Sequence, to_train: bool) -> bool:
+        """Whether what is in flight of the step before may go back in this call."""
+        paused = self.engine.in_flight.paused
+        if paused is None or not to_train or self._turns is None:
+            return paused is None
+        return self._turns.goes_on(paused, len(self._rows_of(arguments).sizes))
+
+    def _turns_of(self, step: Step) -> TurnRuns | None:
+        """What runs a step that goes turn by turn; None for any other."""
+        return self._turns if step.to_train and len(step.rows.sizes) > 1 else None
 
     def _first_graph(self, step: Step) -> fx.Graph:
         """The graph with which a step begins."""
-        steps = self._steps_of(step)
-        return (self._program.forward if steps is None else steps.of(len(step.rows.sizes))).graph
+        turns = self._turns_of(step)
+        return self._program.forward.graph if turns is None else turns.made(step).graph
 
-    def _joint(self, graph: fx.Graph) -> JointRun:
+    def joint(self, graph: fx.Graph) -> JointRun:
         """What ranks compare before they run a graph."""
         return JointRun(self._stages, collectives_of(graph, self._program.segments))
 
@@ -285,20 +287,20 @@ class Runner:
         device, server, stats = self.engine.device, self.engine.server, step.stats
         start = device.now()
         self.engine.begin_backward(step.runs)
-        if (steps := self._steps_of(step)) is not None:
-            found = self._hand_over(step, steps, gradients)
+        if (turns := self._turns_of(step)) is not None:
+            found = turns.hand_over(step, gradients)
             stats.backward_seconds += device.now() - start
             return found
         mask = self.outputs.gradient_mask(gradients)
         module = self._backwards.of(mask)
         if step.world is not None:
-            self._joint(module.graph).announce(step.world, ActionKind.BACKWARD, f"gradients of outputs {mask}")
+            self.joint(module.graph).announce(step.world, ActionKind.BACKWARD, f"gradients of outputs {mask}")
         if self.captured.owners is not None:
-            step.absent = self._absent_for(step, mask)
+            step.absent = self.absent_for(step, mask)
         server.begin_backward(step, module.graph, self._program.segments)
         scale = step.host.scale
         gradients = [g if g is None else g * scale for g in gradients] if scale != 1.0 else gradients
-        returned = self._run(module.graph, step, [*stashes, *(RuntimeValue([g]) for g in gradients if g is not None)])
+        returned = self.run(module.graph, step, [*stashes, *(RuntimeValue([g]) for g in gradients if g is not None)])
         values = [i.index for i in self.captured.inputs if i.kind == "value"]
         for value in filter(None, returned):
             device.accesses.read(value.place)
@@ -315,7 +317,7 @@ class Runner:
         self.engine.room.measured(self._sizes_of(step), stats, _kept(step))
         return found
 
-    def _run(
+    def run(
         self,
         graph: fx.Graph,
         step: Step,
@@ -327,25 +329,38 @@ class Runner:
 
         `meanwhile` is what the caller does with the result while lanes still fill it.
         """
-        device, segments = self.engine.device, self._program.segments
-        count = min(self.engine.options.prefetch, 2 * len(segments)) + 1  # a graph has no more fetches
+        with self.on_device(graph, step, keep=keep) as slabs:
+            result = self.executor(graph, step, slabs, inputs).run()
+            if not keep:
+                slabs.end()
+            self._meanwhile(meanwhile, result)
+        return result
+
+    def executor(self, graph: fx.Graph, step: Step, slabs: Slabs, inputs: Sequence[RuntimeValue]) -> Executor:
+        """What runs the nodes of a graph for a step."""
+        instructions = instructions_of(graph, self.engine.device.launches_first)
+        return Executor(self.engine.device, step, self._program.segments, slabs, instructions, inputs)
+
+    @contextmanager
+    def on_device(self, graph: fx.Graph, step: Step, *others: Step, keep: bool = False) -> Iterator[Slabs]:
+        """Context manager in which lanes run a graph for a step, and what is left of other steps. Waits for them in the end.
+
+        After an error, the device can be used again, and the host has dropped what it has of the steps.
+        """
+        device = self.engine.device
+        count = min(self.engine.options.prefetch, 2 * len(self._program.segments)) + 1  # a graph has no more fetches
         try:
             with device.running(), ranges(device), torch.no_grad(), without_autocast(device.torch_device):
                 self.engine.set_apart.begin()
-                if (instructions := instructions_of(graph, device.launches_first)).fetches:
+                if fetches := instructions_of(graph, device.launches_first).fetches:
                     device.reserve_slabs(count, self._slab_bytes)
                 if not step.to_train:
                     self.engine.kept_inputs.begin(self.engine.resident.bytes)
                     self.engine.resident.begin(self._need, self._sizes_of(step), self._weight_bytes)
-                slabs = Slabs(device, step, count, instructions.fetches, keep)
-                result = Executor(device, step, segments, slabs).run(instructions, inputs)
-                if not keep:
-                    slabs.end()
-                self._meanwhile(meanwhile, result)
+                yield Slabs(device, step, count, fetches, keep)
                 if step.world is not None:
                     device.await_ranks(step.world.check)
                 device.synchronize()
-            return result
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError) and step.levels:
                 self.engine.room.ran_out()
@@ -366,7 +381,9 @@ class Runner:
                 self.engine.set_apart.clear()
                 self.engine.resident.forget()
                 self._need = MeasuredNeed()
-                self.engine.server.recover(step)
+                lost = self.engine.in_flight.drop(error)
+                for each in (step, *others, *lost):
+                    self.engine.server.recover(each)
             raise
 
     def _meanwhile(self, work: Callable[[Any], None], result: Any) -> None:

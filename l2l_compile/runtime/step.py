@@ -17,6 +17,7 @@ from l2l_compile.options import Options
 from l2l_compile.races import Place
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.runtime.activation_room import ActivationRoom
+from l2l_compile.runtime.in_flight import InFlight
 from l2l_compile.runtime.kept_activations import KeptLevels
 from l2l_compile.runtime.kept_inputs import KeptInputs
 from l2l_compile.runtime.resident_weights import ResidentWeights
@@ -43,6 +44,12 @@ class Host(Protocol):
     def on_wire(self, step: Step, segment: Segment, /) -> list[int]: ...
 
     def loss_scale(self) -> float: ...
+
+    def check_optimizer_has_all(self, step: Step, /) -> None: ...
+
+    def begin_turns(self, step: Step, /) -> None: ...
+
+    def end_turns(self, step: Step, /) -> None: ...
 
     def begin_backward(self, step: Step, graph: fx.Graph, segments: Sequence[Segment]) -> None: ...
 
@@ -79,6 +86,7 @@ class Engine(Protocol):
     kept_inputs  inputs that stay on the device from call to call
     resident     weights that stay on the device from call to call
     set_apart    memory for weights that stay from forward to backward
+    in_flight    the step whose last turns go back in the next call
     room         how much forwards may keep of what they compute inside of segments
     check    compares blocks on rows together and apart, if the user asked for it
     """
@@ -111,6 +119,9 @@ class Engine(Protocol):
     def set_apart(self) -> BuffersSetApart: ...
 
     @property
+    def in_flight(self) -> InFlight: ...
+
+    @property
     def room(self) -> ActivationRoom: ...
 
     @property
@@ -129,6 +140,7 @@ class HostRecord:
 
     gradient_wire  the format of gradients on the link, as the options name it
     pending        the forward that waits for its backward
+    factor         by which gradients are multiplied when they arrive
     for_optimizer  whether gradients of the current backward go to the optimizer
     wants_norms    whether the host asks for the norm of each gradient of a weight; the device may compute it
     scale          the factor on the gradients of the outputs in backward
@@ -141,6 +153,7 @@ class HostRecord:
     for_optimizer: bool = True
     wants_norms: bool = False
     scale: float = 1.0
+    factor: float = 1.0
     returned: dict[int, torch.Tensor] = field(default_factory=dict)
     place: Place = field(default_factory=lambda: Place("gradients for p.grad"))
     last_fetches: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -157,12 +170,15 @@ class Step:
     to_train   whether a backward may follow
     world      the ranks that run the program together; None for one
     seed       the number that all random draws derive from; None until something is random
+    seed_of_ranks  waits for the number that the first rank has drawn; None if it is known
+    channel    which of the channels its messages take
     writes     new contents of buffers and other inputs, by index; `place` is watched for races
     levels     what each segment keeps for its backward, by its index; a segment that keeps nothing is not in it
     savings    the code of each micro-batch of a segment that keeps something, None for one of which it keeps nothing
     sums       sums over the turns of a backward so far, by segment: of gradients, and the tensors that hold them
     pushed     where backward runs inside of forward: the gradients of each segment on the host, until the loss is differentiated
     scale      the factor on the loss that is in these
+    elsewhere  the parameters of other ranks of a pipeline
     absent     the gradients that other ranks of a pipeline do not make, by segment and name
     replayed   outputs that the host has made itself, by position
     keeps      what stays on the device for the next call, by node and by the index of the input or output, with its bytes
@@ -178,6 +194,8 @@ class Step:
     to_train: bool
     world: Ranks | None = None
     seed: int | None = None
+    seed_of_ranks: Callable[[], int] | None = None
+    channel: int = 0
     writes: dict[int, torch.Tensor] = field(default_factory=dict)
     place: Place = field(default_factory=lambda: Place("new contents of a buffer"))
     levels: Mapping[int, KeptLevels] = field(default_factory=dict)
@@ -185,6 +203,7 @@ class Step:
     sums: dict[int, tuple[dict[int, torch.Tensor], list[torch.Tensor]]] = field(default_factory=dict)
     pushed: list[tuple[Segment, RuntimeValue]] | None = None
     scale: float = 1.0
+    elsewhere: frozenset[torch.Tensor] = frozenset()
     absent: frozenset[tuple[int, str]] = frozenset()
     replayed: dict[int, torch.Tensor] = field(default_factory=dict)
     keeps: dict[tuple[Callable, int], tuple[RuntimeValue, int]] = field(default_factory=dict)
@@ -198,6 +217,8 @@ class Step:
 
     def base_seed(self) -> int:
         """One number per step from the default generator, drawn only if something in the step is random."""
+        if self.seed_of_ranks is not None:
+            self.seed, self.seed_of_ranks = self.seed_of_ranks(), None
         if self.seed is None:
             self.seed = int(torch.randint(2**62, ()))
         return self.seed

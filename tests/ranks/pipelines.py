@@ -185,6 +185,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     rows: tuple[int, ...] = (6, 6, 6, 6)
     lengths: tuple[int, ...] = (7, 7, 7, 7)
+    steps: int = STEPS
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer of the parameters that this rank has."""
@@ -193,7 +194,7 @@ class Case:
 
     def batch(self, step: int) -> Batch:
         """Rows of different numbers of labels that count."""
-        rows, length = self.rows[step], self.lengths[step]
+        rows, length = self.rows[step % len(self.rows)], self.lengths[step % len(self.lengths)]
         made = torch.Generator().manual_seed(step)
         if self.model in ("u_shape", "gated", "convolved", "stepped", "supervised"):
             return {
@@ -227,7 +228,7 @@ def train(case: Case, world: int = 1, **more: Any) -> Trained:
     return run(case, model, case.optimizer_of(model))
 
 
-def run(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS, first: int = 0) -> Trained:
+def run(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int | None = None, first: int = 0) -> Trained:
     """Some steps of a loop as users write it. One that begins behind the first step goes on with the random numbers that are there."""
     options = {"device": "cpu", "micro_batches": 3, "block_compiler": "eager", "outputs": "loss", **case.options}
     at_step = options.get("update", "at_step") == "at_step"
@@ -237,11 +238,11 @@ def run(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, steps: i
     if first == 0:
         torch.manual_seed(1)
     losses, gradients = [], {}
-    for step in range(first, first + steps):
+    for step in range(first, first + (case.steps if steps is None else steps)):
         output = compiled(**case.batch(step))
         loss = output if isinstance(output, torch.Tensor) else output.loss
         loss.backward()
-        losses.append(loss.item())
+        losses.append(loss.detach())
         if at_step and step == 0:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         if case.max_norm is not None:
@@ -250,6 +251,7 @@ def run(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, steps: i
         optimizer.zero_grad()
     l2l_compile.synchronize(compiled)
     weights = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    losses = [loss.item() for loss in losses]
     return Trained(losses, gradients, weights, len(l2l_compile.programs(compiled)), compiled)
 
 

@@ -116,7 +116,14 @@ def of_turn(graph, turn):
     return next(n for n in graph.find_nodes(op="call_function", target=nodes.forward) if nodes.operands(n).turn == turn)
 
 
+def begin_of(graph, name):
+    return next(n for n in graph.find_nodes(op="call_function", target=nodes.begin) if nodes.operands(n).turn == name)
+
+
 BROKEN = {
+    "no part": lambda graph: graph.erase_node(begin_of(graph, "0F1")),
+    "other part": lambda graph: nodes.set_operands(begin_of(graph, "0F1"), turn="0F2"),
+    "in another part": lambda graph: begin_of(graph, "0B0").prepend(begin_of(graph, "0F1")),
     "twice": lambda graph: nodes.set_operands(of_turn(graph, 1), turn=0),
     "another": lambda graph: of_turn(graph, 1).all_input_nodes[-1].meta.update(turn=2),
     "too early": lambda graph: of_turn(graph, 0).prepend(
@@ -252,7 +259,7 @@ def after_an_overflow(pause):
 def test_a_step_scales_its_loss_behind_the_step_before():
     expected = after_an_overflow(0.0)
     assert after_an_overflow(0.1) == expected and len(set(expected)) == 4
-    with BY_NAME["host.server.ParameterServer.loss_scale: self.updates.synchronize()"].deleted():
+    with BY_NAME["host.updates.interface.Updates.next_scale: self.synchronize()"].deleted():
         assert after_an_overflow(0.1) != expected
 
 

@@ -19,6 +19,7 @@ SECONDS = 8.0
 CASES = {
     "breadth_first": Case("llama", options={"update": "in_backward"}),
     "1f1b": Case("llama", loops=1, options={"update": "in_forward", "schedule": "1f1b"}),
+    "without flush": Case("llama", loops=1, options={"update": "in_forward", "schedule": "1f1b", "delay": 1}),
 }
 PLACES = {"forward": nodes.forward, "backward": nodes.backward, "update": nodes.update}
 

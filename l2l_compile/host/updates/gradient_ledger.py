@@ -52,6 +52,29 @@ _HELD = (
 )
 
 
+class StepGradients:
+    """The gradients of one step. With turns in flight, the last of them arrive when the next step has begun.
+
+    gradients  complete gradients, summed over the rounds of the step
+    arrived    parameters that have had a complete gradient
+    norms      of complete gradients, each with the gradient that it is of
+    segments   parameters of each segment, in the order of backward
+    in_flight  backwards of which gradients are still to come
+    """
+
+    def __init__(self) -> None:
+        self.gradients: dict[Parameter, torch.Tensor] = {}
+        self.arrived: set[Parameter] = set()
+        self.norms: dict[Parameter, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.segments: dict[tuple[Parameter, ...], None] = {}
+        self.in_flight: set[PendingBackward] = set()
+
+    @property
+    def parameters(self) -> set[Parameter]:
+        """The parameters that have a gradient, or get one."""
+        return self.arrived.union(self.gradients, *(pending.pushes for pending in self.in_flight))
+
+
 class PendingBackward:
     """A forward that a backward may follow.
 
@@ -64,6 +87,7 @@ class PendingBackward:
     last        whether the backward belongs to the last round of the step
     ends_round  whether no other backward of this round is to come
     sums        gradients that are not complete yet in this backward, by parameter
+    of_step     the gradients of its step
     groups      the hyperparameters when the backward began, for updates in backward
     changed     parameters that the backward of another compiled model has updated since
     """
@@ -76,6 +100,7 @@ class PendingBackward:
         self.settled: set[Parameter] = set()
         self.last = self.ends_round = False
         self.sums: dict[Parameter, torch.Tensor] = {}
+        self.of_step = ledger.of_step
         self.groups = Hyperparameters()
         self.changed: set[Parameter] = set()
 
@@ -105,8 +130,7 @@ class GradientLedger:
     closed         parameters of rounds that were the last of their model
     forgotten      numbers of forwards that nothing holds any more, noted by finalizers
     trained        parameters of forwards whose backward of this step has begun
-    arrived        parameters that have had a complete gradient in this step
-    gradients      complete gradients of this step, summed over its rounds
+    of_step        the gradients of this step
     """
 
     def __init__(
@@ -126,13 +150,17 @@ class GradientLedger:
         self.trained: set[Parameter] = set()
         self.closed: set[Parameter] = set()
         self._in_round: set[Parameter] = set()  # parameters of this round so far
-        self.arrived: set[Parameter] = set()
-        self.gradients: dict[Parameter, torch.Tensor] = {}
+        self.of_step = StepGradients()
         self.numbers = itertools.count()
         self.forgotten: deque[int] = deque()
         self._open: dict[int, frozenset[Parameter]] = {}  # of this step: by number, the parameters of each open pending backward
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
+
+    @property
+    def gradients(self) -> dict[Parameter, torch.Tensor]:
+        """The complete gradients of this step."""
+        return self.of_step.gradients
 
     @property
     def is_idle(self) -> bool:
@@ -177,7 +205,7 @@ class GradientLedger:
         if self.complete:
             self._rounds_of_others, self.complete = self.rounds, False
         self.trained |= pending.parameters
-        pending.pushes = pushes
+        pending.pushes, pending.of_step = pushes, self.of_step
         others = self._still_open()
         pending.settled = set(pending.parameters.difference(*others.values()))
         pending.last = self.in_last_round = self._is_last_round()
@@ -258,7 +286,8 @@ class GradientLedger:
 
     def forget(self) -> None:
         """Drop the gradients of this step."""
-        self.gradients.clear()
+        self.of_step.gradients.clear()
+        self.of_step = StepGradients()
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -267,12 +296,12 @@ class GradientLedger:
         self._rounds_of_others = 0
         for parameters in (self.trained, self.closed, self._in_round):
             parameters.clear()
-        self.arrived = set()
 
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
     def collect(self, pending: PendingBackward, segment: Sequence[Pushed]) -> None:
         """The gradients of a segment are on the host. Gradients of a shared parameter are summed."""
+        of_step = pending.of_step
         for pushed in segment:
             parameter = pushed.parameter
             pending.pushes[parameter] -= 1
@@ -281,20 +310,24 @@ class GradientLedger:
                 pending.sums[parameter] = self._memory.collected(before, pushed.gradient, parameter, pushed.slice)
             if pending.pushes[parameter] == 0 and parameter in pending.sums:
                 whole = pending.sums.pop(parameter)
-                self.arrived.add(parameter)
-                self.gradients[parameter] = self._memory.added(self.gradients.get(parameter), whole, parameter.dtype)
+                of_step.arrived.add(parameter)
+                of_step.gradients[parameter] = self._memory.added(of_step.gradients.get(parameter), whole, parameter.dtype)
 
     def settled(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> list[Parameter]:
         """The parameters, among these, whose gradient is complete: nothing else in this step will add to it."""
         if not pending.last:
             return []
-        return [p for p in dict.fromkeys(parameters) if p in self.gradients and p in pending.settled and pending.pushes[p] == 0]
+        return [
+            p
+            for p in dict.fromkeys(parameters)
+            if p in pending.of_step.gradients and p in pending.settled and pending.pushes[p] == 0
+        ]
 
     def take_settled(self, pending: PendingBackward, parameters: Iterable[Parameter]) -> dict[Parameter, torch.Tensor]:
         """Remove and return the gradients of these parameters that are complete."""
-        return {p: self.gradients.pop(p) for p in self.settled(pending, parameters)}
+        return {p: pending.of_step.gradients.pop(p) for p in self.settled(pending, parameters)}
 
-    def take_all(self) -> dict[Parameter, torch.Tensor]:
-        """Remove and return all gradients."""
-        gradients, self.gradients = self.gradients, {}
-        return gradients
+    def take_all(self) -> StepGradients:
+        """The gradients of the step that ends. Those that arrive from now on, but for its turns in flight, are of the next one."""
+        of_step, self.of_step = self.of_step, StepGradients()
+        return of_step

@@ -96,7 +96,7 @@ class UpdatesInBackward(OverlappedUpdates):
         if self._compiled_code_has_run and not is_within_compiled_code():
             self._say_that_updates_are_early()
         self._compiled_code_has_run = False
-        left = {**self.ledger.take_all(), **{p: torch.zeros_like(local(p).detach()) for p in zeros}}
+        left = {**self.ledger.take_all().gradients, **{p: torch.zeros_like(local(p).detach()) for p in zeros}}
         if left:
             self.worker.submit(lambda: self._apply(left, groups))
             self._drain()

@@ -14,7 +14,7 @@ from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.step.sharded_state import counts_here, summed_over
 from l2l_compile.host.step.torch_step import Hyperparameters
 from l2l_compile.host.updates.deferred import DeferredWriteGuard
-from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward, Pushed
+from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward, Pushed, StepGradients
 from l2l_compile.host.updates.loss_scale import LossScale
 from l2l_compile.host.updates.norms import norm_of, total_norm
 from l2l_compile.host.updates.overlapped import OverlappedUpdates
@@ -34,19 +34,34 @@ _Norms = dict[Parameter, tuple[torch.Tensor, torch.Tensor]]  # complete gradient
 
 
 @dataclass(eq=False)
-class _Step:
+class DeferredStep:
     """A step whose updates are put off. It holds no gradients, so the gradients of a segment are freed after its update.
 
     groups    the hyperparameters at `optimizer.step()`
     guard     the parameters as they were then
     max_norm  the norm to which gradients are clipped, None for no clipping
+    scale     the loss scale that is in its gradients; 1 for none
     factor    multiplies all gradients; set by `_look_at`: clipping, 1 / loss scale; 0 if the step is skipped
     """
 
     groups: Hyperparameters
     guard: DeferredWriteGuard
     max_norm: float | None
+    scale: float
     factor: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What is known of a step whose gradients have been looked at: their norm, and how many steps were skipped so far."""
+
+    norm: float | None = None
+    skipped: int = 0
+
+    def add_to(self, stats: Stats) -> None:
+        """Add them to the figures of a model."""
+        stats.gradient_squares = None if self.norm is None else self.norm * self.norm
+        stats.skipped_steps = self.skipped
 
 
 class UpdatesInForward(OverlappedUpdates):
@@ -59,10 +74,8 @@ class UpdatesInForward(OverlappedUpdates):
         self._max_norm = self._max_norm_of_all  # of this step
         self.scale = LossScale().keep_with(self.optimizer) if options.precision == "fp16" else None
         self._norm: float | None = None  # of the last step
-        self._norms: _Norms = {}
         self._skipped = 0
         self._order: dict[Parameter, int] = {}  # of the model's parameters, in which norms are summed
-        self._segments: dict[tuple[Parameter, ...], None] = {}  # of this step, in the order of backward
         self._tickets: dict[Parameter, Ticket] = {}
         self._tickets_change = threading.RLock()
         self._looked: Ticket | None = None  # done when the last step's gradients have been looked at
@@ -84,8 +97,10 @@ class UpdatesInForward(OverlappedUpdates):
             self._looked.wait()
         self.worker.accesses.read(self._place_of_norm)
         super().describe(stats)
-        stats.gradient_squares = None if self._norm is None else self._norm * self._norm
-        stats.skipped_steps = self._skipped
+        self._figures().add_to(stats)
+
+    def _figures(self) -> StepFigures:
+        return StepFigures(self._norm, self._skipped)
 
     def wait(self, parameters: Iterable[Parameter]) -> None:
         for parameter in parameters:
@@ -116,10 +131,8 @@ class UpdatesInForward(OverlappedUpdates):
 
     def forget(self, pending: PendingBackward | None = None) -> None:
         super().forget(pending)
-        self._segments.clear()
         with self._tickets_change:
             self._tickets.clear()
-        self._norms.clear()
         self._read.clear()
         self._outside.clear()
 
@@ -147,7 +160,7 @@ class UpdatesInForward(OverlappedUpdates):
         if gradient is None:
             return own
         wide = self._memory.widened(gradient, parameter.dtype)
-        wide = wide.div_(self.scale.value) if self.scale is not None else wide
+        wide = wide.div_(self._scale_now()) if self.scale is not None else wide
         if own is not None:
             self._outside.add(parameter)
             wide.add_(local(own))
@@ -163,17 +176,17 @@ class UpdatesInForward(OverlappedUpdates):
         """Take the gradient of this step so far, when all of it is on the host."""
         OverlappedUpdates._drain(self)  # of the host lane alone
         self.worker.accesses.write(self._place)
-        self._norms.pop(parameter, None)
+        self.ledger.of_step.norms.pop(parameter, None)
         return self.ledger.gradients.pop(parameter, None)
 
     def _take_back(self) -> None:
         read, self._read = self._read, set()
         for parameter in read:
             if parameter.grad is None:  # the caller has dropped it
-                self.ledger.arrived.discard(parameter)
+                self.ledger.of_step.arrived.discard(parameter)
             elif parameter not in self._outside:
                 gradient = local(parameter.grad)
-                self.ledger.gradients[parameter] = gradient * self.scale.value if self.scale is not None else gradient
+                self.ledger.gradients[parameter] = gradient * self._scale_now() if self.scale is not None else gradient
                 parameter.grad = None
 
     def _end_step(self, groups: Hyperparameters, zeros: Sequence[Parameter]) -> None:
@@ -182,40 +195,49 @@ class UpdatesInForward(OverlappedUpdates):
         Parameters with a gradient from outside of the compiled model are updated at once: code that reads them there
         does not wait.
         """
-        gradients = self.ledger.take_all()
+        of_step = self.ledger.take_all()
+        gradients = of_step.gradients
         outside = self._take_gradients_from_outside(gradients)
         self._outside.clear()
         gradients.update({p: torch.zeros_like(local(p).detach()) for p in zeros})
-        summed_over(self.ranks, ActionKind.STEP, ())
-        step = _Step(groups, DeferredWriteGuard(self.optimizer, gradients), self._max_norm)
-        self._max_norm = self._max_norm_of_all
-        norms, self._norms = self._norms, {}
-        self._looked = self._updating.submit(functools.partial(self._look_at, step, gradients, norms))
+        self._announce_step()
+        step = self._step_of(groups, gradients)
+        self._looked = self._updating.submit(functools.partial(self._look_at, step, of_step))
         if outside:
             at_once = self._updating.submit(functools.partial(self._update, step, {p: gradients[p] for p in outside}))
             at_once.wait()
-        for mine in self._in_order_of_forward(gradients, but=outside):
+        for mine in self._in_order_of_forward(of_step, but=outside):
             ticket = self._updating.submit(functools.partial(self._update, step, {p: gradients[p] for p in mine}))
             with self._tickets_change:
                 self._tickets.update(dict.fromkeys(mine, ticket))
-        self._segments.clear()
+
+    def _step_of(self, groups: Hyperparameters, parameters: Iterable[Parameter]) -> DeferredStep:
+        """A step of these parameters, which ends now."""
+        step = DeferredStep(groups, DeferredWriteGuard(self.optimizer, parameters), self._max_norm, self._scale_now())
+        self._max_norm = self._max_norm_of_all
+        return step
+
+    def _scale_now(self) -> float:
+        """The loss scale in the gradients of the step that has begun; 1 for none."""
+        return self.scale.value if self.scale is not None else 1.0
+
+    def _announce_step(self) -> None:
+        summed_over(self.ranks, ActionKind.STEP, ())
 
     def _take_gradients_from_outside(self, gradients: dict[Parameter, torch.Tensor]) -> list[Parameter]:
         """Move gradients in `p.grad`, from outside of the model, to `gradients`, in their scale. Returns their parameters."""
         outside = {p: p.grad for p in parameters_of(self.optimizer) if p.grad is not None}
         for parameter, gradient in outside.items():
-            theirs = local(gradient) * (self.scale.value if self.scale is not None else 1.0)
+            theirs = local(gradient) * self._scale_now()
             ours = gradients.get(parameter)
             gradients[parameter] = theirs if ours is None else ours.to(parameter.dtype) + theirs
             parameter.grad = None
         return list(outside)
 
-    def _in_order_of_forward(
-        self, gradients: Mapping[Parameter, torch.Tensor], but: Iterable[Parameter]
-    ) -> Iterator[list[Parameter]]:
+    def _in_order_of_forward(self, of_step: StepGradients, but: Iterable[Parameter] = ()) -> Iterator[list[Parameter]]:
         """The parameters of each segment, without those in `but`. A shared parameter goes with its first reader."""
-        taken = set(but)
-        for segment in [*reversed(self._segments), tuple(gradients)]:
+        taken, gradients = set(but), of_step.gradients
+        for segment in [*reversed(of_step.segments), tuple(gradients)]:
             mine = [p for p in dict.fromkeys(segment) if p in gradients and p not in taken]
             taken.update(mine)
             yield mine
@@ -225,26 +247,25 @@ class UpdatesInForward(OverlappedUpdates):
     def collect(self, pending: PendingBackward, segment: Sequence[Pushed]) -> None:
         """Take norms as gradients arrive, so that none is left to take between the last gradient and the first update."""
         parameters = tuple(pushed.parameter for pushed in segment)
-        self._segments.setdefault(parameters)
+        pending.of_step.segments.setdefault(parameters)
         super().collect(pending, segment)
         for parameter in self.ledger.settled(pending, parameters):
-            gradient = self.ledger.gradients[parameter]
-            self._norms[parameter] = gradient, self._norm_of_one(parameter, gradient)
+            gradient = pending.of_step.gradients[parameter]
+            pending.of_step.norms[parameter] = gradient, self._norm_of_one(parameter, gradient)
 
-    def _look_at(self, step: _Step, gradients: Mapping[Parameter, torch.Tensor], norms: _Norms) -> None:
-        """Set the factor for all gradients of a step. `norms` has the norms that are known already."""
+    def _look_at(self, step: DeferredStep, of_step: StepGradients) -> None:
+        """Set the factor for all gradients of a step."""
         self.worker.accesses.write(self._place_of_norm)
-        scale = self.scale.value if self.scale is not None else 1.0
-        norm = self._norm_over_ranks(gradients, norms) / scale
+        norm = self._norm_over_ranks(of_step.gradients, of_step.norms) / step.scale
         finite = bool(torch.isfinite(norm))
         if self.scale is not None:
-            self.scale.update(overflow=not finite)
+            self.scale.update(overflow=not finite, used=step.scale)
         self._norm = float(norm)
         if not finite:
             self._skip_step()
             return
         clip = torch.clamp(step.max_norm / (norm + 1e-6), max=1.0) if step.max_norm is not None else 1.0  # as clip_grad_norm_
-        step.factor = float(clip / scale)
+        step.factor = float(clip / step.scale)
 
     def _norm_over_ranks(self, gradients: Mapping[Parameter, torch.Tensor], known: _Norms) -> torch.Tensor:
         """The global norm of gradients of which each rank has shards, with the same bits on every rank."""
@@ -288,7 +309,7 @@ class UpdatesInForward(OverlappedUpdates):
                 stacklevel=2,
             )
 
-    def _update(self, step: _Step, gradients: Mapping[Parameter, torch.Tensor]) -> None:
+    def _update(self, step: DeferredStep, gradients: Mapping[Parameter, torch.Tensor]) -> None:
         """Update the parameters of a segment. Raises `L2LError` if any code has written into one of them since."""
         if step.factor == 0.0:
             return

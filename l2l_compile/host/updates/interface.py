@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -56,6 +56,26 @@ class Updates:
         """Add the figures of the updates."""
         if self.scale is not None:
             stats.loss_scale = self.scale.value
+
+    def scale_of(self, pending: PendingBackward | None) -> float:
+        """The factor on the loss in a backward that begins; 1 where gradients are not scaled."""
+        return self.scale.value if self.scale is not None else 1.0
+
+    def next_scale(self) -> float:
+        """The factor on the loss of the next backward, behind all steps so far; 1 where gradients are not scaled."""
+        if self.scale is None:
+            return 1.0
+        self.synchronize()  # the last step may change it
+        return self.scale.value
+
+    def drains_with(self, drain: Callable[[], None]) -> None:
+        """`drain` runs what is in flight of the last step of the compiled model."""
+
+    def begin_turns(self, pending: PendingBackward) -> None:
+        """Some gradients of a backward come later, with turns that are in flight. The step may end before."""
+
+    def end_turns(self, pending: PendingBackward) -> None:
+        """The last of these gradients are on their way."""
 
     def synchronize(self) -> None:
         """Block until every update made so far can be seen. Raises the error of an update that failed."""

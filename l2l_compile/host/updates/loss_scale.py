@@ -14,18 +14,26 @@ _SAVED = "l2l_loss_scale"  # in the first param_group of an optimizer's state_di
 
 @dataclass(eq=False)
 class LossScale:
-    """The factor on the loss. An overflow halves it; `growth_interval` steps in a row without one double it."""
+    """The factor on the loss. An overflow halves it; `growth_interval` steps in a row without one double it.
+
+    of_next_step  the factor in the next step, where that begins before the last one has been looked at
+    """
 
     value: float = 65536.0
+    of_next_step: float = 65536.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     good_steps: int = 0
 
-    def update(self, overflow: bool) -> None:
-        """A step is over; `overflow` says whether one of its gradients was not finite."""
+    def update(self, overflow: bool, used: float | None = None) -> None:
+        """A step is over; `overflow` says whether one of its gradients was not finite. `used` is the scale in them, if it is an older one.
+
+        An overflow at a scale that was halved since does not halve it again.
+        """
         if overflow:
-            self.value *= self.backoff_factor
+            if used is None or used <= self.value:
+                self.value *= self.backoff_factor
             self.good_steps = 0
             return
         self.good_steps += 1
@@ -45,7 +53,10 @@ class LossScale:
         return self
 
     def _save(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        optimizer.param_groups[0][_SAVED] = (self.value, self.good_steps)
+        optimizer.param_groups[0][_SAVED] = (self.value, self.good_steps, self.of_next_step)
 
     def _load(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.value, self.good_steps = optimizer.param_groups[0].get(_SAVED, (self.value, self.good_steps))
+        saved = optimizer.param_groups[0].get(_SAVED)
+        if saved is not None:
+            self.value, self.good_steps = saved[:2]
+            self.of_next_step = saved[-1] if len(saved) > 2 else self.value

@@ -164,7 +164,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
                 "update='in_forward'"
             )
         self._drain()
-        arrived = self.ledger.arrived
+        arrived = self.ledger.of_step.arrived
         self.forget()
         self._eager.zeroed(set_to_none, arrived)
 
@@ -185,7 +185,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
             groups = self._groups.begin_own_step()
             self.worker.accesses.write(self._place)
             self._take_back()
-            arrived = self.ledger.arrived
+            arrived = self.ledger.of_step.parameters
             self.ledger.end_step()
             self._end_step(groups, self._zeros_without(arrived))
             self._eager.stepped(arrived)
