@@ -26,6 +26,7 @@ from l2l_compile.ir.leaving import passes_on
 from l2l_compile.ir.precision import gradient_dtype
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.segments import Segment, block_bindings, micro_batch_sizes
+from l2l_compile.ir.step_parts import Run, calls_in_a_row, pauses
 from l2l_compile.ir.values import Bindings, TensorSpec
 from l2l_compile.lowering.costs import typical_rates
 from l2l_compile.lowering.lower import Lowering
@@ -229,17 +230,29 @@ class _DryRun:
         ] = []  # bytes of the micro-batches on their way to the host, which are on the device until they are there
         self.brought: dict[int, list[tuple[int, int]]] = {}  # by segment: micro-batches on their way back, and their bytes
         self.sums: dict[int, int] = {}  # of gradients over the turns so far, by segment
+        self.others: dict[
+            int, tuple[dict[fx.Node, _Held], dict[int, int]]
+        ] = {}  # `held` and `sums` of other calls, by their number
         self.kept = 0  # bytes that stay for the next call
 
     def step(self) -> None:
-        """Forward, and backward if there is one."""
+        """Forward, and backward if there is one; of a step whose last turns run in the next call, some calls."""
         for graph in self.program.graphs.values():
-            self.held, self.sent = {}, []
-            for node in graph.nodes:
+            self.held, self.sent, self.others, of = {}, [], {}, 0
+            for call, node in self._order_of(graph):
+                if call != of:
+                    self.others[of], (self.held, self.sums) = (self.held, self.sums), self.others.pop(call, ({}, {}))
+                    of = call
                 if nodes.holds_device_memory(node) or node.target in self._handlers:
                     self._node = node
-                    self._handlers.get(node.target, self._make)(node)
+                    self._handlers.get(node.target, self._make)(node)  # type: ignore[arg-type]
                     self._look(0)
+
+    def _order_of(self, graph: fx.Graph) -> Sequence[Run]:
+        schedule, stages = self.program.schedule, self.program.stages
+        if schedule is None or stages is None or not pauses(graph):
+            return [(0, node) for node in graph.nodes]
+        return calls_in_a_row(graph, schedule.orders[stages.rank], 4)
 
     def growth(self) -> list[str]:
         """A line for each kind and spec of which the device holds more values at once than neighbouring layers need."""
@@ -256,10 +269,11 @@ class _DryRun:
 
     def _look(self, workspace_bytes: int, gradients: int = 0) -> None:
         now = Counter({ACTIVATIONS: workspace_bytes, GRADIENTS: gradients, WEIGHTS: self.slabs or 0})
-        now[GRADIENTS] += sum(self.sums.values())
-        now[STASHES] = sum(self.sent) + sum(size for there in self.brought.values() for _, size in there)
+        there = [(self.held, self.sums), *self.others.values()]
+        now[GRADIENTS] += sum(size for _, sums in there for size in sums.values())
+        now[STASHES] = sum(self.sent) + sum(size for brought in self.brought.values() for _, size in brought)
         values: Counter[tuple[str, str]] = Counter()
-        for held in set(self.held.values()):
+        for held in (each for of_call, _ in there for each in set(of_call.values())):
             now[held.kind] += held.bytes
             if held.spec is not None and held.spec.batch is not None:
                 values[held.kind, str(held.spec)] += 1

@@ -39,8 +39,9 @@ class Charges(TorchDispatchMode):
             return _one(args[0].dtype)
         if operation is aten.equal.default:
             return True
-        result = operation(*args, **kwargs)
-        self._charge(operation, args, kwargs, result)
+        with torch._C.DisableTorchFunctionSubclass():  # what PyTorch runs by itself is no reading of the loop's
+            result = operation(*args, **kwargs)
+            self._charge(operation, args, kwargs, result)
         return result
 
     def _charge(self, operation: OpOverload, args: tuple, kwargs: dict[str, Any], result: Any) -> None:

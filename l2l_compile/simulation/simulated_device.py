@@ -109,11 +109,15 @@ class Clocks:
         else:
             lane.wait(SimulatedEvent(end, waited_for))
 
+    def given(self) -> SimulatedEvent:
+        """What the current thread gives to another thread now."""
+        return SimulatedEvent(self.thread.now, f"{self.thread.name}: {self.label}")
+
     @contextmanager
-    def on_thread(self, clock: Clock) -> Iterator[None]:
-        """Context manager whose work the current thread gives to another thread, which does it after all its earlier work."""
+    def on_thread(self, clock: Clock, given: SimulatedEvent | None = None) -> Iterator[None]:
+        """Context manager whose work another thread does after all its earlier work. The current thread gives it now, or has given it before."""
         before, label = (self.thread, self.lane), self.label
-        clock.wait(SimulatedEvent(self.thread.now, f"{self.thread.name}: {self.label}"))
+        clock.wait(given or self.given())
         self.thread, self.lane = clock, None
         try:
             yield

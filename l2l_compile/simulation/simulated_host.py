@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import torch
@@ -58,6 +59,51 @@ class SimulatedWorker(Worker):
 
     def close(self) -> None:
         """Does nothing: there is no thread."""
+
+
+class WaitingWorker(SimulatedWorker):
+    """Does work when somebody waits for it, from the time on at which it was submitted: it may wait for ranks that are behind this one."""
+
+    def __init__(self, clocks: Clocks, accesses: Unwatched, name: str):
+        super().__init__(clocks, accesses, name)
+        self._given: deque[tuple[Callable[[], None], SimulatedEvent]] = deque()
+        self._done: list[SimulatedEvent] = []
+
+    def submit(self, work: Callable[[], None]) -> Ticket:
+        self._given.append((work, self._clocks.given()))
+        return _WaitingTicket(self, len(self._done) + len(self._given))
+
+    def drain(self, failed: Callable[[], None] | None = None) -> None:
+        self.done_behind(len(self._done) + len(self._given))
+        super().drain(failed)
+
+    settle = drain
+
+    def done_behind(self, count: int) -> SimulatedEvent:
+        """Do this many pieces of work, if they are not done. Returns when the last of them is."""
+        while len(self._done) < count:
+            work, given = self._given.popleft()
+            with self._clocks.on_thread(self._clock, given), torch.no_grad():
+                work()
+            self.finished += 1
+            self._done.append(self._clock.event())
+        return self._done[count - 1] if count else self._clock.event()
+
+    def has_done(self, count: int) -> bool:
+        """Whether this many pieces of work are done."""
+        return len(self._done) >= count
+
+
+class _WaitingTicket(Ticket):
+    def __init__(self, worker: WaitingWorker, number: int):
+        super().__init__(worker, VectorClock())
+        self._behind, self._number = worker, number
+
+    def wait(self) -> None:
+        self._behind._clocks.thread.wait(self._behind.done_behind(self._number))
+
+    def look(self) -> bool:
+        return self._behind.has_done(self._number)
 
 
 class OnePass:

@@ -18,7 +18,9 @@ from l2l_compile.frontend.dynamo import watched_frames
 from l2l_compile.frontend.dynamo.meta_models import OnTheHost
 from l2l_compile.host.compiled_step.compiled_step import CompiledStep
 from l2l_compile.host.updates.overlapped import OverlappedUpdates
+from l2l_compile.lanes import Lane
 from l2l_compile.options import AUTO, Options
+from l2l_compile.races import Unwatched
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks
 from l2l_compile.ranks.ranks import Ranks, standing_in
 from l2l_compile.runtime.activation_room import STEPS
@@ -29,7 +31,7 @@ from l2l_compile.simulation.charges import Charges
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.result import Simulation
 from l2l_compile.simulation.simulated_device import open_simulated
-from l2l_compile.simulation.simulated_host import OnePass, SimulatedWorker
+from l2l_compile.simulation.simulated_host import OnePass, SimulatedWorker, WaitingWorker
 from l2l_compile.simulation.simulated_pipeline import Messages, SimulatedPipeline
 from l2l_compile.simulation.simulated_ranks import Division, SimulatedRanks
 from l2l_compile.torch_internals.fresh_code import fresh_caller
@@ -92,7 +94,7 @@ class SimulatedLoop:
                 self.device,
                 SimulatedLowering(self.device, options.block_compiler == "inductor", times),
                 rates=machine,
-                worker=lambda threads, accesses, name: SimulatedWorker(self.device.clocks, accesses, name),
+                worker=self._worker,
             )
         self.device.occupied = self._occupied()
         updates, state_bytes = self.session.server.updates, setting.state_bytes
@@ -105,6 +107,11 @@ class SimulatedLoop:
         if setting.division is not None:
             self._acting[setting.division.ranks] = SimulatedRanks(setting.division, self.device.clocks, self.pipeline)
 
+    def _worker(self, threads: int, accesses: Unwatched, name: str) -> SimulatedWorker:
+        """A thread of the host. One that waits for ranks which are behind this one runs when this one waits for it."""
+        kind = WaitingWorker if self.options.goes_by_turns and name == Lane.UPDATE else SimulatedWorker
+        return kind(self.device.clocks, accesses, name)
+
     def _occupied(self) -> int:
         """Bytes of the parameters, and of the optimizer's state if it is known."""
         entries = sum(p.numel() for p in self.rank.parameters if p.requires_grad)
@@ -115,16 +122,18 @@ class SimulatedLoop:
         compiled = torch.compile(fresh_caller(), backend=_Simulator(self))
         times, clocks = [self.device.now()], self.device.clocks
         with standing_in(self._acting):
-            while len(times) <= _MOST_STEPS and not self._is_steady(times):
+            while len(times) <= _MOST_STEPS and (self._goes_on or not self._is_steady(times)):
                 self._start_peaks()
                 self._step(compiled)
-                if self.pipeline is not None:
+                if self.pipeline is not None and not self._goes_on:
                     self.pipeline.meet(0.0)  # the next step of all ranks begins when the last one is here
                 times.append(self.device.now())
+            with self.charges:
+                stats = self.session.stats  # may wait for updates
         return Simulation(
             self.setting.machine,
             clocks.timeline(*times[-2:]),
-            self.session.stats,
+            stats,
             self.device.taken.peak,
             self.device.locked.peak,
             self._is_steady(times),
@@ -132,6 +141,11 @@ class SimulatedLoop:
             self._tokens(),
             self.trains,
         )
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether turns are in flight from step to step: no rank waits for the others between them, and all take as many steps."""
+        return self.session.in_flight.paused is not None
 
     def _is_steady(self, times: Sequence[float]) -> bool:
         """Training steps are equal up to the rounding of clocks. With keep_on_host="auto", they keep something behind a few steps.

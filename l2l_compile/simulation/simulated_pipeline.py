@@ -7,7 +7,7 @@ and its receiver has asked for it and received all earlier ones from there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,10 +74,10 @@ class Messages:
     def __init__(self, machine: Machine, pipeline: PipelineRanks):
         self.machine, self.members, self.parameters = machine, pipeline.members, pipeline.parameters
         self.turns = Turns(len(self.members))
-        self._channels: dict[tuple[int, int], _Channel] = {}
+        self._channels: dict[tuple[int, int, int], _Channel] = {}
 
-    def channel(self, source: int, target: int) -> _Channel:
-        return self._channels.setdefault((source, target), _Channel())
+    def channel(self, source: int, target: int, number: int) -> _Channel:
+        return self._channels.setdefault((source, target, number), _Channel())
 
     def cost(self, source: int, target: int) -> MessageCost:
         return cost_between(self.machine, self.members[source], self.members[target])
@@ -91,7 +91,7 @@ class SimulatedPipeline(AloneInTime, PipelineRanks):
         self.shard_mesh_size, self.shard_mesh_rank = 1, 0
         self.world_size, self.world_rank = len(messages.members), rank
         self.forwards = self.steps = self._meetings = 0
-        self.pipeline = self
+        self.pipeline, self._announced = self, None
         self._messages, self._clocks = messages, clocks
         others = [other for other in range(self.world_size) if other != rank]
         self._latency = max(messages.cost(rank, other).latency for other in others)
@@ -112,21 +112,27 @@ class SimulatedPipeline(AloneInTime, PipelineRanks):
     def sum_of_callers(self, values: Sequence[float]) -> list[float]:
         return self.sum_on_host(values)
 
-    def send(self, tensor: torch.Tensor, to: int) -> _Message:  # type: ignore[override]  # waited for by `finish_message`
+    def open_channels(self, count: int) -> None:
+        """Does nothing: they open at their first message."""
+
+    def number_of_first(self, mine: int, channel: int) -> Callable[[], int]:
+        return lambda: mine
+
+    def send(self, tensor: torch.Tensor, to: int, channel: int = 0) -> _Message:  # type: ignore[override]  # `finish_message` waits for it
         """Send a tensor (lane `send`)."""
         seconds = self._messages.cost(self.world_rank, to).seconds(tensor.nbytes)
         self._clocks.queue(seconds)
-        channel = self._messages.channel(self.world_rank, to)
-        channel.sent.append((self._lane().now - seconds, seconds))
-        return _Message(channel, len(channel.sent) - 1, None)
+        sent = self._messages.channel(self.world_rank, to, channel)
+        sent.sent.append((self._lane().now - seconds, seconds))
+        return _Message(sent, len(sent.sent) - 1, None)
 
-    def receive(self, tensor: torch.Tensor, source: int) -> _Message:  # type: ignore[override]
+    def receive(self, tensor: torch.Tensor, source: int, channel: int = 0) -> _Message:  # type: ignore[override]
         """Ask for a tensor (lane `recv`)."""
         mark(tensor)
         self._clocks.spend(self._clocks.machine.launch)
-        channel = self._messages.channel(source, self.world_rank)
-        channel.asked.append(max(self._clocks.thread.now, self._lane().now))
-        return _Message(channel, len(channel.asked) - 1, source)
+        asked = self._messages.channel(source, self.world_rank, channel)
+        asked.asked.append(max(self._clocks.thread.now, self._lane().now))
+        return _Message(asked, len(asked.asked) - 1, source)
 
     def finish_message(self, message: _Message | None) -> None:  # type: ignore[override]
         """The lane waits until a message has come, or left."""

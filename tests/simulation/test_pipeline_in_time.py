@@ -42,13 +42,18 @@ def stages(depth: int) -> list[list[str]]:
     return [["begin", "layers.0"], *([f"layers.{i}"] for i in range(1, depth - 1)), [f"layers.{depth - 1}", "end"]]
 
 
-def step(ranks: int, turns: int, loops: int, schedule: str = "breadth_first", **figures) -> l2l_compile.Simulation:
+def step(
+    ranks: int, turns: int, loops: int, schedule: str = "breadth_first", delay: int = 0, **figures
+) -> l2l_compile.Simulation:
     """A step of a pipeline whose layers take a second forward for each micro-batch."""
     model = Equal(ranks * loops)
     with world(ranks) as mesh:
         l2l_compile.pipeline(model, mesh, stages=stages(ranks * loops))
         on = dataclasses.replace(joined(), **{**FREE, **figures})
-        return simulate(model, on, {"micro_batches": turns, "schedule": schedule})(torch.empty(ROWS * turns, WIDTH))
+        options = {"micro_batches": turns, "schedule": schedule}
+        if delay:
+            options |= {"update": "in_forward", "delay": delay, "optimizer": torch.optim.AdamW(model.parameters())}
+        return simulate(model, on, options)(torch.empty(ROWS * turns, WIDTH))
 
 
 def turn(found: l2l_compile.Simulation, turns: int, loops: int) -> float:
@@ -78,6 +83,20 @@ def test_one_forward_one_back_has_the_bubble_of_the_formula(ranks, turns):
     assert found.steady and len(found.stages) == ranks
     for stage in found.stages:
         assert 1 - stage.busy("compute") == pytest.approx((ranks - 1) / (turns + ranks - 1), rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "turns"), [(2, 4), *(pytest.param(*c, marks=pytest.mark.slow) for c in [(2, 2), (3, 4), (4, 4), (4, 8), (8, 8)])]
+)
+def test_without_a_flush_no_rank_is_idle(ranks, turns):
+    """A step takes what its turns take, and one with a flush (m + d - 1) / m of that, as breadth first with one stage a rank."""
+    found = step(ranks, turns, 1, schedule="1f1b", delay=1)
+    seconds = turns * turn(found, turns, 1)
+    assert found.steady
+    assert all(stage.seconds == pytest.approx(seconds, rel=0.01) for stage in found.stages)
+    for schedule in ("1f1b", "breadth_first"):
+        flushed = step(ranks, turns, 1, schedule=schedule)
+        assert flushed.seconds / found.seconds == pytest.approx((turns + ranks - 1) / turns, rel=0.01)
 
 
 def test_memory_of_one_forward_one_back_does_not_grow_with_turns():
