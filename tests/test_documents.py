@@ -30,6 +30,7 @@ from l2l_compile import session
 from l2l_compile.command.main import main as command
 from l2l_compile.command.main import parser
 from l2l_compile.ir import nodes, text
+from l2l_compile.ir.schedule import without_flush
 from l2l_compile.options import Options
 from l2l_compile.passes.pipeline import PIPELINE
 from l2l_compile.simulation.machine import Machine, names
@@ -484,6 +485,23 @@ def test_the_lines_on_one_forward_one_back_run(shown, launcher, tmp_path):
         lines += [division] if line.startswith("l2l_compile.pipeline(") else compiles if line.startswith("model =") else [line]
     check = "assert l2l_compile.programs(model)[0].step is not None and len(list(plain.parameters())) == 4"
     run_in_processes("\n".join(lines), check, launcher, tmp_path)
+
+
+@checks("docs/pipelines.md: Without a flush")
+def test_the_lines_without_a_flush_run(shown, launcher, tmp_path):
+    begins, _ = lines_from("docs/pipelines.md: Pipelines", []).split("l2l_compile.pipeline(")
+    loop = shown[0].text.replace('"micro_batches": 8', '"micro_batches": 2, "device": "cpu", "block_compiler": "eager"')
+    check = "assert len(losses) == 2 and l2l_compile.programs(model)[0].schedule is not None"
+    run_in_processes(f"{begins}{loop}", check, launcher, tmp_path)
+
+
+@checks("docs/pipelines.md: A schedule of one's own")
+def test_the_schedules_shown_are_read(shown):
+    lines, without_a_flush = shown
+    scope = {"l2l_compile": l2l_compile}
+    run(lines.text, scope)
+    assert Options.build(scope["options"]).schedule.in_flight(0) == 2
+    assert without_a_flush.text.strip() == str(without_flush(2, 3))
 
 
 @checks("docs/pipelines.md: Width and depth")
