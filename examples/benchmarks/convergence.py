@@ -101,7 +101,7 @@ def picture(curves: dict[str, list[float]]) -> str:
 
 def main() -> int:
     parser = arguments(__doc__, layers=4, hidden=256, context=128, rows=8, micro_batches=2, steps=300)
-    parser.add_argument("--rate", type=float, default=2e-3, help="the largest learning rate")
+    parser.add_argument("--rate", type=float, default=5e-4, help="the largest learning rate")
     parser.add_argument("--picture", type=Path, default=Path("runs/convergence.svg"))
     options = parser.parse_args()
     if options.quick:
