@@ -34,6 +34,7 @@ class Failure:
 
     text: str
     gives_up: float
+    has_ended: bool = False  # its process, without an error
 
 
 class Watch:
@@ -43,6 +44,7 @@ class Watch:
         self.rank, self.size, self._store = rank, size, store
         self.failure: Failure | None = None
         self.abandoned = False  # whether this rank left a collective that other ranks may never finish
+        self._until: float | None = None  # when this rank, at the end of its process, waits no longer
         self._closed = self._gone = False
         self._wake: queue.SimpleQueue = queue.SimpleQueue()  # a finalizer may put into it, whatever its thread is doing
         self._seen: dict[int, tuple[bytes, float]] = {}
@@ -57,6 +59,18 @@ class Watch:
         if failure is not None and time.monotonic() >= failure.gives_up:
             self.abandoned = True
             raise RankError(failure.text)
+        if self._until is not None and time.monotonic() > self._until:
+            self.abandoned = True
+            raise RankError("other ranks have not come to the end of their processes")
+
+    def ends_within(self, seconds: float) -> None:
+        """The process ends: from then on, this rank waits for no other."""
+        self._until = time.monotonic() + seconds
+
+    @property
+    def ends_well(self) -> bool:
+        """Whether no rank has failed, as far as this one knows."""
+        return self._until is not None and (self.failure is None or self.failure.has_ended)
 
     def waiting(self, begins: str) -> Callable[[], None]:
         """Count a joint action that begins. Returns a `check` to call while this rank waits; it also warns of late ranks."""
@@ -163,11 +177,12 @@ class Watch:
                     return
 
     def _silent(self, rank: int, now: float) -> None:
-        if self._store.check([f"ended/{rank}"]):
+        has_ended = self._store.check([f"ended/{rank}"])
+        if has_ended:
             text = f"rank {rank} has ended, and this rank waits for it: all ranks have to take the same steps"
         else:
             text = f"rank {rank} does not answer since {PATIENCE:.0f} s: it was killed, or hangs"
-        self.failure = Failure(text, now)
+        self.failure = Failure(text, now, has_ended)
 
 
 def _warn_of(late: list[int], rank: int, begins: str) -> None:
@@ -193,4 +208,4 @@ def _end() -> None:
     if any(watch.abandoned for watch in watches):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(0 if all(watch.ends_well for watch in watches if watch.abandoned) else 1)

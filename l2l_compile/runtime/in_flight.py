@@ -54,6 +54,16 @@ class InFlight:
         return [paused.step]
 
 
+_PATIENCE = 10.0  # seconds, for ranks that do something else before their processes end
+
+
+def _drain_at_the_end() -> None:
+    for each in members(_all):
+        if each.paused is not None:
+            each.paused.step.ranks.watch.ends_within(_PATIENCE)
+    _drain_all()
+
+
 def _drain_all() -> None:
     """Run what is in flight of all models, where nothing can be in flight any more; not behind an error, which other ranks may not have."""
     if sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None:
@@ -74,7 +84,7 @@ def _drain_all() -> None:
 @functools.cache
 def _drain_before_the_end() -> None:
     """From now on, the end of the process and `torch.distributed.destroy_process_group` run what is in flight first, with the other ranks."""
-    atexit.register(reentry.whole("the end of the process")(_drain_all))  # behind that of the threads, so it runs before
+    atexit.register(reentry.whole("the end of the process")(_drain_at_the_end))  # behind that of the threads, so it runs before
     destroy = dist.destroy_process_group
 
     @functools.wraps(destroy)
