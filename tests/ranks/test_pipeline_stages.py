@@ -389,7 +389,7 @@ def waiting(source: int) -> fx.Graph:
 
 def test_ranks_that_wait_for_one_another_are_refused():
     with pytest.raises(VerifyError, match="the ranks wait for one another, rank 0 at .*; rank 1 at ") as caught:
-        verify_stages._progress("forward", [waiting(1), waiting(0)])
+        verify_stages._progress("forward", [[(0, node) for node in waiting(other).nodes] for other in (1, 0)])
     assert caught.value.rule == "progress"
 
 

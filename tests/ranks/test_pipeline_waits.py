@@ -35,7 +35,8 @@ ALL = (
 FOUND = {f"{wait.function}: {wait.called}": wait for wait in ALL}
 TWICE = {  # waits that others make needless
     "ArrivingParts.end: complete": "who reads or releases the value next completes it as well",
-    "Executor.run: finish_messages": "a release does the same; what is stashed has been read, or was sent for the loss",
+    "Executor.end: finish_messages": "a release does the same; what is stashed has been read, or was sent for the loss",
+    "Executor.pause: finish_messages": "a release in the next call does the same; until then, other ranks have asked for all messages",
     "_release: finish_messages": "a segment does the same for its results; a message of a whole value holds its memory itself",
 }
 LLAMA, GATED = Case("llama", torch.float64), Case("gated", torch.float64)
@@ -215,7 +216,7 @@ def figures(trained: Trained) -> tuple[list[float], int]:
 
 @contextmanager
 def what_has_not_come_is_nan() -> Iterator[None]:
-    def receive(before, self, tensor, source):
+    def receive(before, self, tensor, source, channel=0):
         return before(self, tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor, source)
 
     with patched(PipelineRanks, "receive", receive):
