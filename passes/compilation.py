@@ -113,6 +113,11 @@ class Compilation:
         """The order of the turns of all ranks. Raises `L2LError` if that of the option is for other ranks or micro-batches."""
         ranks, given = self.stages.ranks, self.options.schedule
         if not isinstance(given, Schedule):
+            if self.options.delay and self.options.micro_batches < ranks:
+                raise L2LError(
+                    f"delay=1 with schedule='1f1b' runs without a flush, which needs as many micro-batches as ranks, and there are "
+                    f"{self.options.micro_batches} for {ranks} ranks: set micro_batches to {ranks} at least, or leave out delay=1"
+                )
             is_endless = self.options.delay and self.turns >= ranks > 1
             return (without_flush if is_endless else one_forward_one_back)(ranks, self.turns)
         if len(given.orders) != ranks:

@@ -498,6 +498,15 @@ def own_schedule(rank, world, text):
     assert program.schedule == schedule and [b for b in begins if b[0].isdigit()] == [*map(str, here), *map(str, later)]
 
 
+def too_few(rank, world):
+    with pytest.raises(l2l_compile.L2LError, match="2 for 3 ranks: set micro_batches to 3 at least"):
+        train(without_flush(Case("u_shape", options={"micro_batches": 2})), world)
+
+
+def test_fewer_micro_batches_than_ranks_are_refused(ranks):
+    ranks.run(too_few, world=3)
+
+
 def other_sizes(rank, world, options, match):
     with pytest.raises(l2l_compile.L2LError, match=match):
         train(Case("u_shape", loops=1, options={"schedule": l2l_compile.Schedule.parse(EAGER), **options}, rows=(2,)), world)
