@@ -257,7 +257,7 @@ CASES = [
             "runtime.overlapped_copies.OutputStream._send: d2h.wait(made)": "compute",
             "runtime.overlapped_copies.free_behind: compute.wait(copied)": "d2h",
             "runtime.overlapped_copies.GradientStream.before: self.device.lanes[Lane.COMPUTE].wait(event)": "h2d",
-            "runtime.runner.Runner._run: device.synchronize()": "d2h",
+            "runtime.runner.Runner.on_device: device.synchronize()": "d2h",
             "host.server.ParameterServer._collect: self.device.wait_on_host(gradients.event)": "d2h",
             "host.server.ParameterServer.end_backward: self.worker.drain()": "host",
         },
@@ -282,7 +282,7 @@ CASES = [
     Case(
         "a buffer",
         one_step,
-        {"runtime.runner.Runner._run: device.synchronize()": "d2h"},
+        {"runtime.runner.Runner.on_device: device.synchronize()": "d2h"},
         model=lambda: WithBuffer().double(),
     ),
     Case(

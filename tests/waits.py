@@ -48,6 +48,7 @@ class Wait:
         function = module
         for part in self.function.split("."):
             function = getattr(function, part)
+        function = inspect.unwrap(function)  # a context manager
         before = function.__code__
         function.__code__ = _code_of(compile(tree, module.__file__, "exec"), self.function)
         try:
