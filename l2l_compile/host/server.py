@@ -191,7 +191,7 @@ class ParameterServer:
         pending = _collecting(step)
         self.updates.begin_backward(pending, Counter(p for s in pushing for p in _managed(step, s, pending).values()))
         step.host.factor = 1.0
-        step.host.scale = self.updates.scale_of(pending)
+        step.host.scale = self.updates.scale_now()
 
     def loss_scale(self) -> float:
         """The factor on the loss of the next backward, behind all steps so far; 1 where gradients are not scaled."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import enum
+import functools
 import io
 import itertools
 import re
@@ -215,6 +216,7 @@ def _needed(action: Action, call: int, stages: int) -> set[tuple[int, Direction,
     return {(other, action.direction, action.turn, call)} if 0 <= other < stages else set()
 
 
+@functools.cache
 def one_forward_one_back(stages: int, turns: int) -> Schedule:
     """With one stage a rank: as soon as a turn can go back, one goes back for each that goes forward, until all are back.
 
@@ -231,6 +233,7 @@ def _order(stage: int, ahead: int, turns: int) -> Iterator[Action]:
             yield Action(stage, Direction.BACKWARD, turn - ahead)
 
 
+@functools.cache
 def without_flush(stages: int, turns: int) -> Schedule:
     """As `one_forward_one_back`, and the turns that would be in flight at the end go back in the next call (PipeDream-2BW).
 

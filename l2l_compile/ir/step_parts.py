@@ -28,7 +28,7 @@ def end_waits(graph: fx.Graph) -> bool:
 
 def pauses(graph: fx.Graph) -> bool:
     """Whether the last turns of a call run in the next one."""
-    return any(part == PAUSE for part, _ in in_parts(graph))
+    return nodes.pause_of(graph) is not None
 
 
 def losses(graph: fx.Graph) -> dict[int, fx.Node]:

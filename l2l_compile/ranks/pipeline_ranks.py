@@ -28,9 +28,7 @@ class PipelineRanks(Ranks):
 
     shards = compares_settings = False
     parameters = 0  # how many the models of the pipeline have, on all ranks
-    in_flight: Callable[[], Any] = staticmethod(
-        lambda: None
-    )  # of the model that had turns in flight last (`runtime/in_flight.py`)
+    in_flight: weakref.ref[Any] | None = None  # of the model that had turns in flight last (`runtime/in_flight.py`)
     shares = "are stages of a pipeline"
 
     def __init__(self, mesh: DeviceMesh):
@@ -89,10 +87,11 @@ class PipelineRanks(Ranks):
         """From now on, whoever waits for a message of another rank also looks whether all ranks have announced the same."""
         self._announced = announced
 
-    def heard(self) -> list[list[int]] | None:
-        """Wait until all ranks have announced what this one `follow`s. Returns the numbers that they tell."""
+    def heard(self) -> None:
+        """Wait until all ranks have announced what this one `follow`s. Raises as `announce`."""
         announced, self._announced = self._announced, None
-        return announced.told() if announced is not None else None
+        if announced is not None:
+            announced.told()
 
     def check(self) -> None:
         super().check()

@@ -121,13 +121,13 @@ class Runner:
         else:
             engine.set_apart.clear()
         step = self._begin(arguments, stats, runs, to_train)
-        if (turns := self._turns_of(step)) is not None:
-            made = turns.run(step)
-            stats.forward_seconds = device.now() - start
-            stats.peak_device_bytes = device.peak_bytes()
-            return made, step, Stashes(device, [], Room())
         ran_out = ""
         try:
+            if (turns := self._turns_of(step)) is not None:
+                made = turns.run(step)
+                stats.forward_seconds = device.now() - start
+                stats.peak_device_bytes = device.peak_bytes()
+                return made, step, Stashes(device, [], Room())
             outputs, kept = self._run_forward(step)
         except torch.OutOfMemoryError as error:
             if not engine.resident.lost:
@@ -231,7 +231,8 @@ class Runner:
     def _settle_others(self) -> None:
         """Messages and norms of two models over the same ranks would be mixed up: what another one has in flight is done first."""
         pipeline = self.ranks.pipeline if self.ranks is not None else None
-        other = pipeline.in_flight() if isinstance(pipeline, PipelineRanks) else None
+        held = pipeline.in_flight if isinstance(pipeline, PipelineRanks) else None
+        other = held() if held is not None else None
         if other is not None and other is not self.engine.in_flight:
             other.settle()
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from l2l_compile.errors import L2LError
+from l2l_compile.errors import L2LError, RankError
 from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.segments import Segment
 from l2l_compile.ranks.announcements import ActionKind
@@ -161,10 +161,18 @@ class TurnRuns:
             return self._program.outputs.one(position, value, self._engine.device)
 
     def _finish(self, paused: PausedStep) -> None:
-        """Run what is in flight of a step, together with the other ranks. It stays in flight if they have not come yet."""
+        """Run what is in flight of a step, together with the other ranks. It stays so if the wait for them is interrupted.
+
+        Ranks that do something else, or have failed, never go on with it: it is lost.
+        """
         graph, step, in_flight = paused.made.graph, paused.step, self._engine.in_flight
         with in_flight.lock:
-            self._program.joint(graph).announce(step.ranks, ActionKind.DRAIN)
+            try:
+                self._program.joint(graph).announce(step.ranks, ActionKind.DRAIN)
+            except RankError as error:
+                for lost in in_flight.drop(error):
+                    self._engine.server.recover(lost)
+                raise
             in_flight.take()
             try:
                 with self._program.on_device(graph, step):

@@ -42,17 +42,10 @@ class AloneInTime(Ranks):
     def abort(self) -> None:
         """Does nothing: nothing is under way."""
 
-    def announce(
-        self,
-        kind: ActionKind,
-        collectives: tuple[str, ...] = (),
-        train: bool = False,
-        told: Sequence[int] = (),
-        refuse: Callable[[list[list[int]]], None] | None = None,
-    ) -> list[list[int]]:
+    def announce(self, *arguments: Any, **named: Any) -> list[list[int]]:
         """All ranks announce the same numbers as this one."""
         self.meet()
-        return self.announce_soon(kind, collectives, train, told, refuse).told()
+        return super().announce(*arguments, **named)
 
     def announce_soon(
         self,

@@ -130,6 +130,7 @@ class SimulatedLoop:
                 times.append(self.device.now())
             with self.charges:
                 stats = self.session.stats  # may wait for updates
+            self.session.in_flight.take()  # no process waits for turns in virtual time
         return Simulation(
             self.setting.machine,
             clocks.timeline(*times[-2:]),

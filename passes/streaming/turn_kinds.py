@@ -66,6 +66,16 @@ def refuse(compilation: Compilation, kinds: TurnKinds, borders: Borders, backwar
         )
     if sum(compilation.gradient_mask) != 1:
         raise L2LError(f"schedule='1f1b' needs one loss that takes a gradient, and the model returns several: {REMEDY}")
+    for given in compilation.captured.inputs:
+        if (
+            given.kind == "value"
+            and given.node in compilation.captured.specs
+            and compilation.captured.specs[given.node].differentiable
+        ):
+            raise L2LError(
+                f"schedule='1f1b': input '{given.name}' takes a gradient, and a step by turns has those of parameters alone: give the model "
+                f"{given.name}.detach(), or {REMEDY}"
+            )
     for value in compilation.outputs:
         if value is not None and has_rows(compilation, value) and borders.is_made_here(value):
             raise L2LError(f"schedule='1f1b' returns losses alone, and '{value}' has rows: add outputs='loss' to the options")

@@ -441,9 +441,8 @@ class _Step:
             elif self._arriving(segment, _ALL):
                 self._receive(segment, _ALL)
         outputs = [value for value in dict.fromkeys(self.compilation.outputs) if value is not None]
-        return {
-            value: self._loss(value) for value in outputs if not has_rows(self.compilation, value)
-        }  # rows are on another rank
+        here = [value for value in outputs if not has_rows(self.compilation, value)]  # rows are on another rank
+        return {value: self._loss(value) for value in here}
 
     def _loss(self, value: Value) -> fx.Node:
         if self.borders.is_made_here(value):

@@ -208,7 +208,7 @@ LOOPS |= {f.__name__: f for f in (left_out, read_at_once, without_backward, halv
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.slow(but=("evaluated", "clipped", "twice", "without_backward"))
+@pytest.mark.slow(but=("evaluated", "clipped_by_the_loop", "twice", "without_backward"))
 def test_a_loop_has_the_numbers_of_one_rank(ranks, name):
     case = Case("u_shape", options={"accumulate": 2} if name == "twice" else {})
     ranks.run(same_loop, name, case, world=3, seconds=240)

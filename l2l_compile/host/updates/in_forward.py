@@ -160,7 +160,7 @@ class UpdatesInForward(OverlappedUpdates):
         if gradient is None:
             return own
         wide = self._memory.widened(gradient, parameter.dtype)
-        wide = wide.div_(self._scale_now()) if self.scale is not None else wide
+        wide = wide.div_(self.scale_now()) if self.scale is not None else wide
         if own is not None:
             self._outside.add(parameter)
             wide.add_(local(own))
@@ -186,7 +186,7 @@ class UpdatesInForward(OverlappedUpdates):
                 self.ledger.of_step.arrived.discard(parameter)
             elif parameter not in self._outside:
                 gradient = local(parameter.grad)
-                self.ledger.gradients[parameter] = gradient * self._scale_now() if self.scale is not None else gradient
+                self.ledger.gradients[parameter] = gradient * self.scale_now() if self.scale is not None else gradient
                 parameter.grad = None
 
     def _end_step(self, groups: Hyperparameters, zeros: Sequence[Parameter]) -> None:
@@ -213,13 +213,9 @@ class UpdatesInForward(OverlappedUpdates):
 
     def _step_of(self, groups: Hyperparameters, parameters: Iterable[Parameter]) -> DeferredStep:
         """A step of these parameters, which ends now."""
-        step = DeferredStep(groups, DeferredWriteGuard(self.optimizer, parameters), self._max_norm, self._scale_now())
+        step = DeferredStep(groups, DeferredWriteGuard(self.optimizer, parameters), self._max_norm, self.scale_now())
         self._max_norm = self._max_norm_of_all
         return step
-
-    def _scale_now(self) -> float:
-        """The loss scale in the gradients of the step that has begun; 1 for none."""
-        return self.scale.value if self.scale is not None else 1.0
 
     def _announce_step(self) -> None:
         summed_over(self.ranks, ActionKind.STEP, ())
@@ -228,7 +224,7 @@ class UpdatesInForward(OverlappedUpdates):
         """Move gradients in `p.grad`, from outside of the model, to `gradients`, in their scale. Returns their parameters."""
         outside = {p: p.grad for p in parameters_of(self.optimizer) if p.grad is not None}
         for parameter, gradient in outside.items():
-            theirs = local(gradient) * self._scale_now()
+            theirs = local(gradient) * self.scale_now()
             ours = gradients.get(parameter)
             gradients[parameter] = theirs if ours is None else ours.to(parameter.dtype) + theirs
             parameter.grad = None

@@ -57,16 +57,15 @@ class Updates:
         if self.scale is not None:
             stats.loss_scale = self.scale.value
 
-    def scale_of(self, pending: PendingBackward | None) -> float:
-        """The factor on the loss in a backward that begins; 1 where gradients are not scaled."""
+    def scale_now(self) -> float:
+        """The loss scale in the gradients of the step that has begun; 1 where they are not scaled."""
         return self.scale.value if self.scale is not None else 1.0
 
     def next_scale(self) -> float:
         """The factor on the loss of the next backward, behind all steps so far; 1 where gradients are not scaled."""
-        if self.scale is None:
-            return 1.0
-        self.synchronize()  # the last step may change it
-        return self.scale.value
+        if self.scale is not None:
+            self.synchronize()  # the last step may change it
+        return self.scale_now()
 
     def drains_with(self, drain: Callable[[], None]) -> None:
         """`drain` runs what is in flight of the last step of the compiled model."""

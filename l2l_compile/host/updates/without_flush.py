@@ -69,13 +69,10 @@ class UpdatesWithoutFlush(DelayedUpdates):
         """Waits for nothing."""
         super(DelayedUpdates, self).begin_backward(pending, pushes)
 
-    def scale_of(self, pending: PendingBackward | None) -> float:
-        return self._scale_now()
-
     def next_scale(self) -> float:
-        return self._scale_now()
+        return self.scale_now()
 
-    def _scale_now(self) -> float:
+    def scale_now(self) -> float:
         return self.scale.of_next_step if self.scale is not None else 1.0
 
     def begin_turns(self, pending: PendingBackward) -> None:
