@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import l2l_compile.backend  # noqa: F401  (marks the batches of `_Recorder`)
 from l2l_compile.frontend.capture import capture
 from l2l_compile.options import Options
 from l2l_compile.passes.compilation import Compilation

@@ -73,8 +73,8 @@ def refuse(compilation: Compilation, kinds: TurnKinds, borders: Borders, backwar
             and compilation.captured.specs[given.node].differentiable
         ):
             raise L2LError(
-                f"schedule='1f1b': input '{given.name}' takes a gradient, and a step by turns has those of parameters alone: give the model "
-                f"{given.name}.detach(), or {REMEDY}"
+                f"schedule='1f1b': input '{given.name}' takes a gradient, and a step by turns has those of parameters alone: detach it, "
+                f"or {REMEDY}"
             )
     for value in compilation.outputs:
         if value is not None and has_rows(compilation, value) and borders.is_made_here(value):

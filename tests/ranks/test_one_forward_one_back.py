@@ -142,6 +142,12 @@ def test_turns_that_are_not_in_order_are_refused(broken):
     assert caught.value.rule == "turns"
 
 
+def test_an_input_that_takes_a_gradient_is_refused():
+    with pytest.raises(l2l_compile.L2LError, match="input 'x' takes a gradient, .* detach it, or use schedule"):
+        rows = torch.ones(6, 4, requires_grad=True)
+        compilation(Mean(), rows, **BY_TURNS, micro_batches=3, outputs="loss")
+
+
 def equal_to_shard(rank, world, kind, *cases):
     mesh, width, depth = mesh_of(kind)
     alone = init_device_mesh("cpu", (2, 2), mesh_dim_names=("alone", "copies"))["alone"]
