@@ -202,12 +202,14 @@ class UpdatesInForward(OverlappedUpdates):
         gradients.update({p: torch.zeros_like(local(p).detach()) for p in zeros})
         self._announce_step()
         step = self._step_of(groups, gradients)
-        self._looked = self._updating.submit(functools.partial(self._look_at, step, of_step))
-        if outside:
-            at_once = self._updating.submit(functools.partial(self._update, step, {p: gradients[p] for p in outside}))
-            at_once.wait()
-        for mine in self._in_order_of_forward(of_step, but=outside):
-            ticket = self._updating.submit(functools.partial(self._update, step, {p: gradients[p] for p in mine}))
+        first = {p: gradients[p] for p in outside}
+        segments = [{p: gradients[p] for p in mine} for mine in self._in_order_of_forward(of_step, but=outside)]
+        self._looked = self._updating.submit(functools.partial(self._look_and_leave, step, of_step))
+        if first:
+            self._updating.submit(functools.partial(self._update, step, first)).wait()
+        while segments:  # each is held by its update alone, and freed with it
+            mine = segments.pop(0)
+            ticket = self._updating.submit(functools.partial(self._update, step, mine))
             with self._tickets_change:
                 self._tickets.update(dict.fromkeys(mine, ticket))
 
@@ -249,10 +251,16 @@ class UpdatesInForward(OverlappedUpdates):
             gradient = pending.of_step.gradients[parameter]
             pending.of_step.norms[parameter] = gradient, self._norm_of_one(parameter, gradient)
 
+    def _look_and_leave(self, step: DeferredStep, of_step: StepGradients) -> None:
+        """Look at a step, and leave its gradients to the updates: a loss that the caller keeps leads to `of_step`."""
+        self._look_at(step, of_step)
+        of_step.gradients.clear()
+
     def _look_at(self, step: DeferredStep, of_step: StepGradients) -> None:
         """Set the factor for all gradients of a step."""
         self.worker.accesses.write(self._place_of_norm)
         norm = self._norm_over_ranks(of_step.gradients, of_step.norms) / step.scale
+        of_step.norms.clear()  # they hold the gradients as well
         finite = bool(torch.isfinite(norm))
         if self.scale is not None:
             self.scale.update(overflow=not finite, used=step.scale)
