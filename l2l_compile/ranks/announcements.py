@@ -75,6 +75,8 @@ def difference(paths: Sequence[Path]) -> str:
     lines = ["the ranks have taken different paths; all of them have to run the same programs in the same order"]
     for path, ranks in members.items():
         lines.append(f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {path}")
+    if other_options := _other_options(members):
+        return "\n".join([*lines, *other_options])
     lines += _other_settings(members)
     first, *others = [path.collectives for path in members]
     for other, (_, ranks) in zip(others, list(members.items())[1:], strict=True):
@@ -86,6 +88,28 @@ def difference(paths: Sequence[Path]) -> str:
                 f"  collectives part at number {place + 1}: on rank 0 {list(first[shown])}, on rank {ranks[0]} {list(other[shown])}"
             )
     return "\n".join(lines)
+
+
+OPTION = "option "  # begins the text of an option among what is compared
+
+
+def _other_options(members: Mapping[Path, Sequence[int]]) -> list[str]:
+    """Lines on options that ranks do not have in common."""
+    first, *others = members.items()
+    lines = []
+    for path, ranks in others:
+        pairs = zip(_options(first[0]).items(), _options(path).values(), strict=False)
+        lines += [
+            f"  option '{name}' is {ours} on rank {first[1][0]}, and {theirs} on rank {ranks[0]}: give all ranks the same"
+            for (name, ours), theirs in pairs
+            if ours != theirs
+        ]
+    return lines
+
+
+def _options(path: Path) -> dict[str, str]:
+    texts = (text.removeprefix(OPTION) for text in path.collectives if text.startswith(OPTION))
+    return {name: value for name, _, value in (text.partition(": ") for text in texts)}
 
 
 def _other_settings(members: Mapping[Path, Sequence[int]]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,8 +16,9 @@ from l2l_compile.ir import nodes
 from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.segments import Segment
 from l2l_compile.lanes import Lane
+from l2l_compile.options import Options
 from l2l_compile.ranks.announced import Announced
-from l2l_compile.ranks.announcements import ActionKind, number_of
+from l2l_compile.ranks.announcements import OPTION, ActionKind, number_of
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.runtime.step import Step
@@ -31,10 +33,12 @@ Refuse = Callable[[list[list[int]]], None]
 class JointRun:
     """What ranks compare before they run a graph.
 
+    options      those with which training computes, as text (`options_told`)
     stages       the segments of each stage of a pipeline, as text
     collectives  the collectives of the graph, in order: equal on all ranks or, in a pipeline, on those of the same stage
     """
 
+    options: tuple[str, ...]
     stages: tuple[str, ...]
     collectives: tuple[str, ...]
 
@@ -48,20 +52,21 @@ class JointRun:
         refuse: Refuse | None = None,
     ) -> list[list[int]]:
         """As `Ranks.announce`, of up to four numbers. `what` is the first thing to compare. Raises `RankError` if anything differs."""
-        compared, own, refuse_all = self._compared(ranks, what, refuse)
+        compared, own, refuse_all = self._compared(ranks, what, train, refuse)
         return [row[1:] for row in ranks.announce(kind, compared, train, (own, *told), refuse_all)]
 
     def announce_soon(
         self, ranks: Ranks, kind: ActionKind, train: bool, told: Sequence[int], refuse: Refuse | None = None
     ) -> Announced:
         """As `announce`, without a wait: the result has one number more of each rank."""
-        compared, own, refuse_all = self._compared(ranks, "", refuse)
+        compared, own, refuse_all = self._compared(ranks, "", train, refuse)
         return ranks.announce_soon(kind, compared, train, (own, *told), refuse_all)
 
-    def _compared(self, ranks: Ranks, what: str, refuse: Refuse | None) -> tuple[tuple[str, ...], int, Refuse]:
+    def _compared(self, ranks: Ranks, what: str, train: bool, refuse: Refuse | None) -> tuple[tuple[str, ...], int, Refuse]:
         """What ranks compare, a number of this rank, and what refuses the numbers of all."""
         staged = ranks.pipeline is not None
-        compared = tuple(filter(None, (what, *self.stages, *(() if staged else self.collectives))))
+        options = self.options if train else ()
+        compared = tuple(filter(None, (what, *options, *self.stages, *(() if staged else self.collectives))))
         own = number_of("\n".join(self.collectives).encode()) if staged else 0
 
         def refuse_all(of_ranks: list[list[int]]) -> None:
@@ -70,6 +75,23 @@ class JointRun:
             _refuse_programs(ranks.same_rows, [row[0] for row in of_ranks])
 
         return compared, own, refuse_all
+
+
+_TOLD = ("schedule", "precision", "gradient_wire", "update", "delay", "accumulate", "max_grad_norm", "batch_scope")
+_LONGEST = 300  # signs of a schedule of one's own that an error shows
+
+
+def options_told(options: Options) -> tuple[str, ...]:
+    """The options that ranks which train together must have in common, as text: messages, numbers and updates depend on them."""
+    values = {name: getattr(options, name) for name in _TOLD}
+    if callable(options.accumulate):
+        values["accumulate"] = "a function"
+    values["optimizer"] = type(options.optimizer).__name__ if options.optimizer is not None else None
+    texts = {name: str(value).replace("\n", " / ") for name, value in values.items()}
+    shown = {
+        name: text if len(text) < _LONGEST else f"{text[:_LONGEST]}… ({number_of(text.encode())})" for name, text in texts.items()
+    }
+    return tuple(f"{OPTION}{name}: {text}" for name, text in shown.items())
 
 
 def _refuse_programs(stages: int, own: Sequence[int]) -> None:
@@ -122,10 +144,19 @@ def _compares_inputs(ranks: Ranks, to_train: bool) -> bool:
 
 
 def _number_of_inputs(captured: Captured, arguments: Sequence) -> int:
-    """A hash that differs for another batch, of up to some hundred entries of each input in host memory."""
+    """A hash that differs for another batch: of up to some hundred entries of each input in host memory, and of all numbers."""
+    numbers = repr([arguments[i.index] for i in captured.inputs if i.kind == "symbol"]).encode()
     values = (arguments[i.index].detach() for i in captured.inputs if i.kind == "value" and not arguments[i.index].requires_grad)
-    seen = (v.flatten()[:: max(1, v.numel() // _COMPARED)] for v in values if is_host(v.device))
-    return number_of(b"".join(v.contiguous().view(torch.uint8).numpy().tobytes() for v in seen))
+    seen = (v.flatten()[:: _apart(v.numel())] for v in values if is_host(v.device))
+    return number_of(b"".join([numbers, *(v.contiguous().view(torch.uint8).numpy().tobytes() for v in seen)]))
+
+
+def _apart(entries: int) -> int:
+    """How far apart entries are that are compared: no divisor in common with a size, so that they fall into all rows and columns."""
+    apart = max(1, entries // _COMPARED)
+    while math.gcd(apart, entries) > 1:
+        apart += 1
+    return apart
 
 
 def _rows_of(captured: Captured, arguments: Sequence) -> int:

@@ -30,7 +30,7 @@ from l2l_compile.runtime.call_arguments import Arguments
 from l2l_compile.runtime.executor import Executor
 from l2l_compile.runtime.graphs_by_need import Backwards, Steps
 from l2l_compile.runtime.instructions import instructions_of
-from l2l_compile.runtime.joint_forward import JointRun, begin_together, collectives_of
+from l2l_compile.runtime.joint_forward import JointRun, begin_together, collectives_of, options_told
 from l2l_compile.runtime.kept_activations import KeptLevels, Room, kept_levels
 from l2l_compile.runtime.micro_batches import MicroBatches
 from l2l_compile.runtime.outputs import Outputs
@@ -254,7 +254,11 @@ class Runner:
 
     def joint(self, graph: fx.Graph) -> JointRun:
         """What ranks compare before they run a graph."""
-        return JointRun(self._stages, collectives_of(graph, self._program.segments))
+        return JointRun(self._options_told, self._stages, collectives_of(graph, self._program.segments))
+
+    @functools.cached_property
+    def _options_told(self) -> tuple[str, ...]:
+        return options_told(self.engine.options)
 
     @functools.cached_property
     def _stages(self) -> tuple[str, ...]:

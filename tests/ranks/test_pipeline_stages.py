@@ -279,6 +279,56 @@ def test_ranks_with_other_batches_are_refused(ranks):
     ranks.run(another_batch, world=2)
 
 
+class Scaled(UShape):
+    """Takes a number beside its tensors."""
+
+    def forward(self, x, labels, scale):
+        return super().forward(x, labels) * scale
+
+
+def other_inputs(rank, world):
+    """Batches that differ in a few columns, and numbers that differ once they are no constants of the graph any more."""
+    mesh, options = init_device_mesh("cpu", (world,)), {"device": "cpu", "micro_batches": 2, "block_compiler": "eager"}
+    batch = {"x": torch.ones(256, 5, 8), "labels": torch.zeros(256, 5, dtype=torch.long)}
+    model = Scaled(2)
+    l2l_compile.pipeline(model, mesh, {**batch, "scale": 1.0})
+    compiled = torch.compile(model, backend="l2l", fullgraph=True, options=options)
+    for scale in (1.0, 2.0, 3.0):
+        compiled(**batch, scale=scale)
+    with pytest.raises(L2LError, match="have other inputs than each other"):
+        compiled(**batch, scale=4.0 + rank)
+    torch.distributed.barrier()
+    labels = batch["labels"].clone()
+    labels[1:, 1:] = rank
+    with pytest.raises(L2LError, match="have other inputs than each other"):
+        compiled(x=batch["x"], labels=labels, scale=2.0)
+
+
+def test_numbers_and_any_column_of_a_batch_are_compared(ranks):
+    ranks.run(other_inputs, world=2)
+
+
+OTHER_OPTIONS = [
+    ("schedule", {"schedule": "1f1b"}, {}, "breadth_first on rank 0, and 1f1b on rank 1"),
+    ("delay", {"delay": 1, "schedule": "1f1b"}, {"schedule": "1f1b"}, "0 on rank 0, and 1 on rank 1"),
+    ("max_grad_norm", {"max_grad_norm": 1.0}, {"max_grad_norm": 2.0}, "2.0 on rank 0, and 1.0 on rank 1"),
+    ("accumulate", {"accumulate": lambda: True}, {}, "1 on rank 0, and a function on rank 1"),
+]
+
+
+def other_options(rank, world):
+    for name, theirs, ours, told in OTHER_OPTIONS:
+        case = Case("u_shape", options={"update": "in_forward", **(theirs if rank else ours)}, loops=1, steps=1)
+        with pytest.raises(RankError, match=f"option '{name}' is {told}: give all ranks the same") as caught:
+            train(case, world)
+        assert "collectives" not in str(caught.value)
+        torch.distributed.barrier()
+
+
+def test_ranks_with_other_options_are_told_which_option(ranks):
+    ranks.run(other_options, world=2)
+
+
 def other_models(rank, world):
     mesh, batch = init_device_mesh("cpu", (world,)), Case("u_shape").batch(0)
 
