@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from l2l_compile.ir.schedule import Schedule
     from l2l_compile.ir.segments import Block, Segment
     from l2l_compile.options import Options
+    from l2l_compile.planner.plan import Plan, Plans, plan
     from l2l_compile.ranks.sharded import shard
     from l2l_compile.report.explain import Report, explain
     from l2l_compile.report.view import view
@@ -58,6 +59,8 @@ __all__ = [
     "OptionError",
     "Options",
     "ParseError",
+    "Plan",
+    "Plans",
     "Profile",
     "Program",
     "RaceError",
@@ -76,6 +79,7 @@ __all__ = [
     "load_pretrained",
     "measure_machine",
     "pipeline",
+    "plan",
     "profile",
     "programs",
     "shard",
@@ -98,6 +102,7 @@ _MODULES = {
     "ir.segments": ["Block", "Segment"],
     "options": ["Options"],
     "ranks.sharded": ["shard"],
+    "planner.plan": ["Plan", "Plans", "plan"],
     "report.explain": ["Report", "explain"],
     "runtime.stats": ["Stats"],
     "simulation.measure": ["measure_machine"],

@@ -33,6 +33,7 @@ from l2l_compile.ir import nodes, text
 from l2l_compile.ir.schedule import without_flush
 from l2l_compile.options import Options
 from l2l_compile.passes.pipeline import PIPELINE
+from l2l_compile.planner.search import DECIDED
 from l2l_compile.simulation.machine import Machine, names
 from l2l_compile.timeline import save_together
 
@@ -351,7 +352,10 @@ def test_commands_of_the_package_are_parsed(shown):
 
 @pytest.mark.slow
 @checks(
-    "docs/command.md: Llama-3-8B on a 24 GB card", "docs/generation.md: How long a text takes", "docs/keeping.md: What is kept"
+    "docs/command.md: Llama-3-8B on a 24 GB card",
+    "docs/generation.md: How long a text takes",
+    "docs/keeping.md: What is kept",
+    "docs/planning.md: A model from its config",
 )
 def test_answers_about_a_card_are_those_of_the_command(shown, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -360,7 +364,7 @@ def test_answers_about_a_card_are_those_of_the_command(shown, capsys, monkeypatc
         assert program in PROJECT["project"]["scripts"]
         status = command(words)
         printed = capsys.readouterr().out
-        assert status == int("too large" in printed)
+        assert status == int("too large" in printed)  # another step than the one that is asked for, or none
         if not same_but_for_rounded_seconds(answer.text, printed.strip()):
             compare(answer, printed.strip())
 
@@ -370,6 +374,22 @@ def test_answers_about_a_card_are_those_of_the_command(shown, capsys, monkeypatc
 )
 def test_seconds_are_compared_but_for_their_last_digits(printed, same):
     assert same_but_for_rounded_seconds("10.6 s,   2.1%", printed) == same
+
+
+@checks("docs/planning.md: In code")
+def test_the_lines_on_plans_run(shown, capsys):
+    (block,) = shown
+    model, loader = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scope = {"l2l_compile": l2l_compile, "model": model, "batch": loader[0], "optimizer": optimizer}
+    exec(block.text, scope)
+    assert "on NVIDIA GeForce RTX 4090: " in capsys.readouterr().out
+    assert l2l_compile.Options.build({**scope["options"], "device": "cpu"}).precision == "bf16"
+
+
+def test_options_that_are_decided_have_a_row():
+    rows = rows_below("docs/planning.md", "What is decided")
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row[0])} == set(DECIDED)
 
 
 @checks("docs/simulation.md: Several devices")

@@ -15,8 +15,8 @@ import pytest
 
 from l2l_compile import Machine
 from l2l_compile.command.asked import Asked, Settings
-from l2l_compile.command.fit import Fit
 from l2l_compile.command.speed import Plain
+from l2l_compile.planner.fit import Fit
 from l2l_compile.units import format_bytes
 
 ROOT = Path(__file__).parent.parent

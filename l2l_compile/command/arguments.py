@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from l2l_compile.command.quantized_models import QUANTIZED
 from l2l_compile.errors import OptionError
 from l2l_compile.ir.precision import DTYPES
 from l2l_compile.options import Options
+from l2l_compile.planner.search import DECIDED
 from l2l_compile.simulation.machine import Machine, names
 from l2l_compile.update_modes import MODES
 
@@ -33,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(commands: Mapping[str, Callable[[argparse.Namespace], int]]) -> argparse.ArgumentParser:
-    """The parser. `commands` are the functions of explain, simulate, coverage, machines and cache; `parse_args` sets one as `run`."""
+    """The parser. `commands` are the functions of the commands by their names; `parse_args` sets one as `run`."""
     made = _Parser(prog="l2l", description="Look at a streamed training step without running it.", allow_abbrev=False)
     made.add_argument("--version", action="version", version=f"l2l-compile {__version__}")
     added = made.add_subparsers(required=True, metavar="command", title="commands")
@@ -44,6 +45,9 @@ def parser(commands: Mapping[str, Callable[[argparse.Namespace], int]]) -> argpa
     _add_step(simulated, machine_is_needed=True)
     _add_generation(simulated.add_argument_group("generation, in place of a training step (docs/generation.md)"))
 
+    planned = added.add_parser("plan", help="the options with which a step is fastest on a machine", allow_abbrev=False)
+    _add_step(planned, machine_is_needed=True, plans=True)
+
     covered = added.add_parser("coverage", help="one training step of tiny models, streamed and in eager", allow_abbrev=False)
     covered.add_argument("name", nargs="+", help="a class of transformers, such as BertForMaskedLM, or package.module:function")
     listed = added.add_parser("machines", help="the machines that come with the package", allow_abbrev=False)
@@ -51,13 +55,21 @@ def parser(commands: Mapping[str, Callable[[argparse.Namespace], int]]) -> argpa
         "cache", help="where traces, proofs and compiled updates are kept, and their size", allow_abbrev=False
     )
     cached.add_argument("--clear", action="store_true", help="delete them; the next process compiles anew")
-    parsers = {"explain": explained, "simulate": simulated, "coverage": covered, "machines": listed, "cache": cached}
+    parsers = {
+        "explain": explained,
+        "simulate": simulated,
+        "plan": planned,
+        "coverage": covered,
+        "machines": listed,
+        "cache": cached,
+    }
     for name, command in parsers.items():
         command.set_defaults(run=commands[name])
     return made
 
 
-def _add_step(parser: argparse.ArgumentParser, machine_is_needed: bool) -> None:
+def _add_step(parser: argparse.ArgumentParser, machine_is_needed: bool, plans: bool = False) -> None:
+    """The arguments of a step: machine, model, batch, options. A command that `plans` decides on what it is not given."""
     parser.add_argument(
         "config", help="a Hugging Face folder or config.json, or package.module:function that returns a model and its batch"
     )
@@ -72,10 +84,14 @@ def _add_step(parser: argparse.ArgumentParser, machine_is_needed: bool) -> None:
     machine.add_argument(
         "--host-memory", metavar="SIZE", type=_size, help=f"memory of the host in place of the machine's, {size}"
     )
-    machine.add_argument("--html", metavar="FILE", help="write the page with pictures, of a step on the machine (default: h200)")
+    if not plans:
+        machine.add_argument(
+            "--html", metavar="FILE", help="write the page with pictures, of a step on the machine (default: h200)"
+        )
 
     model = parser.add_argument_group("model and batch")
-    model.add_argument("--batch", "--rows", type=int, help=f"rows of the batch (default: {BATCH})")
+    rows = "the most that fit are told" if plans else BATCH
+    model.add_argument("--batch", "--rows", type=int, help=f"rows of the batch (default: {rows})")
     model.add_argument("--length", type=int, help=f"tokens of a row (default: {LENGTH})")
     model.add_argument(
         "--lora", metavar="RANK", type=int, help="freeze the model, and train LoRA adapters of this rank (needs peft)"
@@ -90,7 +106,7 @@ def _add_step(parser: argparse.ArgumentParser, machine_is_needed: bool) -> None:
     model.add_argument(
         "--optimizer", choices=sorted(OPTIMIZERS), default=_OWN["optimizer"], help="of torch.optim (default: adamw)"
     )
-    _add_options(parser.add_argument_group("options of the library (docs/options.md)"))
+    _add_options(parser.add_argument_group("options of the library (docs/options.md)"), DECIDED if plans else ())
 
 
 def _add_generation(group: Any) -> None:
@@ -107,20 +123,27 @@ def _add_generation(group: Any) -> None:
     )
 
 
-def _add_options(group: Any) -> None:
-    """Options of the library by its names. Help says where a default is another than the library's."""
+def _add_options(group: Any, decided: Collection[str]) -> None:
+    """Options of the library by its names. Help says where a default is another than the library's. A plan has those `decided`."""
 
     def add(name: str, help: str, **more: Any) -> None:
         own, theirs = _OWN[name], _LIBRARY[name]
         default = f"default: {own}" + (f"; the library's: {theirs}" if own != theirs else "")
-        group.add_argument(f"--{name.replace('_', '-')}", default=own, help=f"{help} ({default})", **more)
+        is_decided = name in decided
+        default = "default: the plan decides" if is_decided else default
+        group.add_argument(f"--{name.replace('_', '-')}", default=None if is_decided else own, help=f"{help} ({default})", **more)
 
     precisions = {"choices": ("fp32", "bf16", "fp16")}
     add("micro_batches", "slices of the batch that go through a layer before the next layer", type=int)
     add("precision", "on the link and on the device", **precisions)
     add("gradient_wire", "precision of gradients on the link; None: as --precision", **precisions)
     add("update", "when a layer is updated", choices=tuple(MODES))
-    add("delay", "1: updates are a step late, and hidden behind a whole step", type=int, choices=(0, 1))
+    if decided:
+        group.add_argument(
+            "--delay", action="store_true", help="the plan may choose delay=1: updates a step late, hidden behind a whole step"
+        )
+    else:
+        add("delay", "1: updates are a step late, and hidden behind a whole step", type=int, choices=(0, 1))
     add("accumulate", "backward calls in a step", type=int)
     add("max_grad_norm", "clip gradients to this norm, with --update in_forward", type=float)
     group.add_argument(
@@ -132,16 +155,21 @@ def _add_options(group: Any) -> None:
     add("stash", "where inputs of layers wait for backward", choices=("host", "device"))
     add("keep", "device memory for what is computed inside of layers, such as 20GB, or auto: what is free", metavar="SIZE")
     add("keep_on_host", "host memory for it, or auto: what the link carries while the device computes", metavar="SIZE")
+    of_texts = "" if decided else "; with --generate, from token to token, where the default is what is free"
     add(
         "resident",
-        "the most device memory for weights that stay, such as 20GB: from forward to backward; with --generate, from token to token, "
-        "where the default is what is free",
+        f"the most device memory for weights that stay, such as 20GB: from forward to backward{of_texts}",
         metavar="SIZE",
     )
     add("prefetch", "layers that are fetched ahead", type=int)
     add("outputs", "what is copied to the host", choices=("all", "loss"))
-    add("schedule", "the order of a step: 1f1b has each micro-batch go back as soon as it can", choices=("breadth_first", "1f1b"))
-    add("pinned_memory", "the most host memory that is page-locked, such as 8GB", metavar="SIZE")
+    if not decided:
+        add(
+            "schedule",
+            "the order of a step: 1f1b has each micro-batch go back as soon as it can",
+            choices=("breadth_first", "1f1b"),
+        )
+        add("pinned_memory", "the most host memory that is page-locked, such as 8GB", metavar="SIZE")
 
 
 def _size(text: str) -> float:
@@ -151,6 +179,19 @@ def _size(text: str) -> float:
     if not 0 < size < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r:.80} is no size such as 24GiB or 128GB")
     return size
+
+
+def request_of(given: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
+    """What a plan is asked for: settings, with defaults for what it decides, and the options among these that are given.
+
+    Raises as `settings_of`.
+    """
+    fixed = {name: value for name in DECIDED if (value := getattr(given, name)) is not None}
+    named = {name: getattr(given, name) for name in _OWN if hasattr(given, name) and name not in DECIDED}
+    clips = {} if given.max_grad_norm is None and "update" in fixed else {"update": "in_forward"}
+    made = Settings(**{**named, "delay": 0, **clips, **fixed})
+    made.check()
+    return made, fixed
 
 
 def settings_of(given: argparse.Namespace) -> Settings:

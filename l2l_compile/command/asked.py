@@ -70,10 +70,13 @@ class Settings:
         if not workload.trained:
             raise OptionError(f"{workload.name} has no parameter that takes a gradient")
         rows = min(self.batch, workload.rows) if self.batch is not None else workload.rows
-        made = {name: getattr(self, name) for name in _OPTIONS}
-        made |= {"micro_batches": min(self.micro_batches, rows), "optimizer": OPTIMIZERS[self.optimizer](workload.trained)}
+        made = self.named(workload) | {"micro_batches": min(self.micro_batches, rows)}
         Options.build({**made, "device": "cpu"})
         return made
+
+    def named(self, workload: Workload) -> dict[str, Any]:
+        """The options by their names, for any number of rows."""
+        return {name: getattr(self, name) for name in _OPTIONS} | {"optimizer": OPTIMIZERS[self.optimizer](workload.trained)}
 
     def check(self) -> None:
         """Raise `OptionError` for values that are out of range or do not go together, before a model is built."""
@@ -113,6 +116,11 @@ class Asked:
         tokens = workload.tokens // workload.rows * rows if workload.tokens is not None else None
         return replace(workload, batch=cut, tokens=tokens)
 
+    def load(self, rows: int | None) -> Workload:
+        """The model of these settings, and a batch of so many rows."""
+        settings = self.settings
+        return load(self.given, rows, settings.length, lora=settings.lora, base=settings.base)
+
     @property
     def report(self) -> Report:
         return self.report_of(self.settings)
@@ -125,6 +133,11 @@ class Asked:
         rows = min(settings.batch, workload.rows) if settings.batch is not None else workload.rows
         options = Options.build({**settings.options(workload), "device": "cpu"})
         return report.streamed(options, rows if rows != workload.rows else None)
+
+    def report_of_rows(self, settings: Settings, rows: int) -> Report:
+        """The report of a step with another number of rows, which may be more than those that are traced."""
+        _, workload, report = self._trace(self.settings)
+        return report.streamed(Options.build({**settings.named(workload), "device": "cpu"}), rows)
 
     def _trace(self, settings: Settings) -> tuple[Settings, Workload, Report]:
         """The model and its report, and the settings of the report: those for which it was traced first."""

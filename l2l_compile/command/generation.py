@@ -11,7 +11,6 @@ import torch
 
 from l2l_compile.command.configs import read_config
 from l2l_compile.command.failures import failing_as
-from l2l_compile.command.fit import Need
 from l2l_compile.command.models import BATCH, LENGTH, check_length
 from l2l_compile.command.progress import Progress
 from l2l_compile.command.quantized_models import QUANTIZED, entries, quantize_linears
@@ -21,6 +20,7 @@ from l2l_compile.ir.precision import DTYPES
 from l2l_compile.lanes import AT_WORK, Lane
 from l2l_compile.object_copies import tensors_within
 from l2l_compile.options import Options
+from l2l_compile.planner.fit import Need
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.result import Simulation
 from l2l_compile.simulation.simulate import simulate

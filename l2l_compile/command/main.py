@@ -1,4 +1,4 @@
-"""`l2l explain`, `l2l simulate`, `l2l coverage`, `l2l machines`, `l2l cache`."""
+"""`l2l explain`, `l2l simulate`, `l2l plan`, `l2l coverage`, `l2l machines`, `l2l cache`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from l2l_compile.command import arguments
 from l2l_compile.command.asked import Asked, Settings
 from l2l_compile.command.cache import cache
 from l2l_compile.command.failures import failing_as, said
-from l2l_compile.command.fit import Fit
 from l2l_compile.command.models import Workload
+from l2l_compile.command.planning import planned
 from l2l_compile.command.progress import Progress, progress
 from l2l_compile.command.remedies import Remedies
 from l2l_compile.command.speed import Plain, lanes_of, speed_of
 from l2l_compile.command.tiny import tiny
 from l2l_compile.errors import L2LError, OptionError
+from l2l_compile.planner.fit import Fit
 from l2l_compile.report.explain import Report
 from l2l_compile.report.report_text import paragraphs
 from l2l_compile.simulation.machine import Machine, names
@@ -60,7 +61,14 @@ def _in_a_line(text: str) -> str:
 def parser() -> argparse.ArgumentParser:
     """The parser of the commands and their arguments."""
     return arguments.parser(
-        {"explain": _explain, "simulate": _simulate, "coverage": _coverage, "machines": _machines, "cache": cache}
+        {
+            "explain": _explain,
+            "simulate": _simulate,
+            "plan": planned,
+            "coverage": _coverage,
+            "machines": _machines,
+            "cache": cache,
+        }
     )
 
 

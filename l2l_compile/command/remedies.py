@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from l2l_compile.command.asked import Asked, Settings
-from l2l_compile.command.fit import Fit
 from l2l_compile.errors import L2LError
+from l2l_compile.planner.fit import Fit
 from l2l_compile.update_modes import MODES, UpdateMode
 
 _RANK = 16  # of the adapters that are tried

@@ -12,7 +12,7 @@ from l2l_compile.memory.in_place import PAGE
 from l2l_compile.memory.layout import aligned
 from l2l_compile.memory.pages import PinnedMemory
 
-_SLOTS = 4
+SLOTS = 4
 _EDGES = 1024  # slots of a page: the fetches of a whole pass over dozens of layers do not wait for one
 _SLOT_BYTES = 8 << 20  # enough that a copy takes longer than its call
 
@@ -24,7 +24,7 @@ def edge_bytes() -> int:
 
 def ring_bytes(budget: int | None) -> int:
     """Page-locked bytes of the ring under a budget (None: no bound)."""
-    return _SLOTS * (_SLOT_BYTES if budget is None else min(_SLOT_BYTES, budget // (2 * _SLOTS)))
+    return SLOTS * (_SLOT_BYTES if budget is None else min(_SLOT_BYTES, budget // (2 * SLOTS)))
 
 
 class Staging:
@@ -38,7 +38,7 @@ class Staging:
     def __init__(self, memory: PinnedMemory, record: Callable[[], Any], wait: Callable[[Any], object]):
         self._memory, self._record, self._wait = memory, record, wait
         self._edges: Staging | None = None
-        self._begin(_SLOTS, ring_bytes(memory.budget) // _SLOTS)
+        self._begin(SLOTS, ring_bytes(memory.budget) // SLOTS)
 
     def _begin(self, slots: int, size: int) -> None:
         self._slots = list(self._memory.take(slots * size, "the staging ring")[0].view(slots, size))

@@ -22,9 +22,9 @@ from l2l_compile.memory.pages import PinnedMemory
 from l2l_compile.options import Options
 from l2l_compile.ranks.sharded import local
 
-_CHUNK = 32 << 20  # bytes of a wire that are sent while the next ones are copied: they take longer than a transfer's start
+CHUNK = 32 << 20  # bytes of a wire that are sent while the next ones are copied: they take longer than a transfer's start
 _SMALL = 1 << 16  # bytes; to copy fewer on the host takes hardly longer than to start another copy over the link
-_STRIDE = 251  # prime: entries that far apart fall into every column of a matrix, and into every run of 251 entries
+STRIDE = 251  # prime: entries that far apart fall into every column of a matrix, and into every run of 251 entries
 
 
 Ready: TypeAlias = "Callable[[Wire, int, int], None]"  # a wire, and the bytes of it that are up to date now: from, to
@@ -116,7 +116,7 @@ class Wire:
         for copy, (start, _) in zip(self.copies, self.spans, strict=True):
             for entries in copy.refresh(generation):
                 now = start + entries * copy.view.element_size()
-                if now - sent >= _CHUNK:
+                if now - sent >= CHUNK:
                     ready(self, sent, now)
                     sent = now
         ready(self, sent, self.buffer.numel())
@@ -160,10 +160,10 @@ class Copy:
 
 
 def _chunks(tensor: torch.Tensor) -> list[Any]:
-    """Indices of chunks of a tensor, rows of about `_CHUNK` bytes each; a tensor without dimensions has one chunk."""
+    """Indices of chunks of a tensor, rows of about `CHUNK` bytes each; a tensor without dimensions has one chunk."""
     if tensor.dim() == 0 or not len(tensor):
         return [...]
-    rows = max(1, _CHUNK * len(tensor) // max(1, tensor.nbytes))
+    rows = max(1, CHUNK * len(tensor) // max(1, tensor.nbytes))
     return [slice(start, min(start + rows, len(tensor))) for start in range(0, len(tensor), rows)]
 
 
@@ -241,7 +241,7 @@ def same_sample(copy: torch.Tensor, parameter: torch.Tensor, generation: int) ->
 def _some_entries(tensor: torch.Tensor, generation: int) -> torch.Tensor:
     """Every 251st entry of a tensor, as a contiguous copy: PyTorch converts and compares strided entries slowly."""
     entries = local(tensor).detach().view(-1)
-    stride = _STRIDE if entries.numel() > 16 * _STRIDE else 1
+    stride = STRIDE if entries.numel() > 16 * STRIDE else 1
     return entries[generation % stride :: stride].contiguous()
 
 

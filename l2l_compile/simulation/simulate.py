@@ -68,7 +68,7 @@ def simulate(
         figures = machine_of_rank(figures, together)
 
     def run(*args: Any, **kwargs: Any) -> Simulation:
-        state_bytes = _state_bytes(chosen)
+        state_bytes = state_bytes_of(chosen)
         watched_frames.retry_skipped()
         try:
             with torch.random.fork_rng([]), on_the_host(plain, args, kwargs, all_fake=True) as call:
@@ -94,7 +94,7 @@ def _check_blocks(blocks: str, machine: Machine) -> None:
         )
 
 
-def _state_bytes(options: Options) -> int | None:
+def state_bytes_of(options: Options) -> int | None:
     """Bytes of optimizer state for each entry of a parameter, by a trial on real tensors; None if its step is not compiled."""
     if options.optimizer is None:
         return None

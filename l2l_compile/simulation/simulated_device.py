@@ -140,7 +140,7 @@ class Clocks:
             clock.waited_for = ""
 
 
-class _SimulatedLane(LaneQueue):
+class SimulatedLane(LaneQueue):
     """Runs work immediately. The work adds its duration to the lane's clock."""
 
     def __init__(self, clocks: Clocks, name: Lane):
@@ -303,7 +303,7 @@ class SimulatedDevice(_InVirtualTime, Accelerator):
         self.ledger, self.taken, self.locked = (Ledger(memory_of_storage) for _ in range(3))
         pinned, thread = SimulatedMemory(pinned_memory, self.taken, self.locked), self.clocks
         pool = SimulatedPool(pinned, lambda event: event.time <= thread.thread.now)
-        super().__init__({name: _SimulatedLane(self.clocks, name) for name in OF_DEVICE}, pinned, pool)
+        super().__init__({name: SimulatedLane(self.clocks, name) for name in OF_DEVICE}, pinned, pool)
 
     def _new_staging(self) -> Staging:
         staging = SimulatedStaging(self.pinned, self.lanes[Lane.H2D].record, self.wait_on_host)
@@ -334,7 +334,7 @@ class SimulatedHost(_InVirtualTime, CpuDevice):
         super().__init__()
         self.machine, self.clocks = machine, Clocks(machine)
         self.ledger, self.taken, self.locked = (Ledger(memory_of_storage) for _ in range(3))
-        self.lanes = {name: _SimulatedLane(self.clocks, name) for name in OF_DEVICE}
+        self.lanes = {name: SimulatedLane(self.clocks, name) for name in OF_DEVICE}
         self.pinned = SimulatedMemory(0, self.taken, self.locked)
         self._pool = SimulatedPool(self.pinned)
 

@@ -17,6 +17,7 @@ from l2l_compile.backend import new_runner
 from l2l_compile.frontend.dynamo import watched_frames
 from l2l_compile.frontend.dynamo.meta_models import OnTheHost
 from l2l_compile.host.compiled_step.compiled_step import CompiledStep
+from l2l_compile.host.step.torch_step import TorchStep
 from l2l_compile.host.updates.overlapped import OverlappedUpdates
 from l2l_compile.lanes import Lane
 from l2l_compile.options import AUTO, Options
@@ -98,14 +99,21 @@ class SimulatedLoop:
             )
         self.device.occupied = self._occupied()
         updates, state_bytes = self.session.server.updates, setting.state_bytes
-        if state_bytes is not None and isinstance(updates, OverlappedUpdates) and isinstance(updates._step, CompiledStep):
-            updates._step = OnePass(self.device.clocks, self.session.server.wires, state_bytes)  # type: ignore[assignment]
+        if isinstance(updates, OverlappedUpdates) and isinstance(updates._step, CompiledStep):
+            updates._step = self._step_of_updates(state_bytes)  # type: ignore[assignment]
         self.pipeline = SimulatedPipeline(stage.messages, stage.number, self.device.clocks) if stage is not None else None
         self._acting: dict[Ranks, Ranks] = {}
         if stage is not None and self.pipeline is not None:
             self._acting[stage.pipeline] = self.pipeline
         if setting.division is not None:
             self._acting[setting.division.ranks] = SimulatedRanks(setting.division, self.device.clocks, self.pipeline)
+
+    def _step_of_updates(self, state_bytes: int | None) -> OnePass | TorchStep:
+        """A compiled step is one pass. One that is not compiled runs the operations of the optimizer on tensors without memory."""
+        server = self.session.server
+        if state_bytes is not None:
+            return OnePass(self.device.clocks, server.wires, state_bytes)
+        return TorchStep(self.options.optimizer, server._memory)  # type: ignore[arg-type]  # overlapped updates have one
 
     def _worker(self, threads: int, accesses: Unwatched, name: str) -> SimulatedWorker:
         """A thread of the host. One that waits for ranks which are behind this one runs when this one waits for it."""

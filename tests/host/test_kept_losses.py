@@ -20,7 +20,9 @@ LOOPS = [
 
 def bytes_of_all_tensors() -> int:
     gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu"]
+    tensors = [
+        each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu"
+    ]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

@@ -21,7 +21,7 @@ PARAMETERS = {
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(wires, "_CHUNK", 256)
+    monkeypatch.setattr(wires, "CHUNK", 256)
 
 
 class Slab:
@@ -53,7 +53,7 @@ def test_each_chunk_is_up_to_date_when_it_is_sent(make):
         assert all(map(torch.equal, wire.in_slab(first.memory), expected))
         loaded.load(parameters, dtypes, ready=again)
         assert again.chunks == 1 and again.end == first.end  # there is nothing to copy
-        assert first.chunks > 1 or first.end < 2 * wires._CHUNK
+        assert first.chunks > 1 or first.end < 2 * wires.CHUNK
 
 
 @pytest.mark.parametrize("stored", ["pinned", "in memory that gradients take"])
@@ -68,7 +68,7 @@ def test_parity_where_every_wire_is_sent_in_chunks(threaded, stored, monkeypatch
         x = rows(6, dtype=torch.float32)
         pair.step(x).check()
         for size in (256, 1 << 30):
-            monkeypatch.setattr(wires, "_CHUNK", size)
+            monkeypatch.setattr(wires, "CHUNK", size)
             model.zero_grad()
             whole(x).sum().backward()
             found.append([p.grad.clone() for p in model.parameters()])

@@ -1,0 +1,359 @@
+"""The host side of a step in virtual time: wires, the ring, gradients as they arrive, and updates in each mode. Sizes alone, no tensors.
+
+It spends what `host/` spends: of each piece of work the bytes that it reads and writes, on the thread that does it. What is not known
+from sizes is given: the optimizer's bytes of state, or the seconds of its own step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from l2l_compile.devices.staging import SLOTS, ring_bytes
+from l2l_compile.estimate.optimizer_times import OptimizerTimes
+from l2l_compile.host.server import segments_in_flight
+from l2l_compile.host.wire import CHUNK, STRIDE, is_locked, on_wire
+from l2l_compile.ir.precision import gradient_dtype
+from l2l_compile.ir.segments import Segment
+from l2l_compile.ir.values import Bindings
+from l2l_compile.lanes import Lane
+from l2l_compile.memory.in_place import PAGE
+from l2l_compile.memory.layout import aligned, joined
+from l2l_compile.options import Options
+from l2l_compile.simulation.simulated_device import Clock, Clocks, SimulatedEvent
+from l2l_compile.update_modes import UpdatePlace
+
+Owner = tuple[int, int]  # a parameter: the number of its program, and its index among the arguments
+
+
+@dataclass(frozen=True)
+class HostWeight:
+    """A weight of a segment on the host.
+
+    entries            their number, in this shape
+    dtype              on the link
+    on_link, on_host   bytes of an entry
+    gradient           bytes of an entry of its gradient on the link; 0 for none
+    is_part            whether it is a part of its owner
+    """
+
+    owner: Owner
+    shape: tuple[int, ...]
+    entries: int
+    dtype: torch.dtype
+    on_link: int
+    on_host: int
+    gradient: int
+    locked: bool
+    is_part: bool
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """The gradient of a parameter on the host: bytes of an entry now, and whether several were added up."""
+
+    weight: HostWeight
+    width: int
+    shared: bool = False
+
+
+@dataclass(eq=False)
+class _Wire:
+    """The weights of a segment that cross the link as copies, and the others, in the order of the segment."""
+
+    copied: list[tuple[int, HostWeight]]
+    others: list[tuple[int, HostWeight]]
+
+    def __post_init__(self) -> None:
+        self.spans, end = [], 0
+        for _, weight in self.copied:
+            size = weight.entries * weight.on_link
+            self.spans.append((end, end + size))
+            end += aligned(size)
+        self.bytes = end
+
+
+class HostTimes:
+    """The host side of the steps of one model: its threads, and the events that they wait for."""
+
+    def __init__(self, clocks: Clocks, options: Options, optimizer: OptimizerTimes):
+        self.clocks, self.options, self.optimizer, self.machine = clocks, options, optimizer, clocks.machine
+        self.worker, self.updating = Clock(Lane.HOST), Clock(Lane.UPDATE)
+        if not options.delay:
+            self.updating = self.worker
+        self._wires: dict[tuple[int, int], _Wire] = {}
+        self._stale: set[_Wire] = set()
+        self._updated: set[Owner] = set()
+        self._copies: defaultdict[Owner, list[torch.dtype]] = defaultdict(list)  # of a parameter on wires, the latest one first
+        self._done: dict[Owner, SimulatedEvent] = {}
+        self._in_flight: deque[list[SimulatedEvent]] = deque()
+        self._pushes: Counter[Owner] = Counter()
+        self._arrived: dict[Owner, _Gradient] = {}  # of this step
+        self._order: list[list[Owner]] = []  # parameters of each segment, in the order of backward
+        self._ring = _Ring(clocks)
+
+    # ---- calls of the caller ------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        self._stale = set(self._wires.values())
+        if self.options.mode.place is UpdatePlace.AFTER_PUSH:
+            self.clocks.thread.wait(self.worker.event())
+
+    def begin_backward(self, pushed: Iterable[Sequence[HostWeight]]) -> None:
+        self._pushes = Counter(weight.owner for weights in pushed for weight in weights)
+
+    def end_backward(self) -> None:
+        """Gradients that go to `p.grad` are waited for."""
+        if not self.options.mode.is_overlapped:
+            self.clocks.thread.wait(self.worker.event())
+            if self.options.optimizer is not None:  # their norm
+                self._spend(sum(g.weight.entries * g.weight.on_host for g in self._arrived.values()))
+
+    def step(self) -> None:
+        """`optimizer.step()`."""
+        if not self.options.mode.is_overlapped:
+            if self.options.optimizer is not None:
+                self.clocks.spend(self.optimizer.own_step())
+        elif self.options.mode.place is UpdatePlace.AFTER_PUSH:
+            self.clocks.thread.wait(self.worker.event())
+        else:
+            for thread in (self.worker, self.updating):
+                self.clocks.thread.wait(thread.event())
+            self._done.clear()
+            self._put_off()
+        self._arrived, self._order = {}, []
+
+    def _put_off(self) -> None:
+        """Updates of the step, in the order of the next forward."""
+        taken: set[Owner] = set()
+        for segment in reversed(self._order):
+            mine = [owner for owner in segment if owner in self._arrived and owner not in taken]
+            taken.update(mine)
+            done = self._submit(self.updating, lambda mine=mine: self._update(mine))  # type: ignore[misc]
+            self._done |= dict.fromkeys(mine, done)
+
+    # ---- weights (h2d lane) -------------------------------------------------------------------------------------------
+
+    def weights_of(self, program: int, segment: Segment, bindings: Bindings) -> list[HostWeight]:
+        """The weights of a segment, on the host."""
+        found: list[HostWeight] = []
+        for weight, spec in zip(segment.weights, segment.block.weights, strict=True):
+            link = gradient_dtype(spec, self.options.gradients_on_link).itemsize
+            is_trained = spec.differentiable and weight.index >= 0
+            found.append(
+                HostWeight(
+                    (program, weight.owner if weight.index >= 0 else -1 - len(found)),
+                    spec.sizes(bindings),
+                    spec.bytes(bindings) // spec.dtype.itemsize,
+                    spec.dtype,
+                    spec.dtype.itemsize,
+                    (spec.compute_dtype or spec.dtype).itemsize,
+                    link if is_trained else 0,
+                    weight.kind == "parameter" and is_locked(spec, self.options, to_train=True),
+                    weight.slice is not None,
+                )
+            )
+        return found
+
+    def load(self, program: int, segment: Segment, bindings: Bindings, unread: frozenset[int]) -> None:
+        """Fetch the weights of a segment, but for those in `unread`."""
+        wire = self._wire(program, segment, bindings)
+        self._await_updates([weight for _, weight in (*wire.copied, *wire.others)])
+        spans = joined([span for (i, _), span in zip(wire.copied, wire.spans, strict=True) if i not in unread])
+
+        def send(start: int, end: int) -> None:
+            for first, last in spans:
+                if first < end and start < last:
+                    self._copy(min(last, end) - max(first, start))
+
+        if wire in self._stale:
+            self._stale.discard(wire)
+            self._refresh(wire, send)
+        elif wire.copied:
+            send(0, wire.bytes)
+        if self.machine.overlaps:
+            for position, weight in wire.others:
+                if position not in unread:
+                    self._send_weight(weight)
+
+    def _wire(self, program: int, segment: Segment, bindings: Bindings) -> _Wire:
+        key = (program, segment.index)
+        if key not in self._wires:
+            positions, weights = set(on_wire(segment, bindings, self.options)), self.weights_of(program, segment, bindings)
+            placed = list(enumerate(weights))
+            wire = _Wire([(i, w) for i, w in placed if i in positions], [(i, w) for i, w in placed if i not in positions])
+            self._wires[key] = wire
+            for _, weight in wire.copied:
+                self._copies[weight.owner].append(weight.dtype)
+            self._stale.add(wire)
+        return self._wires[key]
+
+    def _await_updates(self, weights: Iterable[HostWeight]) -> None:
+        if not self.options.delay:
+            for weight in weights:
+                if (done := self._done.get(weight.owner)) is not None:
+                    self.clocks.thread.wait(done)
+
+    def _refresh(self, wire: _Wire, send: Callable[[int, int], None]) -> None:
+        """Copy the parameters, but for those that an update has written together with their copies: of these, a sample is compared."""
+        sent = 0
+        for (_, weight), (start, end) in zip(wire.copied, wire.spans, strict=True):
+            for now in self._copied(weight, start, end):
+                if now - sent >= CHUNK:
+                    send(sent, now)
+                    sent = now
+        send(sent, wire.bytes)
+
+    def _copied(self, weight: HostWeight, start: int, end: int) -> Iterator[int]:
+        if weight.owner in self._updated:
+            if not self.options.delay:  # else they are being updated, and not looked at
+                sample = weight.entries // STRIDE if weight.entries > 16 * STRIDE else weight.entries
+                cast = weight.on_host + weight.on_link if weight.on_host != weight.on_link else 0
+                self._spend(sample * (2 * weight.on_link + 2 * weight.on_host + cast))
+            yield end
+            return
+        size = end - start
+        if self.options.delay:
+            self._spend(size // weight.on_link * 2 * (weight.on_host + weight.on_link))
+            yield end
+            return
+        for first in range(0, size, CHUNK):
+            now = min(size, first + CHUNK)
+            self._spend((now - first) // weight.on_link * (weight.on_host + weight.on_link))
+            yield start + now
+
+    def _send_weight(self, weight: HostWeight) -> None:
+        """A weight crosses the link from its own memory, page-locked in place or through the ring."""
+        size = weight.entries * weight.on_host
+        if weight.locked and size > 2 * PAGE:
+            self._copy(size - PAGE)
+            for _ in range(2):
+                self._spend(PAGE)
+                self._copy(PAGE // 2)
+        else:
+            self._ring.send(size)
+
+    def upload(self, size: int, pinned: bool) -> None:
+        """Copy a tensor of the host to the device."""
+        if not self.machine.overlaps:
+            return
+        if pinned:
+            self._copy(size)
+        else:
+            self._ring.send(size)
+
+    def _copy(self, size: int) -> None:
+        if self.machine.overlaps:
+            self.clocks.copy(size, self.machine.h2d, asynchronous=True)
+
+    # ---- gradients ----------------------------------------------------------------------------------------------------
+
+    def collect(self, weights: Sequence[HostWeight], pushed: SimulatedEvent | None) -> None:
+        """The gradients of a segment are on the host after an event."""
+        while len(self._in_flight) >= segments_in_flight(self.options):
+            self.clocks.thread.wait(self._in_flight.popleft()[-1])
+
+        def work() -> None:
+            if pushed is not None:
+                self.clocks.thread.wait(pushed)
+            self._take(weights)
+
+        self._in_flight.append([self._submit(self.worker, work)])
+
+    def _take(self, weights: Sequence[HostWeight]) -> None:
+        """Add up gradients of shared parameters; the norms of complete ones, or the copies that go to `p.grad`."""
+        mode = self.options.mode
+        self._order.append(list(dict.fromkeys(weight.owner for weight in weights)))
+        for weight in weights:
+            self._pushes[weight.owner] -= 1
+            self._add(weight, self._arrived.get(weight.owner))
+            if mode.keeps_gradients and self._pushes[weight.owner] == 0:
+                self._norm(self._arrived[weight.owner])
+
+    def _add(self, weight: HostWeight, so_far: _Gradient | None) -> None:
+        """A gradient of a parameter, to be added to those that have come before."""
+        n, wide, came = weight.entries, weight.on_host, weight.gradient
+        if not self.options.mode.is_overlapped and came < wide:  # widened, as `p.grad` is
+            self._spend(n * (came + wide))
+            came = wide
+        if so_far is None and not weight.is_part:
+            self._arrived[weight.owner] = _Gradient(weight, came)
+            return
+        if so_far is not None and so_far.width < wide:
+            self._spend(n * (so_far.width + wide))
+        self._spend(n * (2 * wide + came))
+        self._arrived[weight.owner] = _Gradient(weight, wide, shared=True)
+
+    def _norm(self, gradient: _Gradient) -> None:
+        """The norm of a gradient, in the dtype of its parameter."""
+        n, wide = gradient.weight.entries, gradient.weight.on_host
+        self._spend(n * ((gradient.width + wide if gradient.width < wide else 0) + wide))
+
+    def update(self, weights: Sequence[HostWeight]) -> None:
+        """The gradients of a segment were pushed: its parameters are updated where the mode does so in backward."""
+        if self.options.mode.place is not UpdatePlace.AFTER_PUSH:
+            return
+        mine = [w.owner for w in weights if self._pushes[w.owner] == 0]
+        done = self._submit(self.worker, lambda: self._update(mine))
+        if self._in_flight:
+            self._in_flight[-1].append(done)
+
+    def _update(self, owners: Iterable[Owner]) -> None:
+        for owner in owners:
+            gradient = self._arrived[owner]
+            weight, n = gradient.weight, gradient.weight.entries
+            if gradient.shared and not self.options.mode.keeps_gradients:
+                self._norm(gradient)  # the device has those of its parts
+            if self.optimizer.state is None:  # the copy on the wire is made when the next forward reads it
+                self._spend(n * (gradient.width + weight.on_host) if gradient.width < weight.on_host else 0)
+                self.clocks.spend(self.optimizer.of_shape(weight.shape))
+                continue
+            copies = self._copies[owner]
+            moved = gradient.width + 2 * weight.on_host + 2 * self.optimizer.state
+            self._spend(n * (moved + sum(latest.itemsize for latest in copies[:1])))
+            for dtype in copies[1:]:
+                self._spend(n * (dtype.itemsize + (dtype.itemsize if dtype is copies[0] else weight.on_host)))
+            self._updated.add(owner)
+
+    # ---- threads ------------------------------------------------------------------------------------------------------
+
+    def _submit(self, thread: Clock, work: Callable[[], None]) -> SimulatedEvent:
+        with self._at_work(thread):
+            work()
+        return thread.event()
+
+    @contextmanager
+    def _at_work(self, thread: Clock) -> Iterator[None]:
+        with self.clocks.on_thread(thread):
+            yield
+
+    def _spend(self, size: float) -> None:
+        if size:
+            self.clocks.spend(size / self.machine.host_bandwidth)
+
+
+class _Ring:
+    """`devices/staging.py` in virtual time."""
+
+    def __init__(self, clocks: Clocks):
+        self._clocks, self._size = clocks, ring_bytes(None) // SLOTS
+        self._events: list[SimulatedEvent | None] = [None] * SLOTS
+        self._slot = self._filled = 0
+
+    def send(self, size: int) -> None:
+        clocks = self._clocks
+        for start in range(0, size, self._size):
+            part = min(size - start, self._size)
+            if self._filled + part > self._size:
+                assert clocks.lane is not None
+                self._events[self._slot] = clocks.lane.event()
+                self._slot, self._filled = (self._slot + 1) % SLOTS, 0
+                if (event := self._events[self._slot]) is not None:
+                    clocks.thread.wait(event)
+            self._filled += aligned(part)
+            clocks.spend(2 * part / clocks.machine.host_bandwidth)
+            clocks.copy(part, clocks.machine.h2d, asynchronous=True)

@@ -1,0 +1,280 @@
+"""`plan`: the options with which a training step of a model is fastest on a machine, among those with which it fits."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from l2l_compile.errors import OptionError
+from l2l_compile.frontend.dynamo import adapter
+from l2l_compile.lanes import AT_WORK
+from l2l_compile.options import Options
+from l2l_compile.planner.fit import Need
+from l2l_compile.planner.search import DECIDED, Search
+from l2l_compile.planner.trials import Choice, Trial, Trials
+from l2l_compile.report.explain import Report, explain
+from l2l_compile.simulation.machine import Machine
+from l2l_compile.simulation.simulate import simulate
+from l2l_compile.simulation.simulated_loop import Loss
+from l2l_compile.torch_internals.fresh_code import WithoutArguments
+from l2l_compile.units import format_bytes
+
+_TOP = 10
+_EQUAL = 1.003  # times the fastest step: then the plan with fewer changes, and with less memory, is the better one
+_CAVEATS = {
+    "in_backward": "update='in_backward' updates each layer in backward: no gradient can be clipped or read behind it (update='in_forward' can)",
+    1: "delay=1 computes gradients at the weights of the step before",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Options with which a step fits, and what it needs and takes.
+
+    options  for `torch.compile(model, backend="l2l", options=...)`; the option `optimizer` is the one that was given
+    seconds  of a step, in virtual time
+    tokens   of the batch; None for a model that takes no tokens
+    limit    what bounds the step, and the share of the step that it is at work
+    needs    each memory: bytes, and its room
+    """
+
+    options: Choice
+    seconds: float
+    tokens: int | None
+    limit: str
+    needs: tuple[Need, ...]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.tokens is not None else None
+
+    @property
+    def code(self) -> str:
+        """The lines to paste, for a loop that has `model` and `optimizer`: options that are not those of the library."""
+        ours = {field.name: field.default for field in fields(Options)}
+        shown = {name: value for name, value in self.options.items() if name != "optimizer" and value != ours[name]}
+        lines = [f"    {json.dumps(name)}: {_literal(value)}," for name, value in shown.items()]
+        lines += ['    "optimizer": optimizer,'] if self.options.get("optimizer") is not None else []
+        return "\n".join(["options = {", *lines, "}", 'model = torch.compile(model, backend="l2l", options=options)'])
+
+    @property
+    def caveats(self) -> list[str]:
+        """What a training loop has to know of these options."""
+        return [_CAVEATS[value] for name in ("update", "delay") if (value := self.options.get(name)) in _CAVEATS]
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What a planner has found; `print` shows it.
+
+    plans      those that fit, the best first; each is faster than the others, needs less of a memory, or updates in another way
+    tried      everything that was tried, the best first
+    headline   the model and the batch
+    simulated  seconds of the best plan by `simulate`; None if that was not asked for
+    """
+
+    machine: Machine
+    plans: tuple[Plan, ...]
+    tried: Sequence[Trial] = field(repr=False)
+    headline: str = ""
+    simulated: float | None = None
+
+    @property
+    def best(self) -> Plan:
+        """The best plan. Raises `OptionError` if nothing fits, with the bytes that are too much."""
+        if not self.plans:
+            raise OptionError(self._nothing())
+        return self.plans[0]
+
+    @property
+    def nearest(self) -> Trial | None:
+        """If nothing fits, what comes nearest."""
+        there = [trial for trial in self.tried if trial.fit is not None]
+        return None if self.plans else min(there, key=lambda trial: trial.fit.excess if trial.fit else 0, default=None)
+
+    def __str__(self) -> str:
+        fits = sum(trial.fits for trial in self.tried)
+        head = f"{self.headline}on {self.machine.name}: {len(self.tried)} option sets tried, {fits} fit"
+        if not self.plans:
+            return f"{head}\n{self._nothing()}"
+        return "\n".join([head, *self._table(), *self._best(), *self._out()])
+
+    def _nothing(self) -> str:
+        nearest = self.nearest
+        if nearest is None or nearest.fit is None:
+            whys = dict.fromkeys(trial.why_not for trial in self.tried)
+            return f"no option set can be tried: {'; '.join(whys)}"
+        needs = "; ".join(str(need) for need in nearest.fit.needs if need.excess)
+        return f"nothing fits. The nearest, {_shown(nearest.options)}: {needs}"
+
+    def _table(self) -> list[str]:
+        rows = []
+        for plan in self.plans[:_TOP]:
+            rate = plan.tokens_per_second
+            memory = [
+                f"{need.memory.removesuffix(' memory')} {format_bytes(need.bytes)} of {format_bytes(need.room)}"
+                for need in plan.needs
+            ]
+            rows.append(
+                [
+                    f"{plan.seconds:.4g} s",
+                    *([f"{rate:,.0f} tokens/s"] if rate is not None else []),
+                    *memory,
+                    plan.limit,
+                    _shown(plan.options),
+                ]
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+    def _best(self) -> list[str]:
+        said = [f"  note: {caveat}" for caveat in self.best.caveats]
+        if self.simulated is not None:
+            apart = self.simulated / self.best.seconds - 1
+            said.insert(0, f"the first one by `simulate`: {self.simulated:.4g} s ({apart:+.1%})")
+        return said
+
+    def _out(self) -> list[str]:
+        """Why others are out: for each memory, how many do not fit, and the least that is too much."""
+        lacking: Counter[str] = Counter()
+        least: dict[str, tuple[int, Trial]] = {}
+        for trial in self.tried:
+            for need in trial.fit.needs if trial.fit is not None and not trial.fits else ():
+                if need.excess:
+                    lacking[need.memory] += 1
+                    if need.memory not in least or need.excess < least[need.memory][0]:
+                        least[need.memory] = need.excess, trial
+        lines = [
+            f"out: {count} for want of {memory}, by {format_bytes(least[memory][0])} at least ({_shown(least[memory][1].options)})"
+            for memory, count in lacking.items()
+        ]
+        refused = Counter(trial.why_not for trial in self.tried if trial.why_not)
+        return lines + [f"out: {count}, {why}" for why, count in refused.items()]
+
+
+def plan(
+    model: Callable,
+    machine: str | Path | Machine,
+    options: Mapping[str, Any] | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    rows: int | None = None,
+    delay: bool = False,
+    simulated: bool = True,
+    loss: Loss | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Callable[..., Plans]:
+    """`plan(model, "h200", optimizer=optimizer)(**batch)`: the options with which a step is fastest on a machine.
+
+    model      a module or a function, compiled or not; its tensors may be on the meta device
+    machine    as in `simulate`
+    options    options of the backend that are fixed, such as `precision` and `max_grad_norm`. The others are decided:
+               micro_batches, update, prefetch, stash, keep, keep_on_host and resident, none of which changes numbers
+    optimizer  of the training loop; without one, updates are its own and their time is not counted
+    rows       of the batch; None for those of the arguments
+    delay      whether `delay=1`, with which gradients are a step late, may be chosen
+    simulated  whether the best plan is simulated as well
+    loss       as in `simulate`
+    progress   is told what is tried
+
+    Each option set is streamed anew from one trace. Its memory is that of `explain`, its seconds are those of an interpreter over the
+    nodes of its program (`estimate/step_time.py`). Nothing is computed, and the model and the optimizer stay as they are. The result is for
+    one device. Raises the errors that compilation would raise, and `OptionError` for a machine that lacks a figure.
+    """
+    figures = machine if isinstance(machine, Machine) else Machine.load(machine)
+    given = dict(options if options is not None else adapter.options_of(model) or {})
+    if optimizer is not None:
+        given["optimizer"] = optimizer
+    given = {name: value for name, value in given.items() if name not in ("device", "check")}
+    sees_all = {"update": "in_forward"} if given.get("optimizer") is not None else {}  # goes with all that can be given
+    Options.build({**sees_all, **given, "device": "cpu"})
+    if delay and given.get("optimizer") is None:
+        raise OptionError(
+            "delay=True puts updates off, which needs the optimizer of the training loop: plan(..., optimizer=optimizer)"
+        )
+
+    def run(*args: Any, **kwargs: Any) -> Plans:
+        def trace(chosen: Choice) -> Report:
+            return explain(model, {**chosen, "device": "cpu"})(*args, **kwargs)
+
+        there = _rows(args, kwargs)
+        trials = Trials(adapter.uncompiled(model), trace, given, figures, rows if rows != there else None, progress)
+        tried = Search(trials, rows or there, delay).run()
+        tokens = next((trial.report.tokens for trial in tried if trial.report is not None), None)
+        plans = tuple(_plan_of(trial, given, tokens) for trial in _ordered(tried))
+        found = Plans(figures, plans, tried, _headline(tried, rows or there, tokens))
+        if not plans or not simulated or (rows is not None and rows != there):
+            return found
+        progress("simulating a step of the best plan")
+        step = simulate(model, figures, plans[0].options, loss=loss)(*args, **kwargs)
+        return replace(found, simulated=step.seconds)
+
+    return WithoutArguments(run, "plan(model, machine)")
+
+
+def _rows(args: tuple, kwargs: dict[str, Any]) -> int:
+    """Rows of a batch: the first size of its first tensor."""
+    return next((t.shape[0] for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim()), 1)
+
+
+def _ordered(tried: Sequence[Trial]) -> list[Trial]:
+    """The trials that fit, the best first: of those that are as fast as the fastest, the one that needs least.
+
+    A trial is left out if another one with the same updates is as fast and needs no more of any memory.
+    """
+    fitting = [trial for trial in tried if trial.fits]
+    if not fitting:
+        return []
+    limit = _EQUAL * fitting[0].seconds
+    best = min((trial for trial in fitting if trial.seconds <= limit), key=_cost)
+    found = [best]
+    for trial in sorted(fitting, key=lambda trial: (trial.seconds, _cost(trial))):
+        if not any(_is_no_worse(other, trial) for other in found):
+            found.append(trial)
+    return found
+
+
+def _is_no_worse(one: Trial, other: Trial) -> bool:
+    """Whether a trial is as good as another one in all that a user may ask for."""
+    assert one.fit is not None and other.fit is not None
+    same = all(one.options.get(name) == other.options.get(name) for name in ("update", "delay"))
+    needs = zip(one.fit.needs, other.fit.needs, strict=True)
+    return same and one.seconds <= _EQUAL * other.seconds and all(a.bytes <= b.bytes for a, b in needs)
+
+
+def _cost(trial: Trial) -> tuple:
+    changed = sum(trial.options[name] != default for name, default in DECIDED.items() if name in trial.options)
+    return changed, trial.fit.needs[0].bytes if trial.fit is not None else 0, trial.seconds
+
+
+def _plan_of(trial: Trial, given: Choice, tokens: int | None) -> Plan:
+    assert trial.time is not None and trial.fit is not None
+    timeline = trial.time.timeline
+    lane = max(AT_WORK, key=timeline.busy)
+    limit = f"{lane.work} {timeline.busy(lane) / timeline.seconds:.0%}"
+    return Plan({**given, **trial.options}, timeline.seconds, tokens, limit, trial.fit.needs)
+
+
+def _literal(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def _headline(tried: Sequence[Trial], rows: int, tokens: int | None) -> str:
+    model = next((trial.report.model for trial in tried if trial.report is not None), "")
+    size = f"{rows} x {tokens // rows} tokens" if tokens is not None else f"{rows} rows"
+    return f"{model}, {size}, " if model else ""
+
+
+def _shown(options: Choice) -> str:
+    """The options that are not those of the library."""
+    names = ("delay", *DECIDED)
+    chosen = {name: options[name] for name in DECIDED if name in options} | {n: options[n] for n in names if options.get(n)}
+    defaults = {**DECIDED, "micro_batches": None}
+    return " ".join(f"{name}={value}" for name, value in chosen.items() if value != defaults.get(name))

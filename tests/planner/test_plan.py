@@ -1,0 +1,149 @@
+"""The planner picks what is fastest by `simulate` among what fits, says what does not, and changes nothing that is given."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import l2l_compile
+from l2l_compile import L2LError, Machine, OptionError, explain, plan, simulate
+from l2l_compile.planner.fit import Fit, Need
+from l2l_compile.planner.rows import most_rows
+
+TINY = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 256}
+MACHINE = replace(Machine.load("rtx4090"), device_reserve=0.0, host_reserve=0.0)
+BF16 = {"precision": "bf16", "outputs": "loss"}
+
+
+def tiny(rows=16, length=64):
+    tokens = torch.zeros(rows, length, dtype=torch.long)
+    return LlamaForCausalLM(LlamaConfig(**TINY, use_cache=False)), {"input_ids": tokens, "labels": tokens}
+
+
+def planned(machine, options=BF16, rows=16, **more):
+    model, batch = tiny(rows)
+    return plan(model, machine, options, optimizer=torch.optim.AdamW(model.parameters()), **more)(**batch)
+
+
+GRID = {
+    "micro_batches": (2, 4, 16),
+    "update": ("in_forward", "in_backward"),
+    "stash": ("host", "device"),
+    "keep": (0, "auto"),
+    "keep_on_host": (0, "auto"),
+    "prefetch": (0, 1),
+}
+
+
+def fastest_of_grid(machine, steps):
+    """The least seconds of a hand-made grid, by `simulate`, of what fits. `steps` takes each so many sets."""
+    model, batch = tiny()
+    optimizer, found = torch.optim.AdamW(model.parameters()), []
+    for values in list(itertools.product(*GRID.values()))[::steps]:
+        options = {**BF16, "optimizer": optimizer, **dict(zip(GRID, values, strict=True))}
+        if Fit.of(explain(model, {**options, "device": "cpu"})(**batch).on(machine), machine).fits:
+            found.append(simulate(model, machine, options)(**batch).seconds)
+    assert found, "something of the grid fits"
+    return min(found)
+
+
+@pytest.mark.parametrize("device", [24e6, 60e6], ids=["narrow", "wide"])
+@pytest.mark.parametrize("steps", [19, 1], ids=["some", "all"])
+@pytest.mark.slow(but="some-narrow")
+def test_no_set_of_a_grid_is_faster(device, steps):
+    machine = replace(MACHINE, device_memory=device, host_memory=1e9)
+    found = planned(machine)
+    assert found.simulated is not None and abs(found.simulated / found.best.seconds - 1) < 0.01
+    assert found.simulated <= 1.02 * fastest_of_grid(machine, steps)
+
+
+def test_memory_of_a_plan_is_that_of_explain():
+    found = planned(MACHINE)
+    model, batch = tiny()
+    options = {**found.best.options, "optimizer": torch.optim.AdamW(model.parameters()), "device": "cpu"}
+    report = explain(model, options)(**batch).on(MACHINE)
+    device, host = found.best.needs
+    assert device.bytes == report.device_memory.peak and host.bytes == report.host_memory.total
+    assert device.bytes <= device.room == MACHINE.device_room
+
+
+def test_the_code_of_a_plan_trains():
+    model, batch = tiny(rows=4, length=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = plan(model, "cpu", {"outputs": "loss"}, optimizer=optimizer, simulated=False)(**batch)
+    names = {"torch": torch, "model": model, "optimizer": optimizer}
+    exec(found.best.code.replace("options = {", 'options = {"block_compiler": "eager", "device": "cpu",'), names)
+    before = model.lm_head.weight.detach().clone()
+    names["model"](**batch).loss.backward()
+    optimizer.step()
+    l2l_compile.synchronize(names["model"])
+    assert not torch.equal(before, model.lm_head.weight)
+
+
+def test_what_is_given_stays_as_it_is():
+    found = planned(MACHINE, {**BF16, "prefetch": 2, "stash": "device", "max_grad_norm": 1.0}, simulated=False)
+    for each in found.plans:
+        given = {name: each.options[name] for name in ("prefetch", "stash", "max_grad_norm", "update", "precision")}
+        assert given == {"prefetch": 2, "stash": "device", "max_grad_norm": 1.0, "update": "in_forward", "precision": "bf16"}
+        assert "delay" not in each.options
+
+
+def test_late_updates_are_chosen_only_if_they_are_allowed():
+    slow = replace(MACHINE, host_bandwidth=2e8)  # updates take long
+    assert all("delay" not in each.options for each in planned(slow, simulated=False).plans)
+    late = planned(slow, simulated=False, delay=True)
+    assert late.best.options["delay"] == 1 and late.best.options["update"] == "in_forward"
+    assert "at the weights of the step before" in str(late)
+    with pytest.raises(OptionError, match="needs the optimizer of the training loop"):
+        plan(torch.nn.Linear(2, 2), slow, delay=True)
+
+
+def test_nothing_fits_is_told_with_bytes():
+    machine = replace(MACHINE, host_memory=5e6)
+    found = planned(machine)
+    assert found.plans == () and found.simulated is None
+    assert "nothing fits. The nearest, " in str(found) and "too large host memory" in str(found)
+    with pytest.raises(OptionError, match=r"nothing fits.* too much"):
+        _ = found.best
+
+
+def test_why_others_are_out_is_told():
+    least = min(trial.fit.needs[0].bytes for trial in planned(MACHINE, simulated=False).tried)
+    found = planned(replace(MACHINE, device_memory=1.05 * least), simulated=False)
+    out = [trial for trial in found.tried if not trial.fits]
+    assert out and f"out: {len(out)} for want of device memory, by " in str(found)
+
+
+def test_rows_other_than_those_of_the_arguments_are_planned():
+    few = planned(MACHINE, rows=4, simulated=False)
+    many = plan(*_model_and(MACHINE), rows=64, simulated=False)(**tiny(4)[1])
+    assert many.best.tokens == 64 * 64 and many.best.seconds > few.best.seconds
+    assert many.best.needs[1].bytes > few.best.needs[1].bytes or many.best.needs[0].bytes > few.best.needs[0].bytes
+
+
+def _model_and(machine):
+    model, _ = tiny()
+    return model, machine, {**BF16, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+def test_without_an_optimizer_updates_are_the_loops_own():
+    model, batch = tiny()
+    found = plan(model, MACHINE, BF16, simulated=False)(**batch)
+    assert {each.options["update"] for each in found.plans} == {"at_step"}
+
+
+def test_a_machine_without_a_figure_is_refused():
+    with pytest.raises(L2LError, match="has no figure for FLOP/s in bfloat16"):
+        planned(replace(MACHINE, flops={"float32": 1e12}))
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 100, 4097])
+def test_the_most_rows_are_found(most):
+    def fit_of(rows):
+        return Fit((Need("device memory", rows, most, (0, "")),))
+
+    assert most_rows(fit_of) == most
