@@ -460,16 +460,20 @@ def test_losses_of_the_last_stage_are_read_everywhere(ranks):
     assert found[0][1:] == found[1][1:]
 
 
-def warned(rank, world):
+def warned(rank, world, name):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        loop(Case("u_shape"), world, read_at_once)
+        loop(Case("u_shape"), world, LOOPS[name])
     return [str(w.message) for w in caught if "was read 3 times" in str(w.message)]
 
 
 def test_a_loop_that_reads_each_loss_at_once_is_told(ranks):
-    first, last = ranks.run(warned, world=2)
+    first, last = ranks.run(warned, "read_at_once", world=2)
     assert len(first) == 1 and "Read the loss of the step before" in first[0] and not last
+
+
+def test_a_loop_that_divides_each_loss_does_not_wait(ranks):
+    assert ranks.run(warned, "halved", world=2) == [[], []]
 
 
 # ---- schedules of one's own ----------------------------------------------------------------------------------------------
