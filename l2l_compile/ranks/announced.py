@@ -19,7 +19,7 @@ class Announced:
     """What all ranks announce at one place.
 
     finish  waits for the other ranks, and raises if one has failed
-    refuse  is called with the numbers that the ranks tell, if all announce the same kind of action, and may raise
+    refuse  is called with the numbers that the ranks tell, if all begin the same action, and may raise
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Announced:
             self.told()
 
     def _compared(self) -> list[list[int]]:
-        numbers, rows = self._path.numbers(), self._gathered.tolist()
+        begins, numbers, rows = self._path.begins(), self._path.numbers(), self._gathered.tolist()
         tell: list[list[int]] = [row[len(numbers) :] for row in rows]
-        if self._refuse is not None and all(row[0] == self._path.kind for row in rows):
+        if self._refuse is not None and all(row[: len(begins)] == begins for row in rows):
             self._refuse(tell)
         if any(row[: len(numbers)] != numbers for row in rows):
             paths: Sequence[Any] = [None] * len(rows)

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 
 
 class ActionKind(enum.IntEnum):
-    """The kind of action that a rank is about to begin."""
+    """The kind of action that a rank is about to begin. Drains are alike, whatever each rank does them for."""
 
     FORWARD = 1
     BACKWARD = 2
     NORM = 3
     STEP = 4
     DRAIN = 5
+    DRAIN_TO_EVALUATE = 6
+    DRAIN_TO_CHANGE = 7
+    DRAIN_TO_END = 8
 
 
 @dataclass(frozen=True)
@@ -38,23 +41,28 @@ class Path:
     train: bool
     settings: tuple[str, ...] = ()
 
+    def begins(self) -> list[int]:
+        """The numbers that say which action begins. If they differ, whatever else differs may follow from that."""
+        return [min(self.kind, ActionKind.DRAIN), self.forwards, self.steps, self.train]
+
     def numbers(self) -> list[int]:
         return [
-            self.kind,
+            *self.begins(),
             number_of("\n".join(self.collectives).encode()),
-            self.forwards,
-            self.steps,
-            self.train,
             number_of("\n".join(self.settings).encode()),
         ]
 
     def __str__(self) -> str:
+        drains = f"goes back with what forward {self.forwards} has left in flight"
         what = {
             ActionKind.FORWARD: f"begins forward {self.forwards}, {'to train' if self.train else 'without gradients'}",
             ActionKind.BACKWARD: f"begins a backward after forward {self.forwards}",
             ActionKind.NORM: f"sums the norm of the gradients of forward {self.forwards}",
             ActionKind.STEP: f"begins optimizer step {self.steps + 1}",
-            ActionKind.DRAIN: f"goes back with what forward {self.forwards} has left in flight (state_dict(), evaluation, p.grad)",
+            ActionKind.DRAIN: f"{drains} (state_dict(), l2l_compile.synchronize, p.grad)",
+            ActionKind.DRAIN_TO_EVALUATE: f"{drains}, before a forward without gradients",
+            ActionKind.DRAIN_TO_CHANGE: f"{drains}, before another program (a new length, model.eval()) or number of micro-batches",
+            ActionKind.DRAIN_TO_END: f"{drains}, since its process or its process groups end",
         }[self.kind]
         return f"{what}, after {self.steps} optimizer step{'s' * (self.steps != 1)}"
 
@@ -64,11 +72,8 @@ def number_of(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
 
 
-_SHOWN = 3  # collectives on each side of the first difference
-
-
 def difference(paths: Sequence[Path]) -> str:
-    """The text of the error: which action each rank begins, and where the sequences of collectives first differ."""
+    """The text of the error: which action each rank begins and, if that is the same one, where the sequences of collectives first differ."""
     members: dict[Path, list[int]] = {}
     for rank, path in enumerate(paths):
         members.setdefault(path, []).append(rank)
@@ -78,15 +83,7 @@ def difference(paths: Sequence[Path]) -> str:
     if other_options := _other_options(members):
         return "\n".join([*lines, *other_options])
     lines += _other_settings(members)
-    first, *others = [path.collectives for path in members]
-    for other, (_, ranks) in zip(others, list(members.items())[1:], strict=True):
-        if first != other:
-            pairs = itertools.zip_longest(first, other)
-            place = next(i for i, (a, b) in enumerate(pairs) if a != b)
-            shown = slice(max(0, place - _SHOWN), place + _SHOWN)
-            lines.append(
-                f"  collectives part at number {place + 1}: on rank 0 {list(first[shown])}, on rank {ranks[0]} {list(other[shown])}"
-            )
+    lines += _other_collectives(members)
     return "\n".join(lines)
 
 
@@ -123,3 +120,20 @@ def _other_settings(members: Mapping[Path, Sequence[int]]) -> list[str]:
             )
             lines.append(f"  the last optimizer step had {', '.join(ours)} on rank 0 and {', '.join(theirs)} on rank {ranks[0]}")
     return lines
+
+
+def _other_collectives(members: Mapping[Path, Sequence[int]]) -> list[str]:
+    """Lines on ranks that begin the same action as rank 0, but with other collectives: the first that differs."""
+    first, *others = members.items()
+    lines = []
+    for path, ranks in others:
+        mine, other = _without_options(first[0]), _without_options(path)
+        if path.begins() == first[0].begins() and mine != other:
+            pairs = enumerate(itertools.zip_longest(mine, other, fillvalue="nothing"), start=1)
+            number, (ours, theirs) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+            lines.append(f"  collectives part at number {number}: rank 0 has '{ours}', and rank {ranks[0]} '{theirs}'")
+    return lines
+
+
+def _without_options(path: Path) -> list[str]:
+    return [text for text in path.collectives if not text.startswith(OPTION)]

@@ -144,8 +144,8 @@ class Ranks:
     ) -> list[list[int]]:
         """Announce an action that all ranks begin. Returns the numbers `told` of each rank: five, filled up with zeros.
 
-        Every rank raises `RankError` if the announced actions differ. Before that, if all ranks announce this `kind`, `refuse`
-        is called with these numbers, and may raise.
+        Every rank raises `RankError` if the announced actions differ. If all ranks begin the same action, and before their collectives
+        and settings are compared, `refuse` is called with these numbers, and may raise: other rows make other collectives.
         """
         return self.announce_soon(kind, collectives, train, told, refuse).told()
 

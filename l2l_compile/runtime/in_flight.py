@@ -16,6 +16,7 @@ import torch.distributed as dist
 from l2l_compile import reentry
 from l2l_compile.errors import L2LError
 from l2l_compile.memory.finalizers import members
+from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.runtime.late_loss import ReadAtOnce
 
 _all: weakref.WeakSet[InFlight] = weakref.WeakSet()
@@ -41,10 +42,10 @@ class InFlight:
         paused, self.paused = self.paused, None
         return paused
 
-    def drain(self) -> None:
-        """Run the turns that are in flight, together with the other ranks. Returns when all lanes are done."""
+    def drain(self, kind: ActionKind = ActionKind.DRAIN) -> None:
+        """Run the turns that are in flight, together with the other ranks, which are told the `kind`. Returns when all lanes are done."""
         if (paused := self.paused) is not None:
-            paused.finish(paused)  # takes it
+            paused.finish(paused, kind)  # takes it
 
     def drop(self, error: BaseException) -> list[Any]:
         """After a failure: nothing is in flight any more. Returns the steps that were."""
@@ -71,7 +72,7 @@ def _drain_all() -> None:
     for each in members(_all):
         if each.paused is not None:
             try:
-                each.drain()
+                each.drain(ActionKind.DRAIN_TO_END)
             except (L2LError, RuntimeError) as error:
                 warnings.warn(
                     f"backend 'l2l': the last update was not made, since turns of it were in flight: {error}. Call l2l_compile.synchronize(model) "

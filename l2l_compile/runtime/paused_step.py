@@ -14,6 +14,7 @@ from torch import fx
 
 from l2l_compile.ir.schedule import END, PAUSE, Order
 from l2l_compile.ir.step_parts import calls_of, end_waits, losses, pauses, received
+from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.runtime.executor import Executor
 from l2l_compile.runtime.late_loss import Coming
 from l2l_compile.runtime.runtime_value import RuntimeValue
@@ -56,7 +57,7 @@ class StepGraph:
 class PausedStep:
     """A step of which the last turns are in flight.
 
-    finish     runs the rest, where no call goes on with it
+    finish     runs the rest, where no call goes on with it, for a kind of drain
     when_over  is called when its last gradients are on their way to the host
     coming     the losses that the caller has and that another rank computes, by position among the outputs
     outputs    when it is over
@@ -65,7 +66,7 @@ class PausedStep:
     step: Step
     made: StepGraph
     executor: Executor
-    finish: Callable[[PausedStep], None]
+    finish: Callable[[PausedStep, ActionKind], None]
     when_over: Callable[[Step], None]
     coming: dict[int, Coming] = field(default_factory=dict)
     outputs: Sequence[RuntimeValue] | None = None

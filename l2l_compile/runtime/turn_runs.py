@@ -160,7 +160,7 @@ class TurnRuns:
                 value = paused.loss(position)
             return self._program.outputs.one(position, value, self._engine.device)
 
-    def _finish(self, paused: PausedStep) -> None:
+    def _finish(self, paused: PausedStep, kind: ActionKind) -> None:
         """Run what is in flight of a step, together with the other ranks. It stays so if the wait for them is interrupted.
 
         Ranks that do something else, or have failed, never go on with it: it is lost.
@@ -168,7 +168,7 @@ class TurnRuns:
         graph, step, in_flight = paused.made.graph, paused.step, self._engine.in_flight
         with in_flight.lock:
             try:
-                self._program.joint(graph).announce(step.ranks, ActionKind.DRAIN)
+                self._program.joint(graph).announce(step.ranks, kind)
             except RankError as error:
                 for lost in in_flight.drop(error):
                     self._engine.server.recover(lost)

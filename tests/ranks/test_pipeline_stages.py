@@ -329,6 +329,35 @@ def test_ranks_with_other_options_are_told_which_option(ranks):
     ranks.run(other_options, world=2)
 
 
+def other_paths(rank, world, kind):
+    """Rank 1 evaluates, or is in another mode, in the second step."""
+    torch._dynamo.reset()
+    model, case = UShape(), Case("u_shape")
+    l2l_compile.pipeline(model, init_device_mesh("cpu", (world,)), case.batch(0), loops=1)
+    options = {"device": "cpu", "micro_batches": 3, "block_compiler": "eager", "schedule": "1f1b", "outputs": "loss"}
+    compiled = torch.compile(model, backend="l2l", fullgraph=True, options=options)
+    compiled(**case.batch(0)).backward()
+    if rank == 1 and kind == "mode":
+        model.eval()
+    with torch.set_grad_enabled(rank == 0 or kind == "mode"), pytest.raises(RankError) as caught:
+        compiled(**case.batch(1))
+    return str(caught.value).split("\n")
+
+
+def test_a_rank_that_evaluates_alone_is_named(ranks):
+    for text in ranks.run(other_paths, "evaluates", world=2):
+        assert text[1:] == [
+            "  rank 0: begins forward 2, to train, after 0 optimizer steps",
+            "  rank 1: begins forward 2, without gradients, after 0 optimizer steps",
+        ]
+
+
+def test_a_rank_in_another_mode_sees_the_first_difference(ranks):
+    for text in ranks.run(other_paths, "mode", world=2):
+        assert "collectives part at number 2: rank 0 has 'down.0 on rank 0 trains " in text[-1] and len(text[-1]) < 260
+        assert ", and rank 1 'down.0 on rank 0 trains " in text[-1]
+
+
 def other_models(rank, world):
     mesh, batch = init_device_mesh("cpu", (world,)), Case("u_shape").batch(0)
 

@@ -365,7 +365,7 @@ def test_two_versions_and_few_turns_are_on_the_device(ranks, world, turns):
 def drains(rank, world):
     with pytest.MonkeyPatch.context() as patch:
         count, drain = itertools.count(), InFlight.drain
-        patch.setattr(InFlight, "drain", lambda self: (self.paused is None or next(count), drain(self))[1])
+        patch.setattr(InFlight, "drain", lambda self, *kind: (self.paused is None or next(count), drain(self, *kind))[1])
         trained = train(without_flush(Case("llama")), world)
     return next(count), session_of(trained.compiled).in_flight.paused is None
 
@@ -524,11 +524,11 @@ def test_a_schedule_for_other_sizes_is_refused(ranks):
 # ---- what is refused -----------------------------------------------------------------------------------------------------
 
 
-def drained_alone(rank, world):
+def drained_alone(rank, world, begins):
     def each(compiled, optimizer, batch, model):
         compiled(**batch).backward()
         if rank == 0:
-            model.state_dict()
+            begins(compiled, batch, model)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(l2l_compile.RankError) as caught:
         patch.setattr(watch, "PATIENCE", 2.0)
@@ -536,9 +536,33 @@ def drained_alone(rank, world):
     return str(caught.value)
 
 
-def test_a_rank_that_saves_alone_is_named(ranks):
-    for text in ranks.run(drained_alone, world=2):
-        assert "rank 0: goes back with what forward 1 has left in flight" in text and "rank 1: begins forward 2" in text
+def saves(compiled, batch, model):
+    model.state_dict()
+
+
+def evaluates(compiled, batch, model):
+    with torch.no_grad():
+        compiled(**batch)
+
+
+def changes_mode(compiled, batch, model):
+    model.eval()
+    compiled(**batch)
+
+
+@pytest.mark.parametrize(
+    ("begins", "why"),
+    [
+        (saves, " (state_dict(), l2l_compile.synchronize, p.grad), after"),
+        (evaluates, ", before a forward without gradients, after"),
+        (changes_mode, ", before another program (a new length, model.eval()) or number of micro-batches, after"),
+    ],
+)
+def test_a_rank_that_drains_alone_is_named(ranks, begins, why):
+    for text in ranks.run(drained_alone, begins, world=2):
+        _, *lines = text.split("\n")
+        assert len(lines) == 2 and "rank 1: begins forward 2, to train" in lines[1]
+        assert f"rank 0: goes back with what forward 1 has left in flight{why}" in lines[0]
 
 
 def other_batch(rank, world):
