@@ -19,6 +19,7 @@ from l2l_compile.lanes import Lane
 from l2l_compile.memory.finalizers import items
 from l2l_compile.races import UNWATCHED, Unwatched, VectorClock
 from l2l_compile.torch_internals.threads import compiles_here
+from l2l_compile.uncaught import uncaught
 
 
 class Ticket:
@@ -195,7 +196,7 @@ def _finish() -> None:
 
     After an uncaught exception, queued work is dropped, and the wait for work under way is short.
     """
-    failed = getattr(sys, "last_value", None) is not None
+    failed = uncaught() is not None
     patience = _PATIENCE_AFTER_FAILURE if failed else _PATIENCE
     workers = dict(items(_threads))
     for worker in workers.values():

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from l2l_compile.errors import RankError
+from l2l_compile.uncaught import look_at_target, uncaught
 
 BEAT = 0.5  # seconds between two writes of the counter
 PATIENCE = 6.0  # seconds without a new counter after which a rank counts as gone
@@ -51,6 +52,7 @@ class Watch:
         self._beats = self._begun = 0
         self._beat()
         _all.add(self)
+        look_at_target(os.getpid(), _tell_all)
         threading.Thread(target=self._loop, name="l2l-watch", daemon=True).start()
 
     def check(self) -> None:
@@ -117,9 +119,11 @@ class Watch:
         """Tell the other ranks that this rank has dropped out: its process or its process groups end."""
         if self._closed:
             return
-        error = getattr(sys, "last_value", None)
+        error = uncaught()
         if error is not None:
             self._note(f"rank {self.rank} ended: {''.join(traceback.format_exception_only(error)).strip()}")
+            if self.rank == 0:
+                time.sleep(2 * BEAT)  # with its process ends the store, in most cases: the other ranks look into it first
         else:
             self._set(f"ended/{self.rank}", "1")
         self.close()
@@ -143,7 +147,10 @@ class Watch:
                 self._look()
             except Exception as error:  # noqa: BLE001 - every kind of store raises its own kind of error
                 if self.failure is None and not self._closed:
-                    text = f"the store of torch.distributed is gone, and with it the process that holds it ({error})"
+                    text = (
+                        "the store of torch.distributed is gone: the process that holds it, most often that of rank 0, has ended. Its own "
+                        f"output says why ({error})"
+                    )
                     self.failure = Failure(text, time.monotonic() + GRACE)
                 return
 
@@ -199,12 +206,17 @@ def _warn_of(late: list[int], rank: int, begins: str) -> None:
 _all: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
+def _tell_all() -> None:
+    """The process ends: tell the other ranks."""
+    for watch in list(_all):
+        watch.ended()
+
+
 @atexit.register
 def _end() -> None:
     """Tell the other ranks. If a collective was abandoned, end the process here: exit would wait for its thread."""
     watches = list(_all)
-    for watch in watches:
-        watch.ended()
+    _tell_all()
     if any(watch.abandoned for watch in watches):
         sys.stdout.flush()
         sys.stderr.flush()

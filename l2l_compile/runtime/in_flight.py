@@ -18,6 +18,7 @@ from l2l_compile.errors import L2LError
 from l2l_compile.memory.finalizers import members
 from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.runtime.late_loss import ReadAtOnce
+from l2l_compile.uncaught import uncaught
 
 _all: weakref.WeakSet[InFlight] = weakref.WeakSet()
 
@@ -67,7 +68,7 @@ def _drain_at_the_end() -> None:
 
 def _drain_all() -> None:
     """Run what is in flight of all models, where nothing can be in flight any more; not behind an error, which other ranks may not have."""
-    if sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None:
+    if sys.exc_info()[0] is not None or uncaught() is not None:
         return
     for each in members(_all):
         if each.paused is not None:

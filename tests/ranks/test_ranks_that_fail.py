@@ -207,6 +207,16 @@ def test_every_process_ends_with_a_sentence(launcher, tmp_path, how):
         assert found.seconds[rank] < SECONDS, (rank, found.seconds)
 
 
+def test_a_store_that_is_gone_names_its_process():
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    found = watch.Watch(dist.TCPStore("localhost", store.port, is_master=False), rank=1, size=2)
+    del store
+    until = time.monotonic() + SECONDS
+    while found.failure is None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert "the process that holds it, most often that of rank 0, has ended. Its own output says why" in found.failure.text
+
+
 def late_ranks_are_named(rank, world):
     step = sharded(Stack(2), world)[-1]
     step(torch.randn(4, 5))
