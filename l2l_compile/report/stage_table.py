@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from l2l_compile.ir.program import Program
+from l2l_compile.ir.schedule import one_forward_one_back, without_flush
 from l2l_compile.ir.segments import Segment
 from l2l_compile.ir.stages import Borders, Stages
 from l2l_compile.units import format_bytes
@@ -15,14 +16,23 @@ def stage_table(program: Program) -> list[str]:
     stages = program.stages
     if stages is None or stages.ranks == 1:
         return []
-    turns = max(segment.micro_batches for segment in program.segments)
-    title = (
-        f"pipeline of {stages.ranks} ranks, this is rank {stages.rank}: {format_share(bubble(stages.ranks, turns, stages.loops))} of a step "
-        f"idle for stages of equal time ({turns} micro-batches, up to {stages.loops} stages a rank)"
-    )
+    title = f"pipeline of {stages.ranks} ranks, this is rank {stages.rank}: {_idle(program, stages)}"
     rows = [("rank", "segments", "parameters", "sends in forward"), *_rows(program, stages)]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return [title, *("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
+
+
+def _idle(program: Program, stages: Stages) -> str:
+    """How long ranks are idle, and in which order they run their micro-batches."""
+    turns, schedule = max(segment.micro_batches for segment in program.segments), program.schedule
+    share, equal = f"{format_share(bubble(stages.ranks, turns, stages.loops))} of a step idle", "for stages of equal time"
+    if schedule is None:
+        return f"{share} {equal} ({turns} micro-batches, up to {stages.loops} stages a rank)"
+    if schedule == one_forward_one_back(stages.ranks, turns):
+        return f"{share} {equal} ({turns} micro-batches, one forward, one back)"
+    if turns >= stages.ranks and schedule == without_flush(stages.ranks, turns):
+        return f"no rank is idle between steps {equal} ({turns} micro-batches, one forward, one back, without a flush)"
+    return f"a schedule of your own ({turns} micro-batches)"
 
 
 def bubble(ranks: int, turns: int, loops: int) -> float:

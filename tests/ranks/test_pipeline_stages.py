@@ -19,7 +19,7 @@ from l2l_compile.integrations.owners import cut, owners_by_names
 from l2l_compile.ir import nodes
 from l2l_compile.passes import verify_stages
 from l2l_compile.ranks.pipeline_ranks import partners
-from l2l_compile.report.stage_table import bubble
+from l2l_compile.report.stage_table import bubble, stage_table
 from l2l_compile.runtime.messages import Arrival
 
 LLAMA = Case("llama")
@@ -356,6 +356,29 @@ def test_a_rank_in_another_mode_sees_the_first_difference(ranks):
     for text in ranks.run(other_paths, "mode", world=2):
         assert "collectives part at number 2: rank 0 has 'down.0 on rank 0 trains " in text[-1] and len(text[-1]) < 260
         assert ", and rank 1 'down.0 on rank 0 trains " in text[-1]
+
+
+def explained(rank, world, schedule):
+    model, batch = UShape(), Case("u_shape").batch(0)
+    l2l_compile.pipeline(model, init_device_mesh("cpu", (world,)), batch, loops=1)
+    options = {"micro_batches": 4, "outputs": "loss", **schedule}
+    if schedule.get("delay"):
+        options |= {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "update": "in_forward"}
+    (program,) = l2l_compile.explain(model, options)(**batch).programs
+    return stage_table(program)[0].split(": ")[1]
+
+
+def test_explain_says_how_long_ranks_are_idle(ranks):
+    own = l2l_compile.Schedule.parse("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1F1,1F2,1F3,1B0,1B1,1B2,1B3")
+    expected = {
+        "breadth_first": "20% of a step idle for stages of equal time (4 micro-batches, up to 1 stages a rank)",
+        "1f1b": "20% of a step idle for stages of equal time (4 micro-batches, one forward, one back)",
+        own: "a schedule of your own (4 micro-batches)",
+    }
+    for schedule, text in expected.items():
+        assert ranks.run(explained, {"schedule": schedule}, world=2)[0] == text
+    unflushed = "no rank is idle between steps for stages of equal time (4 micro-batches, one forward, one back, without a flush)"
+    assert ranks.run(explained, {"schedule": "1f1b", "delay": 1}, world=2)[0] == unflushed
 
 
 def other_models(rank, world):
