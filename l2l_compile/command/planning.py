@@ -12,8 +12,8 @@ from l2l_compile.command.failures import failing_as
 from l2l_compile.command.progress import Progress, progress
 from l2l_compile.command.remedies import Remedies
 from l2l_compile.planner.fit import Fit
+from l2l_compile.planner.most_rows import most_rows
 from l2l_compile.planner.plan import Plans, plan
-from l2l_compile.planner.rows import most_rows
 from l2l_compile.planner.search import DECIDED
 from l2l_compile.simulation.machine import Machine
 

@@ -11,7 +11,7 @@ from torch import fx
 from l2l_compile.lowering.code_cache import Code, Lowered
 from l2l_compile.lowering.costs import kernels_of
 from l2l_compile.lowering.lower import Lowering, Request
-from l2l_compile.simulation.blocks import Result, results_of
+from l2l_compile.simulation.blocks import BlockResult, results_of
 from l2l_compile.simulation.machine import Machine
 
 
@@ -21,7 +21,7 @@ class BlockRun:
 
     seconds: float
     kernels: int
-    results: tuple[Result, ...]
+    results: tuple[BlockResult, ...]
 
     def __call__(self, *_: torch.Tensor) -> NoReturn:
         raise AssertionError("this block has no code: it is timed, and not run")

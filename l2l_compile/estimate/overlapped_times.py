@@ -1,5 +1,6 @@
-"""Values in virtual time, and the copies of some beside the micro-batches of a segment: `runtime/overlapped_copies.py` and
-`runtime/activation_copies.py`, on sizes alone.
+"""Values in virtual time, and copies of some beside the micro-batches of a segment, on sizes alone.
+
+As `runtime/overlapped_copies.py` and `runtime/activation_copies.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from l2l_compile.simulation.simulated_device import SimulatedEvent, SimulatedLan
 
 
 @dataclass(eq=False)
-class Value:
+class TimedValue:
     """A value of a program, by its sizes: bytes of its tensor, or of that of each micro-batch. The rest as in `RuntimeValue`."""
 
     parts: list[int] = field(default_factory=list)
@@ -27,7 +28,7 @@ class Value:
     lane: str | None = None
     event: SimulatedEvent | None = None
     readers: dict[str, SimulatedEvent] = field(default_factory=dict)
-    results: list[Value] = field(default_factory=list)
+    results: list[TimedValue] = field(default_factory=list)
     slab: int | None = None
     unfetched: frozenset[int] = frozenset()
     tensors: Any = None  # for `Slabs`
@@ -36,7 +37,7 @@ class Value:
     sent: list[list[int]] = field(default_factory=list)  # what is kept on the host, for each micro-batch: bytes of its tensors
 
 
-class Run(Protocol):
+class TimedRun(Protocol):
     """The program that runs (`program_times.py`)."""
 
     options: Options
@@ -46,13 +47,13 @@ class Run(Protocol):
 
     def copies(self, parts: Sequence[int], up: bool, pinned: bool = True) -> None: ...
 
-    def send(self, parts: Sequence[int], target: Value, ahead_of: int) -> None: ...
+    def send(self, parts: Sequence[int], target: TimedValue, ahead_of: int) -> None: ...
 
 
 class OutputTimes:
     """As `OutputStream` of `runtime/overlapped_copies.py`."""
 
-    def __init__(self, run: Run, outputs: Sequence[Value]):
+    def __init__(self, run: TimedRun, outputs: Sequence[TimedValue]):
         self.run, self.outputs = run, outputs
         self._sent: SimulatedEvent | None = None
 
@@ -81,7 +82,7 @@ class OutputTimes:
 class ActivationsToHostTimes:
     """As `SentActivations`."""
 
-    def __init__(self, run: Run, target: Value, on_host: Sequence[bool]):
+    def __init__(self, run: TimedRun, target: TimedValue, on_host: Sequence[bool]):
         self.run, self.target, self.on_host = run, target, on_host
 
     def before(self, number: int) -> None:
@@ -99,7 +100,7 @@ class ActivationsToHostTimes:
 class ActivationsFromHostTimes:
     """As `ActivationsFromHost`."""
 
-    def __init__(self, run: Run, source: Value, target: Value):
+    def __init__(self, run: TimedRun, source: TimedValue, target: TimedValue):
         self.run, self.source, self.target = run, source, target
         self._waiting = deque(number for number, parts in enumerate(source.sent) if parts)
         self._ahead = ahead(run.options.prefetch, len(source.sent))
@@ -131,7 +132,7 @@ class ActivationsFromHostTimes:
 class GradientTimes:
     """As `GradientStream` of `runtime/overlapped_copies.py`."""
 
-    def __init__(self, run: Run, count: int, gradients: Sequence[tuple[Value, TensorSpec]]):
+    def __init__(self, run: TimedRun, count: int, gradients: Sequence[tuple[TimedValue, TensorSpec]]):
         self.run, self.count, self.gradients = run, count, gradients
         self._events: list[SimulatedEvent] = []
         self._bring(0)

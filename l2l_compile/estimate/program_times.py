@@ -21,7 +21,7 @@ from l2l_compile.estimate.overlapped_times import (
     ActivationsToHostTimes,
     GradientTimes,
     OutputTimes,
-    Value,
+    TimedValue,
 )
 from l2l_compile.estimate.segment_times import BackwardTimes, ForwardTimes, SegmentTimes
 from l2l_compile.ir import nodes
@@ -76,10 +76,10 @@ class ProgramTimer:
         self.savings = Savings(timer.lowering, self.options.block_compiler != "eager", self.machine)
         self._engine = SimpleNamespace(check=None, lowering=timer.lowering, options=self.options)
         self.step: Any = None
-        self.stashes: list[Value] = []
+        self.stashes: list[TimedValue] = []
         self.to_host: deque[SimulatedEvent] = deque()
         self.from_host: dict[int, ActivationsFromHostTimes] = {}
-        self.handlers: dict[Callable, Callable[..., Value]] = {
+        self.handlers: dict[Callable, Callable[..., TimedValue]] = {
             nodes.fetch_weights: self._fetch_weights,
             nodes.fetch_resident: self._fetch_resident,
             nodes.keep_weights: lambda node, segment, weights: weights,
@@ -107,7 +107,7 @@ class ProgramTimer:
 
     def forward(self) -> None:
         self.step = _Step(self.rows, self._engine)
-        inputs = [Value([self._bytes(node)]) for node in self.program.forward.graph.find_nodes(op="placeholder")]
+        inputs = [TimedValue([self._bytes(node)]) for node in self.program.forward.graph.find_nodes(op="placeholder")]
         outputs, self.stashes, _ = self._run(self.program.forward.graph, inputs, keep=self.program.backward is not None)
         for value in dict.fromkeys(output for output in outputs if output is not None and len(output.parts) > 1):
             self.clocks.spend(2 * sum(value.parts) / self.machine.host_bandwidth)  # joined for the caller
@@ -119,10 +119,10 @@ class ProgramTimer:
         pushing = graph.find_nodes(op="call_function", target=nodes.push_gradients)
         self.host.begin_backward([self._trained(nodes.operands(node).segment) for node in pushing])
         given = graph.find_nodes(op="placeholder")[len(self.stashes) :]
-        self._run(graph, [*self.stashes, *(Value([self._bytes(node)]) for node in given)], keep=False)
+        self._run(graph, [*self.stashes, *(TimedValue([self._bytes(node)]) for node in given)], keep=False)
         self.host.end_backward()
 
-    def _run(self, graph: fx.Graph, inputs: Sequence[Value], keep: bool) -> Any:
+    def _run(self, graph: fx.Graph, inputs: Sequence[TimedValue], keep: bool) -> Any:
         instructions = instructions_of(graph, self.machine.overlaps)
         count = min(self.options.prefetch, 2 * len(self.program.segments)) + 1
         self.slabs = Slabs(self.device, self.step, count, instructions.fetches, keep)
@@ -145,7 +145,7 @@ class ProgramTimer:
         spec = node.meta.get("spec")
         return spec.bytes(self.bindings) if spec is not None else 0
 
-    def submit(self, lane: str, reads: Sequence[Value], fills: Sequence[Value], work: Callable[[], None]) -> None:
+    def submit(self, lane: str, reads: Sequence[TimedValue], fills: Sequence[TimedValue], work: Callable[[], None]) -> None:
         """As `Executor.submit`."""
         queue = self.lanes[lane]
         for value in reads:
@@ -159,7 +159,7 @@ class ProgramTimer:
         for value in fills:
             value.lane, value.event = lane, event
 
-    def compute(self, size: int, reads: Sequence[Value], fills: Sequence[Value], launches: int = 1) -> None:
+    def compute(self, size: int, reads: Sequence[TimedValue], fills: Sequence[TimedValue], launches: int = 1) -> None:
         """Operations outside of blocks, which read and write so many bytes."""
         self.submit(Lane.COMPUTE, reads, fills, lambda: self.move(size, launches))
 
@@ -172,7 +172,7 @@ class ProgramTimer:
         else:
             self.clocks.spend(size / self.machine.host_bandwidth)
 
-    def copy(self, x: Value, up: bool) -> None:
+    def copy(self, x: TimedValue, up: bool) -> None:
         """Copies of a value over the link (its lane); what its micro-batches share is copied once."""
         self.copies(list(dict.fromkeys(x.parts)) if x.equal else x.parts, up, x.pinned)
 
@@ -189,10 +189,10 @@ class ProgramTimer:
 
     # ---- copies -------------------------------------------------------------------------------------------------------
 
-    def _fetch_weights(self, node: fx.Node, segment: int, after: Value | None = None) -> Value:
+    def _fetch_weights(self, node: fx.Node, segment: int, after: TimedValue | None = None) -> TimedValue:
         fetched = self.program.segments[segment]
         slab, kept = self.slabs.take(segment, may_stay=True)
-        result = Value(slab=slab)
+        result = TimedValue(slab=slab)
         is_copied = kept is None
         result.unfetched = unread(self.step, node, self.program.segments) if is_copied else frozenset()
         if self.slabs.free[slab] is not None:
@@ -205,38 +205,38 @@ class ProgramTimer:
         self.submit(Lane.H2D, (), (result,), work)
         return result
 
-    def _fetch_resident(self, node: fx.Node, segment: int, after: Value | None = None) -> Value:
-        result, fetched = Value(), self.program.segments[segment]
+    def _fetch_resident(self, node: fx.Node, segment: int, after: TimedValue | None = None) -> TimedValue:
+        result, fetched = TimedValue(), self.program.segments[segment]
         self.submit(Lane.H2D, (), (result,), lambda: self.host.load(self.number, fetched, self.bindings, frozenset()))
         return result
 
-    def _restore(self, node: fx.Node, x: Value, turn: int | None = None) -> Value:
+    def _restore(self, node: fx.Node, x: TimedValue, turn: int | None = None) -> TimedValue:
         if x.absent:
-            return Value(absent=True)
-        result = Value(list(x.parts), equal=x.equal)
+            return TimedValue(absent=True)
+        result = TimedValue(list(x.parts), equal=x.equal)
         self.submit(Lane.H2D, (x,), (result,), lambda: self.copy(x, up=True))
         return result
 
-    def _offload(self, node: fx.Node, x: Value) -> Value:
+    def _offload(self, node: fx.Node, x: TimedValue) -> TimedValue:
         if x.absent:
-            return Value(absent=True)
-        result = Value(list(x.parts), pinned=True, equal=x.equal)
+            return TimedValue(absent=True)
+        result = TimedValue(list(x.parts), pinned=True, equal=x.equal)
         self.submit(Lane.D2H, (x,), (result,), lambda: self.copy(x, up=False))
         return result
 
-    def _write_back(self, node: fx.Node, input: int, contents: Value) -> Value:
+    def _write_back(self, node: fx.Node, input: int, contents: TimedValue) -> TimedValue:
         self.submit(Lane.D2H, (contents,), (), lambda: self.copies(contents.parts[:1], up=False))
-        return Value(absent=True)
+        return TimedValue(absent=True)
 
     # ---- the layout of a value ----------------------------------------------------------------------------------------
 
-    def _split(self, node: fx.Node, x: Value) -> Value:
+    def _split(self, node: fx.Node, x: TimedValue) -> TimedValue:
         spec: TensorSpec = node.meta["spec"]
         parts = [math.prod(shape) * spec.dtype.itemsize for shape in self.rows.shapes(spec, is_split=True)]
         is_view = spec.batch is not None and spec.batch.dim == 0 or len(parts) == 1
         return self._changed(x, parts, 0 if is_view else 2 * sum(parts), len(parts))
 
-    def _merge(self, node: fx.Node, x: Value) -> Value:
+    def _merge(self, node: fx.Node, x: TimedValue) -> TimedValue:
         spec: TensorSpec = node.meta["spec"]
         size = spec.bytes(self.bindings)
         if spec.batch is None:
@@ -244,29 +244,29 @@ class ProgramTimer:
             return self._changed(x, [size], moved, 2 * len(x.parts) - 1)
         return self._changed(x, [size], 2 * size if len(x.parts) > 1 else 0, 1)
 
-    def _changed(self, x: Value, parts: list[int], moved: int, launches: int) -> Value:
+    def _changed(self, x: TimedValue, parts: list[int], moved: int, launches: int) -> TimedValue:
         if x.absent:
-            return Value(absent=True)
-        result = Value(parts)
+            return TimedValue(absent=True)
+        result = TimedValue(parts)
         self.compute(moved, (x,), (result,), launches)
         return result
 
-    def _blank(self, node: fx.Node) -> Value:
+    def _blank(self, node: fx.Node) -> TimedValue:
         spec = node.meta["spec"]
-        result = Value([math.prod(shape) * spec.dtype.itemsize for shape in self.rows.shapes(spec, node.meta["split"])])
+        result = TimedValue([math.prod(shape) * spec.dtype.itemsize for shape in self.rows.shapes(spec, node.meta["split"])])
         self.compute(sum(result.parts), (), (result,), len(result.parts))
         return result
 
-    def _accumulate(self, node: fx.Node, a: Value, b: Value) -> Value:
+    def _accumulate(self, node: fx.Node, a: TimedValue, b: TimedValue) -> TimedValue:
         there = [x for x in (a, b) if not x.absent]
         if not there:
-            return Value(absent=True)
-        result = Value(list(there[0].parts))
+            return TimedValue(absent=True)
+        result = TimedValue(list(there[0].parts))
         moved = 3 * sum(result.parts) if len(there) == 2 else 0
         self.compute(moved, there, (result,), len(result.parts))
         return result
 
-    def _release(self, node: fx.Node, x: Value) -> Value:
+    def _release(self, node: fx.Node, x: TimedValue) -> TimedValue:
         compute = self.lanes[Lane.COMPUTE]
         if x.absent:
             return x
@@ -286,12 +286,12 @@ class ProgramTimer:
         self,
         node: fx.Node,
         segment: int,
-        weights: Value | None,
-        values: Sequence[Value],
+        weights: TimedValue | None,
+        values: Sequence[TimedValue],
         streamed_outputs: Sequence[int] = (),
         turn: int | None = None,
         wanted: Sequence[int] = (),
-    ) -> Value:
+    ) -> TimedValue:
         ran = ForwardTimes(self, self.program.segments[segment], wanted)
         streams: list[Any] = []
         if streamed_outputs:
@@ -300,26 +300,26 @@ class ProgramTimer:
             streams.append(ActivationsToHostTimes(self, ran.sent, ran.on_host))
         whole = [*(result for i, result in enumerate(ran.results) if i not in streamed_outputs), ran.kept]
         self._inner_loop(streams, ran, (weights, *values), whole)
-        return Value(results=[*ran.results, ran.kept, ran.sent])
+        return TimedValue(results=[*ran.results, ran.kept, ran.sent])
 
     def _backward(
         self,
         node: fx.Node,
         segment: int,
-        weights: Value | None,
-        values: Sequence[Value],
-        gradients: Sequence[Value | None],
-        streamed_gradients: Sequence[Value | None] = (),
-        activations: Value | None = None,
-        restored_activations: Value | None = None,
+        weights: TimedValue | None,
+        values: Sequence[TimedValue],
+        gradients: Sequence[TimedValue | None],
+        streamed_gradients: Sequence[TimedValue | None] = (),
+        activations: TimedValue | None = None,
+        restored_activations: TimedValue | None = None,
         turn: int | None = None,
-    ) -> Value:
+    ) -> TimedValue:
         part = self.program.segments[segment]
         streamed = {i: source for i, source in enumerate(streamed_gradients) if source is not None}
-        arriving = [Value(absent=i not in streamed) if g is None else g for i, g in enumerate(gradients)]
+        arriving = [TimedValue(absent=i not in streamed) if g is None else g for i, g in enumerate(gradients)]
         returning = self.from_host.pop(segment, None)
         if all(g.absent for g in arriving):
-            return Value(results=[Value(absent=True) for _ in range(len(part.values) + 1)])
+            return TimedValue(results=[TimedValue(absent=True) for _ in range(len(part.values) + 1)])
         ran = BackwardTimes(self, part, arriving)
         streams: list[Any] = []
         if streamed:
@@ -328,10 +328,10 @@ class ProgramTimer:
         if returning is not None:
             streams.append(returning)
         self._inner_loop(streams, ran, (weights, *values, *arriving, activations), ran.results)
-        return Value(results=ran.results)
+        return TimedValue(results=ran.results)
 
     def _inner_loop(
-        self, streams: Sequence[Any], ran: SegmentTimes, read: Sequence[Value | None], fills: Sequence[Value]
+        self, streams: Sequence[Any], ran: SegmentTimes, read: Sequence[TimedValue | None], fills: Sequence[TimedValue]
     ) -> None:
         """As `_compute` of the executor, and `run_with`."""
         reads = [value for value in read if value is not None]
@@ -347,16 +347,16 @@ class ProgramTimer:
         for stream in streams:
             stream.end()
 
-    def _restore_activations(self, node: fx.Node, segment: int, x: Value) -> Value:
+    def _restore_activations(self, node: fx.Node, segment: int, x: TimedValue) -> TimedValue:
         if x.absent:
             return x
-        result = Value()
+        result = TimedValue()
         self.from_host[segment] = ActivationsFromHostTimes(self, x, result)
         return result
 
     # ---- what goes to the host between micro-batches -------------------------------------------------------------------
 
-    def send(self, parts: Sequence[int], target: Value, ahead_of: int) -> None:
+    def send(self, parts: Sequence[int], target: TimedValue, ahead_of: int) -> None:
         """As `ActivationsToHost.send`."""
         d2h = self.lanes[Lane.D2H]
         d2h.wait(self.lanes[Lane.COMPUTE].record())
@@ -376,8 +376,8 @@ class ProgramTimer:
         ran = self.program.segments[segment]
         return [weight for weight in self.host.weights_of(self.number, ran, self.bindings) if weight.gradient]
 
-    def _push_gradients(self, node: fx.Node, segment: int, gradients: Value) -> Value:
-        result = Value(absent=gradients.absent)
+    def _push_gradients(self, node: fx.Node, segment: int, gradients: TimedValue) -> TimedValue:
+        result = TimedValue(absent=gradients.absent)
         if not result.absent:
             self.submit(Lane.D2H, (gradients,), (result,), lambda: self.copies(gradients.parts, up=False))
             self.host.collect(self._trained(segment), result.event)
@@ -385,6 +385,6 @@ class ProgramTimer:
             self.host.collect((), None)
         return result
 
-    def _update(self, node: fx.Node, segment: int, after: Value | None = None) -> Value:
+    def _update(self, node: fx.Node, segment: int, after: TimedValue | None = None) -> TimedValue:
         self.host.update(self._trained(segment))
-        return Value(absent=True)
+        return TimedValue(absent=True)

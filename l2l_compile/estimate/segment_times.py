@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from l2l_compile.estimate.block_seconds import BlockRun, run_of
-from l2l_compile.estimate.overlapped_times import Value
+from l2l_compile.estimate.overlapped_times import TimedValue
 from l2l_compile.ir.precision import gradient_dtype
 from l2l_compile.ir.segments import Segment
 from l2l_compile.ir.values import Bindings, TensorSpec
@@ -19,7 +19,7 @@ from l2l_compile.lowering.savings import Savings
 from l2l_compile.options import Options
 from l2l_compile.runtime.kept_activations import KeptLevels
 from l2l_compile.runtime.rows import StepRows
-from l2l_compile.simulation.blocks import Result
+from l2l_compile.simulation.blocks import BlockResult
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.simulated_device import Clocks
 from l2l_compile.update_modes import UpdatePlace
@@ -27,7 +27,7 @@ from l2l_compile.update_modes import UpdatePlace
 _HALF = (torch.bfloat16, torch.float16)
 
 
-class Program(Protocol):
+class TimedProgram(Protocol):
     """The program that runs (`program_times.py`)."""
 
     options: Options
@@ -47,7 +47,7 @@ class SegmentTimes(ABC):
 
     lowered: list[Lowered]
 
-    def __init__(self, run: Program, segment: Segment):
+    def __init__(self, run: TimedProgram, segment: Segment):
         self.run, self.segment, self.block = run, segment, segment.block
         self.sizes, self.levels = run.rows.bindings_of(segment), run.levels.get(segment.index)
 
@@ -80,16 +80,16 @@ class ForwardTimes(SegmentTimes):
     on_host     for each micro-batch, whether it keeps something on the host
     """
 
-    def __init__(self, run: Program, segment: Segment, wanted: Sequence[int]):
+    def __init__(self, run: TimedProgram, segment: Segment, wanted: Sequence[int]):
         super().__init__(run, segment)
         count = len(self.block.outputs)
         self.wanted = tuple(i in wanted for i in range(count)) if wanted else None
         self.lowered = [self._lower(number, at) for number, at in enumerate(self.sizes)]
         parts = self.levels.parts if self.levels is not None else [None] * len(self.sizes)
         self.on_host = [part is not None and part.on_host for part in parts]
-        self.results = [Value() for _ in range(count)]
-        self.kept = Value(absent=all(part is None or part.on_host for part in parts))
-        self.sent = Value(absent=not any(self.on_host), sent=[[] for _ in self.sizes])
+        self.results = [TimedValue() for _ in range(count)]
+        self.kept = TimedValue(absent=all(part is None or part.on_host for part in parts))
+        self.sent = TimedValue(absent=not any(self.on_host), sent=[[] for _ in self.sizes])
 
     def _lower(self, number: int, at: Bindings) -> Lowered:
         if (level := self.level(number)) is not None and self.levels is not None:
@@ -115,11 +115,11 @@ class ForwardTimes(SegmentTimes):
                 self._lay_out(each)
                 result.parts += self._equal_parts(result, spec) if spec.equal_rows else [_bytes(each)]
 
-    def _lay_out(self, made: Result) -> None:
+    def _lay_out(self, made: BlockResult) -> None:
         if not _is_contiguous(made):
             self.run.move(2 * _bytes(made))
 
-    def _equal_parts(self, result: Value, spec: TensorSpec) -> list[int]:
+    def _equal_parts(self, result: TimedValue, spec: TensorSpec) -> list[int]:
         """The micro-batches of a value whose rows are equal."""
         result.equal = True
         return [math.prod(shape) * spec.dtype.itemsize for shape in self.run.rows.shapes(spec, is_split=True)]
@@ -132,7 +132,7 @@ class BackwardTimes(SegmentTimes):
     sums     by the index of an operand whose gradient is summed over micro-batches: entries, and the dtype of the sum
     """
 
-    def __init__(self, run: Program, segment: Segment, arriving: Sequence[Value]):
+    def __init__(self, run: TimedProgram, segment: Segment, arriving: Sequence[TimedValue]):
         super().__init__(run, segment)
         self.arriving, self.mask = arriving, tuple(not g.absent for g in arriving)
         self.lowered = [self._lower(number, at) for number, at in enumerate(self.sizes)]
@@ -140,8 +140,8 @@ class BackwardTimes(SegmentTimes):
         if self.block.summed_whole and len(self.sizes) > 1 and not self.lowered[0].random:
             self.whole = run.timer.lowering.backward(self.block, segment.bindings(run.bindings), self.mask)
         self.first, present = len(self.block.weights), self.lowered[0].present
-        self.results = [Value(absent=not exists) for exists in present[self.first :]]
-        self.results.append(Value(absent=not any(present[: self.first])))
+        self.results = [TimedValue(absent=not exists) for exists in present[self.first :]]
+        self.results.append(TimedValue(absent=not any(present[: self.first])))
         self.operands = [(i, spec) for i, spec in enumerate(self.block.operands) if present[i]]
         self.sums: dict[int, tuple[int, torch.dtype]] = {}
 
@@ -164,7 +164,7 @@ class BackwardTimes(SegmentTimes):
         if number == len(self.sizes) - 1:
             self._finish()
 
-    def _arrive(self, value: Value, spec: TensorSpec, number: int) -> None:
+    def _arrive(self, value: TimedValue, spec: TensorSpec, number: int) -> None:
         """As `gradient_of`."""
         if value.absent or not spec.shape:
             return
@@ -172,7 +172,7 @@ class BackwardTimes(SegmentTimes):
         if (looped and spec.partial is not None) or (number > 0 and not (looped and spec.splits)):
             self.run.move(2 * value.parts[0])
 
-    def _sum(self, index: int, made: Result) -> None:
+    def _sum(self, index: int, made: BlockResult) -> None:
         """Add a gradient of a micro-batch to those before."""
         entries, dtype = math.prod(made.shape), made.dtype
         if index in self.sums:
@@ -207,11 +207,11 @@ class BackwardTimes(SegmentTimes):
         return entries * to.itemsize
 
 
-def _bytes(made: Result) -> int:
+def _bytes(made: BlockResult) -> int:
     return math.prod(made.shape) * made.dtype.itemsize
 
 
-def _is_contiguous(made: Result) -> bool:
+def _is_contiguous(made: BlockResult) -> bool:
     expected = 1
     for size, stride in zip(reversed(made.shape), reversed(made.stride), strict=True):
         if size != 1 and stride != expected:

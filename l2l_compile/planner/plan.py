@@ -18,7 +18,7 @@ from l2l_compile.lanes import AT_WORK
 from l2l_compile.options import Options
 from l2l_compile.planner.fit import Need
 from l2l_compile.planner.search import DECIDED, Search
-from l2l_compile.planner.trials import Choice, Trial, Trials
+from l2l_compile.planner.trials import Choice, OptionTrial, Trials
 from l2l_compile.report.explain import Report, explain
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.simulate import simulate
@@ -82,7 +82,7 @@ class Plans:
 
     machine: Machine
     plans: tuple[Plan, ...]
-    tried: Sequence[Trial] = field(repr=False)
+    tried: Sequence[OptionTrial] = field(repr=False)
     headline: str = ""
     simulated: float | None = None
 
@@ -94,7 +94,7 @@ class Plans:
         return self.plans[0]
 
     @property
-    def nearest(self) -> Trial | None:
+    def nearest(self) -> OptionTrial | None:
         """If nothing fits, what comes nearest."""
         there = [trial for trial in self.tried if trial.fit is not None]
         return None if self.plans else min(there, key=lambda trial: trial.fit.excess if trial.fit else 0, default=None)
@@ -144,7 +144,7 @@ class Plans:
     def _out(self) -> list[str]:
         """Why others are out: for each memory, how many do not fit, and the least that is too much."""
         lacking: Counter[str] = Counter()
-        least: dict[str, tuple[int, Trial]] = {}
+        least: dict[str, tuple[int, OptionTrial]] = {}
         for trial in self.tried:
             for need in trial.fit.needs if trial.fit is not None and not trial.fits else ():
                 if need.excess:
@@ -224,7 +224,7 @@ def _rows(args: tuple, kwargs: dict[str, Any]) -> int:
     return next((t.shape[0] for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim()), 1)
 
 
-def _ordered(tried: Sequence[Trial]) -> list[Trial]:
+def _ordered(tried: Sequence[OptionTrial]) -> list[OptionTrial]:
     """The trials that fit, the best first: of those that are as fast as the fastest, the one that needs least.
 
     A trial is left out if another one with the same updates is as fast and needs no more of any memory.
@@ -241,7 +241,7 @@ def _ordered(tried: Sequence[Trial]) -> list[Trial]:
     return found
 
 
-def _is_no_worse(one: Trial, other: Trial) -> bool:
+def _is_no_worse(one: OptionTrial, other: OptionTrial) -> bool:
     """Whether a trial is as good as another one in all that a user may ask for."""
     assert one.fit is not None and other.fit is not None
     same = all(one.options.get(name) == other.options.get(name) for name in ("update", "delay"))
@@ -249,12 +249,12 @@ def _is_no_worse(one: Trial, other: Trial) -> bool:
     return same and one.seconds <= _EQUAL * other.seconds and all(a.bytes <= b.bytes for a, b in needs)
 
 
-def _cost(trial: Trial) -> tuple:
+def _cost(trial: OptionTrial) -> tuple:
     changed = sum(trial.options[name] != default for name, default in DECIDED.items() if name in trial.options)
     return changed, trial.fit.needs[0].bytes if trial.fit is not None else 0, trial.seconds
 
 
-def _plan_of(trial: Trial, given: Choice, tokens: int | None) -> Plan:
+def _plan_of(trial: OptionTrial, given: Choice, tokens: int | None) -> Plan:
     assert trial.time is not None and trial.fit is not None
     timeline = trial.time.timeline
     lane = max(AT_WORK, key=timeline.busy)
@@ -266,7 +266,7 @@ def _literal(value: Any) -> str:
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
-def _headline(tried: Sequence[Trial], rows: int, tokens: int | None) -> str:
+def _headline(tried: Sequence[OptionTrial], rows: int, tokens: int | None) -> str:
     model = next((trial.report.model for trial in tried if trial.report is not None), "")
     size = f"{rows} x {tokens // rows} tokens" if tokens is not None else f"{rows} rows"
     return f"{model}, {size}, " if model else ""

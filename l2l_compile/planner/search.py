@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from l2l_compile.options import AUTO
-from l2l_compile.planner.trials import Trial, Trials
+from l2l_compile.planner.trials import OptionTrial, Trials
 from l2l_compile.update_modes import MODES
 
 DECIDED: dict[str, Any] = {
@@ -39,7 +39,7 @@ class Search:
         self._fixed = {name: given[name] for name in DECIDED if name in given}
         self._base = {**DECIDED, "update": self._modes()[-1]} | ({"delay": self.delays[-1]} if self.delays else {}) | self._fixed
 
-    def run(self) -> list[Trial]:
+    def run(self) -> list[OptionTrial]:
         """Everything that was tried, the best first."""
         counts = self._counts()
         bases = {count: self._of(micro_batches=count) for count in counts}
@@ -52,13 +52,13 @@ class Search:
             self._descend(start)
         return self.trials.all
 
-    def _of(self, **changes: Any) -> Trial:
+    def _of(self, **changes: Any) -> OptionTrial:
         return self.trials.of(**{**self._base, **changes, **self._fixed})
 
     def _fastest(self) -> float:
         return min((trial.seconds for trial in self.trials.all), default=float("inf"))
 
-    def _descend(self, trial: Trial) -> None:
+    def _descend(self, trial: OptionTrial) -> None:
         """Go to the best neighbour until none is better. Of a step that does not fit, the one that has least too much."""
         while trial.fit is not None:
             best = min((self._of(**{**trial.options, **changes}) for changes in self._neighbours(trial)), key=lambda t: t.rank)
@@ -101,7 +101,7 @@ class Search:
                 if changes != before:
                     yield changes
 
-    def _uses(self, base: Trial) -> Iterator[dict[str, Any]]:
+    def _uses(self, base: OptionTrial) -> Iterator[dict[str, Any]]:
         """Ways to use the memory that is free."""
         if not self.overlaps:
             yield {"keep": AUTO}
@@ -114,7 +114,7 @@ class Search:
             yield {"resident": resident, "keep_on_host": AUTO}
         yield {"prefetch": 0}
 
-    def _residents(self, trial: Trial) -> list[int]:
+    def _residents(self, trial: OptionTrial) -> list[int]:
         """Bytes for weights that stay on the device: shares of what is free there."""
         if trial.fit is None:
             return []
@@ -124,7 +124,7 @@ class Search:
         most = min(free, weights)
         return list(dict.fromkeys(size for share in _SHARES if (size := int(most * share) // _ROUNDING * _ROUNDING)))
 
-    def _neighbours(self, trial: Trial) -> Iterator[dict[str, Any]]:
+    def _neighbours(self, trial: OptionTrial) -> Iterator[dict[str, Any]]:
         """Changes of one option, and of two that share a memory."""
         now = trial.options
         for count in (now["micro_batches"] * 2, now["micro_batches"] // 2):

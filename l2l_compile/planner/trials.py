@@ -20,7 +20,7 @@ Choice = Mapping[str, Any]  # the options that a planner decides, by name
 
 
 @dataclass(frozen=True)
-class Trial:
+class OptionTrial:
     """A step with these options.
 
     options  those that the planner has decided
@@ -69,16 +69,16 @@ class Trials:
         self.given, self.machine, self.rows, self.progress = given, machine, rows, progress
         self._model, self._trace = model, trace
         self._reports: dict[bool, Report] = {}  # by whether the batch is split
-        self._tried: dict[frozenset, Trial] = {}
+        self._tried: dict[frozenset, OptionTrial] = {}
         self._lowering: TimedLowering | None = None
         self._optimizer: OptimizerTimes | None = None
 
     @property
-    def all(self) -> list[Trial]:
+    def all(self) -> list[OptionTrial]:
         """Everything that was tried, the best first."""
         return sorted(self._tried.values(), key=lambda trial: trial.rank)
 
-    def of(self, **choice: Any) -> Trial:
+    def of(self, **choice: Any) -> OptionTrial:
         """A step with these options."""
         key = frozenset(choice.items())
         if key not in self._tried:
@@ -94,15 +94,15 @@ class Trials:
             self._reports[splits] = self._trace({**self.given, "micro_batches": 2 if splits else 1}).on(self.machine)
         return self._reports[splits].streamed(options, self.rows if splits else None)
 
-    def _try(self, choice: Choice) -> Trial:
+    def _try(self, choice: Choice) -> OptionTrial:
         try:
             report = self.report(choice)
             fit = Fit.of(report, self.machine)
         except L2LError as error:
-            return Trial(choice, why_not=str(error))
+            return OptionTrial(choice, why_not=str(error))
         if not fit.fits:
-            return Trial(choice, fit, report=report)
-        return Trial(choice, fit, self._time(report), report=report)
+            return OptionTrial(choice, fit, report=report)
+        return OptionTrial(choice, fit, self._time(report), report=report)
 
     def _time(self, report: Report) -> StepTime:
         if self._lowering is None:

@@ -23,7 +23,7 @@ from l2l_compile.simulation.simulated_device import SimulatedDevice, SimulatedHo
 
 
 @dataclass(frozen=True)
-class Result:
+class BlockResult:
     """A result of a block: memory of its own, or a view of the memory of an operand or of an earlier result.
 
     of    the position of the viewed tensor among the operands, followed by the results; None for memory of its own
@@ -41,7 +41,7 @@ class _Simulated:
     """The callable that replaces a block's code."""
 
     device: SimulatedDevice | SimulatedHost
-    results: tuple[Result, ...]
+    results: tuple[BlockResult, ...]
     seconds: float
     kernels: int
 
@@ -94,7 +94,7 @@ class SimulatedLowering(Lowering):
         return sum(kernel.seconds(self.simulated.machine) for kernel in kernels), len(kernels)
 
 
-def results_of(graph: fx.Graph, bindings: Bindings) -> tuple[Result, ...]:
+def results_of(graph: fx.Graph, bindings: Bindings) -> tuple[BlockResult, ...]:
     """The results of an ATen graph at these sizes."""
     operands = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     memory = [value.untyped_storage()._cdata for value in operands if isinstance(value, torch.Tensor)]
@@ -105,6 +105,6 @@ def results_of(graph: fx.Graph, bindings: Bindings) -> tuple[Result, ...]:
         storage = value.untyped_storage()._cdata
         shape, stride = (tuple(evaluate(dim_of(size), bindings) for size in sizes) for sizes in (value.shape, value.stride()))
         offset = evaluate(dim_of(value.storage_offset()), bindings)
-        found.append(Result(shape, stride, offset, value.dtype, memory.index(storage) if storage in memory else None))
+        found.append(BlockResult(shape, stride, offset, value.dtype, memory.index(storage) if storage in memory else None))
         memory.append(storage)
     return tuple(found)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import l2l_compile
 from l2l_compile import L2LError, Machine, OptionError, explain, plan, simulate
 from l2l_compile.planner.fit import Fit, Need
-from l2l_compile.planner.rows import most_rows
+from l2l_compile.planner.most_rows import most_rows
 
 TINY = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 256}
 MACHINE = replace(Machine.load("rtx4090"), device_reserve=0.0, host_reserve=0.0)
