@@ -174,17 +174,31 @@ def _schedule(value: Any) -> str | Schedule:
     """A schedule by its name, or that of a file. Raises `OptionError`, and `ScheduleError` for one that cannot run."""
     if isinstance(value, Schedule) or isinstance(value, str) and value in _SCHEDULES:
         return value
+    if isinstance(value, str) and _TURNS.match(value):
+        raise OptionError(
+            f"option 'schedule' is a text of turns, {value.strip()[:20]!r}...: a str names a schedule or a file. Give "
+            "l2l_compile.Schedule.parse(text)"
+        )
     try:
-        is_file = isinstance(value, Path) or isinstance(value, str) and Path(value).is_file()
-        text = Path(value).read_text() if is_file else None
+        if isinstance(value, Path) or isinstance(value, str) and _names_a_file(value):
+            return Schedule.parse(Path(value).read_text())
+    except FileNotFoundError as error:
+        raise OptionError(f"option 'schedule' names a file that does not exist: {str(value)!r}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"option 'schedule' names a file that cannot be read: {error}") from error
-    if text is None:
-        raise OptionError(
-            f"option 'schedule' must be one of {', '.join(map(repr, _SCHEDULES))}, a file with the turns of each rank, or a Schedule, got "
-            f"{value!r}.{_nearest(value, list(_SCHEDULES))}"
-        )
-    return Schedule.parse(text)
+    raise OptionError(
+        f"option 'schedule' must be one of {', '.join(map(repr, _SCHEDULES))}, a file with the turns of each rank, or a Schedule, got "
+        f"{value!r}.{_nearest(value, list(_SCHEDULES))}"
+    )
+
+
+_TURNS = re.compile(r"\s*\d+[A-Z]\d+(@-\d+)?\s*(,|\n|$)")  # how a text of turns begins
+
+
+def _names_a_file(value: str) -> bool:
+    """Whether a str is the path of a file, also of one that does not exist: a path has a folder or a suffix."""
+    path = Path(value)
+    return path.name != value or path.suffix != "" or path.is_file()
 
 
 def _check_turns(settings: dict) -> None:

@@ -75,7 +75,10 @@ def test_a_file_is_an_option(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"schedule": "nowhere.csv"}, "must be one of 'breadth_first', '1f1b', a file"),
+        ({"schedule": "nowhere.csv"}, "names a file that does not exist: 'nowhere.csv'"),
+        ({"schedule": "/nowhere/turns"}, "names a file that does not exist: '/nowhere/turns'"),
+        ({"schedule": "gpipe"}, "must be one of 'breadth_first', '1f1b', a file"),
+        ({"schedule": "\n 0F0, 0B0\n 1F0, 1B0"}, r"is a text of turns, '0F0, 0B0.*Schedule\.parse"),
         ({"schedule": 3}, "must be one of"),
         ({"schedule": one_forward_one_back(2, 3)}, "is for 3 micro-batches, and option 'micro_batches' is 1"),
         ({"schedule": without_flush(2, 3), "micro_batches": 3}, "rank 0: 0B2@-1 goes back in the next call.*delay=1"),
@@ -84,7 +87,7 @@ def test_a_file_is_an_option(tmp_path):
             "'keep' does not go with a schedule of one's own",
         ),
     ],
-    ids=["no file", "a number", "turns", "no delay", "keep"],
+    ids=["no file", "no folder", "no name", "a text", "a number", "turns", "no delay", "keep"],
 )
 def test_settings_that_do_not_go_with_a_schedule_are_named(settings, match):
     with pytest.raises((OptionError, ScheduleError), match=match):
