@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from l2l_compile.devices.host import HOST
-from l2l_compile.errors import L2LError
+from l2l_compile.errors import L2LError, OptionError
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.segments import Block, Segment
 from l2l_compile.lowering.costs import kernels_of, typical_rates
@@ -19,34 +19,72 @@ from l2l_compile.report.explain import explain
 
 
 def owners_by_names(model: nn.Module, stages: Sequence[Sequence[str]], ranks: int) -> dict[str, int]:
-    """The rank of each parameter, by name. `stages` names modules; stage k goes to rank k modulo `ranks`.
+    """The rank of each parameter, by name. `stages` names modules and parameters; stage k goes to rank k modulo `ranks`.
 
-    Raises `L2LError` for a name that is no module, and for parameters that no stage, or two ranks, would have.
+    A narrower name wins: with "layers" in one stage and "layers.3" in another, the fourth layer is in the latter.
+
+    Raises `L2LError` for a name that the model does not have, and for parameters that no stage, or two ranks, would have.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[int, int] = {}
+    rank_of = _ranks_of_names(model, stages, ranks)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for number, stage in enumerate(stages):
-        for module in stage:
-            if module not in modules:
-                raise L2LError(f"stage {number} names '{module}', which is no module of the model")
-            for parameter in modules[module].parameters():
-                rank = found.setdefault(id(parameter), number % ranks)
-                if rank != number % ranks:
-                    raise L2LError(
-                        f"'{names[id(parameter)]}' would be on rank {rank} and, for '{module}', on rank {number % ranks}: modules that "
-                        "share a parameter go to one rank"
-                    )
+    found: dict[int, tuple[int, str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        if (name := _narrowest(path, rank_of)) is None:
+            continue
+        rank, first = found.setdefault(id(parameter), (rank_of[name], name))
+        if rank != rank_of[name]:
+            raise L2LError(
+                f"'{names[id(parameter)]}' would be on rank {rank} for '{first}' and on rank {rank_of[name]} for '{name}': modules that share "
+                "a parameter go to one rank"
+            )
     for parameter, name in names.items():
         if parameter not in found:
-            raise L2LError(f"'{name}' is in no stage: name its module in one")
-    return {name: found[parameter] for parameter, name in names.items()}
+            raise L2LError(f"'{name}' is in no stage: name it in one, or a module that has it")
+    return {name: found[parameter][0] for parameter, name in names.items()}
+
+
+def _ranks_of_names(model: nn.Module, stages: Sequence[Sequence[str]], ranks: int) -> dict[str, int]:
+    known = {name for name, _ in (*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False))}
+    rank_of: dict[str, int] = {}
+    for number, stage in enumerate(stages):
+        for name in stage:
+            if name not in known:
+                raise L2LError(f"stage {number} names '{name}', which is neither a module of the model nor a parameter")
+            if rank_of.setdefault(name, number % ranks) != number % ranks:
+                raise L2LError(
+                    f"stages name '{name}' for rank {rank_of[name]} and for rank {number % ranks}: name it in one of them"
+                )
+    return rank_of
+
+
+def _narrowest(path: str, names: Collection[str]) -> str | None:
+    """The longest of the names that is a parameter's own, or that of a module around it; None if there is none."""
+    parts = path.split(".")
+    around = (".".join(parts[:end]) for end in range(len(parts), -1, -1))
+    return next((name for name in around if name in names), None)
+
+
+def check_loops(loops: int | None) -> None:
+    """Raise `OptionError` for a number of stages that no model has."""
+    if loops is not None and (isinstance(loops, bool) or not isinstance(loops, int) or loops < 1):
+        raise OptionError(
+            f"loops={loops!r}: the number of stages on each rank is an int from 1 to the number of layers for each rank"
+        )
 
 
 def owners_by_batch(model: nn.Module, batch: Any, ranks: int, loops: int | None) -> dict[str, int]:
-    """The rank of each parameter, by name, so that stages have about the same cost."""
+    """The rank of each parameter, by name, so that stages have about the same cost.
+
+    Raises `OptionError` for more `loops` than there are layers for each rank.
+    """
     program = _program_of(model, batch)
     groups = _groups(program)
+    most = max(1, -(-len(groups) // ranks))
+    if loops is not None and loops > most:
+        raise OptionError(
+            f"loops={loops}: the model has {len(groups)} segments that may be apart, at most {most} for each of {ranks} ranks: give an int "
+            f"from 1 to {most}"
+        )
     seconds = _seconds(program)
     costs = [sum(seconds[segment.block] * segment.micro_batches for segment in group) for group in groups]
     count = ranks * (loops or max(1, len(groups) // ranks))

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from l2l_compile.errors import L2LError
-from l2l_compile.integrations.owners import owners_by_batch, owners_by_names
+from l2l_compile.errors import L2LError, OptionError
+from l2l_compile.integrations.owners import check_loops, owners_by_batch, owners_by_names
 from l2l_compile.ranks.placement import agreed, check_mesh, pipeline_of, place
 from l2l_compile.ranks.sharded import check_plain, count_steps, is_sharded
 from l2l_compile.ranks.stage_norms import make_clipping_global
@@ -33,32 +33,50 @@ def pipeline(
     `batch` is one like those of training: keyword arguments, positional ones, or one tensor. Rank 0 captures the model with it, finds the
     segments, and cuts them into stages of about equal cost. They go to the ranks in turn, `loops` to each: by default as many as there
     are layers for each rank, which leaves the ranks idle for the least time. `loops=1` gives each rank one run of layers, and sends
-    the least. Instead of `batch`, `stages` names the modules of each stage.
+    the least. Instead of `batch`, `stages` names the modules and parameters of each stage; of two names for a parameter, the narrower
+    one wins.
 
-    Raises `L2LError` for a mesh of more dimensions, for a model that is not on the host or is sharded, for modules without a stage, and
-    for a rank without parameters.
+    Raises `OptionError` for `loops` that are not possible, and `L2LError` for a mesh of more dimensions, for a model that is not on the
+    host or is sharded, for parameters without a stage, and for a rank without parameters, or with frozen ones alone.
     """
     check_mesh(mesh)
     _check(model)
     if (batch is None) == (stages is None):
         raise L2LError("l2l_compile.pipeline takes either a batch, from which it finds the stages, or the option stages")
+    check_loops(loops)
+    if loops is not None and stages is not None:
+        raise OptionError("loops goes with a batch, from which the stages are found, and not with stages: leave it out")
     if mesh.size() == 1:
         return model
-    size = mesh.size()
-    if stages is not None:
-        owners = owners_by_names(model, stages, size)
-    else:
-        owners = agreed(mesh, lambda: owners_by_batch(model, batch, size, loops))
+    owners = agreed(mesh, lambda: _owners(model, batch, stages, mesh.size(), loops))
+    place(model, mesh, owners)
+    make_clipping_global()
+    count_steps()
+    return model
+
+
+def _owners(model: nn.Module, batch: Any, stages: Sequence[Sequence[str]] | None, size: int, loops: int | None) -> dict[str, int]:
+    owners = owners_by_batch(model, batch, size, loops) if stages is None else owners_by_names(model, stages, size)
+    _check_owners(model, owners, size)
+    return owners
+
+
+def _check_owners(model: nn.Module, owners: Mapping[str, int], size: int) -> None:
+    """Raise `L2LError` for a rank without parameters, and for one with nothing to train in a model that has something to train."""
+    trained = {owners[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
     for rank in range(size):
         if rank not in owners.values():
             raise L2LError(
                 f"rank {rank} would have no parameters: the model has fewer layers than the mesh has ranks, or its layers share parameters, "
                 "which keeps them on one rank"
             )
-    place(model, mesh, owners)
-    make_clipping_global()
-    count_steps()
-    return model
+        if trained and rank not in trained:
+            names = [name for name, owner in owners.items() if owner == rank]
+            raise L2LError(
+                f"rank {rank} would have nothing to train: its parameters, from '{names[0]}' to '{names[-1]}', are all frozen, and each rank "
+                "needs an optimizer. Train a parameter of its layers as well, give each rank trained ones (stages=...), or use fewer ranks. "
+                "To evaluate alone, freeze all parameters"
+            )
 
 
 def _check(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from l2l_compile.errors import L2LError
+from l2l_compile.errors import L2LError, OptionError
 from l2l_compile.ranks.collectives import gather_objects, is_fake
 from l2l_compile.ranks.gathered import whole_of
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks, pipeline_ranks_of
@@ -280,19 +280,23 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def agreed(mesh: DeviceMesh, decide: Callable[[], Any]) -> Any:
-    """What the first rank decides, on every rank. Raises its error there, and `L2LError` on the others."""
+    """What the first rank decides, on every rank. Raises its error there, and on the others `OptionError` for one, or `L2LError`."""
     group = mesh.get_group()
     first = dist.get_process_group_ranks(group)[0]
-    found: list[Any] = [None, ""]
+    found: list[Any] = [None, "", L2LError]
     error: Exception | None = None
     if dist.get_rank() == first:
         try:
             found[0] = decide()
         except Exception as caught:  # noqa: BLE001 - the others wait for it
             error, found[1] = caught, f"{type(caught).__name__}: {caught}"
+            if isinstance(caught, OptionError):  # each rank was given the same
+                found[1:] = [str(caught), OptionError]
     dist.broadcast_object_list(found, src=first, group=group)
     if error is not None:
         raise error
+    if found[2] is OptionError:
+        raise OptionError(found[1])
     if found[1]:
         raise L2LError(f"rank 0 could not divide the model into stages: {found[1]}")
     return found[0]

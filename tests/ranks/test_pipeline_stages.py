@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import l2l_compile
-from l2l_compile import L2LError, RankError, VerifyError
+from l2l_compile import L2LError, OptionError, RankError, VerifyError
 from l2l_compile.integrations.owners import cut, owners_by_names
 from l2l_compile.ir import nodes
 from l2l_compile.passes import verify_stages
@@ -50,17 +50,43 @@ def test_names_of_modules_place_parameters():
     assert found["down.1.1.weight"] == found["up.0.1.weight"] == 1
 
 
+def test_a_narrower_name_wins():
+    model = UShape(2)
+    model.register_parameter("phases", nn.Parameter(torch.ones(3)))
+    for first in (["", "down.1"], ["phases", "inside", "down"]):
+        stages = [first, ["up", "out"], ["up.0.1"]]
+        found = owners_by_names(model, stages, 2)
+        assert found["phases"] == found["inside.weight"] == found["down.1.1.weight"] == 0
+        assert found["up.0.0.weight"] == found["up.1.1.weight"] == found["out.bias"] == 1
+        assert found["up.0.1.weight"] == 0
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is that of the head too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.between, self.head = nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([["inside", "down"], ["up", "outside"]], "names 'outside', which is no module"),
-        ([["inside", "down"], ["up"]], "'out.weight' is in no stage"),
-        ([["inside", "down", "up", "out"], ["up.0"]], "'up.0.0.weight' would be on rank 0 and, for 'up.0', on rank 1"),
+        ([["inside", "down"], ["up", "outside"]], "names 'outside', which is neither a module of the model nor a parameter"),
+        ([["inside", "down"], ["up"]], "'out.weight' is in no stage: name it in one, or a module that has it"),
+        ([["inside", "down", "up", "out"], ["up.0"], ["up.0"]], "stages name 'up.0' for rank 1 and for rank 0"),
     ],
 )
 def test_stages_that_do_not_fit_the_model_are_refused(stages, message):
     with pytest.raises(L2LError, match=message):
         owners_by_names(UShape(2), stages, 2)
+
+
+def test_stages_that_divide_a_shared_parameter_are_refused():
+    assert set(owners_by_names(Tied(), [["embed"], ["between"]], 2).values()) == {0, 1}
+    with pytest.raises(L2LError, match="'embed.weight' would be on rank 0 for 'embed' and on rank 1 for 'head'"):
+        owners_by_names(Tied(), [["embed"], ["between", "head"]], 2)
 
 
 # ---- what a rank sees ---------------------------------------------------------------------------------------------------
@@ -247,7 +273,16 @@ def refused(rank, world):
         l2l_compile.pipeline(nn.Sequential(nn.LSTM(4, 4)), mesh, torch.ones(4, 4, 4))
     with pytest.raises(L2LError, match="rank 1 would have no parameters"):
         l2l_compile.pipeline(nn.Linear(4, 4), mesh, stages=[[""]])
-    l2l_compile.pipeline(scored, mesh, torch.ones(4, 4))
+    for loops in (0, -1, "1", True):
+        with pytest.raises(OptionError, match=f"loops={loops!r}: the number of stages on each rank is an int from 1 to"):
+            l2l_compile.pipeline(scored, mesh, torch.ones(4, 4), loops=loops)
+    with pytest.raises(
+        OptionError, match="loops=3: the model has 4 segments .* at most 2 for each of 2 ranks: give an int from 1 to 2"
+    ):
+        l2l_compile.pipeline(scored, mesh, torch.ones(4, 4), loops=3)
+    with pytest.raises(OptionError, match="loops goes with a batch"):
+        l2l_compile.pipeline(scored, mesh, stages=[["layers"]], loops=1)
+    l2l_compile.pipeline(scored, mesh, torch.ones(4, 4), loops=2)
     with pytest.raises(L2LError, match="call it once"):
         l2l_compile.pipeline(scored, mesh, torch.ones(4, 4))
     with pytest.raises(L2LError, match=r"ranks 0, 1 of .* are stages of one pipeline"):
@@ -260,6 +295,54 @@ def refused(rank, world):
 
 def test_what_a_pipeline_cannot_do_is_refused(ranks):
     ranks.run(refused, world=2)
+
+
+def frozen_stages(rank, world):
+    mesh, x = init_device_mesh("cpu", (world,)), torch.ones(4, 4)
+    for arguments in ({"batch": x, "loops": 1}, {"stages": [["layers.0", "layers.1"], ["layers.2", "layers.3"]]}):
+        model = Scored()
+        model.layers[:2].requires_grad_(False)
+        with pytest.raises(L2LError, match="rank 0 would have nothing to train: its parameters, from 'layers.0.weight' to"):
+            l2l_compile.pipeline(model, mesh, **arguments)
+        l2l_compile.pipeline(model.requires_grad_(False), mesh, **arguments)
+    options = {"device": "cpu", "micro_batches": 2, "block_compiler": "eager"}
+    with torch.no_grad():
+        torch.compile(model, backend="l2l", fullgraph=True, options=options)(x)
+
+
+def test_a_stage_with_nothing_to_train_is_refused(ranks):
+    ranks.run(frozen_stages, world=2)
+
+
+class Positioned(Scored):
+    """A parameter that the model itself owns."""
+
+    def __init__(self):
+        super().__init__()
+        self.pos = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return super().forward(x + self.pos).pow(2).mean()
+
+
+def a_parameter_of_the_model(rank, world):
+    torch.manual_seed(0)
+    model, x = Positioned().double(), torch.ones(4, 4, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    expected(x).backward()
+    stages = [["pos", "layers"], ["layers.2", "layers.3"]]
+    l2l_compile.pipeline(model, init_device_mesh("cpu", (world,)), stages=stages)
+    options = {"device": "cpu", "micro_batches": 2, "block_compiler": "eager"}
+    torch.compile(model, backend="l2l", fullgraph=True, options=options)(x).backward()
+    gradients = {name: p.grad for name, p in expected.named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name])
+    return [name for name, _ in model.named_parameters() if not name.endswith("bias")]
+
+
+def test_a_parameter_of_the_model_itself_has_a_stage(ranks):
+    first, second = ranks.run(a_parameter_of_the_model, world=2)
+    assert first == ["pos", "layers.0.weight", "layers.1.weight"] and second == ["layers.2.weight", "layers.3.weight"]
 
 
 def another_batch(rank, world):
