@@ -190,8 +190,10 @@ def _owners(draft: Draft) -> Owners | None:
     pipeline = draft.world.pipeline if draft.world is not None else None
     if pipeline is None:
         return None
-    of = {i.index: draft.placed[i.node].rank for i in draft.inputs if i.node in draft.placed}
-    return Owners(pipeline.world_rank, pipeline.world_size, of)
+    places = {i.index: draft.placed[i.node] for i in draft.inputs if i.node in draft.placed}
+    of = {index: place.rank for index, place in places.items()}
+    unread = frozenset(index for index, place in places.items() if not place.was_read)
+    return Owners(pipeline.world_rank, pipeline.world_size, of, unread)
 
 
 def _autocast() -> torch.dtype | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,18 @@ from l2l_compile.ir.segments import Block, Segment
 from l2l_compile.lowering.costs import kernels_of, typical_rates
 from l2l_compile.lowering.lower import Lowering
 from l2l_compile.report.explain import explain
+
+
+@dataclass(frozen=True)
+class StageOwners:
+    """How the parameters of a model are divided among ranks.
+
+    owners  the rank of each parameter, by name
+    unread  the names of those that the batch of `pipeline` did not read
+    """
+
+    owners: dict[str, int]
+    unread: frozenset[str] = frozenset()
 
 
 def owners_by_names(model: nn.Module, stages: Sequence[Sequence[str]], ranks: int) -> dict[str, int]:
@@ -37,10 +50,10 @@ def owners_by_names(model: nn.Module, stages: Sequence[Sequence[str]], ranks: in
                 f"'{names[id(parameter)]}' would be on rank {rank} for '{first}' and on rank {rank_of[name]} for '{name}': modules that share "
                 "a parameter go to one rank"
             )
-    for parameter, name in names.items():
-        if parameter not in found:
+    for identity, name in names.items():
+        if identity not in found:
             raise L2LError(f"'{name}' is in no stage: name it in one, or a module that has it")
-    return {name: found[parameter][0] for parameter, name in names.items()}
+    return {name: found[identity][0] for identity, name in names.items()}
 
 
 def _ranks_of_names(model: nn.Module, stages: Sequence[Sequence[str]], ranks: int) -> dict[str, int]:
@@ -72,8 +85,8 @@ def check_loops(loops: int | None) -> None:
         )
 
 
-def owners_by_batch(model: nn.Module, batch: Any, ranks: int, loops: int | None) -> dict[str, int]:
-    """The rank of each parameter, by name, so that stages have about the same cost.
+def owners_by_batch(model: nn.Module, batch: Any, ranks: int, loops: int | None) -> StageOwners:
+    """The rank of each parameter, so that stages have about the same cost.
 
     Raises `OptionError` for more `loops` than there are layers for each rank.
     """
@@ -153,10 +166,15 @@ def _seconds(program: Program) -> dict[Block, float]:
     return found
 
 
-def _of_parameters(model: nn.Module, places: Mapping[str, int]) -> dict[str, int]:
-    """The rank of each parameter, from those of the names that segments read. One that nothing reads goes to rank 0."""
+def _of_parameters(model: nn.Module, places: Mapping[str, int]) -> StageOwners:
+    """The rank of each parameter, from those of the names that segments read. One that nothing reads goes with the one before it."""
     found: dict[int, int] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in places:
             found.setdefault(id(parameter), places[name])
-    return {name: found.get(id(parameter), 0) for name, parameter in model.named_parameters()}
+    owners, unread, before = dict[str, int](), set[str](), 0
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in found:
+            unread.add(name)
+        owners[name] = before = found.get(id(parameter), before)
+    return StageOwners(owners, frozenset(unread))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from l2l_compile.errors import L2LError, OptionError
-from l2l_compile.integrations.owners import check_loops, owners_by_batch, owners_by_names
+from l2l_compile.integrations.owners import StageOwners, check_loops, owners_by_batch, owners_by_names
 from l2l_compile.ranks.placement import agreed, check_mesh, pipeline_of, place
 from l2l_compile.ranks.sharded import check_plain, count_steps, is_sharded
 from l2l_compile.ranks.stage_norms import make_clipping_global
@@ -48,17 +48,17 @@ def pipeline(
         raise OptionError("loops goes with a batch, from which the stages are found, and not with stages: leave it out")
     if mesh.size() == 1:
         return model
-    owners = agreed(mesh, lambda: _owners(model, batch, stages, mesh.size(), loops))
-    place(model, mesh, owners)
+    division = agreed(mesh, lambda: _division(model, batch, stages, mesh.size(), loops))
+    place(model, mesh, division.owners, division.unread)
     make_clipping_global()
     count_steps()
     return model
 
 
-def _owners(model: nn.Module, batch: Any, stages: Sequence[Sequence[str]] | None, size: int, loops: int | None) -> dict[str, int]:
-    owners = owners_by_batch(model, batch, size, loops) if stages is None else owners_by_names(model, stages, size)
-    _check_owners(model, owners, size)
-    return owners
+def _division(model: nn.Module, batch: Any, stages: Sequence[Sequence[str]] | None, size: int, loops: int | None) -> StageOwners:
+    found = owners_by_batch(model, batch, size, loops) if stages is None else StageOwners(owners_by_names(model, stages, size))
+    _check_owners(model, found.owners, size)
+    return found
 
 
 def _check_owners(model: nn.Module, owners: Mapping[str, int], size: int) -> None:

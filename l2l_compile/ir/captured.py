@@ -130,14 +130,16 @@ class Mesh:
 class Owners:
     """The ranks of a pipeline, and which of them has each parameter and buffer.
 
-    rank   this rank
-    ranks  how many there are
-    of     the rank of each input of the captured graph that one rank alone has, by its index
+    rank    this rank
+    ranks   how many there are
+    of      the rank of each input of the captured graph that one rank alone has, by its index
+    unread  the indices of those that the batch of `pipeline` did not read
     """
 
     rank: int
     ranks: int
     of: Mapping[int, int]
+    unread: frozenset[int] = frozenset()
 
     def of_input(self, i: Input) -> int | None:
         """The rank that has an input; None for one that all ranks have."""

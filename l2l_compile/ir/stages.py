@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,11 +46,18 @@ class Stages:
         )
 
     @property
+    def of_ranks(self) -> dict[int, list[list[int]]]:
+        """The stages of each rank: runs of consecutive segments that it alone runs, by their indices."""
+        places = [(ranks[0], index) for index, ranks in enumerate(self.runs_on) if len(ranks) == 1]
+        found: dict[int, list[list[int]]] = {}
+        for rank, run in itertools.groupby(places, lambda place: place[0]):
+            found.setdefault(rank, []).append([index for _, index in run])
+        return found
+
+    @property
     def loops(self) -> int:
-        """How many stages a rank has at most: runs of consecutive segments that it alone runs."""
-        places = [ranks[0] for ranks in self.runs_on if len(ranks) == 1]
-        runs = [rank for rank, _ in itertools.groupby(places)]
-        return max(Counter(runs).values(), default=1)
+        """How many stages a rank has at most."""
+        return max(map(len, self.of_ranks.values()), default=1)
 
 
 def _made(segment: Segment) -> str:

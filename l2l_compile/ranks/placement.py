@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +31,18 @@ from l2l_compile.ranks.ranks import acting_for
 class Placed:
     """A parameter or a buffer of a pipeline.
 
-    of      the ranks of the pipeline
-    name    its name in the model, the same on each rank
-    rank    the rank that has it
-    number  its position among the parameters of all models of these ranks
+    of        the ranks of the pipeline
+    name      its name in the model, the same on each rank
+    rank      the rank that has it
+    number    its position among the parameters of all models of these ranks
+    was_read  whether the batch of `pipeline`, if there was one, read it
     """
 
     of: PipelineRanks
     name: str
     rank: int
     number: int
+    was_read: bool = True
 
     @property
     def ranks(self) -> PipelineRanks:
@@ -71,8 +73,10 @@ def anything_is_placed() -> bool:
     return _has_begun
 
 
-def place(model: nn.Module, mesh: DeviceMesh, owners: Mapping[str, int]) -> PipelineRanks:
+def place(model: nn.Module, mesh: DeviceMesh, owners: Mapping[str, int], unread: Collection[str] = ()) -> PipelineRanks:
     """Leave to this rank the parameters that `owners` gives it, by name. Buffers go with the parameters of their module.
+
+    `unread` are names of parameters that the batch of `pipeline` did not read.
 
     Values are those of rank 0. Raises `L2LError` if the models of the ranks differ.
     """
@@ -92,7 +96,7 @@ def place(model: nn.Module, mesh: DeviceMesh, owners: Mapping[str, int]) -> Pipe
         if mine is not parameter:
             setattr(parameter, LEFT, True)
         replaced[id(parameter)] = mine
-        places[id(parameter)] = Placed(ranks, name, rank, number)
+        places[id(parameter)] = Placed(ranks, name, rank, number, name not in unread)
         _note(mine, places[id(parameter)])
     ranks.parameters += len(places)
     for prefix, module in model.named_modules():

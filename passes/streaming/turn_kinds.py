@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from l2l_compile.errors import L2LError
 from l2l_compile.ir.segments import Segment, Value
@@ -58,12 +58,7 @@ class TurnKinds:
 
 def refuse(compilation: Compilation, kinds: TurnKinds, borders: Borders, backwards: Collection[int]) -> None:
     """Raise `L2LError` for a step that cannot go by turns. `backwards` are the indices of segments that run backward."""
-    stages = compilation.stages
-    if stages.ranks > 1 and stages.loops > 1:
-        raise L2LError(
-            "schedule='1f1b' needs one stage on each rank, and modules of one rank are apart, as modules are that share a parameter: give "
-            f"each rank neighbouring modules (l2l_compile.pipeline(..., loops=1), or stages=...), or {REMEDY}"
-        )
+    _refuse_several_stages(compilation)
     if sum(compilation.gradient_mask) != 1:
         raise L2LError(f"schedule='1f1b' needs one loss that takes a gradient, and the model returns several: {REMEDY}")
     for given in compilation.captured.inputs:
@@ -85,6 +80,40 @@ def refuse(compilation: Compilation, kinds: TurnKinds, borders: Borders, backwar
         if segment.block.summed_whole:
             raise L2LError(f"schedule='1f1b': segment '{segment.name}' sums gradients over all rows at once: {REMEDY}")
     _refuse_shared(kinds, backwards)
+
+
+def _refuse_several_stages(compilation: Compilation) -> None:
+    stages_of = compilation.stages.of_ranks if compilation.stages.ranks > 1 else {}
+    for rank, stages in stages_of.items():
+        if len(stages) > 1:
+            _name_cause(compilation, rank, [[compilation.segments[index] for index in stage] for stage in stages])
+
+
+def _name_cause(compilation: Compilation, rank: int, stages: Sequence[Sequence[Segment]]) -> None:
+    """Raise `L2LError` for a rank with several stages. The cause is the batch of `pipeline`, a shared parameter, or the division."""
+    owners = compilation.captured.owners
+    assert owners is not None
+    needs = "schedule='1f1b' needs one stage on each rank"
+    read_in: dict[int, Segment] = {}
+    for stage in stages:
+        weights = {weight.owner: (weight, segment) for segment in stage for weight in segment.weights}
+        if weights and owners.unread.issuperset(weights):
+            raise L2LError(
+                f"{needs}, and segment '{stage[0].name}' is apart on rank {rank}: the batch that l2l_compile.pipeline got did not read its "
+                f"parameters. Pass a batch that all layers read, name the modules of each stage (stages=...), or {REMEDY}"
+            )
+        for owner, (weight, segment) in weights.items():
+            if owner in read_in:
+                raise L2LError(
+                    f"{needs}, and segments '{read_in[owner].name}' and '{segment.name}' share '{weight.name}', so that both are on rank "
+                    f"{rank}: untie them (in models of transformers, tie_word_embeddings=False), or {REMEDY}"
+                )
+        read_in |= {owner: segment for owner, (_, segment) in weights.items()}
+    shown = " and ".join(f"'{stage[0].name}'" for stage in stages[:2])
+    raise L2LError(
+        f"{needs}, and rank {rank} has {len(stages)}, which begin with {shown}: give each rank one run of layers "
+        f"(l2l_compile.pipeline(..., loops=1)) or neighbouring modules (stages=...), or {REMEDY}"
+    )
 
 
 def _refuse_shared(kinds: TurnKinds, backwards: Collection[int]) -> None:

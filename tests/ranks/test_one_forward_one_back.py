@@ -317,10 +317,50 @@ def test_what_cannot_go_by_turns_is_refused_by_name(model, options, match):
         train(case)
 
 
-def tied(rank, world):
-    with pytest.raises(l2l_compile.L2LError, match="one stage on each rank.*breadth_first"):
+def several_stages(rank, world):
+    shared = "segments 'transformer' and '.*lm_head' share 'transformer.wte.weight'.*untie them.*breadth_first"
+    with pytest.raises(l2l_compile.L2LError, match=shared):
         train(by_turns(Case("gpt2", loops=1)), world)
+    with pytest.raises(l2l_compile.L2LError, match="rank 0 has 3, which begin with .*loops=1.*breadth_first") as caught:
+        train(by_turns(Case("llama")), world)
+    assert "share" not in str(caught.value)
 
 
-def test_tied_modules_at_both_ends_are_refused(ranks):
-    ranks.run(tied)
+def test_several_stages_of_a_rank_are_refused_with_the_cause(ranks):
+    ranks.run(several_stages)
+
+
+class Skipping(nn.Module):
+    """Layers, of which a batch without rows of ones skips the last or, of a model in another order, the first that is defined."""
+
+    def __init__(self, backward: bool):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+        self.order = range(4, -1, -1) if backward else range(5)
+
+    def forward(self, x, skip):
+        for number in self.order:
+            if number != skip:
+                x = torch.tanh(self.layers[number](x))
+        return x.pow(2).mean()
+
+
+def a_layer_that_the_batch_skips(rank, world):
+    for backward in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = Skipping(backward), torch.ones(6, 4)
+        l2l_compile.pipeline(model, init_device_mesh("cpu", (world,)), {"x": x, "skip": 0 if backward else 4}, loops=1)
+        options = {"device": "cpu", "micro_batches": 3, "block_compiler": "eager", "outputs": "loss", **BY_TURNS}
+        compiled = torch.compile(model, backend="l2l", fullgraph=True, options=options)
+        if backward:
+            unread = "segment 'layers.0' is apart on rank 0: the batch that l2l_compile.pipeline got did not read"
+            with pytest.raises(l2l_compile.L2LError, match=unread):
+                compiled(x, None)
+        else:
+            compiled(x, None).backward()
+            assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_layer_that_the_batch_of_pipeline_skips_is_named(ranks):
+    ranks.run(a_layer_that_the_batch_skips)

@@ -49,7 +49,7 @@ def cut(name: str, world: int, loops: int | None = None, **options) -> Compilati
     torch.manual_seed(0)
     batch = Case(name).batch(0)
     model = Positional(MODELS[name](), list(batch))
-    places = owners_by_batch(model, tuple(batch.values()), world, loops)
+    places = owners_by_batch(model, tuple(batch.values()), world, loops).owners
     of_module = {parameter.rpartition(".")[0]: rank for parameter, rank in places.items()}
     found = compilation(model, *batch.values(), passes=SEGMENTATION, outputs="loss", **options)
     inputs = {i.index: i.name.rpartition(".")[0] for i in found.captured.inputs if i.kind in ("parameter", "buffer")}
