@@ -3,7 +3,7 @@
 Before training: `explain` reports the programs that would be compiled. `simulate` gives the time of a step on a machine.
 `measure_machine` measures the figures of this machine. After a step: `programs` gives the compiled programs, `stats` the bytes
 that the last step moved and held, `profile` a timeline of its work. `view` shows a compiled model as a page. Several ranks:
-`shard` spreads a model over them, `load_pretrained` fills it from a folder of weights.
+`shard` and `pipeline` divide a model among them, `load_pretrained` fills it from a folder of weights, and `save_pretrained` writes one.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from l2l_compile.inspection.programs import programs, stats, synchronize
     from l2l_compile.integrations.pipelines import pipeline
     from l2l_compile.integrations.pretrained import load_pretrained
+    from l2l_compile.integrations.saved_folders import save_pretrained
     from l2l_compile.ir.program import Program
     from l2l_compile.ir.schedule import Schedule
     from l2l_compile.ir.segments import Block, Segment
@@ -82,6 +83,7 @@ __all__ = [
     "plan",
     "profile",
     "programs",
+    "save_pretrained",
     "shard",
     "simulate",
     "stats",
@@ -97,6 +99,7 @@ _MODULES = {
     "inspection.programs": ["programs", "stats", "synchronize"],
     "integrations.pipelines": ["pipeline"],
     "integrations.pretrained": ["load_pretrained"],
+    "integrations.saved_folders": ["save_pretrained"],
     "ir.program": ["Program"],
     "ir.schedule": ["Schedule"],
     "ir.segments": ["Block", "Segment"],

@@ -494,6 +494,24 @@ def test_the_lines_on_pipelines_run_in_two_processes(shown, launcher, tmp_path):
     run_in_processes(lines_from("docs/pipelines.md: Pipelines", shown), check, launcher, tmp_path)
 
 
+@checks("docs/pipelines.md: A folder for transformers")
+def test_the_lines_on_a_folder_of_a_pipeline_run(shown, launcher, tmp_path):
+    begins, _ = lines_from("docs/pipelines.md: Pipelines", []).split("l2l_compile.pipeline(")
+    makes = """
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+plain = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, use_cache=False, **sizes))
+tokens = torch.randint(0, 8, (4, 5))
+l2l_compile.pipeline(plain, mesh["pp"], {"input_ids": tokens, "labels": tokens})
+"""
+    check = """
+found = LlamaForCausalLM.from_pretrained(folder)
+assert all(torch.equal(tensor, found.state_dict()[name]) for name, tensor in plain.state_dict().items())
+assert 0 < len(plain.state_dict()) < len(found.state_dict())
+"""
+    run_in_processes(f"{begins}{makes}{shown[0].text}", check, launcher, tmp_path)
+
+
 @checks("docs/pipelines.md: One forward, one back")
 def test_the_lines_on_one_forward_one_back_run(shown, launcher, tmp_path):
     first = lines_from("docs/pipelines.md: Pipelines", []).split("\n")

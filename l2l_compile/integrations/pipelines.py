@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from l2l_compile.errors import L2LError, OptionError
 from l2l_compile.integrations.owners import StageOwners, check_loops, owners_by_batch, owners_by_names
+from l2l_compile.integrations.saved_folders import refuse_half
 from l2l_compile.ranks.placement import agreed, check_mesh, pipeline_of, place
 from l2l_compile.ranks.sharded import check_plain, count_steps, is_sharded
 from l2l_compile.ranks.stage_norms import make_clipping_global
@@ -50,6 +51,7 @@ def pipeline(
         return model
     division = agreed(mesh, lambda: _division(model, batch, stages, mesh.size(), loops))
     place(model, mesh, division.owners, division.unread)
+    refuse_half(model)
     make_clipping_global()
     count_steps()
     return model
