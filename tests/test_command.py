@@ -408,3 +408,37 @@ def test_the_order_of_questions_does_not_change_the_answers(config):
     other = Settings(batch=4, length=16, update="in_backward")
     early.report_of(other)
     assert early.report.host_memory == late.report.host_memory != late.report_of(other).host_memory
+
+
+def plan_of(config, capsys, *flags, rows="8"):
+    status = main(["plan", config(), "--length", "16", *(["--rows", rows] if rows else []), *flags])
+    return status, capsys.readouterr().out
+
+
+def test_plan_prints_plans_and_the_lines_to_paste(config, capsys):
+    status, printed = plan_of(config, capsys, "--machine", "h200", "--prefetch", "2", "--max-grad-norm", "1.0")
+    assert status == 0 and printed.startswith("LlamaForCausalLM, 8 x 16 tokens, on NVIDIA H200 SXM: ")
+    assert '"prefetch": 2,' in printed and '"max_grad_norm": 1.0,' in printed and '"update": "in_forward",' in printed
+    assert "the first one by `simulate`: " in printed and printed.rstrip().endswith("options=options)")
+
+
+def test_plan_says_what_fits_if_nothing_does(config, small_machine, capsys):
+    status, printed = plan_of(config, capsys, "--machine", small_machine(1e9, 200_000))
+    assert status == 1 and "nothing fits. The nearest, " in printed and "too large host memory" in printed
+    assert "--optimizer sgd" in printed or "--rows" in printed or "--batch" in printed
+
+
+def test_plan_without_rows_says_how_many_fit(config, small_machine, capsys):
+    machine = small_machine(1e6, 1e9)
+    status, printed = plan_of(config, capsys, "--machine", machine, rows=None)
+    most = int(re.search(r"at most ([\d,]+) rows of 16 tokens fit", printed)[1].replace(",", ""))
+    assert status == 0 and "too large device memory" in printed and most >= 2
+    for rows, fits in ((most, 0), (most + 1, 1)):
+        slices = str(min(rows, 256))
+        given = ["--batch", str(rows), "--length", "16", "--micro-batches", slices, "--prefetch", "0", "--update", "in_backward"]
+        assert main(["explain", config(), "--machine", machine, *given]) == fits
+
+
+def test_plan_refuses_what_does_not_go_together(config, capsys):
+    assert main(["plan", config(), "--machine", "h200", "--rows", "4", "--update", "at_step", "--max-grad-norm", "1.0"]) == 2
+    assert "'max_grad_norm' is for update='in_forward'" in capsys.readouterr().err

@@ -76,7 +76,8 @@ class Settings:
 
     def named(self, workload: Workload) -> dict[str, Any]:
         """The options by their names, for any number of rows."""
-        return {name: getattr(self, name) for name in _OPTIONS} | {"optimizer": OPTIMIZERS[self.optimizer](workload.trained)}
+        optimizer = OPTIMIZERS[self.optimizer](workload.trained)
+        return {name: getattr(self, name) for name in ("micro_batches", *_OPTIONS)} | {"optimizer": optimizer}
 
     def check(self) -> None:
         """Raise `OptionError` for values that are out of range or do not go together, before a model is built."""

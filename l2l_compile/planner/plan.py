@@ -59,7 +59,11 @@ class Plan:
     def code(self) -> str:
         """The lines to paste, for a loop that has `model` and `optimizer`: options that are not those of the library."""
         ours = {field.name: field.default for field in fields(Options)}
-        shown = {name: value for name, value in self.options.items() if name != "optimizer" and value != ours[name]}
+        shown = {
+            name: value
+            for name, value in self.options.items()
+            if name != "optimizer" and (value or ours[name]) and value != ours[name]
+        }
         lines = [f"    {json.dumps(name)}: {_literal(value)}," for name, value in shown.items()]
         lines += ['    "optimizer": optimizer,'] if self.options.get("optimizer") is not None else []
         return "\n".join(["options = {", *lines, "}", 'model = torch.compile(model, backend="l2l", options=options)'])

@@ -91,7 +91,7 @@ class Trials:
         options = Options.build({**self.given, **choice, "device": "cpu"})
         splits = options.micro_batches > 1
         if splits not in self._reports:
-            self._reports[splits] = self._trace({**self.given, "micro_batches": 2 if splits else 1}).on(self.machine)
+            self._reports[splits] = self._trace({**self.given, **choice, "micro_batches": 2 if splits else 1}).on(self.machine)
         return self._reports[splits].streamed(options, self.rows if splits else None)
 
     def _try(self, choice: Choice) -> OptionTrial:

@@ -86,6 +86,7 @@ def test_the_code_of_a_plan_trains():
 
 def test_what_is_given_stays_as_it_is():
     found = planned(MACHINE, {**BF16, "prefetch": 2, "stash": "device", "max_grad_norm": 1.0}, simulated=False)
+    assert found.plans
     for each in found.plans:
         given = {name: each.options[name] for name in ("prefetch", "stash", "max_grad_norm", "update", "precision")}
         assert given == {"prefetch": 2, "stash": "device", "max_grad_norm": 1.0, "update": "in_forward", "precision": "bf16"}
@@ -95,6 +96,7 @@ def test_what_is_given_stays_as_it_is():
 def test_late_updates_are_chosen_only_if_they_are_allowed():
     slow = replace(MACHINE, host_bandwidth=2e8)  # updates take long
     assert all("delay" not in each.options for each in planned(slow, simulated=False).plans)
+    assert planned(slow, simulated=False).plans
     late = planned(slow, simulated=False, delay=True)
     assert late.best.options["delay"] == 1 and late.best.options["update"] == "in_forward"
     assert "at the weights of the step before" in str(late)
