@@ -11,6 +11,7 @@ from l2l_compile.command.asked import OPTIMIZERS, Asked, Settings
 from l2l_compile.command.failures import failing_as
 from l2l_compile.command.progress import Progress, progress
 from l2l_compile.command.remedies import Remedies
+from l2l_compile.errors import OptionError
 from l2l_compile.planner.fit import Fit
 from l2l_compile.planner.most_rows import most_rows
 from l2l_compile.planner.plan import Plans, plan
@@ -42,6 +43,8 @@ def planned(given: argparse.Namespace) -> int:
 
 def _plan(given: argparse.Namespace, settings: Settings, fixed: dict[str, Any], machine: Machine, under_way: Progress) -> Plans:
     workload = Asked(given.config, settings).load(settings.batch)
+    if not workload.trained:
+        raise OptionError(f"{workload.name} has no parameter that takes a gradient")
     chosen = {name: getattr(settings, name) for name in _NOT_DECIDED} | fixed
     optimizer = OPTIMIZERS[settings.optimizer](workload.trained)
     with failing_as(f"{workload.name} cannot be planned"):

@@ -179,8 +179,9 @@ def plan(
 
     model      a module or a function, compiled or not; its tensors may be on the meta device
     machine    as in `simulate`
-    options    options of the backend that are fixed, such as `precision` and `max_grad_norm`. The others are decided:
-               micro_batches, update, prefetch, stash, keep, keep_on_host and resident, none of which changes numbers
+    options    options of the backend that are fixed, such as `precision` and `max_grad_norm`; by default those of a compiled model,
+               but for what is decided: micro_batches, update, prefetch, stash, keep, keep_on_host and resident, none of which
+               changes numbers
     optimizer  of the training loop; without one, updates are its own and their time is not counted
     rows       of the batch; None for those of the arguments
     delay      whether `delay=1`, with which gradients are a step late, may be chosen
@@ -193,7 +194,8 @@ def plan(
     one device. Raises the errors that compilation would raise, and `OptionError` for a machine that lacks a figure.
     """
     figures = machine if isinstance(machine, Machine) else Machine.load(machine)
-    given = dict(options if options is not None else adapter.options_of(model) or {})
+    own = {name: value for name, value in (adapter.options_of(model) or {}).items() if name not in (*DECIDED, "delay")}
+    given = dict(options if options is not None else own)
     if optimizer is not None:
         given["optimizer"] = optimizer
     given = {name: value for name, value in given.items() if name not in ("device", "check")}

@@ -138,6 +138,13 @@ def test_without_an_optimizer_updates_are_the_loops_own():
     assert {each.options["update"] for each in found.plans} == {"at_step"}
 
 
+def test_options_of_a_compiled_model_are_kept_but_for_what_is_decided():
+    model, batch = tiny()
+    options = {"precision": "bf16", "outputs": "loss", "micro_batches": 16, "prefetch": 0, "device": "cpu"}
+    found = plan(torch.compile(model, backend="l2l", options=options), MACHINE, simulated=False)(**batch)
+    assert found.best.options["precision"] == "bf16" and found.best.options["micro_batches"] != 16
+
+
 def test_a_machine_without_a_figure_is_refused():
     with pytest.raises(L2LError, match="has no figure for FLOP/s in bfloat16"):
         planned(replace(MACHINE, flops={"float32": 1e12}))
