@@ -111,7 +111,8 @@ class Runner:
         start = device.now()
         self._settle_others()
         if not self._goes_on(arguments, to_train):
-            engine.in_flight.drain(ActionKind.DRAIN_TO_CHANGE if to_train else ActionKind.DRAIN_TO_EVALUATE)
+            reason = ActionKind.DRAIN_TO_CHANGE if to_train else ActionKind.DRAIN_TO_EVALUATE
+            engine.in_flight.drain(reason)
         runs = engine.begin_forward()
         runs.append(stats := Stats())
         device.start_peak()

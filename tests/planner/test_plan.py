@@ -138,7 +138,7 @@ def test_without_an_optimizer_updates_are_the_loops_own():
     assert {each.options["update"] for each in found.plans} == {"at_step"}
 
 
-def test_options_of_a_compiled_model_are_kept_but_for_what_is_decided():
+def test_a_compiled_model_keeps_options_that_are_not_decided():
     model, batch = tiny()
     options = {"precision": "bf16", "outputs": "loss", "micro_batches": 16, "prefetch": 0, "device": "cpu"}
     found = plan(torch.compile(model, backend="l2l", options=options), MACHINE, simulated=False)(**batch)

@@ -25,7 +25,7 @@ ELSEWHERE = {
     "host.updates.without_flush.UpdatesWithoutFlush._look_behind: collected.wait()": "tests/ranks/test_without_flush.py",
     "host.updates.without_flush.UpdatesWithoutFlush._drain: super()._drain()": "tests/ranks/test_without_flush.py",
     "runtime.runner.Runner._settle_others: other.settle()": "tests/ranks/test_without_flush.py",
-    "runtime.runner.Runner.forward: engine.in_flight.drain()": "tests/ranks/test_without_flush.py",
+    "runtime.runner.Runner.forward: engine.in_flight.drain(reason)": "tests/ranks/test_without_flush.py",
     "runtime.executor.Executor.submit_behind_releases: self.device.lanes[lane].wait(released)": "tests/ranks/test_memory_taken_again.py",
 }
 NO_RACE = {

@@ -206,7 +206,8 @@ class UpdatesInForward(OverlappedUpdates):
         segments = [{p: gradients[p] for p in mine} for mine in self._in_order_of_forward(of_step, but=outside)]
         self._looked = self._updating.submit(functools.partial(self._look_and_leave, step, of_step))
         if first:
-            self._updating.submit(functools.partial(self._update, step, first)).wait()
+            at_once = self._updating.submit(functools.partial(self._update, step, first))
+            at_once.wait()
         while segments:  # each is held by its update alone, and freed with it
             mine = segments.pop(0)
             ticket = self._updating.submit(functools.partial(self._update, step, mine))
