@@ -439,6 +439,19 @@ def test_plan_without_rows_says_how_many_fit(config, small_machine, capsys):
         assert main(["explain", config(), "--machine", machine, *given]) == fits
 
 
+def test_plan_finds_rows_for_16_bits_of_any_kind(config, capsys):
+    found = [plan_of(config, capsys, "--machine", "h200", "--precision", p, rows=None) for p in ("bf16", "fp16")]
+    assert all(status == 0 and ", in 256 micro-batches." in printed for status, printed in found)
+
+
+def test_plan_finds_rows_in_whichever_memory_has_room(config, small_machine, capsys):
+    def most(*flags):
+        printed = plan_of(config, capsys, "--machine", small_machine(1e8, 2e6), *flags, rows=None)[1]
+        return int(re.search(r"at most ([\d,]+) rows", printed)[1].replace(",", ""))
+
+    assert most() == most("--stash", "device") > most("--stash", "host")
+
+
 def test_plan_refuses_what_does_not_go_together(config, capsys):
     assert main(["plan", config(), "--machine", "h200", "--rows", "4", "--update", "at_step", "--max-grad-norm", "1.0"]) == 2
     assert "'max_grad_norm' is for update='in_forward'" in capsys.readouterr().err

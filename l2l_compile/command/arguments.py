@@ -188,8 +188,7 @@ def request_of(given: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
     """
     fixed = {name: value for name in DECIDED if (value := getattr(given, name)) is not None}
     named = {name: getattr(given, name) for name in _OWN if hasattr(given, name) and name not in DECIDED}
-    clips = {} if given.max_grad_norm is None and "update" in fixed else {"update": "in_forward"}
-    made = Settings(**{**named, "delay": 0, **clips, **fixed})
+    made = Settings(**{**named, "delay": 0, **fixed})
     made.check()
     return made, fixed
 

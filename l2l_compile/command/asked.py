@@ -117,11 +117,6 @@ class Asked:
         tokens = workload.tokens // workload.rows * rows if workload.tokens is not None else None
         return replace(workload, batch=cut, tokens=tokens)
 
-    def load(self, rows: int | None) -> Workload:
-        """The model of these settings, and a batch of so many rows."""
-        settings = self.settings
-        return load(self.given, rows, settings.length, lora=settings.lora, base=settings.base)
-
     @property
     def report(self) -> Report:
         return self.report_of(self.settings)

@@ -9,19 +9,21 @@ from typing import Any
 from l2l_compile.command import arguments
 from l2l_compile.command.asked import OPTIMIZERS, Asked, Settings
 from l2l_compile.command.failures import failing_as
+from l2l_compile.command.models import load
 from l2l_compile.command.progress import Progress, progress
 from l2l_compile.command.remedies import Remedies
 from l2l_compile.errors import OptionError
 from l2l_compile.planner.fit import Fit
 from l2l_compile.planner.most_rows import most_rows
 from l2l_compile.planner.plan import Plans, plan
-from l2l_compile.planner.search import DECIDED
+from l2l_compile.planner.search import DECIDED, modes_with
 from l2l_compile.simulation.machine import Machine
+from l2l_compile.update_modes import MODES
 
 _NOT_DECIDED = ("precision", "gradient_wire", "accumulate", "max_grad_norm", "compile_update", "outputs")
 _LEAST = 2  # rows: with fewer, a batch is not split
 _SLICES = 256  # micro-batches, with which the most rows are looked for
-_FRUGAL: dict[str, Any] = {"prefetch": 0, "stash": "host", "keep": 0, "keep_on_host": 0, "resident": None}
+_FRUGAL: dict[str, Any] = {"prefetch": 0, "keep": 0, "keep_on_host": 0, "resident": None}
 
 
 def planned(given: argparse.Namespace) -> int:
@@ -42,7 +44,7 @@ def planned(given: argparse.Namespace) -> int:
 
 
 def _plan(given: argparse.Namespace, settings: Settings, fixed: dict[str, Any], machine: Machine, under_way: Progress) -> Plans:
-    workload = Asked(given.config, settings).load(settings.batch)
+    workload = load(given.config, settings.batch, settings.length, lora=settings.lora, base=settings.base)
     if not workload.trained:
         raise OptionError(f"{workload.name} has no parameter that takes a gradient")
     chosen = {name: getattr(settings, name) for name in _NOT_DECIDED} | fixed
@@ -54,14 +56,23 @@ def _plan(given: argparse.Namespace, settings: Settings, fixed: dict[str, Any], 
 
 def _rows(config: str, settings: Settings, fixed: dict[str, Any], machine: Machine, under_way: Progress) -> int:
     """Print the most rows that fit, and what the next one lacks."""
-    clips = settings.max_grad_norm is not None or "update" in fixed
-    frugal = replace(settings, **{**_FRUGAL, **({} if clips else {"update": "in_backward"}), **fixed})
+    modes = modes_with({name: getattr(settings, name) for name in _NOT_DECIDED} | {"optimizer": settings.optimizer} | fixed)
+    mode = next((mode for mode in modes if MODES[mode].is_overlapped and not MODES[mode].keeps_gradients), modes[-1])
+    frugal = replace(settings, **{**_FRUGAL, "update": mode, **fixed})
     asked = Asked(config, replace(frugal, batch=_LEAST, micro_batches=_LEAST), machine)
 
+    def slices(rows: int) -> int:
+        return fixed.get("micro_batches", min(rows, _SLICES))
+
+    def fit_with(rows: int, stash: str) -> Fit:
+        tried = replace(frugal, batch=rows, micro_batches=slices(rows), stash=stash)
+        return Fit.of(asked.report_of_rows(tried, rows), machine)
+
     def fit_of(rows: int) -> Fit:
+        """The better one of stashes on the host and on the device."""
         under_way(f"trying {rows} rows")
-        slices = fixed.get("micro_batches", min(rows, _SLICES))
-        return Fit.of(asked.report_of_rows(replace(frugal, batch=rows, micro_batches=slices), rows), machine)
+        places = [fixed["stash"]] if "stash" in fixed else ["host", "device"]
+        return min((fit_with(rows, stash) for stash in places), key=lambda fit: fit.excess)
 
     most = most_rows(fit_of, _LEAST)
     length = f" of {asked.workload.tokens // asked.workload.rows} tokens" if asked.workload.tokens is not None else ""
@@ -70,7 +81,7 @@ def _rows(config: str, settings: Settings, fixed: dict[str, Any], machine: Machi
         print(f"on {machine.name}: not even {_LEAST} rows{length} fit:\n{lacking}")
         _tell_remedies(asked, under_way)
         return 1
-    print(f"on {machine.name}: at most {most:,} rows{length} fit. With one row more:\n{lacking}")
+    print(f"on {machine.name}: at most {most:,} rows{length} fit, in {slices(most)} micro-batches. With one row more:\n{lacking}")
     print(f"l2l plan {config} --rows N plans the steps of N rows")
     return 0
 

@@ -8,9 +8,11 @@ from typing import NoReturn
 import torch
 from torch import fx
 
+from l2l_compile.devices.registry import traced_on
 from l2l_compile.lowering.code_cache import Code, Lowered
 from l2l_compile.lowering.costs import kernels_of
 from l2l_compile.lowering.lower import Lowering, Request
+from l2l_compile.options import Options
 from l2l_compile.simulation.blocks import BlockResult, results_of
 from l2l_compile.simulation.machine import Machine
 
@@ -43,6 +45,11 @@ class TimedLowering(Lowering):
         kernels = kernels_of(graph, at, fused=self.fused)
         seconds = sum(kernel.seconds(self.machine) for kernel in kernels)
         return replace(lowered, run=BlockRun(seconds, len(kernels), results_of(graph, at)))
+
+
+def timed_lowering(options: Options, machine: Machine) -> TimedLowering:
+    """The lowering of a model with these options, on a machine."""
+    return TimedLowering(traced_on(options.device), machine, fused=options.block_compiler == "inductor")
 
 
 def run_of(lowered: Lowered) -> BlockRun:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -322,14 +321,9 @@ class HostTimes:
     # ---- threads ------------------------------------------------------------------------------------------------------
 
     def _submit(self, thread: Clock, work: Callable[[], None]) -> SimulatedEvent:
-        with self._at_work(thread):
+        with self.clocks.on_thread(thread):
             work()
         return thread.event()
-
-    @contextmanager
-    def _at_work(self, thread: Clock) -> Iterator[None]:
-        with self.clocks.on_thread(thread):
-            yield
 
     def _spend(self, size: float) -> None:
         if size:

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from l2l_compile.devices.registry import traced_on
 from l2l_compile.errors import OptionError
-from l2l_compile.estimate.block_seconds import TimedLowering
+from l2l_compile.estimate.block_seconds import TimedLowering, timed_lowering
 from l2l_compile.estimate.device_memory import StepLevels
 from l2l_compile.estimate.host_times import HostTimes
 from l2l_compile.estimate.optimizer_times import OptimizerTimes
@@ -42,16 +41,22 @@ class StepTime:
 
 
 def step_time(
-    programs: Sequence[Program], options: Options, machine: Machine, levels: StepLevels | None, optimizer: OptimizerTimes
+    programs: Sequence[Program],
+    options: Options,
+    machine: Machine,
+    levels: StepLevels | None,
+    optimizer: OptimizerTimes,
+    lowering: TimedLowering | None = None,
 ) -> StepTime:
     """Time steps through these programs until two take equally long. Raises `OptionError` for a step that it cannot time.
 
-    levels  what segments keep for backward, of each program; None for nothing
+    levels    what segments keep for backward, of each program; None for nothing
+    lowering  has the blocks that were timed before; None for a new one
     """
-    return StepTimer(programs, options, machine, levels, optimizer).time()
+    return _StepTimer(programs, options, machine, levels, optimizer, lowering).time()
 
 
-class StepTimer:
+class _StepTimer:
     """Times the steps of programs: forwards in order, and backwards in reverse."""
 
     def __init__(
@@ -61,7 +66,7 @@ class StepTimer:
         machine: Machine,
         levels: StepLevels | None,
         optimizer: OptimizerTimes,
-        lowering: TimedLowering | None = None,
+        lowering: TimedLowering | None,
     ):
         if options.goes_by_turns or any(
             program.captured.mesh is not None or (program.stages is not None and program.stages.ranks > 1) for program in programs
@@ -72,8 +77,7 @@ class StepTimer:
         self.options, self.machine, self.clocks = options, machine, Clocks(machine)
         lanes = {name: SimulatedLane(self.clocks, name) for name in self.clocks.lanes}
         self.device = SimpleNamespace(kept={}, keeps_slabs=machine.overlaps, lanes=lanes, free=lambda tensors: None)
-        fused = options.block_compiler == "inductor"
-        self.lowering = lowering or TimedLowering(traced_on(options.device), machine, fused)
+        self.lowering = lowering or timed_lowering(options, machine)
         self.host = HostTimes(self.clocks, options, optimizer)
         kept = levels if levels is not None else [{} for _ in programs]
         self._programs = [
@@ -95,11 +99,6 @@ class StepTimer:
         for program in reversed(self._programs):
             program.backward()
         self.host.step()
-
-    def queue(self, lane: str, seconds: float, launches: int = 1) -> None:
-        """Work of a lane."""
-        with self.on(lane):
-            self.clocks.queue(seconds, launches)
 
     @contextmanager
     def on(self, lane: str) -> Iterator[None]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from l2l_compile.frontend.dynamo import adapter
 from l2l_compile.lanes import AT_WORK
 from l2l_compile.options import Options
 from l2l_compile.planner.fit import Need
-from l2l_compile.planner.search import DECIDED, Search
+from l2l_compile.planner.search import DECIDED, Search, modes_with
 from l2l_compile.planner.trials import Choice, OptionTrial, Trials
 from l2l_compile.report.explain import Report, explain
 from l2l_compile.simulation.machine import Machine
@@ -25,13 +26,10 @@ from l2l_compile.simulation.simulate import simulate
 from l2l_compile.simulation.simulated_loop import Loss
 from l2l_compile.torch_internals.fresh_code import WithoutArguments
 from l2l_compile.units import format_bytes
+from l2l_compile.update_modes import MODES
 
 _TOP = 10
 _EQUAL = 1.003  # times the fastest step: then the plan with fewer changes, and with less memory, is the better one
-_CAVEATS = {
-    "in_backward": "update='in_backward' updates each layer in backward: no gradient can be clipped or read behind it (update='in_forward' can)",
-    1: "delay=1 computes gradients at the weights of the step before",
-}
 
 
 @dataclass(frozen=True)
@@ -57,21 +55,24 @@ class Plan:
 
     @property
     def code(self) -> str:
-        """The lines to paste, for a loop that has `model` and `optimizer`: options that are not those of the library."""
+        """The lines to paste, for a loop that has `model`: options that are not those of the library. Objects, such as the optimizer, have
+        the names of their options.
+        """
         ours = {field.name: field.default for field in fields(Options)}
-        shown = {
-            name: value
-            for name, value in self.options.items()
-            if name != "optimizer" and (value or ours[name]) and value != ours[name]
-        }
-        lines = [f"    {json.dumps(name)}: {_literal(value)}," for name, value in shown.items()]
-        lines += ['    "optimizer": optimizer,'] if self.options.get("optimizer") is not None else []
+        shown = {name: value for name, value in self.options.items() if value != ours[name]}
+        lines = [f"    {json.dumps(name)}: {_literal(name, value)}," for name, value in shown.items()]
         return "\n".join(["options = {", *lines, "}", 'model = torch.compile(model, backend="l2l", options=options)'])
 
     @property
     def caveats(self) -> list[str]:
         """What a training loop has to know of these options."""
-        return [_CAVEATS[value] for name in ("update", "delay") if (value := self.options.get(name)) in _CAVEATS]
+        mode, found = MODES[self.options["update"]], []
+        if not mode.sees_all:
+            said = f"update='{mode.name}' updates each layer in backward"
+            found.append(f"{said}: no gradient can be clipped or read behind it (update='in_forward' can)")
+        if self.options.get("delay"):
+            found.append("delay=1 computes gradients at the weights of the step before")
+        return found
 
 
 @dataclass(frozen=True)
@@ -199,8 +200,7 @@ def plan(
     if optimizer is not None:
         given["optimizer"] = optimizer
     given = {name: value for name, value in given.items() if name not in ("device", "check")}
-    sees_all = {"update": "in_forward"} if given.get("optimizer") is not None else {}  # goes with all that can be given
-    Options.build({**sees_all, **given, "device": "cpu"})
+    Options.build({**given, "update": modes_with(given)[-1], "device": "cpu"})
     if delay and given.get("optimizer") is None:
         raise OptionError(
             "delay=True puts updates off, which needs the optimizer of the training loop: plan(..., optimizer=optimizer)"
@@ -213,9 +213,9 @@ def plan(
         there = _rows(args, kwargs)
         trials = Trials(adapter.uncompiled(model), trace, given, figures, rows if rows != there else None, progress)
         tried = Search(trials, rows or there, delay).run()
-        tokens = next((trial.report.tokens for trial in tried if trial.report is not None), None)
+        tokens = trials.last.tokens if trials.last is not None else None
         plans = tuple(_plan_of(trial, given, tokens) for trial in _ordered(tried))
-        found = Plans(figures, plans, tried, _headline(tried, rows or there, tokens))
+        found = Plans(figures, plans, tried, _headline(trials.last, rows or there, tokens))
         if not plans or not simulated or (rows is not None and rows != there):
             return found
         progress("simulating a step of the best plan")
@@ -268,19 +268,19 @@ def _plan_of(trial: OptionTrial, given: Choice, tokens: int | None) -> Plan:
     return Plan({**given, **trial.options}, timeline.seconds, tokens, limit, trial.fit.needs)
 
 
-def _literal(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+def _literal(name: str, value: Any) -> str:
+    """A value as code; an object has the name of its option."""
+    if isinstance(value, str):
+        return json.dumps(value)
+    return repr(value) if isinstance(value, (bool, int, float, NoneType)) else name
 
 
-def _headline(tried: Sequence[OptionTrial], rows: int, tokens: int | None) -> str:
-    model = next((trial.report.model for trial in tried if trial.report is not None), "")
+def _headline(report: Report | None, rows: int, tokens: int | None) -> str:
     size = f"{rows} x {tokens // rows} tokens" if tokens is not None else f"{rows} rows"
-    return f"{model}, {size}, " if model else ""
+    return f"{report.model}, {size}, " if report is not None else ""
 
 
 def _shown(options: Choice) -> str:
     """The options that are not those of the library."""
-    names = ("delay", *DECIDED)
-    chosen = {name: options[name] for name in DECIDED if name in options} | {n: options[n] for n in names if options.get(n)}
-    defaults = {**DECIDED, "micro_batches": None}
-    return " ".join(f"{name}={value}" for name, value in chosen.items() if value != defaults.get(name))
+    defaults = {**DECIDED, "micro_batches": None, "delay": 0}
+    return " ".join(f"{name}={options[name]}" for name, default in defaults.items() if options.get(name, default) != default)

@@ -20,7 +20,7 @@ DECIDED: dict[str, Any] = {
     "stash": "host",
     "keep": 0,
     "keep_on_host": 0,
-    "resident": 0,
+    "resident": None,
 }  # with the values that cost least memory, or that are the library's
 _STARTS = 3  # of the descent
 _SLOW = 1.3  # times the fastest step so far: with as many micro-batches, no use of memory makes up for it
@@ -28,16 +28,34 @@ _ROUNDING = 10**8  # bytes
 _SHARES = (0.5, 1.0)  # of the free memory of the device, for weights that stay there
 
 
+def modes_with(given: Mapping[str, Any]) -> list[str]:
+    """The values of `update` that go with options that are given; the last one goes with whatever else is given."""
+    if "update" in given:
+        return [given["update"]]
+    if given.get("optimizer") is None:
+        return ["at_step"]
+    many = given.get("accumulate", 1) != 1
+    clips = given.get("max_grad_norm") is not None or given.get("delay", 0)
+    return [
+        mode.name
+        for mode in MODES.values()
+        if not (many and not mode.is_overlapped)
+        and not (clips and not mode.keeps_gradients)
+        and not (given.get("precision") == "fp16" and not mode.sees_all)
+    ]
+
+
 class Search:
     """Tries option sets until no neighbour of the best is faster."""
 
     def __init__(self, trials: Trials, rows: int, delay: bool = False):
         self.trials, self.rows, given = trials, rows, trials.given
-        self.delays = (0, 1) if delay and "in_forward" in self._modes() else ()
+        self._modes = modes_with(given)
+        self.delays = (0, 1) if delay and any(MODES[mode].keeps_gradients for mode in self._modes) else ()
         self.overlaps = trials.machine.overlaps
         self._least = 1 if trials.rows is None else 2
         self._fixed = {name: given[name] for name in DECIDED if name in given}
-        self._base = {**DECIDED, "update": self._modes()[-1]} | ({"delay": self.delays[-1]} if self.delays else {}) | self._fixed
+        self._base = {**DECIDED, "update": self._modes[-1]} | ({"delay": self.delays[-1]} if self.delays else {}) | self._fixed
 
     def run(self) -> list[OptionTrial]:
         """Everything that was tried, the best first."""
@@ -75,27 +93,10 @@ class Search:
         powers = [1 << power for power in range(1, self.rows.bit_length())]
         return list(dict.fromkeys([*(count for count in powers if count <= self.rows), self.rows]))
 
-    def _modes(self) -> list[str]:
-        """The values of `update` that go with what is given, the one that needs most memory first."""
-        given = self.trials.given
-        if "update" in given:
-            return [given["update"]]
-        if given.get("optimizer") is None:
-            return ["at_step"]
-        many = given.get("accumulate", 1) != 1
-        clips = given.get("max_grad_norm") is not None or given.get("delay", 0)
-        return [
-            mode.name
-            for mode in MODES.values()
-            if not (many and not mode.is_overlapped)
-            and not (clips and not mode.keeps_gradients)
-            and not (given.get("precision") == "fp16" and not mode.sees_all)
-        ]
-
     def _updates(self, now: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Other times at which parameters are updated."""
         before = {name: now[name] for name in ("update", "delay") if name in now}
-        for mode in self._modes():
+        for mode in self._modes:
             for delay in (self.delays if MODES[mode].keeps_gradients else self.delays[:1]) or (None,):
                 changes = {"update": mode} | ({"delay": delay} if delay is not None else {})
                 if changes != before:
@@ -116,11 +117,11 @@ class Search:
 
     def _residents(self, trial: OptionTrial) -> list[int]:
         """Bytes for weights that stay on the device: shares of what is free there."""
-        if trial.fit is None:
+        if trial.fit is None or self.trials.last is None or "resident" in self._fixed:
             return []
         device = trial.fit.needs[0]
-        free = max(0, device.room - device.bytes) + int(trial.options["resident"])
-        weights = sum(s.block.weight_bytes(p.bindings) for p in trial.report.programs for s in p.segments) if trial.report else 0
+        free = max(0, device.room - device.bytes) + (trial.options["resident"] or 0)
+        weights = sum(s.block.weight_bytes(p.bindings) for p in self.trials.last.programs for s in p.segments)
         most = min(free, weights)
         return list(dict.fromkeys(size for share in _SHARES if (size := int(most * share) // _ROUNDING * _ROUNDING)))
 
@@ -138,7 +139,7 @@ class Search:
         yield {"stash": "host" if now["stash"] == "device" else "device"}
         for name in ("keep", "keep_on_host"):
             yield {name: 0 if now[name] else AUTO}
-        for size in (0, *self._residents(trial)):
+        for size in (None, *self._residents(trial)):
             if size != now["resident"]:
                 yield {"resident": size}
                 yield {"resident": size, "keep": 0 if now["keep"] else AUTO}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from l2l_compile.devices.registry import traced_on
 from l2l_compile.errors import L2LError
-from l2l_compile.estimate.block_seconds import TimedLowering
+from l2l_compile.estimate.block_seconds import TimedLowering, timed_lowering
 from l2l_compile.estimate.optimizer_times import OptimizerTimes, optimizer_times
-from l2l_compile.estimate.step_time import StepTime, StepTimer
+from l2l_compile.estimate.step_time import StepTime, step_time
 from l2l_compile.options import Options
 from l2l_compile.planner.fit import Fit
 from l2l_compile.report.explain import Report
@@ -32,7 +31,6 @@ class OptionTrial:
     fit: Fit | None = None
     time: StepTime | None = None
     why_not: str = ""
-    report: Report | None = field(default=None, repr=False)
 
     @property
     def fits(self) -> bool:
@@ -55,6 +53,7 @@ class Trials:
     trace  gives the report of a step with these options, traced anew
     given  the options that are not decided
     rows   of the batch; None for those that were traced
+    last   the report of the last step that was tried: its model and batch are those of all; None before the first one
     """
 
     def __init__(
@@ -70,6 +69,7 @@ class Trials:
         self._model, self._trace = model, trace
         self._reports: dict[bool, Report] = {}  # by whether the batch is split
         self._tried: dict[frozenset, OptionTrial] = {}
+        self.last: Report | None = None
         self._lowering: TimedLowering | None = None
         self._optimizer: OptimizerTimes | None = None
 
@@ -96,18 +96,14 @@ class Trials:
 
     def _try(self, choice: Choice) -> OptionTrial:
         try:
-            report = self.report(choice)
+            self.last = report = self.report(choice)
             fit = Fit.of(report, self.machine)
         except L2LError as error:
             return OptionTrial(choice, why_not=str(error))
-        if not fit.fits:
-            return OptionTrial(choice, fit, report=report)
-        return OptionTrial(choice, fit, self._time(report), report=report)
+        return OptionTrial(choice, fit, self._time(report) if fit.fits else None)
 
     def _time(self, report: Report) -> StepTime:
-        if self._lowering is None:
-            fused = report.options.block_compiler == "inductor"
-            self._lowering = TimedLowering(traced_on(report.options.device), self.machine, fused)
-        if self._optimizer is None:
+        if self._lowering is None or self._optimizer is None:
+            self._lowering = timed_lowering(report.options, self.machine)
             self._optimizer = optimizer_times(self._model, report.options, self.machine)
-        return StepTimer(report.programs, report.options, self.machine, report.levels, self._optimizer, self._lowering).time()
+        return step_time(report.programs, report.options, self.machine, report.levels, self._optimizer, self._lowering)

@@ -32,6 +32,7 @@ class Path:
     steps        how many steps optimizers of sharded parameters have taken
     train        whether a backward may follow
     settings     numbers of the parameter groups of the optimizer that stepped last, as "lr=0.1"
+    options      names and values of the options with which training computes
     """
 
     kind: ActionKind
@@ -40,6 +41,7 @@ class Path:
     steps: int
     train: bool
     settings: tuple[str, ...] = ()
+    options: tuple[tuple[str, str], ...] = ()
 
     def begins(self) -> list[int]:
         """The numbers that say which action begins. If they differ, whatever else differs may follow from that."""
@@ -50,6 +52,7 @@ class Path:
             *self.begins(),
             number_of("\n".join(self.collectives).encode()),
             number_of("\n".join(self.settings).encode()),
+            number_of(repr(self.options).encode()),
         ]
 
     def __str__(self) -> str:
@@ -87,26 +90,19 @@ def difference(paths: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
-OPTION = "option "  # begins the text of an option among what is compared
-
-
 def _other_options(members: Mapping[Path, Sequence[int]]) -> list[str]:
     """Lines on options that ranks do not have in common."""
     first, *others = members.items()
     lines = []
     for path, ranks in others:
-        pairs = zip(_options(first[0]).items(), _options(path).values(), strict=False)
         lines += [
             f"  option '{name}' is {ours} on rank {first[1][0]}, and {theirs} on rank {ranks[0]}: give all ranks the same"
-            for (name, ours), theirs in pairs
+            for (name, ours), (_, theirs) in zip(
+                first[0].options, path.options, strict=False
+            )  # a call without gradients tells none
             if ours != theirs
         ]
     return lines
-
-
-def _options(path: Path) -> dict[str, str]:
-    texts = (text.removeprefix(OPTION) for text in path.collectives if text.startswith(OPTION))
-    return {name: value for name, _, value in (text.partition(": ") for text in texts)}
 
 
 def _other_settings(members: Mapping[Path, Sequence[int]]) -> list[str]:
@@ -127,13 +123,8 @@ def _other_collectives(members: Mapping[Path, Sequence[int]]) -> list[str]:
     first, *others = members.items()
     lines = []
     for path, ranks in others:
-        mine, other = _without_options(first[0]), _without_options(path)
-        if path.begins() == first[0].begins() and mine != other:
-            pairs = enumerate(itertools.zip_longest(mine, other, fillvalue="nothing"), start=1)
+        if path.begins() == first[0].begins() and path.collectives != first[0].collectives:
+            pairs = enumerate(itertools.zip_longest(first[0].collectives, path.collectives, fillvalue="nothing"), start=1)
             number, (ours, theirs) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
             lines.append(f"  collectives part at number {number}: rank 0 has '{ours}', and rank {ranks[0]} '{theirs}'")
     return lines
-
-
-def _without_options(path: Path) -> list[str]:
-    return [text for text in path.collectives if not text.startswith(OPTION)]

@@ -141,13 +141,14 @@ class Ranks:
         train: bool = False,
         told: Sequence[int] = (),
         refuse: Callable[[list[list[int]]], None] | None = None,
+        options: tuple[tuple[str, str], ...] = (),
     ) -> list[list[int]]:
         """Announce an action that all ranks begin. Returns the numbers `told` of each rank: five, filled up with zeros.
 
         Every rank raises `RankError` if the announced actions differ. If all ranks begin the same action, and before their collectives
         and settings are compared, `refuse` is called with these numbers, and may raise: other rows make other collectives.
         """
-        return self.announce_soon(kind, collectives, train, told, refuse).told()
+        return self.announce_soon(kind, collectives, train, told, refuse, options).told()
 
     def announce_soon(
         self,
@@ -156,9 +157,10 @@ class Ranks:
         train: bool = False,
         told: Sequence[int] = (),
         refuse: Callable[[list[list[int]]], None] | None = None,
+        options: tuple[tuple[str, str], ...] = (),
     ) -> Announced:
         """As `announce`, without a wait for the other ranks: the result has what they announce."""
-        path = Path(kind, collectives, self.forwards, self.steps, train, self.settings)
+        path = Path(kind, collectives, self.forwards, self.steps, train, self.settings, options)
         mine = torch.tensor([*path.numbers(), *told, *[0] * (_TOLD - len(told))])
         gathered = mine.new_empty((self.world_size, len(mine)))
         if self.tp_size > 1:

@@ -18,7 +18,7 @@ from l2l_compile.ir.segments import Segment
 from l2l_compile.lanes import Lane
 from l2l_compile.options import Options
 from l2l_compile.ranks.announced import Announced
-from l2l_compile.ranks.announcements import OPTION, ActionKind, number_of
+from l2l_compile.ranks.announcements import ActionKind, number_of
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.runtime.step import Step
@@ -33,12 +33,12 @@ Refuse = Callable[[list[list[int]]], None]
 class JointRun:
     """What ranks compare before they run a graph.
 
-    options      those with which training computes, as text (`options_told`)
+    options      those with which training computes, by name (`options_told`)
     stages       the segments of each stage of a pipeline, as text
     collectives  the collectives of the graph, in order: equal on all ranks or, in a pipeline, on those of the same stage
     """
 
-    options: tuple[str, ...]
+    options: tuple[tuple[str, str], ...]
     stages: tuple[str, ...]
     collectives: tuple[str, ...]
 
@@ -52,21 +52,20 @@ class JointRun:
         refuse: Refuse | None = None,
     ) -> list[list[int]]:
         """As `Ranks.announce`, of up to four numbers. `what` is the first thing to compare. Raises `RankError` if anything differs."""
-        compared, own, refuse_all = self._compared(ranks, what, train, refuse)
-        return [row[1:] for row in ranks.announce(kind, compared, train, (own, *told), refuse_all)]
+        compared, own, refuse_all = self._compared(ranks, what, refuse)
+        return [row[1:] for row in ranks.announce(kind, compared, train, (own, *told), refuse_all, self.options if train else ())]
 
     def announce_soon(
         self, ranks: Ranks, kind: ActionKind, train: bool, told: Sequence[int], refuse: Refuse | None = None
     ) -> Announced:
         """As `announce`, without a wait: the result has one number more of each rank."""
-        compared, own, refuse_all = self._compared(ranks, "", train, refuse)
-        return ranks.announce_soon(kind, compared, train, (own, *told), refuse_all)
+        compared, own, refuse_all = self._compared(ranks, "", refuse)
+        return ranks.announce_soon(kind, compared, train, (own, *told), refuse_all, self.options if train else ())
 
-    def _compared(self, ranks: Ranks, what: str, train: bool, refuse: Refuse | None) -> tuple[tuple[str, ...], int, Refuse]:
+    def _compared(self, ranks: Ranks, what: str, refuse: Refuse | None) -> tuple[tuple[str, ...], int, Refuse]:
         """What ranks compare, a number of this rank, and what refuses the numbers of all."""
         staged = ranks.pipeline is not None
-        options = self.options if train else ()
-        compared = tuple(filter(None, (what, *options, *self.stages, *(() if staged else self.collectives))))
+        compared = tuple(filter(None, (what, *self.stages, *(() if staged else self.collectives))))
         own = number_of("\n".join(self.collectives).encode()) if staged else 0
 
         def refuse_all(of_ranks: list[list[int]]) -> None:
@@ -81,17 +80,17 @@ _TOLD = ("schedule", "precision", "gradient_wire", "update", "delay", "accumulat
 _LONGEST = 300  # signs of a schedule of one's own that an error shows
 
 
-def options_told(options: Options) -> tuple[str, ...]:
+def options_told(options: Options) -> tuple[tuple[str, str], ...]:
     """The options that ranks which train together must have in common, as text: messages, numbers and updates depend on them."""
     values = {name: getattr(options, name) for name in _TOLD}
     if callable(options.accumulate):
         values["accumulate"] = "a function"
     values["optimizer"] = type(options.optimizer).__name__ if options.optimizer is not None else None
     texts = {name: str(value).replace("\n", " / ") for name, value in values.items()}
-    shown = {
-        name: text if len(text) < _LONGEST else f"{text[:_LONGEST]}… ({number_of(text.encode())})" for name, text in texts.items()
-    }
-    return tuple(f"{OPTION}{name}: {text}" for name, text in shown.items())
+    return tuple(
+        (name, text if len(text) < _LONGEST else f"{text[:_LONGEST]}… ({number_of(text.encode())})")
+        for name, text in texts.items()
+    )
 
 
 def _refuse_programs(stages: int, own: Sequence[int]) -> None:

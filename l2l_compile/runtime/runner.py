@@ -258,7 +258,7 @@ class Runner:
         return JointRun(self._options_told, self._stages, collectives_of(graph, self._program.segments))
 
     @functools.cached_property
-    def _options_told(self) -> tuple[str, ...]:
+    def _options_told(self) -> tuple[tuple[str, str], ...]:
         return options_told(self.engine.options)
 
     @functools.cached_property

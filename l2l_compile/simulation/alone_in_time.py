@@ -54,6 +54,7 @@ class AloneInTime(Ranks):
         train: bool = False,
         told: Sequence[int] = (),
         refuse: Callable[[list[list[int]]], None] | None = None,
+        options: tuple[tuple[str, str], ...] = (),
     ) -> Any:
         """Nobody waits, so it takes no time."""
         rows = [list(told) for _ in range(self.world_size)]

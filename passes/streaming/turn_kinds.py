@@ -62,11 +62,8 @@ def refuse(compilation: Compilation, kinds: TurnKinds, borders: Borders, backwar
     if sum(compilation.gradient_mask) != 1:
         raise L2LError(f"schedule='1f1b' needs one loss that takes a gradient, and the model returns several: {REMEDY}")
     for given in compilation.captured.inputs:
-        if (
-            given.kind == "value"
-            and given.node in compilation.captured.specs
-            and compilation.captured.specs[given.node].differentiable
-        ):
+        spec = compilation.captured.specs.get(given.node) if given.kind == "value" else None
+        if spec is not None and spec.differentiable:
             raise L2LError(
                 f"schedule='1f1b': input '{given.name}' takes a gradient, and a step by turns has those of parameters alone: detach it, "
                 f"or {REMEDY}"

@@ -93,6 +93,17 @@ def test_what_is_given_stays_as_it_is():
         assert "delay" not in each.options
 
 
+@pytest.mark.parametrize("given", ["1MB", 10**6, None])
+def test_weights_that_stay_may_be_given(given):
+    found = planned(MACHINE, {**BF16, "resident": given}, simulated=False)
+    assert found.plans and all(each.options["resident"] == given for each in found.plans)
+
+
+def test_objects_among_the_options_have_names_in_the_code():
+    found = planned(MACHINE, {**BF16, "accumulate": lambda: True}, simulated=False)
+    assert '"accumulate": accumulate,' in found.best.code and '"optimizer": optimizer,' in found.best.code
+
+
 def test_late_updates_are_chosen_only_if_they_are_allowed():
     slow = replace(MACHINE, host_bandwidth=2e8)  # updates take long
     assert all("delay" not in each.options for each in planned(slow, simulated=False).plans)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from l2l_compile import Machine, OptionError, explain, simulate
 from l2l_compile.estimate.optimizer_times import optimizer_times
-from l2l_compile.estimate.step_time import StepTimer, step_time
+from l2l_compile.estimate.step_time import step_time
 from models import WIDTH, Layer, Shared, Stack, TwoHeads, UNet, rows
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 128}
@@ -129,4 +129,4 @@ def test_a_step_that_nodes_cannot_time_is_refused(options):
     report = explain(model, {"micro_batches": 2, "device": "cpu", **options})(**batch)
     machine = Machine.load("h100")
     with pytest.raises(OptionError, match="is not timed by its nodes: simulate it"):
-        StepTimer(report.programs, report.options, machine, None, optimizer_times(model, report.options, machine))
+        step_time(report.programs, report.options, machine, None, optimizer_times(model, report.options, machine))
