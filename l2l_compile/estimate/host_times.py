@@ -305,8 +305,8 @@ class HostTimes:
         for owner in owners:
             gradient = self._arrived[owner]
             weight, n = gradient.weight, gradient.weight.entries
-            if gradient.shared and not self.options.mode.keeps_gradients:
-                self._norm(gradient)  # the device has those of its parts
+            if not self.options.mode.keeps_gradients and (gradient.shared or not self.machine.overlaps):
+                self._norm(gradient)  # a device takes those of single gradients
             if self.optimizer.state is None:  # the copy on the wire is made when the next forward reads it
                 self._spend(n * (gradient.width + weight.on_host) if gradient.width < weight.on_host else 0)
                 self.clocks.spend(self.optimizer.of_shape(weight.shape))

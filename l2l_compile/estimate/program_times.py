@@ -379,11 +379,17 @@ class ProgramTimer:
     def _push_gradients(self, node: fx.Node, segment: int, gradients: TimedValue) -> TimedValue:
         result = TimedValue(absent=gradients.absent)
         if not result.absent:
-            self.submit(Lane.D2H, (gradients,), (result,), lambda: self.copies(gradients.parts, up=False))
+            self.submit(Lane.D2H, (gradients,), (result,), lambda: self._push(gradients))
             self.host.collect(self._trained(segment), result.event)
         elif self.options.mode.is_overlapped:
             self.host.collect((), None)
         return result
+
+    def _push(self, gradients: TimedValue) -> None:
+        """Copy gradients into a buffer of the pool, also where the host is the device."""
+        self.copies(gradients.parts, up=False)
+        if not self.machine.overlaps:
+            self.move(2 * sum(gradients.parts))
 
     def _update(self, node: fx.Node, segment: int, after: TimedValue | None = None) -> TimedValue:
         self.host.update(self._trained(segment))
