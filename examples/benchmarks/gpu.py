@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE))
 
 from gpu_stages.processes import Stage  # noqa: E402
 from gpu_stages.record import Record, run_stages  # noqa: E402
-from gpu_stages.rows import HOST_GB, Row  # noqa: E402
+from gpu_stages.rows import HOST_GB, TRACES, Row  # noqa: E402
 from gpu_stages.table import shown, table, value_of  # noqa: E402
 
 CORES_A_WORKER = 3
@@ -33,7 +33,7 @@ WORKERS = {"parity": 5, "memory": 2}
 
 # seconds of nine minutes on a GPU, and of two on a CPU. The first import of PyTorch on a fresh machine may take half a minute.
 # Time that a stage does not use goes to the later stages
-SHARES = {"machine": 45, "parity": 100, "memory": 60, "races": 40, "copies": 25, "speed": 200, "faults": 30, "paper": 75}
+SHARES = {"machine": 45, "parity": 100, "memory": 60, "races": 40, "copies": 45, "speed": 200, "faults": 30, "paper": 75}
 ON_CPU = {"machine": 8, "parity": 20, "memory": 12, "races": 14, "copies": 3, "speed": 8, "faults": 14, "paper": 5}
 
 
@@ -70,9 +70,13 @@ def main() -> int:
     places = "runs/gpu.json; of a GPU beside this script, runs/gpu-<date>-<device>.json"
     parser.add_argument("--json", type=Path, help=f"where the figures go (default: {places})")
     parser.add_argument("--host-gb", type=float, help="memory of the host, where it grows as it is used (default: what is free)")
+    parser.add_argument("--traces", type=Path, help="a folder for Chrome traces of the steps that stage speed measures")
     options = parser.parse_args()
     if options.host_gb is not None:
         os.environ[HOST_GB] = str(options.host_gb)
+    if options.traces is not None:
+        options.traces.mkdir(parents=True, exist_ok=True)
+        os.environ[TRACES] = str(options.traces.resolve())
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the stages are ended on the way out
 

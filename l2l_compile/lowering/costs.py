@@ -30,17 +30,34 @@ _WRITTEN_IN_PART = (aten.index_copy_, aten.index_put_, aten.scatter_)  # they wr
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape)
+    return flop_counter.sdpa_flop_count(query.shape, *_for_all_heads(query, key, value))
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return flop_counter.sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+    return flop_counter.sdpa_backward_flop_count(gradient.shape, query.shape, *_for_all_heads(query, key, value))
 
 
+def _for_all_heads(query: Any, *grouped: Any) -> list[tuple[int, ...]]:
+    """The shapes of keys and values with a head for each head of the queries: before torch 2.13, its formulas ask for that."""
+    return [(shape[0], query.shape[1], *shape[2:]) for shape in (tensor.shape for tensor in grouped)]
+
+
+_ATTENTION = (
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+)
+_ATTENTION_BACKWARD = (
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward,
+)
 _FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_counter.flop_registry,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,  # blocks are traced on the host
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    **dict.fromkeys(_ATTENTION, _attention),
+    **dict.fromkeys(_ATTENTION_BACKWARD, _attention_backward),
 }
 
 

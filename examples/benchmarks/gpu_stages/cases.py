@@ -63,18 +63,18 @@ class Report:
     """Receives the figures of a case, and writes them to the journal."""
 
     def __init__(self, context: Context, case: str):
-        self._context, self._case = context, case
+        self._context, self.case = context, case
 
     def __call__(self, figure: str, value: float, unit: str = "", **limits) -> None:
         """A number, with `most=`, `least=`, `should=`, `note=` (see `Row.limited`)."""
-        self._context.journal.row(Row.limited(self._context.stage, self._case, figure, value, unit, **limits))
+        self._context.journal.row(Row.limited(self._context.stage, self.case, figure, value, unit, **limits))
 
     def fact(self, figure: str, value: str | float | None, unit: str = "", should: str = "", note: str = "") -> None:
         """A figure without a limit."""
-        self._context.journal.row(Row(self._context.stage, self._case, figure, value, unit, should, note=note))
+        self._context.journal.row(Row(self._context.stage, self.case, figure, value, unit, should, note=note))
 
     def verdict(self, figure: str, verdict: str, should: str = "", note: str = "", value: str | float | None = None) -> None:
-        self._context.journal.row(Row(self._context.stage, self._case, figure, value, "", should, verdict, note=note))
+        self._context.journal.row(Row(self._context.stage, self.case, figure, value, "", should, verdict, note=note))
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
+import os
 import statistics
 from collections.abc import Callable
 
 import torch
+
+from l2l_compile import measure_machine
 
 from .cases import Case, Context, Report
 
@@ -21,7 +26,17 @@ def cases(context: Context) -> list[Case]:
         Case("page-locking", bound(page_locking), 15, gpu=True),
         Case("a product in bf16" if context.on_gpu else "a product in fp32", bound(product), 15),
         Case("copies within the host", bound(host_copies), 15),
+        Case("a machine file", bound(machine_file), 40),
     ]
+
+
+def machine_file(context: Context, report: Report) -> None:
+    """The figures of `measure_machine`, from which `simulate` and `plan` predict steps."""
+    machine = measure_machine(context.device)
+    for field in dataclasses.fields(machine):
+        value = getattr(machine, field.name)
+        if field.name not in ("name", "sources"):
+            report.fact(field.name, value if isinstance(value, (int, float, str)) else json.dumps(value, default=str))
 
 
 def median(context: Context, work: Callable[[], object]) -> float:
@@ -87,7 +102,7 @@ def page_locking(context: Context, report: Report) -> None:
             most=0.5,
             should="near 0: the call does not wait for the copy",
         )
-        seconds = context.seconds(lambda b=buffer: _page_unlock(context.device, b.data_ptr()))
+        seconds = context.seconds(lambda b=buffer: _page_unlock(context.device, os.getpid(), b.data_ptr()))
         report.fact(f"unlocking {size} MiB", buffer.numel() / seconds / 1e9, "GB/s")
 
 

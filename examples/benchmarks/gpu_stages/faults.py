@@ -162,10 +162,10 @@ def page_lock(context: Context, report: Report) -> None:
         "the next kernel raises", float(kernel_fails(context)), most=0, should="0: the error of the page-lock is not the kernel's"
     )
     if _page_unlock is not None:
-        _page_unlock(context.device, address)
+        _page_unlock(context.device, os.getpid(), address)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            _page_unlock(context.device, address)
+            _page_unlock(context.device, os.getpid(), address)
         report("unlocking what is not locked is silent", float(not said), most=0, should="0: it warns")
         report("the kernel after it raises", float(kernel_fails(context)), most=0, should="0")
     step_without_locks(context, report)

@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import torch
 
+from l2l_compile import explain
+
 from .cases import Case, Context, Report, Unfit, available_bytes
 from .training import Compiled, device_options, stand_in, warm_up
 from .transformer import BERT_LARGE, Encoder, Size, build, token_batch
@@ -44,9 +46,16 @@ def peak(context: Context, depth: int, report: Report) -> None:
     if needed > (available := available_bytes()):
         raise Unfit(f"{depth} layers need {needed / 1e9:.0f} GB of the host, {available / 1e9:.0f} are there")
     model = build(Encoder, size, dtype)
-    compiled = Compiled(model, {**device_options(context), "micro_batches": 4, "stash": "host"})
-    seconds = context.seconds(lambda: compiled(**token_batch(size, 32 if context.on_gpu else 8)).backward())
+    options = {**device_options(context), "micro_batches": 4, "stash": "host"}
+    compiled, batch = Compiled(model, options), token_batch(size, 32 if context.on_gpu else 8)
+    workspace = cublas_workspace(context, compiled, dtype)
+    seconds = context.seconds(lambda: compiled(**batch).backward())
     peaks = noted(context, depth, compiled.stats.peak_device_bytes)
+    if depth == min(peaks):
+        expected = explain(model, options)(**batch).device_memory.peak
+        report.fact("workspace of cuBLAS", workspace, "bytes", should="in the peaks, and not counted by explain")
+        ratio = (peaks[depth] - workspace) / expected
+        report("peak less that workspace over that of explain", ratio, most=MOST, should="1: explain counts what a step takes")
     parameters = sum(p.numel() for p in model.parameters())
     report.fact("peak of device memory", peaks[depth], "bytes")
     report.fact("parameters", parameters)
@@ -58,6 +67,18 @@ def peak(context: Context, depth: int, report: Report) -> None:
             most=MOST,
             note=f"depths {sorted(peaks)}",
         )
+
+
+def cublas_workspace(context: Context, compiled: Compiled, dtype: torch.dtype) -> int:
+    """Bytes that cuBLAS keeps for the compute lane from its first product on."""
+    if not context.on_gpu:
+        return 0
+    before = torch.cuda.memory_allocated(context.device)
+    with torch.cuda.stream(compiled.device.lanes["compute"].stream):
+        for kind in {dtype, torch.float32}:
+            torch.ones(64, 64, device=context.device, dtype=kind) @ torch.ones(64, 64, device=context.device, dtype=kind)
+    context.synchronize()
+    return torch.cuda.memory_allocated(context.device) - before
 
 
 def noted(context: Context, depth: int, value: int) -> dict[int, int]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .cases import Case, Context, Report, Unfit
+from .parity_features import features
 from .question_models import MAKERS, AttentionStack, Maker, Masks, sequences
 from .training import Batch, Compiled, device_options, distance, loss_of, moved, relative, stand_in
 from .zoo import LENGTH, ROWS, VOCABULARY, WIDTH, LanguageModel, llama, own_norms, tokens
@@ -27,6 +28,7 @@ def questions(context: Context) -> list[Case]:
     bound = lambda work, *more, **named: functools.partial(work, context, *more, **named)  # noqa: E731
     found = [
         Case("dropout: masks in recompute", bound(dropout, False)),
+        *features(context),
         *(Case(name, bound(maker, make)) for name, make in MAKERS.items()),
         Case("inductor: " + INDUCTOR[0], bound(inductor, INDUCTOR[0])),
         *(Case(f"attention {kind} {_name(dtype)}", bound(attention, kind, dtype)) for kind in ATTENTION for dtype in MOST),

@@ -64,6 +64,7 @@ class Subject:
         self.model, self.inputs = build(WithLogits, size), token_batch(size, 14 if context.on_gpu else 6)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)  # no state: only weights have to be restored
         pinned = 1 << 20 if "pinned_memory" in options else None
+        self.keeps_gradients = options.get("update") != "in_backward"
         self.device: Device = PoisoningCuda(context.device, pinned) if context.on_gpu else stand_in(context, pinned_memory=pinned)
         if "update" in options:
             options = {**options, "optimizer": self.optimizer}
@@ -80,11 +81,9 @@ class Subject:
         for _ in range(2):
             loss, logits = self.compiled(**self.inputs)
             (loss + logits.square().mean()).backward()
-            found += [
-                loss.detach(),
-                logits.detach().clone(),
-                *(p.grad.clone() for p in self.model.parameters() if p.grad is not None),
-            ]
+            found += [loss.detach(), logits.detach().clone()]
+            if self.keeps_gradients:
+                found += [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.compiled.synchronize()

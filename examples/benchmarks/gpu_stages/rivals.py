@@ -49,11 +49,13 @@ class Sharded(Resident):
     """
 
     def __init__(self, size: Size, device: torch.device):
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         self.model = build(Decoder, size)
-        self.model.recompute = True
+        # a checkpoint around a sharded layer would recompute with inputs that FSDP2 does not cast again
+        self.model.layers = torch.nn.ModuleList(map(checkpoint_wrapper, self.model.layers))
         mesh = init_device_mesh("cuda", (1,))
         policy = {
             "mesh": mesh,

@@ -12,6 +12,7 @@ from typing import Any
 VERDICTS = ("crash", "hang", "error", "off", "out of time", "not reached", "skipped", "needs a GPU", "measured", "ok")
 BAD = VERDICTS[:4]
 HOST_GB = "GPU_STAGES_HOST_GB"  # environment variable: host memory in GB, if the system's figure is wrong
+TRACES = "GPU_STAGES_TRACES"  # environment variable: the folder for Chrome traces of measured steps
 RESTART = 75  # exit status of a process whose remaining cases need a new process
 
 

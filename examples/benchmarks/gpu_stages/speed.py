@@ -8,17 +8,21 @@ and AdamW. Its time is the median of a few steps after two warm-up steps. A step
 from __future__ import annotations
 
 import functools
+import os
+import re
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from l2l_compile.inspection.profile import Profile
+from l2l_compile import profile
 
 from .cases import Case, Context, Report, Unfit
+from .rows import TRACES
 from .timeline_report import tell_lanes
 from .training import Compiled, device_options, reference_kernels, stand_in, warm_up
 from .transformer import LLAMA_8B_WIDTH, Decoder, Size, build, token_batch
@@ -62,6 +66,8 @@ def cases(context: Context) -> list[Case]:
         ("at_step, stash=host", streamed(**bf16), False),
         ("in_forward, stash=host", streamed(**bf16, update="in_forward"), False),
         ("FSDP2 with CPUOffloadPolicy", rival(sharded), True),
+        ('in_backward, keep="auto", resident', streamed(**bf16, update="in_backward", keep="auto", resident="30GB"), False),
+        ("delay=1, an eighth of the batch", streamed(eighth, **bf16, update="in_forward", delay=1), False),
         ("in_backward, stash=host, an eighth of the batch", streamed(eighth, **bf16, update="in_backward"), False),
         ("in_backward, stash=device", streamed(**bf16, update="in_backward", stash="device"), False),
         ("at_step, stash=host, fp32, an eighth of the batch", streamed(eighth), False),
@@ -71,7 +77,7 @@ def cases(context: Context) -> list[Case]:
         ("FSDP2, an eighth of the batch", rival(sharded, eighth), True),
         ("resident, fp32, an eighth of the batch", rival(resident, eighth, dtype=None), False),
     ]
-    found = found if context.on_gpu else [found[0], found[4], found[1]]
+    found = found if context.on_gpu else [found[0], found[4], found[1], found[5]]
     seconds, needs = (120, NEEDS) if context.on_gpu else (30, 0)
     return [Case(name, work, seconds, alone=gpu and context.on_gpu, gpu=gpu, needs=needs) for name, work, gpu in found]
 
@@ -102,10 +108,16 @@ def stream(context: Context, on: Load, options: dict[str, Any], report: Report) 
     report.fact("peak of device memory", compiled.stats.peak_device_bytes / 1e9, "GB", should="less than resident's")
     report.fact("page-locked", compiled.device.pinned.used / 1e9, "GB")
     if context.left > 5:
-        with Profile(compiled.session, None) as traced:
+        with profile(compiled.called, trace_path(report.case)) as traced:
             step()
             compiled.synchronize()
         tell_lanes(traced.timeline, compiled.stats, report)
+
+
+def trace_path(case: str) -> Path | None:
+    """The file for the Chrome trace of a case; None without the option `--traces`."""
+    folder = os.environ.get(TRACES)
+    return Path(folder) / (re.sub(r"[^a-z0-9]+", "-", case.lower()).strip("-") + ".json") if folder else None
 
 
 def measure(context: Context, on: Load, step: Callable[[], float], report: Report) -> None:

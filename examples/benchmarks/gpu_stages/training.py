@@ -34,10 +34,10 @@ class Compiled:
             return make_runner(gm, self.session)
 
         backend.streams_layers = True  # so that Dynamo marks the batch, as for the backend "l2l"
-        self._step = torch.compile(model, backend=backend)
+        self.called = torch.compile(model, backend=backend)
 
     def __call__(self, *inputs, **named) -> Any:
-        return self._step(*inputs, **named)
+        return self.called(*inputs, **named)
 
     @property
     def stats(self) -> Stats:
