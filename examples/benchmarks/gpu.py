@@ -33,7 +33,7 @@ WORKERS = {"parity": 5, "memory": 2}
 
 # seconds of nine minutes on a GPU, and of two on a CPU. The first import of PyTorch on a fresh machine may take half a minute.
 # Time that a stage does not use goes to the later stages
-SHARES = {"machine": 45, "parity": 100, "memory": 60, "races": 40, "copies": 45, "speed": 200, "faults": 30, "paper": 75}
+SHARES = {"machine": 30, "parity": 65, "memory": 70, "races": 35, "copies": 25, "speed": 290, "faults": 30, "paper": 60}
 ON_CPU = {"machine": 8, "parity": 20, "memory": 12, "races": 14, "copies": 3, "speed": 8, "faults": 14, "paper": 5}
 
 

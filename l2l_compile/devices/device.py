@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
-from l2l_compile.devices.host import cores, own_memory
+from l2l_compile.devices.host import cores_beside_a_device, own_memory
 from l2l_compile.devices.staging import Staging
 from l2l_compile.ir.segments import Segment
 from l2l_compile.lanes import Lane
@@ -323,11 +323,8 @@ class Device(ABC):
         return torch.Generator(self.torch_device).manual_seed(seed)
 
     def host_threads(self) -> int:
-        """How many threads the host's own work may take beside the device.
-
-        One core submits work. Of many cores, an eighth is left, for workers that load data as well.
-        """
-        return max(1, cores() - max(1, cores() // 8))
+        """How many threads the host's own work may take beside the device."""
+        return cores_beside_a_device()
 
     def recover(self) -> None:
         """After a failure: wait until no lane works, discard the errors of lanes, free all slabs.

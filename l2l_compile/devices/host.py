@@ -43,6 +43,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cores_beside_a_device() -> int:
+    """How many cores the host's own work may take beside a device: one submits work, an eighth loads data."""
+    return max(1, cores() - max(1, cores() // 8))
+
+
 def half_of_the_cores() -> int:
     """Threads for the host's own work where the lanes of a device compute on the host as well."""
     return max(1, cores() // 2)

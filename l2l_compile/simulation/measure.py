@@ -9,9 +9,15 @@ from pathlib import Path
 
 import torch
 
-from l2l_compile.devices.host import HOST, available_memory, is_host, physical_memory
+from l2l_compile.devices.host import HOST, available_memory, cores_beside_a_device, is_host, physical_memory
 from l2l_compile.devices.registry import default_device
+from l2l_compile.errors import LoweringError
+from l2l_compile.host.compiled_step.compiled_step import CompiledStep
+from l2l_compile.host.gradients import GradientMemory
+from l2l_compile.host.step.torch_step import hyperparameters
+from l2l_compile.host.wire import Wires
 from l2l_compile.lanes import Lane
+from l2l_compile.memory.pages import unlocked
 from l2l_compile.simulation.clocks import HostStopwatch, Stopwatch, WaitingStopwatch, stopwatch_of
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.overhead import Overhead, measured_overhead
@@ -20,6 +26,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HOST_SIZE, _DEVICE_SIZE = 512, 4096  # rows and columns of the matrices
 _HOST_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 28  # bytes of a tensor: more than the caches hold
 _SMALL_BYTES = 1 << 12  # bytes of a copy whose time is nearly all latency
+_LONG = 0.05  # seconds of products: clocks of a device that was idle rise meanwhile
 _LAUNCHES = 500  # operations that are launched in a row
 
 
@@ -84,7 +91,7 @@ def _accelerator(device: torch.device) -> dict:
         return {
             "flops": flops(watch, device, _DEVICE_SIZE),
             "memory_bandwidth": elementwise_bandwidth(watch, device, _DEVICE_BYTES),
-            "host_bandwidth": elementwise_bandwidth(HostStopwatch(), HOST, _HOST_BYTES),
+            "host_bandwidth": update_bandwidth(WaitingStopwatch(_nothing), cores_beside_a_device()),
             "device_memory": torch.cuda.get_device_properties(device).total_memory,
             "device_reserve": _device_memory_in_use(device),
             Lane.H2D: to_device.bandwidth,
@@ -97,7 +104,11 @@ def _accelerator(device: torch.device) -> dict:
 
 def flops(watch: Stopwatch, device: torch.device, size: int) -> dict[str, float]:
     """FLOP/s of a product of square matrices, by dtype."""
-    return {str(dtype).removeprefix("torch."): 2 * size**3 / watch.seconds(_product(device, size, dtype)) for dtype in _DTYPES}
+    rates = {}
+    for dtype in _DTYPES:
+        side = size if dtype.itemsize > 2 or is_host(device) else 2 * size  # matrix units need larger products for their rate
+        rates[str(dtype).removeprefix("torch.")] = 2 * side**3 / watch.seconds(_product(device, side, dtype), at_least=_LONG)
+    return rates
 
 
 def _product(device: torch.device, size: int, dtype: torch.dtype) -> Callable[[], object]:
@@ -110,6 +121,32 @@ def elementwise_bandwidth(watch: Stopwatch, device: torch.device, size: int) -> 
     """Bytes per second, read and written, of the elementwise sum of two tensors of `size` bytes."""
     a, b, c = (torch.zeros(size // 4, device=device) for _ in range(3))
     return 3 * size / watch.seconds(lambda: torch.add(a, b, out=c))
+
+
+def update_bandwidth(watch: Stopwatch, threads: int) -> float:
+    """Bytes per second, read and written, of an update of AdamW as overlapped updates run it: compiled, on threads of its own.
+
+    PyTorch's own threads move fewer bytes, since its kernels fetch nothing ahead. Where no C compiler works, they are measured.
+    """
+    weight = torch.nn.Parameter(torch.zeros(_HOST_BYTES // 2))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    optimizer.state[weight] = {
+        "step": torch.ones(()),
+        "exp_avg": torch.zeros_like(weight),
+        "exp_avg_sq": torch.zeros_like(weight),
+    }
+    gradient, wires = torch.zeros_like(weight, dtype=torch.bfloat16), Wires(unlocked())
+    wires.load([weight], [torch.bfloat16])
+    step = CompiledStep(optimizer, wires, threads, GradientMemory())
+    moved = 2 * gradient.nbytes + 6 * weight.nbytes  # gradient and wire; weight and two moments, read and written
+    try:
+        return moved / watch.seconds(lambda: step.on(hyperparameters(optimizer), {weight: gradient}, 1.0))
+    except LoweringError:
+        return elementwise_bandwidth(HostStopwatch(), HOST, _HOST_BYTES)
+
+
+def _nothing() -> None:
+    """The host has done its work when the call returns."""
 
 
 def link(watch: Stopwatch, source: torch.device, target: torch.device, size: int, pinned: bool = False) -> Link:

@@ -86,6 +86,26 @@ def test_one_pass_is_the_step_and_the_cast(name, dtype):
             assert relative(torch.as_tensor(optimizer.state[p][key]), torch.as_tensor(value)) < 1e-6, key
 
 
+@torch.no_grad()
+def test_fp16_is_rounded_as_pytorch_rounds_it():
+    """Every number of fp16 as a gradient; as parameters, float32 numbers of every sign and exponent, with roundings of all kinds."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    ends = torch.tensor(
+        [0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x3000, 0x5000, 0x7FEFFF, 0x7FF000, 0x7FFFFF], dtype=torch.int32
+    )
+    some = torch.randint(1 << 23, (500,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    exponents = torch.arange(-256, 256, dtype=torch.int32) << 23
+    wide = (exponents[:, None] | torch.cat([ends, some])).flatten().view(torch.float32)
+    ours = [nn.Parameter(torch.zeros(every.numel())), nn.Parameter(wide.clone().view(-1, 1))]
+    wires = Wires(unlocked())
+    wire = wires.load(ours, [torch.float32, torch.float16])
+    optimizer = torch.optim.SGD(ours, lr=1.0)
+    step = CompiledStep(optimizer, wires, threads=1, memory=GradientMemory())
+    step.on(hyperparameters(optimizer), {ours[0]: every, ours[1]: torch.zeros(wide.numel(), 1).half()}, 1.0)
+    torch.testing.assert_close(ours[0].data, -every.float(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(wire.views[1], wide.view(-1, 1).half(), rtol=0, atol=0, equal_nan=True)
+
+
 def test_steps_that_are_not_elementwise_say_why():
     lamb = pytest.importorskip("pytorch_optimizer").Lamb
     weights = parameters()

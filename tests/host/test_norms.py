@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -108,3 +109,10 @@ def test_norms_up_to_the_largest_number():
     assert torch.equal(norm_of(ordinary), torch.linalg.vector_norm(ordinary))
     assert float(total_norm([torch.tensor(1.5e19)] * 4)) == pytest.approx(3e19, rel=1e-6)
     assert torch.equal(total_norm([ordinary[0].abs()]), get_total_norm([ordinary[0].abs()]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_norm_of_a_large_gradient_is_not_rounded_off(dtype):
+    """PyTorch's own norm of 150 million ones on a CPU is 0.95 of the right one."""
+    ones = torch.ones(1, dtype=dtype).expand(150_000_000)
+    assert float(norm_of(ones)) == pytest.approx(math.sqrt(150e6), rel=1e-6)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from l2l_compile import profile
+from l2l_compile.backend import l2l
 
 from .cases import Case, Context, Report
 from .settings import Setting
@@ -58,7 +59,7 @@ def generate(context: Context, cache: str, where: str, report: Report) -> None:
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     options = {**device_options(context), "micro_batches": 2, **({"resident": 0} if where == "weights streamed" else {})}
-    model.compile(backend="l2l", options=options)
+    model.compile(backend=l2l, options=options)
     more = {
         "max_new_tokens": NEW_TOKENS,
         "min_new_tokens": NEW_TOKENS,

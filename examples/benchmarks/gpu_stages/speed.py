@@ -63,21 +63,21 @@ def cases(context: Context) -> list[Case]:
     found = [
         ("in_backward, stash=host", streamed(**bf16, update="in_backward"), False),
         ("resident, recompute, layers compiled", rival(resident), False),
-        ("at_step, stash=host", streamed(**bf16), False),
-        ("in_forward, stash=host", streamed(**bf16, update="in_forward"), False),
         ("FSDP2 with CPUOffloadPolicy", rival(sharded), True),
+        ("in_forward, stash=host", streamed(**bf16, update="in_forward"), False),
         ('in_backward, keep="auto", resident', streamed(**bf16, update="in_backward", keep="auto", resident="30GB"), False),
         ("delay=1, an eighth of the batch", streamed(eighth, **bf16, update="in_forward", delay=1), False),
         ("in_backward, stash=host, an eighth of the batch", streamed(eighth, **bf16, update="in_backward"), False),
+        ("resident, an eighth of the batch", rival(resident, eighth), False),
+        ("FSDP2, an eighth of the batch", rival(sharded, eighth), True),
+        ("at_step, stash=host", streamed(**bf16), False),
         ("in_backward, stash=device", streamed(**bf16, update="in_backward", stash="device"), False),
         ("at_step, stash=host, fp32, an eighth of the batch", streamed(eighth), False),
-        ("resident, an eighth of the batch", rival(resident, eighth), False),
         ("at_step, stash=device", streamed(**bf16, stash="device"), False),
         ("in_forward, stash=device", streamed(**bf16, update="in_forward", stash="device"), False),
-        ("FSDP2, an eighth of the batch", rival(sharded, eighth), True),
         ("resident, fp32, an eighth of the batch", rival(resident, eighth, dtype=None), False),
     ]
-    found = found if context.on_gpu else [found[0], found[4], found[1], found[5]]
+    found = found if context.on_gpu else [found[0], found[2], found[1], found[4]]
     seconds, needs = (120, NEEDS) if context.on_gpu else (30, 0)
     return [Case(name, work, seconds, alone=gpu and context.on_gpu, gpu=gpu, needs=needs) for name, work, gpu in found]
 

@@ -25,7 +25,7 @@ _STORED = {
     torch.float32: ("float", "(real){}", "(float){}"),
     torch.float64: ("double", "(real){}", "(double){}"),
     torch.bfloat16: ("bf16", "from_bf16({})", "to_bf16({})"),
-    torch.float16: ("_Float16", "(real){}", "(_Float16){}"),
+    torch.float16: ("fp16", "from_fp16({})", "to_fp16({})"),
 }
 _ALONE = 1 << 16  # entries below which a second thread costs more than it gives
 
@@ -35,6 +35,7 @@ _PRELUDE = """\
 #include <string.h>
 typedef {real} real;
 typedef uint16_t bf16;
+typedef uint16_t fp16;
 #define SQRT(a) __builtin_sqrt{suffix}(a)
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 #define FMA(a, b, c) __builtin_fma{suffix}(a, b, c)
@@ -45,6 +46,22 @@ static inline float from_bf16(bf16 x) {{ uint32_t b = (uint32_t)x << 16; float f
 static inline bf16 to_bf16(float f) {{
   uint32_t b; memcpy(&b, &f, 4);
   return f != f ? 0x7fc0 : (b + 0x7fff + ((b >> 16) & 1)) >> 16;
+}}
+/* fp16 as the library FP16 (M. Dukhan) converts it: integers and products alone, so that loops are vectorized. Compilers do not
+   vectorize conversions of _Float16 where the processor computes in float only. */
+static inline uint32_t bits(float f) {{ uint32_t b; memcpy(&b, &f, 4); return b; }}
+static inline float of_bits(uint32_t b) {{ float f; memcpy(&f, &b, 4); return f; }}
+static inline float from_fp16(fp16 x) {{
+  uint32_t w = (uint32_t)x << 16, twice = w + w;
+  float normal = of_bits((twice >> 4) + (0xE0u << 23)) * 0x1.0p-112f, small = of_bits((twice >> 17) | (126u << 23)) - 0.5f;
+  return of_bits((w & 0x80000000u) | (twice < (1u << 27) ? bits(small) : bits(normal)));
+}}
+static inline fp16 to_fp16(float f) {{
+  uint32_t w = bits(f), twice = w + w, bias = twice & 0xFF000000u;
+  float base = (of_bits(w & 0x7FFFFFFFu) * 0x1.0p+112f) * 0x1.0p-110f;
+  bias = bias < 0x71000000u ? 0x71000000u : bias;
+  uint32_t b = bits(of_bits((bias >> 1) + 0x07800000u) + base), rest = ((b >> 13) & 0x7C00u) + (b & 0x0FFFu);
+  return (w & 0x80000000u) >> 16 | (twice > 0xFF000000u ? 0x7E00u : rest);
 }}
 #define STEP 32
 #define AHEAD 384

@@ -299,11 +299,9 @@ class UpdatesInForward(OverlappedUpdates):
         return norms
 
     def _norm_of_one(self, parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        """The norm of a gradient, taken in the dtype of its parameter. Only one gradient is widened at a time."""
+        """The norm of a gradient, taken in the dtype of its parameter."""
         entries = gradient.coalesce().values() if gradient.is_sparse else gradient  # an embedding outside of the compiled model
-        wide = self._memory.widened(entries, parameter.dtype)
-        norm = torch.linalg.vector_norm(wide)
-        return norm if torch.isfinite(norm) else norm_of(wide)
+        return norm_of(entries, parameter.dtype)
 
     def _skip_step(self) -> None:
         self._skipped += 1
