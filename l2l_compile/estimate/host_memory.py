@@ -13,6 +13,7 @@ from l2l_compile.devices.staging import edge_bytes, ring_bytes
 from l2l_compile.host.compiled_step.compiled_step import why_not_compiled
 from l2l_compile.host.server import segments_in_flight
 from l2l_compile.host.step.torch_step import state_bytes_of_trial
+from l2l_compile.host.updates.norms import PIECE
 from l2l_compile.host.wire import is_locked, on_wire, shape_on_host
 from l2l_compile.ir.precision import gradient_dtype
 from l2l_compile.ir.program import Program
@@ -236,14 +237,15 @@ def _gradients(trained: Sequence[TensorSpec], largest_push: int, options: Option
 def _widened_for_an_update(segments: Sequence[_SegmentMemory], options: Options) -> int:
     """Bytes of gradients that stay as they came over the link and are widened for a while, where updates wait for the norm.
 
-    The norm is taken of one widened gradient at a time. A step that is not compiled takes the widened gradients of a segment.
+    The norm is taken of a widened piece of a gradient at a time. A step that is not compiled takes the widened gradients of a segment.
     """
     if not options.mode.keeps_gradients or options.accumulate != 1:
         return 0
     if options.optimizer is None or not options.compile_update or why_not_compiled(options.optimizer) is not None:
         return max((segment.room for segment in segments), default=0)
     trained = (spec for segment in segments for _, spec in segment.parameters if spec.differentiable)
-    return max((_master_bytes(spec) for spec in trained if _is_widened(spec, options)), default=0)
+    pieces = (min(_count(spec), PIECE) * _master_bytes(spec) // _count(spec) for spec in trained if _is_widened(spec, options))
+    return max(pieces, default=0)
 
 
 def _optimizer_state(trained: Sequence[TensorSpec], options: Options) -> int | None:

@@ -271,7 +271,7 @@ class HostTimes:
             self._pushes[weight.owner] -= 1
             self._add(weight, self._arrived.get(weight.owner))
             if mode.keeps_gradients and self._pushes[weight.owner] == 0:
-                self._norm(self._arrived[weight.owner])
+                self._norm_of_single(self._arrived[weight.owner])
 
     def _add(self, weight: HostWeight, so_far: _Gradient | None) -> None:
         """A gradient of a parameter, to be added to those that have come before."""
@@ -286,6 +286,11 @@ class HostTimes:
             self._spend(n * (so_far.width + wide))
         self._spend(n * (2 * wide + came))
         self._arrived[weight.owner] = _Gradient(weight, wide, shared=True)
+
+    def _norm_of_single(self, gradient: _Gradient) -> None:
+        """The norm of a gradient, unless it came in one piece: then a device has taken it."""
+        if gradient.shared or not self.machine.overlaps:
+            self._norm(gradient)
 
     def _norm(self, gradient: _Gradient) -> None:
         """The norm of a gradient, in the dtype of its parameter."""
@@ -305,8 +310,8 @@ class HostTimes:
         for owner in owners:
             gradient = self._arrived[owner]
             weight, n = gradient.weight, gradient.weight.entries
-            if not self.options.mode.keeps_gradients and (gradient.shared or not self.machine.overlaps):
-                self._norm(gradient)  # a device takes those of single gradients
+            if not self.options.mode.keeps_gradients:
+                self._norm_of_single(gradient)
             if self.optimizer.state is None:  # the copy on the wire is made when the next forward reads it
                 self._spend(n * (gradient.width + weight.on_host) if gradient.width < weight.on_host else 0)
                 self.clocks.spend(self.optimizer.of_shape(weight.shape))

@@ -22,7 +22,6 @@ from l2l_compile.runtime.rows import StepRows
 from l2l_compile.simulation.blocks import BlockResult
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.simulated_device import Clocks
-from l2l_compile.update_modes import UpdatePlace
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -195,7 +194,7 @@ class BackwardTimes(SegmentTimes):
         for index, spec in enumerate(self.block.weights):
             if index in self.sums:
                 bundle.parts.append(self._cast(index, gradient_dtype(spec, options.gradients_on_link)))
-        if options.mode.place is UpdatePlace.AFTER_PUSH and self.run.machine.overlaps:
+        if options.mode.is_overlapped and self.run.machine.overlaps:
             for size in bundle.parts:
                 self.run.move(size)
 

@@ -241,7 +241,7 @@ class ParameterServer:
         self.device.accesses.read(gradients.place)
         tensors: list[torch.Tensor | None] = gradients.tensors or []
         arrived = {w: g for w, g in zip(segment.weights, tensors, strict=False) if g is not None}
-        norms = _by_weight(arrived, tensors[len(segment.weights) :])
+        norms = _by_weight(arrived, tensors[len(segment.weights) :], abs(step.host.factor))
         gradients.tensors = None
         if step.host.factor != 1.0:
             for gradient in [g for g in tensors if g is not None]:
@@ -327,9 +327,9 @@ class _InFlight:
     last: Ticket
 
 
-def _by_weight(arrived: Iterable[Input], norms: Sequence[torch.Tensor | None]) -> dict[Input, float]:
-    """The norm of each gradient that has arrived. `norms` is empty, or has one tensor with all norms that the device took."""
-    return {w: norm for taken in norms if taken is not None for w, norm in zip(arrived, taken.tolist(), strict=True)}
+def _by_weight(arrived: Iterable[Input], norms: Sequence[torch.Tensor | None], factor: float) -> dict[Input, float]:
+    """The norm of each gradient that has arrived, times a factor. `norms` has one tensor with all that the device took, or none."""
+    return {w: norm * factor for taken in norms if taken is not None for w, norm in zip(arrived, taken.tolist(), strict=True)}
 
 
 def segments_in_flight(options: Options) -> int:

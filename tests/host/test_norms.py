@@ -1,4 +1,4 @@
-"""`update="in_backward"` on a device that takes the norms of gradients before they cross the link."""
+"""Norms of gradients, which a device takes before they cross the link, or the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils import get_total_norm
 
 import l2l_compile
 from l2l_compile import L2LError
-from l2l_compile.host.updates import in_backward
+from l2l_compile.host.updates import norms
 from l2l_compile.host.updates.norms import norm_of, total_norm
 from models import WIDTH, Shared, Stack, compiled, rows
 
@@ -22,19 +22,23 @@ MODELS = {
 }
 
 
-def in_backward_step(model, **options):
+OVERLAPPED = ("in_backward", "in_forward")
+
+
+def overlapped_step(model, update="in_backward", **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return compiled(model, optimizer=optimizer, update="in_backward", compile_update=False, **options), optimizer
+    return compiled(model, optimizer=optimizer, update=update, compile_update=False, **options), optimizer
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_norm_of_a_step(threaded, name, rounds, precision):
+@pytest.mark.parametrize("update", OVERLAPPED)
+def test_the_norm_of_a_step(threaded, update, name, rounds, precision):
     """Gradients of shared weights and of several rounds add up before their norm is taken."""
     model = MODELS[name]().float()
     reference = copy.deepcopy(model)
-    step, optimizer = in_backward_step(model, accumulate=rounds, precision=precision)
+    step, optimizer = overlapped_step(model, update, accumulate=rounds, precision=precision)
     for _ in range(2):
         reference.load_state_dict(model.state_dict())
         reference.zero_grad()
@@ -47,20 +51,21 @@ def test_the_norm_of_a_step(threaded, name, rounds, precision):
         assert l2l_compile.stats(step).gradient_norm == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 0.02)
 
 
-def test_the_host_reads_no_gradient_with_a_norm_of_the_device(threaded, monkeypatch):
+@pytest.mark.parametrize("update", OVERLAPPED)
+def test_the_host_reads_no_gradient_with_a_norm_of_the_device(threaded, monkeypatch, update):
     read = []
-    squares = in_backward.sum_of_squares
-    monkeypatch.setattr(in_backward, "sum_of_squares", lambda gradients: squares(read.append(g.shape) or g for g in gradients))
-    step, optimizer = in_backward_step(Stack(3).float())
+    monkeypatch.setattr(norms, "_in_pieces", lambda gradient, dtype: read.append(gradient.shape) or torch.tensor(1.0))
+    step, optimizer = overlapped_step(Stack(3).float(), update)
     for _ in range(2):
         step(rows(6, dtype=torch.float32)).sum().backward()
         optimizer.step()
+    l2l_compile.synchronize(step)
     assert not read
 
 
 def test_a_gradient_that_is_not_finite_changes_no_parameter(threaded):
     model = Stack(3).float()
-    step, optimizer = in_backward_step(model)
+    step, optimizer = overlapped_step(model)
     step(rows(6, dtype=torch.float32)).sum().backward()
     optimizer.step()
     before = copy.deepcopy(model.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -66,6 +67,8 @@ class StepFigures:
 
 class UpdatesInForward(OverlappedUpdates):
     """Puts the updates of a step off to the next forward, which waits for a segment's updates before it fetches the segment."""
+
+    wants_norms = True
 
     def __init__(self, options: Options, worker: Worker, wires: Wires, threads: int, memory: GradientMemory):
         super().__init__(options, worker, wires, threads, memory)
@@ -244,13 +247,21 @@ class UpdatesInForward(OverlappedUpdates):
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
     def collect(self, pending: PendingBackward, segment: Sequence[Pushed]) -> None:
-        """Take norms as gradients arrive, so that none is left to take between the last gradient and the first update."""
+        """Take norms as gradients arrive, so that none is left to take between the last gradient and the first update.
+
+        The device has taken that of a gradient that came in one piece.
+        """
         parameters = tuple(pushed.parameter for pushed in segment)
         pending.of_step.segments.setdefault(parameters)
         super().collect(pending, segment)
         for parameter in self.ledger.settled(pending, parameters):
             gradient = pending.of_step.gradients[parameter]
-            pending.of_step.norms[parameter] = gradient, self._norm_of_one(parameter, gradient)
+            known = next((pushed.norm for pushed in segment if pushed.gradient is gradient), None)
+            if known is not None and math.isfinite(known):  # squares may overflow on the device
+                norm = torch.tensor(known, dtype=torch.promote_types(gradient.dtype, torch.float32))
+            else:
+                norm = self._norm_of_one(parameter, gradient)
+            pending.of_step.norms[parameter] = gradient, norm
 
     def _look_and_leave(self, step: DeferredStep, of_step: StepGradients) -> None:
         """Look at a step, and leave its gradients to the updates: a loss that the caller keeps leads to `of_step`."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-_PIECE = 1 << 20  # entries: a piece in float32 stays in a cache
+PIECE = 1 << 20  # entries: a piece in float32 stays in a cache
 
 
 def norm_of(gradient: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -30,7 +30,7 @@ def _in_pieces(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     On a CPU, `vector_norm` adds up all squares in eight sums in float32, and each stops to grow at 2**24 times its summands. It is
     slow for entries in 16 bits, which are widened here piece by piece, in a buffer that stays in the cache.
     """
-    pieces = gradient.reshape(-1).split(_PIECE)
+    pieces = gradient.reshape(-1).split(PIECE)
     buffer = None if gradient.dtype == dtype else torch.empty(pieces[0].numel(), dtype=dtype, device=gradient.device)
     norms = [torch.linalg.vector_norm(p if buffer is None else buffer[: p.numel()].copy_(p)) for p in pieces]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
