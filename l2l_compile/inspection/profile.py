@@ -23,8 +23,8 @@ def profile(compiled: Any, path: str | Path | None = None) -> Profile:
     path   the file for the Chrome trace, written at the end of the block; https://ui.perfetto.dev opens it. None writes no file
 
     `with ... as measured` gives a `Profile`, whose `timeline` has the form of a simulated one. The model computes the same numbers.
-    If the model has not run before, the compilation is in the profile. Lanes of a GPU are measured by events on their streams;
-    this has not run on a GPU yet. If the host is the device, all work but updates is work of the caller. Raises `TypeError` if
+    If the model has not run before, the compilation is in the profile. Lanes of a GPU are measured by events on their streams.
+    If the host is the device, all work but updates is work of the caller. Raises `TypeError` if
     `compiled` is no compiled model of this backend, and `L2LError` at the end of the block if the model did not run in it.
     """
     session_of(compiled)  # or a TypeError

@@ -43,7 +43,7 @@ def measure_machine(device: torch.device | str | None = None) -> Machine:
 
     Each figure is a median of repeats. With one thread (`torch.set_num_threads`), figures of the host count CPU seconds of that
     thread, so that other processes do not matter. If the host is its own device, the link is a copy in its memory, and nothing
-    overlaps. The measurements of a CUDA device have not run on one: check the figures against the machine's datasheet.
+    overlaps.
     """
     chosen = torch.device(device) if device is not None else default_device()
     with torch.random.fork_rng([] if is_host(chosen) else [chosen]):

@@ -44,42 +44,62 @@ class Load:
         return self.rows * self.size.tokens
 
 
+ON_GPU = Load(LLAMA_8B_WIDTH, 32, 8)
+
+
 def load(context: Context) -> Load:
     if context.on_gpu:
-        return Load(LLAMA_8B_WIDTH, 32, 8)
+        return ON_GPU
     return Load(Size(layers=3, hidden=64, intermediate=128, heads=4, groups=2, vocabulary=256, tokens=16), 8, 4)
 
 
 prepare = warm_up
 
 
+_BF16 = {"precision": "bf16"}
+# the options of streamed steps by the name of their case
+STREAMED: dict[str, dict[str, Any]] = {
+    "in_backward, stash=host": {**_BF16, "update": "in_backward"},
+    "in_forward, stash=host": {**_BF16, "update": "in_forward"},
+    'in_backward, keep="auto", resident': {**_BF16, "update": "in_backward", "keep": "auto", "resident": "30GB"},
+    "delay=1, an eighth of the batch": {**_BF16, "update": "in_forward", "delay": 1},
+    "in_backward, stash=host, an eighth of the batch": {**_BF16, "update": "in_backward"},
+    "at_step, stash=host": _BF16,
+    "in_backward, stash=device": {**_BF16, "update": "in_backward", "stash": "device"},
+    "at_step, stash=host, fp32, an eighth of the batch": {},
+    "at_step, stash=device": {**_BF16, "stash": "device"},
+    "in_forward, stash=device": {**_BF16, "update": "in_forward", "stash": "device"},
+}
+_ORDER = (  # most important first
+    *("in_backward, stash=host", "resident, recompute, layers compiled", "FSDP2 with CPUOffloadPolicy", "in_forward, stash=host"),
+    *('in_backward, keep="auto", resident', "delay=1, an eighth of the batch", "in_backward, stash=host, an eighth of the batch"),
+    *("resident, an eighth of the batch", "FSDP2, an eighth of the batch", "at_step, stash=host", "in_backward, stash=device"),
+    *("at_step, stash=host, fp32, an eighth of the batch", "at_step, stash=device", "in_forward, stash=device"),
+    "resident, fp32, an eighth of the batch",
+)
+_ON_CPU = (0, 2, 1, 4)
+
+
+def load_of(case: str, whole: Load) -> Load:
+    """The load of a case: the whole one, or an eighth of its rows."""
+    if "an eighth" not in case:
+        return whole
+    return replace(whole, rows=max(whole.rows // 8, 1), micro_batches=max(whole.micro_batches // 8, 1))
+
+
 def cases(context: Context) -> list[Case]:
-    """Most important first."""
-    whole = load(context)
-    eighth = replace(whole, rows=max(whole.rows // 8, 1), micro_batches=max(whole.micro_batches // 8, 1))
-    streamed = lambda on=whole, **options: functools.partial(stream, context, on, options)  # noqa: E731
-    rival = lambda work, on=whole, **more: functools.partial(work, context, on, **more)  # noqa: E731
-    bf16 = {"precision": "bf16"}
-    found = [
-        ("in_backward, stash=host", streamed(**bf16, update="in_backward"), False),
-        ("resident, recompute, layers compiled", rival(resident), False),
-        ("FSDP2 with CPUOffloadPolicy", rival(sharded), True),
-        ("in_forward, stash=host", streamed(**bf16, update="in_forward"), False),
-        ('in_backward, keep="auto", resident', streamed(**bf16, update="in_backward", keep="auto", resident="30GB"), False),
-        ("delay=1, an eighth of the batch", streamed(eighth, **bf16, update="in_forward", delay=1), False),
-        ("in_backward, stash=host, an eighth of the batch", streamed(eighth, **bf16, update="in_backward"), False),
-        ("resident, an eighth of the batch", rival(resident, eighth), False),
-        ("FSDP2, an eighth of the batch", rival(sharded, eighth), True),
-        ("at_step, stash=host", streamed(**bf16), False),
-        ("in_backward, stash=device", streamed(**bf16, update="in_backward", stash="device"), False),
-        ("at_step, stash=host, fp32, an eighth of the batch", streamed(eighth), False),
-        ("at_step, stash=device", streamed(**bf16, stash="device"), False),
-        ("in_forward, stash=device", streamed(**bf16, update="in_forward", stash="device"), False),
-        ("resident, fp32, an eighth of the batch", rival(resident, eighth, dtype=None), False),
-    ]
-    found = found if context.on_gpu else [found[0], found[2], found[1], found[4]]
     seconds, needs = (120, NEEDS) if context.on_gpu else (30, 0)
-    return [Case(name, work, seconds, alone=gpu and context.on_gpu, gpu=gpu, needs=needs) for name, work, gpu in found]
+    found = []
+    for name in _ORDER if context.on_gpu else (_ORDER[i] for i in _ON_CPU):
+        on, is_sharded = load_of(name, load(context)), "FSDP2" in name
+        if name in STREAMED:
+            work = functools.partial(stream, context, on, STREAMED[name])
+        elif is_sharded:
+            work = functools.partial(sharded, context, on)
+        else:
+            work = functools.partial(resident, context, on, dtype=None if "fp32" in name else torch.bfloat16)
+        found.append(Case(name, work, seconds, alone=is_sharded and context.on_gpu, gpu=is_sharded, needs=needs))
+    return found
 
 
 def stream(context: Context, on: Load, options: dict[str, Any], report: Report) -> None:
