@@ -23,6 +23,11 @@ def traced_on(device: torch.device) -> torch.device:
     return device if kind_of(device).complaint() is None else HOST
 
 
+def is_absent(device: torch.device) -> bool:
+    """Whether this machine lacks the device, so that blocks for it are traced on the host."""
+    return traced_on(device) != device
+
+
 def default_device() -> torch.device:
     """The accelerator of this machine if `KINDS` has its kind, else the host."""
     found = torch.accelerator.current_accelerator(check_available=True)

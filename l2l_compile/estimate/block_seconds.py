@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import fx
 
-from l2l_compile.devices.registry import traced_on
+from l2l_compile.devices.registry import is_absent, traced_on
 from l2l_compile.lowering.code_cache import Code, Lowered
 from l2l_compile.lowering.costs import kernels_of
 from l2l_compile.lowering.lower import Lowering, Request
@@ -33,7 +33,7 @@ class TimedLowering(Lowering):
     """Traces blocks as a step on a machine does. The code of a block is a `BlockRun`: the roofline of its kernels."""
 
     def __init__(self, device: torch.device, machine: Machine, fused: bool):
-        super().__init__(device, "eager")
+        super().__init__(traced_on(device), "eager", is_absent(device))
         self.machine, self.fused = machine, fused
 
     def tracing_alone(self) -> Lowering:
@@ -49,7 +49,7 @@ class TimedLowering(Lowering):
 
 def timed_lowering(options: Options, machine: Machine) -> TimedLowering:
     """The lowering of a model with these options, on a machine."""
-    return TimedLowering(traced_on(options.device), machine, fused=options.block_compiler == "inductor")
+    return TimedLowering(options.device, machine, fused=options.block_compiler == "inductor")
 
 
 def run_of(lowered: Lowered) -> BlockRun:

@@ -19,7 +19,7 @@ from torch import fx
 
 from l2l_compile.devices.device import LinkRates
 from l2l_compile.devices.host import is_host, own_memory
-from l2l_compile.devices.registry import kind_of, traced_on
+from l2l_compile.devices.registry import is_absent, kind_of, traced_on
 from l2l_compile.estimate.host_memory import host_memory
 from l2l_compile.ir import nodes
 from l2l_compile.ir.leaving import passes_on
@@ -98,7 +98,7 @@ def samples(
 
 def savings_for(options: Options, machine: Machine | None) -> Savings:
     """What blocks may save, by the rates of a machine if there is one."""
-    lowering = Lowering(traced_on(options.device), "eager")
+    lowering = Lowering(traced_on(options.device), "eager", is_absent(options.device))
     return Savings(lowering, options.block_compiler != "eager", machine or typical_rates(options.device))
 
 
@@ -120,7 +120,7 @@ def _room_of_device(programs: Sequence[Program], options: Options, machine: Mach
 
 def _runs(programs: Sequence[Program], options: Options, machine: Machine | None, levels: StepLevels | None) -> list[_DryRun]:
     """A step through these programs."""
-    lowering, slabs = Lowering(traced_on(options.device), "eager"), _slabs(programs, options)
+    lowering, slabs = Lowering(traced_on(options.device), "eager", is_absent(options.device)), _slabs(programs, options)
     savings = savings_for(options, machine)
     levels = levels if levels is not None else levels_of_step(programs, options, machine, savings)
     runs = [_DryRun(p, options, lowering, slabs, savings, kept) for p, kept in zip(programs, levels, strict=True)]

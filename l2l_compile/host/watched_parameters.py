@@ -13,6 +13,7 @@ it runs.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import os
@@ -88,6 +89,8 @@ class ParameterWatch:
         Nothing is watched within compiled code, or while a program runs.
         """
         self.end()
+        if _unread.get():
+            return
         self._thread = threading.get_ident()
         _watches.add(self)
         if compiles_here() or _is_inside(sys._getframe(1)):
@@ -184,6 +187,19 @@ _own_class: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary() 
 def watch_compiled_code() -> None:
     """Have parameters be watched outside of compiled code alone, from now on."""
     watch_regions(_suspend_for, _resume)
+
+
+@contextlib.contextmanager
+def nothing_is_read() -> Iterator[None]:
+    """Context manager in which no parameter is watched: a loop of this package runs, which reads none while it may be updated."""
+    token = _unread.set(True)
+    try:
+        yield
+    finally:
+        _unread.reset(token)
+
+
+_unread = contextvars.ContextVar("nothing_is_read", default=False)
 
 
 def unwatched() -> contextlib.AbstractContextManager:

@@ -33,7 +33,7 @@ from l2l_compile.lowering.faster.compile_ahead import Begun, CompileProgress
 from l2l_compile.lowering.inductor import LOOKUPS, compile_graph, reshape_where_needed
 from l2l_compile.lowering.randomness import hoist_draws
 from l2l_compile.lowering.sizes import Guards, Sizes
-from l2l_compile.lowering.trace import settings_of_a_trace, trace_backward, trace_forward
+from l2l_compile.lowering.trace import in_place_of_an_accelerator, settings_of_a_trace, trace_backward, trace_forward
 from l2l_compile.reentry import COMPILATION, whole
 from l2l_compile.torch_internals import gc_pause
 from l2l_compile.torch_internals.threads import apart_from_compilation
@@ -95,8 +95,9 @@ class Waiting:
 class Lowering:
     """Lowers blocks for a device, and keeps the lowered block for each size."""
 
-    def __init__(self, device: torch.device, block_compiler: str):
-        self.device, self.block_compiler = device, block_compiler
+    def __init__(self, device: torch.device, block_compiler: str, stands_in: bool = False):
+        """`stands_in`: blocks are traced on this device in place of an accelerator that is not here."""
+        self.device, self.block_compiler, self.stands_in = device, block_compiler, stands_in
         self._done: dict[tuple, Lowered] = {}
         self._with_floats: dict[tuple, tuple[Code, Lowered, tuple[sympy.Symbol, ...]]] = {}  # of blocks that read floats
         self._ahead: dict[tuple, Waiting | None] = {}
@@ -116,7 +117,7 @@ class Lowering:
 
     def tracing_alone(self) -> Lowering:
         """A lowering for blocks whose traces are wanted, and that are not run: nothing is compiled."""
-        return Lowering(self.device, "eager")
+        return Lowering(self.device, "eager", self.stands_in)
 
     def apart(self) -> AbstractContextManager:
         """Context manager in which blocks are traced and compiled, apart from what the caller is in."""
@@ -192,7 +193,15 @@ class Lowering:
 
     def key(self, block: Block, bindings: Bindings, which: str, wanted: tuple[bool, ...]) -> LoweringKey:
         fingerprint = block_fingerprint(block, {s: bindings[s] for s in block.sized_by if bindings[s] < 2 or block.static})
-        how = (which, wanted, self.device, self.block_compiler, torch._inductor.config.get_hash(), *settings_of_a_trace())
+        how = (
+            which,
+            wanted,
+            self.device,
+            self.stands_in,
+            self.block_compiler,
+            torch._inductor.config.get_hash(),
+            *settings_of_a_trace(),
+        )
         return LoweringKey(
             (fingerprint.key, how),
             (fingerprint.values, how),
@@ -263,10 +272,11 @@ class Lowering:
 
     def _traced(self, block: Block, sizes: Sizes, which: str, wanted: tuple[bool, ...]) -> Waiting | None:
         """Trace the graph. None if leaving out the unwanted outputs of forward would remove no computation."""
-        if which == "backward":
-            graph, present = trace_backward(block, sizes, self.device, wanted)
-        else:
-            graph, present = trace_forward(block, sizes, self.device), wanted
+        with in_place_of_an_accelerator(self.stands_in):
+            if which == "backward":
+                graph, present = trace_backward(block, sizes, self.device, wanted)
+            else:
+                graph, present = trace_forward(block, sizes, self.device), wanted
         draws, seeded = hoist_draws(graph)
         if which == "forward" and not all(wanted) and (seeded or not _leave_out(graph, wanted)):
             return None

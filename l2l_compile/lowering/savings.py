@@ -19,7 +19,7 @@ from l2l_compile.lowering.lower import Lowering, LoweringKey, Request, Waiting, 
 from l2l_compile.lowering.randomness import hoist_draws
 from l2l_compile.lowering.saving import Level, SavingChoice
 from l2l_compile.lowering.sizes import Guards, Sizes
-from l2l_compile.lowering.trace import trace_joint
+from l2l_compile.lowering.trace import in_place_of_an_accelerator, trace_joint
 from l2l_compile.reentry import COMPILATION, whole
 
 SavingRequest = tuple[Block, Bindings, tuple[bool, ...], int]  # block, sizes, outputs whose gradients arrive, level
@@ -213,7 +213,8 @@ class Savings:
 
     @whole(COMPILATION)
     def _traced_with(self, sizes: Sizes, block: Block, gradient_mask: tuple[bool, ...], key: LoweringKey) -> _JointCode:
-        graph, present = trace_joint(block, sizes, self._lowering.device, gradient_mask)
+        with in_place_of_an_accelerator(self._lowering.stands_in):
+            graph, present = trace_joint(block, sizes, self._lowering.device, gradient_mask)
         draws, seeded = hoist_draws(graph)
         symbols, once = len(sizes.symbols), not block.inner_looped
         varying = frozenset(symbols + i for i, spec in enumerate(block.operands) if once or spec.splits)

@@ -8,8 +8,9 @@ Sizes that stay symbolic (`Sizes.symbols`) are integer operands in front of the 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +56,38 @@ def _float32_precisions() -> tuple[str, ...]:
     return tuple(part.fp32_precision for part in (backends, backends.cudnn, backends.mkldnn, *parts))
 
 
+_in_place_of_an_accelerator = ContextVar("in_place_of_an_accelerator", default=False)
+
+
+@contextmanager
+def in_place_of_an_accelerator(is_so: bool) -> Iterator[None]:
+    """Trace on the host what runs on an accelerator that is not here.
+
+    Kernels of accelerators draw the dropout of attention as they go. Those of the host cannot: PyTorch would make the matrix of
+    all weights there. The trace has attention without dropout, which takes as much time and memory as theirs.
+    """
+    token = _in_place_of_an_accelerator.set(is_so)
+    try:
+        yield
+    finally:
+        _in_place_of_an_accelerator.reset(token)
+
+
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_DROPOUT = 4  # the position of attention's argument `dropout_p`
+_IN_FUSED_ATTENTION = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _without_dropout(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of attention, with `dropout_p` of 0 where a kernel of an accelerator computes it."""
+    query = args[0] if args else kwargs["query"]
+    if query.dtype not in _IN_FUSED_ATTENTION:
+        return args, kwargs
+    if len(args) > _DROPOUT:
+        return (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :]), kwargs
+    return args, {**kwargs, "dropout_p": 0.0}
+
+
 class BlockInterpreter(fx.Interpreter):
     """Runs a block's torch-level graph with numbers in place of symbolic sizes, and the device in place of the host.
 
@@ -81,6 +114,8 @@ class BlockInterpreter(fx.Interpreter):
             args = (self.device.type, *args[1:])
         if target in (torch.tensor, torch.as_tensor):  # a constant of the graph, which is on the host
             return self._there(super().call_function(target, args, {**kwargs, "device": HOST}))
+        if target is _ATTENTION and _in_place_of_an_accelerator.get():
+            args, kwargs = _without_dropout(args, kwargs)
         return self._there(super().call_function(target, self._move(args), self._move(kwargs)))
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from l2l_compile.devices.host import HOST
-from l2l_compile.devices.registry import ACCELERATOR, traced_on
+from l2l_compile.devices.registry import ACCELERATOR, is_absent, traced_on
 from l2l_compile.ir.fx_types import arguments
 from l2l_compile.ir.values import Bindings, dim_of, evaluate
 from l2l_compile.lowering.code_cache import Code, Lowered
@@ -64,7 +64,8 @@ class SimulatedLowering(Lowering):
     """
 
     def __init__(self, device: SimulatedDevice | SimulatedHost, compiled: bool, times: BlockTimes | None = None):
-        super().__init__(traced_on(ACCELERATOR if device.machine.overlaps else HOST), "eager")
+        on = ACCELERATOR if device.machine.overlaps else HOST
+        super().__init__(traced_on(on), "eager", is_absent(on))
         self.simulated, self.compiles, self.times = device, compiled, times
 
     def ahead(self, requests: Iterable[Request]) -> None:

@@ -19,6 +19,7 @@ from l2l_compile.frontend.dynamo.meta_models import OnTheHost
 from l2l_compile.host.compiled_step.compiled_step import CompiledStep
 from l2l_compile.host.step.torch_step import TorchStep
 from l2l_compile.host.updates.overlapped import OverlappedUpdates
+from l2l_compile.host.watched_parameters import nothing_is_read
 from l2l_compile.lanes import Lane
 from l2l_compile.options import AUTO, Options
 from l2l_compile.races import Unwatched
@@ -129,7 +130,7 @@ class SimulatedLoop:
         """Run steps until two in a row take equally long, at most `_MOST_STEPS`. Returns the last step."""
         compiled = torch.compile(fresh_caller(), backend=_Simulator(self))
         times, clocks = [self.device.now()], self.device.clocks
-        with standing_in(self._acting):
+        with standing_in(self._acting), nothing_is_read():
             while len(times) <= _MOST_STEPS and (self._goes_on or not self._is_steady(times)):
                 self._start_peaks()
                 self._step(compiled)

@@ -206,3 +206,31 @@ def test_a_step_that_differs_from_the_one_before_says_so(monkeypatch):
     monkeypatch.setattr(simulated_loop, "_is_steady", lambda times, tolerance: False)
     found = simulate(model, MACHINE, options)(x)
     assert not found.steady and "no two steps in a row took as long" in str(found)
+
+
+class Attention(nn.Module):
+    """A layer of attention over 64 places, whose weights may be dropped."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.dropout, self.all = dropout, nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        query, key, value = self.all(x).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        found = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout)
+        return x + found.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("machine", ["h200", "cpu"])
+def test_accelerators_drop_weights_within_attention(machine):
+    """The host makes the matrix of weights for it; blocks of a machine with a GPU are traced on the host as well."""
+    x = torch.randn(4, 64, WIDTH)
+    plain, dropped = (
+        simulate(nn.Sequential(*(Attention(p) for _ in range(2))), machine, {"micro_batches": 2}, loss=lambda y: y.sum())(x)
+        for p in (0.0, 0.5)
+    )
+    on_a_gpu = machine == "h200"
+    assert (dropped.seconds == plain.seconds) == on_a_gpu
+    assert (dropped.peak_device_bytes == plain.peak_device_bytes) == on_a_gpu
+    weights = 2 * 2 * 64 * 64 * 4  # of a micro-batch
+    assert on_a_gpu or dropped.peak_device_bytes > plain.peak_device_bytes + weights
