@@ -389,3 +389,18 @@ def test_memory_that_is_given_counts_less_what_is_in_use(monkeypatch):
     assert cases.available_bytes() == pytest.approx(free, rel=0.2)
     monkeypatch.setenv(cases.HOST_GB, "0.001")
     assert cases.available_bytes() == 0
+
+
+@pytest.mark.slow
+def test_no_case_of_the_script_fails_on_the_host(tmp_path):
+    """Cases use objects of the package that users do not: they have to follow it."""
+    import subprocess
+
+    path = tmp_path / "gpu.json"
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--minutes", "3", "--json", str(path)]
+    subprocess.run(
+        [*command, "--only", "races", "speed", "faults", "memory", "paper"], capture_output=True, cwd=tmp_path, timeout=240
+    )
+    stages = json.loads(path.read_text())["stages"]
+    assert all(stage["status"] == "done" for stage in stages.values())
+    assert not [row for stage in stages.values() for row in stage["rows"] if row["verdict"] in ("error", "crash", "hang", "off")]
