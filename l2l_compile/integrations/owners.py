@@ -156,7 +156,7 @@ def _groups(program: Program) -> list[list[Segment]]:
 
 def _seconds(program: Program) -> dict[Block, float]:
     """What the forward of a micro-batch of each block takes on a typical GPU, by a roofline; its backward takes about twice as long."""
-    rates, lowering = typical_rates(torch.device("cuda")), Lowering(HOST, "eager")
+    rates, lowering = typical_rates(torch.device("cuda")), Lowering(HOST, "eager", stands_in=True)
     found = {}
     for block in program.blocks:
         code, sizes = lowering.code(block, program.sizes_of(block), "forward", (True,) * len(block.outputs))

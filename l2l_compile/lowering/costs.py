@@ -38,7 +38,7 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
 
 
 def _for_all_heads(query: Any, *grouped: Any) -> list[tuple[int, ...]]:
-    """The shapes of keys and values with a head for each head of the queries: before torch 2.13, its formulas ask for that."""
+    """The shapes of keys and values with a head for each head of the queries: the formulas of torch 2.11 ask for that."""
     return [(shape[0], query.shape[1], *shape[2:]) for shape in (tensor.shape for tensor in grouped)]
 
 

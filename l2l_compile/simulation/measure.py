@@ -137,10 +137,10 @@ def update_bandwidth(watch: Stopwatch, threads: int) -> float:
     }
     gradient, wires = torch.zeros_like(weight, dtype=torch.bfloat16), Wires(unlocked())
     wires.load([weight], [torch.bfloat16])
-    step = CompiledStep(optimizer, wires, threads, GradientMemory())
+    step, shared = CompiledStep(optimizer, wires, threads, GradientMemory()), hyperparameters(optimizer)
     moved = 2 * gradient.nbytes + 6 * weight.nbytes  # gradient and wire; weight and two moments, read and written
     try:
-        return moved / watch.seconds(lambda: step.on(hyperparameters(optimizer), {weight: gradient}, 1.0))
+        return moved / watch.seconds(lambda: step.on(shared, {weight: gradient}, 1.0))
     except LoweringError:
         return elementwise_bandwidth(HostStopwatch(), HOST, _HOST_BYTES)
 

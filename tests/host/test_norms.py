@@ -12,6 +12,7 @@ from torch.nn.utils import get_total_norm
 
 import l2l_compile
 from l2l_compile import L2LError
+from l2l_compile.host import server
 from l2l_compile.host.updates import norms
 from l2l_compile.host.updates.norms import norm_of, total_norm
 from models import WIDTH, Shared, Stack, compiled, rows
@@ -121,3 +122,15 @@ def test_the_norm_of_a_large_gradient_is_not_rounded_off(dtype):
     """PyTorch's own norm of 150 million ones on a CPU is 0.95 of the right one."""
     ones = torch.ones(1, dtype=dtype).expand(150_000_000)
     assert float(norm_of(ones)) == pytest.approx(math.sqrt(150e6), rel=1e-6)
+
+
+def test_norms_of_pieces_are_not_rounded_to_16_bits():
+    ones = torch.ones(1, dtype=torch.bfloat16).expand(3_000_001)
+    assert norm_of(ones, torch.bfloat16) == torch.tensor(math.sqrt(3_000_001)).bfloat16()
+
+
+def test_a_norm_of_the_device_is_scaled_as_its_gradient():
+    """A loss that comes late scales gradients on the host."""
+    taken = [torch.tensor([1.0, 3.0], dtype=torch.float64)]
+    assert server._by_weight(["first", "second"], taken, 0.5) == {"first": 0.5, "second": 1.5}
+    assert server._by_weight(["first"], [], 0.5) == {}

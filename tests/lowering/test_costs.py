@@ -19,7 +19,7 @@ def attention(name):
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_grouped_attention_costs_as_many_flops_as_all_heads(name):
-    """Formulas of PyTorch 2.11 and 2.12 refuse fewer heads of keys than of queries."""
+    """Formulas of PyTorch 2.11 refuse fewer heads of keys than of queries."""
     query = torch.empty(ROWS, HEADS, PLACES, WIDTH, device="meta")
     key = torch.empty(ROWS, GROUPS, PLACES, WIDTH, device="meta")
     found = cost_of(attention(name), (query, key, key), {}, query).flops

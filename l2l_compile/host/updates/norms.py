@@ -31,9 +31,12 @@ def _in_pieces(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     slow for entries in 16 bits, which are widened here piece by piece, in a buffer that stays in the cache.
     """
     pieces = gradient.reshape(-1).split(PIECE)
-    buffer = None if gradient.dtype == dtype else torch.empty(pieces[0].numel(), dtype=dtype, device=gradient.device)
+    wide = (
+        dtype if len(pieces) == 1 else torch.promote_types(dtype, torch.float32)
+    )  # the norms of pieces are not rounded to 16 bits
+    buffer = None if gradient.dtype == wide else torch.empty(pieces[0].numel(), dtype=wide, device=gradient.device)
     norms = [torch.linalg.vector_norm(p if buffer is None else buffer[: p.numel()].copy_(p)) for p in pieces]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)).to(dtype)
 
 
 def sum_of_squares(gradients: Iterable[torch.Tensor]) -> float:
