@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 from pathlib import Path
 
 import pytest
+
+from marked_tables import assert_written
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -64,8 +64,4 @@ def checks() -> str:
 
 @pytest.mark.parametrize(("name", "table"), [("speed", speed), ("memory", memory), ("checks", checks)])
 def test_the_documented_figures_of_a_gpu_are_measured(name, table):
-    text = PAGE.read_text()
-    written = re.sub(rf"(?s)(?<=<!-- gpu: {name} -->\n).*?(?=<!-- end -->)", lambda _: table() + "\n", text, count=1)
-    if os.environ.get("UPDATE_DOCUMENTS"):
-        PAGE.write_text(written)
-    assert f"<!-- gpu: {name} -->" in text and PAGE.read_text() == written
+    assert_written(PAGE, f"gpu: {name}", table())

@@ -101,6 +101,7 @@ def main() -> int:
             options.sets, options.config = 4, smaller(options.config, folder)
         rows = [measured(case, options) for case in (CASES[:1] if options.quick else CASES)]
     worst = max(row["plan / grid"] for row in rows)
+    options.config = Path(options.config).name  # figures have no path of a machine
     return report(options, torch.device("cpu"), rows, [Limit("plan, over the best of the grid", worst, 1.02)])
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
-import re
 from pathlib import Path
 
+from marked_tables import assert_written
 from training_loop import UPDATES, training
 
 PAGE = Path(__file__).parents[2] / "docs" / "cuda.md"
@@ -33,8 +32,4 @@ def test_the_documented_calls_of_a_step_are_those_counted(runtime):
         found = [f"{sum(counts.get(name, 0) for name in names):,}" for names in COLUMNS.values()]
         rows.append(["`in_forward`, `delay=1`" if update == "delayed" else f"`{update}`", stash, precision, *found])
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    text = PAGE.read_text()
-    written = re.sub(r"(?s)(?<=<!-- calls -->\n).*?(?=<!-- end -->)", table + "\n", text)
-    if os.environ.get("UPDATE_DOCUMENTS"):
-        PAGE.write_text(written)
-    assert PAGE.read_text() == written
+    assert_written(PAGE, "calls", table)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import re
 import sys
 from pathlib import Path
 
 import pytest
+
+from marked_tables import assert_written
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "papers.md"
@@ -39,11 +39,7 @@ def ratios() -> str:
 
 @pytest.mark.parametrize(("name", "table"), [("memory", memory), ("ratios", ratios)])
 def test_the_documented_tables_are_those_of_the_script(name, table):
-    text = PAGE.read_text()
-    written = re.sub(rf"(?s)(?<=<!-- l2l: {name} -->\n).*?(?=<!-- end -->)", lambda _: table() + "\n", text, count=1)
-    if os.environ.get("UPDATE_DOCUMENTS"):
-        PAGE.write_text(written)
-    assert f"<!-- l2l: {name} -->" in text and PAGE.read_text() == written
+    assert_written(PAGE, f"l2l: {name}", table())
 
 
 def test_memory_is_at_most_that_of_the_paper_and_flat():

@@ -71,13 +71,23 @@ STREAMED: dict[str, dict[str, Any]] = {
     "in_forward, stash=device": {**_BF16, "update": "in_forward", "stash": "device"},
 }
 _ORDER = (  # most important first
-    *("in_backward, stash=host", "resident, recompute, layers compiled", "FSDP2 with CPUOffloadPolicy", "in_forward, stash=host"),
-    *('in_backward, keep="auto", resident', "delay=1, an eighth of the batch", "in_backward, stash=host, an eighth of the batch"),
-    *("resident, an eighth of the batch", "FSDP2, an eighth of the batch", "at_step, stash=host", "in_backward, stash=device"),
-    *("at_step, stash=host, fp32, an eighth of the batch", "at_step, stash=device", "in_forward, stash=device"),
+    "in_backward, stash=host",
+    "resident, recompute, layers compiled",
+    "FSDP2 with CPUOffloadPolicy",
+    "in_forward, stash=host",
+    'in_backward, keep="auto", resident',
+    "delay=1, an eighth of the batch",
+    "in_backward, stash=host, an eighth of the batch",
+    "resident, an eighth of the batch",
+    "FSDP2, an eighth of the batch",
+    "at_step, stash=host",
+    "in_backward, stash=device",
+    "at_step, stash=host, fp32, an eighth of the batch",
+    "at_step, stash=device",
+    "in_forward, stash=device",
     "resident, fp32, an eighth of the batch",
 )
-_ON_CPU = (0, 2, 1, 4)
+_ON_CPU = (*_ORDER[:3], 'in_backward, keep="auto", resident')
 
 
 def load_of(case: str, whole: Load) -> Load:
@@ -88,21 +98,24 @@ def load_of(case: str, whole: Load) -> Load:
 
 
 def cases(context: Context) -> list[Case]:
+    rivals: dict[str, functools.partial] = {
+        "resident, recompute, layers compiled": functools.partial(resident),
+        "resident, an eighth of the batch": functools.partial(resident),
+        "resident, fp32, an eighth of the batch": functools.partial(resident, dtype=None),
+        "FSDP2 with CPUOffloadPolicy": functools.partial(sharded),
+        "FSDP2, an eighth of the batch": functools.partial(sharded),
+    }
     seconds, needs = (120, NEEDS) if context.on_gpu else (30, 0)
     found = []
-    for name in _ORDER if context.on_gpu else (_ORDER[i] for i in _ON_CPU):
-        on, is_sharded = load_of(name, load(context)), "FSDP2" in name
-        if name in STREAMED:
-            work = functools.partial(stream, context, on, STREAMED[name])
-        elif is_sharded:
-            work = functools.partial(sharded, context, on)
-        else:
-            work = functools.partial(resident, context, on, dtype=None if "fp32" in name else torch.bfloat16)
-        found.append(Case(name, work, seconds, alone=is_sharded and context.on_gpu, gpu=is_sharded, needs=needs))
+    for name in _ORDER if context.on_gpu else _ON_CPU:
+        work = functools.partial(stream, options=STREAMED[name]) if name in STREAMED else rivals[name]
+        is_sharded = work.func is sharded
+        bound = functools.partial(work, context, load_of(name, load(context)))
+        found.append(Case(name, bound, seconds, alone=is_sharded and context.on_gpu, gpu=is_sharded, needs=needs))
     return found
 
 
-def stream(context: Context, on: Load, options: dict[str, Any], report: Report) -> None:
+def stream(context: Context, on: Load, report: Report, options: dict[str, Any]) -> None:
     """Measure streamed steps with some options. If there is time left, one more step is traced."""
     reference_kernels()
     start = time.perf_counter()
