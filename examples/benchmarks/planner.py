@@ -18,8 +18,9 @@ import torch
 
 from l2l_compile.command.asked import OPTIMIZERS
 from l2l_compile.command.models import Workload, load
+from l2l_compile.ir.rank_layout import Layout
 from l2l_compile.planner.plan import plan
-from l2l_compile.planner.trials import OptionTrial, Trials
+from l2l_compile.planner.trials import OptionTrial, Traces, Trials
 from l2l_compile.report.explain import explain
 from l2l_compile.simulation.machine import Machine
 from measuring import Limit, arguments, report
@@ -49,10 +50,10 @@ def fastest_of_grid(workload: Workload, machine: Machine, given: dict[str, Any],
     def trace(chosen: Any) -> Any:
         return workload.call(explain(workload.model, {**chosen, "device": "cpu"}))
 
-    trials = Trials(workload.model, trace, given, machine, None, lambda what: None)
+    trials = Trials(workload.model, Traces(trace, trace), given, machine, workload.rows, workload.rows, lambda what: None)
     chosen = list(itertools.product(*GRID.values()))
     for values in chosen[:: max(1, len(chosen) // sets)]:
-        trials.of(**dict(zip(GRID, values, strict=True)))
+        trials.of(Layout(), **dict(zip(GRID, values, strict=True)))
     return trials.all[0]
 
 

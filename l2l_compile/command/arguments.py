@@ -84,7 +84,10 @@ def _add_step(parser: argparse.ArgumentParser, machine_is_needed: bool, plans: b
     machine.add_argument(
         "--host-memory", metavar="SIZE", type=_size, help=f"memory of the host in place of the machine's, {size}"
     )
-    if not plans:
+    if plans:
+        machine.add_argument("--devices", type=int, default=1, help="how many devices, those of all hosts together (default: 1)")
+        machine.add_argument("--hosts", type=int, default=1, help="how many hosts they are on, as many on each (default: 1)")
+    else:
         machine.add_argument(
             "--html", metavar="FILE", help="write the page with pictures, of a step on the machine (default: h200)"
         )
@@ -163,12 +166,12 @@ def _add_options(group: Any, decided: Collection[str]) -> None:
     )
     add("prefetch", "layers that are fetched ahead", type=int)
     add("outputs", "what is copied to the host", choices=("all", "loss"))
+    add(
+        "schedule",
+        "the order of a step: 1f1b has each micro-batch go back as soon as it can",
+        choices=("breadth_first", "1f1b"),
+    )
     if not decided:
-        add(
-            "schedule",
-            "the order of a step: 1f1b has each micro-batch go back as soon as it can",
-            choices=("breadth_first", "1f1b"),
-        )
         add("pinned_memory", "the most host memory that is page-locked, such as 8GB", metavar="SIZE")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -33,13 +34,22 @@ def planned(given: argparse.Namespace) -> int:
     with progress() as under_way:
         under_way(f"tracing {given.config}")
         if given.batch is None:
+            if given.devices > 1:
+                raise OptionError(
+                    "the most rows are told for one device: with --devices, give --rows, those of all devices together"
+                )
             return _rows(given.config, settings, fixed, machine, under_way)
         found = _plan(given, settings, fixed, machine, under_way)
         print(found)
         if found.plans:
             print(f"\n{found.best.code}")
             return 0
-        _tell_remedies(Asked(given.config, _nearest(settings, found), machine), under_way)
+        if given.devices == 1:
+            _tell_remedies(Asked(given.config, _nearest(settings, found), machine), under_way)
+        elif lacking := found.lacking:
+            print(
+                f"  it fits with {' and '.join(f'--{name}-memory {math.ceil(size / 1e9)}GB' for name, size in lacking.items())}"
+            )
     return 1
 
 
@@ -50,7 +60,16 @@ def _plan(given: argparse.Namespace, settings: Settings, fixed: dict[str, Any], 
     chosen = {name: getattr(settings, name) for name in _NOT_DECIDED} | fixed
     optimizer = OPTIMIZERS[settings.optimizer](workload.trained)
     with failing_as(f"{workload.name} cannot be planned"):
-        ask = plan(workload.model, machine, chosen, optimizer=optimizer, delay=given.delay, progress=under_way)
+        ask = plan(
+            workload.model,
+            machine,
+            chosen,
+            optimizer=optimizer,
+            devices=given.devices,
+            hosts=given.hosts,
+            delay=given.delay,
+            progress=under_way,
+        )
         return workload.call(ask)
 
 

@@ -6,16 +6,18 @@ from sizes is given: the optimizer's bytes of state, or the seconds of its own s
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from l2l_compile.devices.staging import SLOTS, ring_bytes
 from l2l_compile.estimate.optimizer_times import OptimizerTimes
+from l2l_compile.estimate.rank_links import RankLinks
 from l2l_compile.host.server import segments_in_flight
-from l2l_compile.host.wire import CHUNK, STRIDE, is_locked, on_wire
+from l2l_compile.host.wire import CHUNK, STRIDE, is_locked, on_wire, shape_on_host
 from l2l_compile.ir.precision import gradient_dtype
 from l2l_compile.ir.segments import Segment
 from l2l_compile.ir.values import Bindings
@@ -23,6 +25,7 @@ from l2l_compile.lanes import Lane
 from l2l_compile.memory.in_place import PAGE
 from l2l_compile.memory.layout import aligned, joined
 from l2l_compile.options import Options
+from l2l_compile.simulation.ring import Ring
 from l2l_compile.simulation.simulated_device import Clock, Clocks, SimulatedEvent
 from l2l_compile.update_modes import UpdatePlace
 
@@ -53,11 +56,28 @@ class HostWeight:
 
 @dataclass(frozen=True)
 class _Gradient:
-    """The gradient of a parameter on the host: bytes of an entry now, and whether several were added up."""
+    """The gradient of a parameter on the host: bytes of an entry now, and whether a device has taken its norm.
+
+    It has not if several were added up.
+    """
 
     weight: HostWeight
     width: int
-    shared: bool = False
+    has_norm: bool = False
+
+
+@dataclass(eq=False)
+class OfStep:
+    """The gradients of a step.
+
+    pushes   how many are still to come for each parameter
+    arrived  those that are there
+    order    parameters of each segment, in the order of backward
+    """
+
+    pushes: Counter[Owner] = field(default_factory=Counter)
+    arrived: dict[Owner, _Gradient] = field(default_factory=dict)
+    order: list[list[Owner]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -79,8 +99,9 @@ class _Wire:
 class HostTimes:
     """The host side of the steps of one model: its threads, and the events that they wait for."""
 
-    def __init__(self, clocks: Clocks, options: Options, optimizer: OptimizerTimes):
+    def __init__(self, clocks: Clocks, options: Options, optimizer: OptimizerTimes, links: RankLinks):
         self.clocks, self.options, self.optimizer, self.machine = clocks, options, optimizer, clocks.machine
+        self.links = links
         self.worker, self.updating = Clock(Lane.HOST), Clock(Lane.UPDATE)
         if not options.delay:
             self.updating = self.worker
@@ -90,9 +111,7 @@ class HostTimes:
         self._copies: defaultdict[Owner, list[torch.dtype]] = defaultdict(list)  # of a parameter on wires, the latest one first
         self._done: dict[Owner, SimulatedEvent] = {}
         self._in_flight: deque[list[SimulatedEvent]] = deque()
-        self._pushes: Counter[Owner] = Counter()
-        self._arrived: dict[Owner, _Gradient] = {}  # of this step
-        self._order: list[list[Owner]] = []  # parameters of each segment, in the order of backward
+        self._of_step = OfStep()
         self._ring = _Ring(clocks)
 
     # ---- calls of the caller ------------------------------------------------------------------------------------------
@@ -103,14 +122,15 @@ class HostTimes:
             self.clocks.thread.wait(self.worker.event())
 
     def begin_backward(self, pushed: Iterable[Sequence[HostWeight]]) -> None:
-        self._pushes = Counter(weight.owner for weights in pushed for weight in weights)
+        self._of_step.pushes = Counter(weight.owner for weights in pushed for weight in weights)
 
     def end_backward(self) -> None:
         """Gradients that go to `p.grad` are waited for."""
         if not self.options.mode.is_overlapped:
             self.clocks.thread.wait(self.worker.event())
             if self.options.optimizer is not None:  # their norm
-                self._spend(sum(g.weight.entries * g.weight.on_host for g in self._arrived.values()))
+                self._spend(sum(g.weight.entries * g.weight.on_host for g in self._of_step.arrived.values()))
+                self.links.meet(self.clocks)
 
     def step(self) -> None:
         """`optimizer.step()`."""
@@ -118,22 +138,38 @@ class HostTimes:
             if self.options.optimizer is not None:
                 self.clocks.spend(self.optimizer.own_step())
         elif self.options.mode.place is UpdatePlace.AFTER_PUSH:
+            if self.options.goes_by_turns:
+                self._submit(self.worker, lambda: self._update(self._of_step, list(self._of_step.arrived)))
             self.clocks.thread.wait(self.worker.event())
+            self.links.meet(self.clocks)
         else:
             for thread in (self.worker, self.updating):
                 self.clocks.thread.wait(thread.event())
             self._done.clear()
-            self._put_off()
-        self._arrived, self._order = {}, []
+            self._end_step(self._of_step)
+        self._of_step = OfStep()
 
-    def _put_off(self) -> None:
-        """Updates of the step, in the order of the next forward."""
-        taken: set[Owner] = set()
-        for segment in reversed(self._order):
-            mine = [owner for owner in segment if owner in self._arrived and owner not in taken]
-            taken.update(mine)
-            done = self._submit(self.updating, lambda mine=mine: self._update(mine))  # type: ignore[misc]
+    def begin_turns(self) -> OfStep:
+        """Some gradients of the step come later: with turns that are in flight. Returns the step that they belong to."""
+        raise NotImplementedError("only a step without a flush has turns in flight")
+
+    def end_turns(self, of_step: OfStep | None) -> None:
+        """All turns of a step are back; None for one in which none were left."""
+
+    def _end_step(self, of_step: OfStep) -> None:
+        """A look at the norm over all ranks, and updates of the step, in the order of the next forward."""
+        self.links.meet(self.clocks)
+        self._submit(self.updating, lambda: self.links.meet(self.clocks))
+        for mine in self._in_order_of_forward(of_step):
+            done = self._submit(self.updating, lambda mine=mine: self._update(of_step, mine))  # type: ignore[misc]
             self._done |= dict.fromkeys(mine, done)
+
+    def _in_order_of_forward(self, of_step: OfStep) -> Iterator[list[Owner]]:
+        taken: set[Owner] = set()
+        for segment in reversed(of_step.order):
+            mine = [owner for owner in segment if owner in of_step.arrived and owner not in taken]
+            taken.update(mine)
+            yield mine
 
     # ---- weights (h2d lane) -------------------------------------------------------------------------------------------
 
@@ -143,11 +179,12 @@ class HostTimes:
         for weight, spec in zip(segment.weights, segment.block.weights, strict=True):
             link = gradient_dtype(spec, self.options.gradients_on_link).itemsize
             is_trained = spec.differentiable and weight.index >= 0
+            shape = shape_on_host(weight, spec, bindings)
             found.append(
                 HostWeight(
                     (program, weight.owner if weight.index >= 0 else -1 - len(found)),
-                    spec.sizes(bindings),
-                    spec.bytes(bindings) // spec.dtype.itemsize,
+                    tuple(shape),
+                    math.prod(shape),
                     spec.dtype,
                     spec.dtype.itemsize,
                     (spec.compute_dtype or spec.dtype).itemsize,
@@ -162,6 +199,9 @@ class HostTimes:
         """Fetch the weights of a segment, but for those in `unread`."""
         wire = self._wire(program, segment, bindings)
         self._await_updates([weight for _, weight in (*wire.copied, *wire.others)])
+        if segment.sharded:
+            self._load_shards(wire)
+            return
         spans = joined([span for (i, _), span in zip(wire.copied, wire.spans, strict=True) if i not in unread])
 
         def send(start: int, end: int) -> None:
@@ -178,6 +218,20 @@ class HostTimes:
             for position, weight in wire.others:
                 if position not in unread:
                     self._send_weight(weight)
+
+    def _load_shards(self, wire: _Wire) -> None:
+        """Fetch this rank's shards, each by itself: those on the wire when all of it is up to date, the others through the ring."""
+        if wire in self._stale:
+            self._stale.discard(wire)
+            self._refresh(wire, lambda start, end: None)
+        if self.machine.overlaps:
+            on_wire = dict(wire.copied)
+            for position, weight in sorted((*wire.copied, *wire.others), key=lambda placed: placed[0]):
+                size = weight.entries * (weight.on_link if position in on_wire else weight.on_host)
+                if position in on_wire:
+                    self._copy(size)
+                else:
+                    self._ring.send(size)
 
     def _wire(self, program: int, segment: Segment, bindings: Bindings) -> _Wire:
         key = (program, segment.index)
@@ -210,9 +264,11 @@ class HostTimes:
     def _copied(self, weight: HostWeight, start: int, end: int) -> Iterator[int]:
         if weight.owner in self._updated:
             if not self.options.delay:  # else they are being updated, and not looked at
-                sample = weight.entries // STRIDE if weight.entries > 16 * STRIDE else weight.entries
                 cast = weight.on_host + weight.on_link if weight.on_host != weight.on_link else 0
-                self._spend(sample * (2 * weight.on_link + 2 * weight.on_host + cast))
+                if weight.entries > 16 * STRIDE:  # else all entries, as they are
+                    self._spend(weight.entries // STRIDE * (2 * weight.on_link + 2 * weight.on_host + cast))
+                else:
+                    self._spend(weight.entries * cast)
             yield end
             return
         size = end - start
@@ -251,45 +307,62 @@ class HostTimes:
 
     # ---- gradients ----------------------------------------------------------------------------------------------------
 
-    def collect(self, weights: Sequence[HostWeight], pushed: SimulatedEvent | None) -> None:
-        """The gradients of a segment are on the host after an event."""
+    def collect(
+        self,
+        weights: Sequence[HostWeight],
+        pushed: SimulatedEvent | None,
+        with_norms: bool = False,
+        of_step: OfStep | None = None,
+    ) -> None:
+        """The gradients of a segment are on the host after an event, `with_norms` if the device has taken them.
+
+        They belong to the present step, or to `of_step`.
+        """
+        into = of_step or self._of_step
         while len(self._in_flight) >= segments_in_flight(self.options):
             self.clocks.thread.wait(self._in_flight.popleft()[-1])
 
         def work() -> None:
             if pushed is not None:
                 self.clocks.thread.wait(pushed)
-            self._take(weights)
+            self._take(into, weights, with_norms)
 
         self._in_flight.append([self._submit(self.worker, work)])
 
-    def _take(self, weights: Sequence[HostWeight]) -> None:
+    def _take(self, of_step: OfStep, weights: Sequence[HostWeight], with_norms: bool) -> None:
         """Add up gradients of shared parameters; the norms of complete ones, or the copies that go to `p.grad`."""
         mode = self.options.mode
-        self._order.append(list(dict.fromkeys(weight.owner for weight in weights)))
+        if self.links.of_replicas is not None:
+            self._average(weights, self.links.of_replicas)
+        of_step.order.append(list(dict.fromkeys(weight.owner for weight in weights)))
         for weight in weights:
-            self._pushes[weight.owner] -= 1
-            self._add(weight, self._arrived.get(weight.owner))
-            if mode.keeps_gradients and self._pushes[weight.owner] == 0:
-                self._norm_of_single(self._arrived[weight.owner])
+            of_step.pushes[weight.owner] -= 1
+            of_step.arrived[weight.owner] = self._sum(weight, of_step.arrived.get(weight.owner), with_norms)
+            if mode.keeps_gradients and of_step.pushes[weight.owner] == 0:
+                self._norm_of_single(of_step.arrived[weight.owner])
 
-    def _add(self, weight: HostWeight, so_far: _Gradient | None) -> None:
-        """A gradient of a parameter, to be added to those that have come before."""
+    def _average(self, weights: Sequence[HostWeight], ring: Ring) -> None:
+        """As `Ranks.average_replicas`: in float32 at least, on the host."""
+        size = ring.ranks * sum(weight.entries * max(4, weight.gradient) for weight in weights)
+        self.clocks.spend(ring.seconds(size))
+        self._spend(size)
+
+    def _sum(self, weight: HostWeight, so_far: _Gradient | None, with_norms: bool) -> _Gradient:
+        """A gradient of a parameter, added to those that have come before."""
         n, wide, came = weight.entries, weight.on_host, weight.gradient
         if not self.options.mode.is_overlapped and came < wide:  # widened, as `p.grad` is
             self._spend(n * (came + wide))
             came = wide
         if so_far is None and not weight.is_part:
-            self._arrived[weight.owner] = _Gradient(weight, came)
-            return
+            return _Gradient(weight, came, has_norm=with_norms)
         if so_far is not None and so_far.width < wide:
             self._spend(n * (so_far.width + wide))
         self._spend(n * (2 * wide + came))
-        self._arrived[weight.owner] = _Gradient(weight, wide, shared=True)
+        return _Gradient(weight, wide)
 
     def _norm_of_single(self, gradient: _Gradient) -> None:
-        """The norm of a gradient, unless it came in one piece: then a device has taken it."""
-        if gradient.shared or not self.machine.overlaps:
+        """The norm of a gradient, unless a device has taken it."""
+        if not gradient.has_norm:
             self._norm(gradient)
 
     def _norm(self, gradient: _Gradient) -> None:
@@ -301,14 +374,15 @@ class HostTimes:
         """The gradients of a segment were pushed: its parameters are updated where the mode does so in backward."""
         if self.options.mode.place is not UpdatePlace.AFTER_PUSH:
             return
-        mine = [w.owner for w in weights if self._pushes[w.owner] == 0]
-        done = self._submit(self.worker, lambda: self._update(mine))
+        of_step = self._of_step
+        mine = [w.owner for w in weights if of_step.pushes[w.owner] == 0]
+        done = self._submit(self.worker, lambda: self._update(of_step, mine))
         if self._in_flight:
             self._in_flight[-1].append(done)
 
-    def _update(self, owners: Iterable[Owner]) -> None:
+    def _update(self, of_step: OfStep, owners: Iterable[Owner]) -> None:
         for owner in owners:
-            gradient = self._arrived[owner]
+            gradient = of_step.arrived[owner]
             weight, n = gradient.weight, gradient.weight.entries
             if not self.options.mode.keeps_gradients:
                 self._norm_of_single(gradient)

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.lanes import Lane
 from l2l_compile.options import Options
@@ -21,7 +23,13 @@ from l2l_compile.simulation.simulated_device import SimulatedEvent, SimulatedLan
 
 @dataclass(eq=False)
 class TimedValue:
-    """A value of a program, by its sizes: bytes of its tensor, or of that of each micro-batch. The rest as in `RuntimeValue`."""
+    """A value of a program, by its sizes: bytes of its tensor, or of that of each micro-batch. The rest as in `RuntimeValue`.
+
+    equal      whether its micro-batches are views of the same rows
+    sent       of what is kept on the host, for each micro-batch: bytes of its tensors
+    sums       of gradients that are still to be reduced over ranks: entries and dtype of each, by the index of the weight
+    has_norms  of gradients, whether the device has taken their norms
+    """
 
     parts: list[int] = field(default_factory=list)
     absent: bool = False
@@ -33,8 +41,12 @@ class TimedValue:
     unfetched: frozenset[int] = frozenset()
     tensors: Any = None  # for `Slabs`
     pinned: bool = False
-    equal: bool = False  # its micro-batches are views of the same rows
-    sent: list[list[int]] = field(default_factory=list)  # what is kept on the host, for each micro-batch: bytes of its tensors
+    equal: bool = False
+    sent: list[list[int]] = field(default_factory=list)
+    sums: dict[int, tuple[int, torch.dtype]] = field(default_factory=dict)
+    has_norms: bool = False
+    arrival: Any = None
+    outgoing: list[Any] | None = None
 
 
 class TimedRun(Protocol):

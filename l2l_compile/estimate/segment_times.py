@@ -37,23 +37,38 @@ class TimedProgram(Protocol):
     levels: Mapping[int, KeptLevels]
     savings: Savings
     timer: Any
+    sums: dict[int, dict[int, tuple[int, torch.dtype]]]
+
+    @property
+    def takes_norms(self) -> bool: ...
 
     def move(self, size: int, launches: int = 1) -> None: ...
 
 
 class SegmentTimes(ABC):
-    """A segment that runs micro-batch by micro-batch. `lowered` has the code of each."""
+    """A segment that runs micro-batch by micro-batch.
 
-    lowered: list[Lowered]
+    count    how many micro-batches the segment has
+    lowered  the code of those that run now, by their numbers: of all, or of one turn
+    """
 
-    def __init__(self, run: TimedProgram, segment: Segment):
+    lowered: Mapping[int, Lowered]
+
+    def __init__(self, run: TimedProgram, segment: Segment, turn: int | None = None):
         self.run, self.segment, self.block = run, segment, segment.block
         self.sizes, self.levels = run.rows.bindings_of(segment), run.levels.get(segment.index)
+        self.count, self.turn = len(self.sizes), turn
+        self.numbers = range(self.count) if turn is None else [turn]
 
     def inner_loop(self) -> None:
-        """All micro-batches, one after another."""
-        for number in range(len(self.lowered)):
+        """All micro-batches that run now, one after another."""
+        for number in self.numbers:
             self.micro_batch(number)
+
+    @property
+    def first_code(self) -> Lowered:
+        """The code of the first micro-batch that runs now."""
+        return next(iter(self.lowered.values()))
 
     @abstractmethod
     def micro_batch(self, number: int) -> None:
@@ -79,11 +94,11 @@ class ForwardTimes(SegmentTimes):
     on_host     for each micro-batch, whether it keeps something on the host
     """
 
-    def __init__(self, run: TimedProgram, segment: Segment, wanted: Sequence[int]):
-        super().__init__(run, segment)
+    def __init__(self, run: TimedProgram, segment: Segment, wanted: Sequence[int], turn: int | None):
+        super().__init__(run, segment, turn)
         count = len(self.block.outputs)
         self.wanted = tuple(i in wanted for i in range(count)) if wanted else None
-        self.lowered = [self._lower(number, at) for number, at in enumerate(self.sizes)]
+        self.lowered = {number: self._lower(number, self.sizes[number]) for number in self.numbers}
         parts = self.levels.parts if self.levels is not None else [None] * len(self.sizes)
         self.on_host = [part is not None and part.on_host for part in parts]
         self.results = [TimedValue() for _ in range(count)]
@@ -128,21 +143,24 @@ class BackwardTimes(SegmentTimes):
     """The backward of a segment, to which the gradients `arriving` come.
 
     results  the gradients of its values, and a bundle with those of its weights
-    sums     by the index of an operand whose gradient is summed over micro-batches: entries, and the dtype of the sum
+    sums     by the index of an operand whose gradient is summed over micro-batches: entries, and the dtype of the sum. With
+             turns, those of the turns so far
     """
 
-    def __init__(self, run: TimedProgram, segment: Segment, arriving: Sequence[TimedValue]):
-        super().__init__(run, segment)
+    def __init__(self, run: TimedProgram, segment: Segment, arriving: Sequence[TimedValue], turn: int | None):
+        super().__init__(run, segment, turn)
         self.arriving, self.mask = arriving, tuple(not g.absent for g in arriving)
-        self.lowered = [self._lower(number, at) for number, at in enumerate(self.sizes)]
+        self.lowered = {number: self._lower(number, self.sizes[number]) for number in self.numbers}
         self.whole = None
-        if self.block.summed_whole and len(self.sizes) > 1 and not self.lowered[0].random:
+        if self.block.summed_whole and self.count > 1 and not self.first_code.random:
             self.whole = run.timer.lowering.backward(self.block, segment.bindings(run.bindings), self.mask)
-        self.first, present = len(self.block.weights), self.lowered[0].present
+        self.first, present = len(self.block.weights), self.first_code.present
         self.results = [TimedValue(absent=not exists) for exists in present[self.first :]]
         self.results.append(TimedValue(absent=not any(present[: self.first])))
         self.operands = [(i, spec) for i, spec in enumerate(self.block.operands) if present[i]]
-        self.sums: dict[int, tuple[int, torch.dtype]] = {}
+        self.sums: dict[int, tuple[int, torch.dtype]] = run.sums.pop(segment.index, {})
+        if turn is not None and turn < self.count - 1:
+            run.sums[segment.index] = self.sums
 
     def _lower(self, number: int, at: Bindings) -> Lowered:
         if (level := self.level(number)) is not None and self.levels is not None and self.levels.mask == self.mask:
@@ -160,7 +178,7 @@ class BackwardTimes(SegmentTimes):
                     self.results[index - self.first].parts.append(_bytes(each))
             else:
                 self._sum(index, each)
-        if number == len(self.sizes) - 1:
+        if number == self.count - 1:
             self._finish()
 
     def _arrive(self, value: TimedValue, spec: TensorSpec, number: int) -> None:
@@ -177,7 +195,7 @@ class BackwardTimes(SegmentTimes):
         if index in self.sums:
             moved = entries * (2 * self.sums[index][1].itemsize + dtype.itemsize)
         else:
-            is_widened = len(self.sizes) > 1 and dtype in _HALF
+            is_widened = self.count > 1 and dtype in _HALF
             self.sums[index] = entries, torch.float32 if is_widened else dtype
             moved = entries * (4 + dtype.itemsize) if is_widened else 0
         if made.shape:
@@ -191,12 +209,15 @@ class BackwardTimes(SegmentTimes):
             if not result.absent and not result.parts:
                 result.parts = [self._cast(index, spec.gradient_dtype)]
         options, bundle = self.run.options, self.results[-1]
+        if self.segment.sharded:  # the reduction over the ranks casts them
+            bundle.sums = {i: self.sums[i] for i in range(self.first) if i in self.sums}
+            return
         for index, spec in enumerate(self.block.weights):
             if index in self.sums:
                 bundle.parts.append(self._cast(index, gradient_dtype(spec, options.gradients_on_link)))
-        if options.mode.is_overlapped and self.run.machine.overlaps:
-            for size in bundle.parts:
-                self.run.move(size)
+        bundle.has_norms = self.run.takes_norms
+        for size in bundle.parts if bundle.has_norms else ():
+            self.run.move(size)
 
     def _cast(self, index: int, to: torch.dtype) -> int:
         """The bytes of a sum in another dtype."""

@@ -1,11 +1,12 @@
 """The time of a training step on a machine, by an interpreter over program nodes, on sizes alone (`program_times.py`).
 
 It gives the work of each node to the clocks of lanes and threads, as the executor does in `simulate`, and computes no tensors. So a
-step takes milliseconds to time where `simulate` takes seconds.
+step takes milliseconds to time where `simulate` takes seconds. Of ranks that do the same, one is timed; of a pipeline, all.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -19,10 +20,15 @@ from l2l_compile.estimate.device_memory import StepLevels
 from l2l_compile.estimate.host_times import HostTimes
 from l2l_compile.estimate.optimizer_times import OptimizerTimes
 from l2l_compile.estimate.program_times import ProgramTimer
+from l2l_compile.estimate.rank_links import links_of
+from l2l_compile.estimate.without_flush_times import HostTimesWithoutFlush
 from l2l_compile.ir.program import Program
+from l2l_compile.ir.rank_layout import Layout
 from l2l_compile.options import Options
 from l2l_compile.simulation.machine import Machine
+from l2l_compile.simulation.ring import machine_of_rank
 from l2l_compile.simulation.simulated_device import Clocks, SimulatedLane
+from l2l_compile.simulation.simulated_pipeline import Messages
 from l2l_compile.timeline import Timeline
 
 _MOST_STEPS = 6
@@ -30,7 +36,7 @@ _MOST_STEPS = 6
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step in virtual time: the work of each lane and thread, and whether the step before took as long."""
+    """A step in virtual time: the work of each lane and thread of a rank, and whether the step before took as long."""
 
     timeline: Timeline
     steady: bool
@@ -38,6 +44,14 @@ class StepTime:
     @property
     def seconds(self) -> float:
         return self.timeline.seconds
+
+
+@dataclass(frozen=True)
+class RankPrograms:
+    """The programs of a rank, and what their segments keep for backward; None for nothing."""
+
+    programs: Sequence[Program]
+    levels: StepLevels | None = None
 
 
 def step_time(
@@ -48,46 +62,79 @@ def step_time(
     optimizer: OptimizerTimes,
     lowering: TimedLowering | None = None,
 ) -> StepTime:
-    """Time steps through these programs until two take equally long. Raises `OptionError` for a step that it cannot time.
+    """Time steps of one rank through these programs until two take equally long. As `times_of_stages`."""
+    (found,) = times_of_stages([RankPrograms(programs, levels)], Layout(), options, machine, optimizer, lowering)
+    return found
 
-    levels    what segments keep for backward, of each program; None for nothing
+
+def times_of_stages(
+    stages: Sequence[RankPrograms],
+    layout: Layout,
+    options: Options,
+    machine: Machine,
+    optimizer: OptimizerTimes,
+    lowering: TimedLowering | None = None,
+) -> list[StepTime]:
+    """Time steps of a rank of each stage until two take equally long. Without a pipeline, there is one stage.
+
+    machine   the whole machine: its devices share the host
     lowering  has the blocks that were timed before; None for a new one
+
+    Raises `OptionError` for a step that it cannot time, and for a figure that the machine lacks.
     """
-    return _StepTimer(programs, options, machine, levels, optimizer, lowering).time()
+    _check(stages, layout, options)
+    lowering = lowering or timed_lowering(options, machine)
+    messages = Messages(machine, layout.stages) if layout.depth > 1 else None
+    timers = [
+        _StepTimer(rank, number, layout, options, machine, messages, optimizer, lowering) for number, rank in enumerate(stages)
+    ]
+    if messages is None:
+        return [timer.time() for timer in timers]
+    return messages.turns.run([functools.partial(timer.time) for timer in timers])
+
+
+def _check(stages: Sequence[RankPrograms], layout: Layout, options: Options) -> None:
+    programs = [program for rank in stages for program in rank.programs]
+    captured = any(program.captured.mesh is not None or program.captured.owners is not None for program in programs)
+    if captured and layout.ranks == 1:
+        raise OptionError("a step of several ranks is not timed by the nodes of one: simulate it")
+    if layout.ranks > 1 and options.optimizer is not None and not options.mode.is_overlapped:
+        raise OptionError("a step of several ranks with update='at_step' is not timed by its nodes: simulate it")
+    if options.pinned_memory is not None:
+        raise OptionError("a step with a limit for page-locked memory is not timed by its nodes: simulate it")
 
 
 class _StepTimer:
-    """Times the steps of programs: forwards in order, and backwards in reverse."""
+    """Times the steps of a rank: forwards of its programs in order, and backwards in reverse."""
 
     def __init__(
         self,
-        programs: Sequence[Program],
+        rank: RankPrograms,
+        stage: int,
+        layout: Layout,
         options: Options,
         machine: Machine,
-        levels: StepLevels | None,
+        messages: Messages | None,
         optimizer: OptimizerTimes,
-        lowering: TimedLowering | None,
+        lowering: TimedLowering,
     ):
-        if options.goes_by_turns or any(
-            program.captured.mesh is not None or (program.stages is not None and program.stages.ranks > 1) for program in programs
-        ):
-            raise OptionError("a step of several ranks, or turn by turn, is not timed by its nodes: simulate it")
-        if options.pinned_memory is not None:
-            raise OptionError("a step with a limit for page-locked memory is not timed by its nodes: simulate it")
-        self.options, self.machine, self.clocks = options, machine, Clocks(machine)
+        self.options, self.lowering = options, lowering
+        self.machine = machine_of_rank(machine, layout.ranks) if layout.ranks > 1 else machine
+        self.clocks = Clocks(self.machine)
         lanes = {name: SimulatedLane(self.clocks, name) for name in self.clocks.lanes}
         self.device = SimpleNamespace(kept={}, keeps_slabs=machine.overlaps, lanes=lanes, free=lambda tensors: None)
-        self.lowering = lowering or timed_lowering(options, machine)
-        self.host = HostTimes(self.clocks, options, optimizer)
-        kept = levels if levels is not None else [{} for _ in programs]
+        self.links = links_of(layout, stage, machine, messages, self.clocks)
+        of_host = HostTimesWithoutFlush if options.goes_by_turns and options.delay else HostTimes
+        self.host = of_host(self.clocks, options, optimizer, self.links)
+        kept = rank.levels if rank.levels is not None else [{} for _ in rank.programs]
         self._programs = [
             ProgramTimer(self, number, program, of_program)
-            for number, (program, of_program) in enumerate(zip(programs, kept, strict=True))
+            for number, (program, of_program) in enumerate(zip(rank.programs, kept, strict=True))
         ]
 
     def time(self) -> StepTime:
         times = [0.0]
-        while len(times) <= _MOST_STEPS and not _is_steady(times):
+        while len(times) <= _MOST_STEPS and (self._pauses or not _is_steady(times)):  # ranks in flight take as many steps
             self._step()
             times.append(self.clocks.caller.now)
         return StepTime(self.clocks.timeline(*times[-2:]), _is_steady(times))
@@ -99,6 +146,12 @@ class _StepTimer:
         for program in reversed(self._programs):
             program.backward()
         self.host.step()
+        if self.links.pipeline is not None and not self._pauses:  # the next step of all ranks begins when the last one is here
+            self.links.pipeline.meet(0.0)
+
+    @property
+    def _pauses(self) -> bool:
+        return any(program.pauses for program in self._programs)
 
     @contextmanager
     def on(self, lane: str) -> Iterator[None]:

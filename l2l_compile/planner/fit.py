@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from l2l_compile.ir.rank_layout import Layout
 from l2l_compile.report.explain import Report
 from l2l_compile.simulation.machine import Machine
+from l2l_compile.simulation.ring import machine_of_rank
 from l2l_compile.units import format_bytes
 
 
@@ -54,6 +58,20 @@ class Fit:
             )
         )
 
+    @classmethod
+    def of_stages(cls, reports: Sequence[Report], layout: Layout, machine: Machine) -> Fit:
+        """The needs of ranks on a machine: of the device that needs most, and of the host that does. `reports` has one for each stage."""
+        if layout.ranks == 1:
+            return cls.of(reports[0], machine)
+        each = [cls.of(report, machine_of_rank(machine, layout.ranks)).needs for report in reports]
+        *devices, _ = (max(found, key=lambda need: need.bytes) for found in zip(*each, strict=True))
+        of_stage = [needs[-1].bytes for needs in each]
+        most = max(_of_hosts(layout, of_stage, int(machine.known("devices"))))
+        host = replace(
+            each[0][-1], bytes=most, room=machine.host_room, reserve=(int(machine.host_reserve), each[0][-1].reserve[1])
+        )
+        return cls((*devices, host))
+
     @property
     def fits(self) -> bool:
         return not self.excess
@@ -70,3 +88,12 @@ class Fit:
 
     def too_large(self, memory: str) -> bool:
         return any(need.excess for need in self.needs if need.memory.startswith(memory))
+
+
+def _of_hosts(layout: Layout, of_stage: Sequence[int], devices: int) -> list[int]:
+    """The bytes of the ranks of each host together, given those of a rank of each stage."""
+    found: dict[int, int] = {}
+    for replica, shard, stage in itertools.product(range(layout.replicas), range(layout.shards), range(layout.depth)):
+        host = layout.member(replica, shard, stage) // devices
+        found[host] = found.get(host, 0) + of_stage[stage]
+    return list(found.values())

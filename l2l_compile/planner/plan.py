@@ -11,15 +11,17 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from l2l_compile.errors import OptionError
 from l2l_compile.frontend.dynamo import adapter
+from l2l_compile.ir.rank_layout import Layout
 from l2l_compile.lanes import AT_WORK
 from l2l_compile.options import Options
+from l2l_compile.planner.divisions import Devices, lines_of
 from l2l_compile.planner.fit import Need
 from l2l_compile.planner.search import DECIDED, Search, modes_with
-from l2l_compile.planner.trials import Choice, OptionTrial, Trials
+from l2l_compile.planner.trials import Choice, OptionTrial, Traces, Trials
 from l2l_compile.report.explain import Report, explain
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.simulate import simulate
@@ -37,6 +39,7 @@ class Plan:
     """Options with which a step fits, and what it needs and takes.
 
     options  for `torch.compile(model, backend="l2l", options=...)`; the option `optimizer` is the one that was given
+    layout   how ranks divide the model
     seconds  of a step, in virtual time
     tokens   of the batch; None for a model that takes no tokens
     limit    what bounds the step, and the share of the step that it is at work
@@ -44,6 +47,7 @@ class Plan:
     """
 
     options: Choice
+    layout: Layout
     seconds: float
     tokens: int | None
     limit: str
@@ -61,7 +65,11 @@ class Plan:
         ours = {field.name: field.default for field in fields(Options)}
         shown = {name: value for name, value in self.options.items() if value != ours[name]}
         lines = [f"    {json.dumps(name)}: {_literal(name, value)}," for name, value in shown.items()]
-        return "\n".join(["options = {", *lines, "}", 'model = torch.compile(model, backend="l2l", options=options)'])
+        divided = lines_of(self.layout)
+        if divided and "optimizer" in shown:
+            divided.append("optimizer = ...  # made from model.parameters() here, behind these lines")
+        made = [*divided, "options = {", *lines, "}", 'model = torch.compile(model, backend="l2l", options=options)']
+        return "\n".join(made)
 
     @property
     def caveats(self) -> list[str]:
@@ -104,6 +112,13 @@ class Plans:
         there = [trial for trial in self.tried if trial.fit is not None]
         return None if self.plans else min(there, key=lambda trial: trial.fit.excess if trial.fit else 0, default=None)
 
+    @property
+    def lacking(self) -> dict[str, int]:
+        """If nothing fits, the bytes of each memory, such as "host", with which what comes nearest would."""
+        nearest = self.nearest
+        needs = nearest.fit.needs if nearest is not None and nearest.fit is not None else ()
+        return {need.memory.split()[0]: need.bytes + need.reserve[0] for need in needs if need.excess}
+
     def __str__(self) -> str:
         fits = sum(trial.fits for trial in self.tried)
         head = f"{self.headline}on {self.machine.name}: {len(self.tried)} option sets tried, {fits} fit"
@@ -117,7 +132,7 @@ class Plans:
             whys = dict.fromkeys(trial.why_not for trial in self.tried)
             return f"no option set can be tried: {'; '.join(whys)}"
         needs = "; ".join(str(need) for need in nearest.fit.needs if need.excess)
-        return f"nothing fits. The nearest, {_shown(nearest.options)}: {needs}"
+        return f"nothing fits. The nearest, {_of(nearest)}: {needs}"
 
     def _table(self) -> list[str]:
         rows = []
@@ -133,7 +148,7 @@ class Plans:
                     *([f"{rate:,.0f} tokens/s"] if rate is not None else []),
                     *memory,
                     plan.limit,
-                    _shown(plan.options),
+                    _shown(plan.options, plan.layout),
                 ]
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -157,7 +172,7 @@ class Plans:
                     if need.memory not in least or need.excess < least[need.memory][0]:
                         least[need.memory] = need.excess, trial
         lines = [
-            f"out: {count} for want of {memory}, by {format_bytes(least[memory][0])} at least ({_shown(least[memory][1].options)})"
+            f"out: {count} for want of {memory}, by {format_bytes(least[memory][0])} at least ({_of(least[memory][1])})"
             for memory, count in lacking.items()
         ]
         refused = Counter(trial.why_not for trial in self.tried if trial.why_not)
@@ -171,6 +186,8 @@ def plan(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     rows: int | None = None,
+    devices: int = 1,
+    hosts: int = 1,
     delay: bool = False,
     simulated: bool = True,
     loss: Loss | None = None,
@@ -184,17 +201,20 @@ def plan(
                but for what is decided: micro_batches, update, prefetch, stash, keep, keep_on_host and resident, none of which
                changes numbers
     optimizer  of the training loop; without one, updates are its own and their time is not counted
-    rows       of the batch; None for those of the arguments
+    rows       of the batch, on all devices together; None for those of the arguments
+    devices    how many there are in all, among which the plan divides the model: shards, replicas, stages of a pipeline
+    hosts      how many hosts these are on, as many on each
     delay      whether `delay=1`, with which gradients are a step late, may be chosen
     simulated  whether the best plan is simulated as well
     loss       as in `simulate`
     progress   is told what is tried
 
     Each option set is streamed anew from one trace. Its memory is that of `explain`, its seconds are those of an interpreter over the
-    nodes of its program (`estimate/step_time.py`). Nothing is computed, and the model and the optimizer stay as they are. The result is for
-    one device. Raises the errors that compilation would raise, and `OptionError` for a machine that lacks a figure.
+    nodes of its program (`estimate/step_time.py`). Nothing is computed, and the model and the optimizer stay as they are. Raises the errors
+    that compilation would raise, and `OptionError` for a machine that lacks a figure. The machine's host memory is that of each host.
     """
-    figures = machine if isinstance(machine, Machine) else Machine.load(machine)
+    there_are = Devices(devices, hosts)
+    figures = there_are.of(machine if isinstance(machine, Machine) else Machine.load(machine))
     own = {name: value for name, value in (adapter.options_of(model) or {}).items() if name not in (*DECIDED, "delay")}
     given = dict(options if options is not None else own)
     if optimizer is not None:
@@ -207,22 +227,46 @@ def plan(
         )
 
     def run(*args: Any, **kwargs: Any) -> Plans:
+        there = _rows(args, kwargs)
+
         def trace(chosen: Choice) -> Report:
             return explain(model, {**chosen, "device": "cpu"})(*args, **kwargs)
 
-        there = _rows(args, kwargs)
-        trials = Trials(adapter.uncompiled(model), trace, given, figures, rows if rows != there else None, progress)
-        tried = Search(trials, rows or there, delay).run()
-        tokens = trials.last.tokens if trials.last is not None else None
+        def trace_row(chosen: Choice) -> Report:
+            first, named = _first_row((args, kwargs), there)
+            return explain(model, {**chosen, "device": "cpu"})(*first, **named)
+
+        plain, layouts = adapter.uncompiled(model), there_are.layouts()
+        trials = Trials(plain, Traces(trace, trace_row), given, figures, there, rows or there, progress)
+        tried = Search(trials, delay, layouts).run()
+        tokens = _tokens(trials.last, rows or there)
         plans = tuple(_plan_of(trial, given, tokens) for trial in _ordered(tried))
-        found = Plans(figures, plans, tried, _headline(trials.last, rows or there, tokens))
-        if not plans or not simulated or (rows is not None and rows != there):
+        found = Plans(figures, plans, tried, _headline(trials.last, rows or there, tokens, there_are))
+        if not plans or not simulated or devices > 1 or (rows is not None and rows != there):
             return found
         progress("simulating a step of the best plan")
         step = simulate(model, figures, plans[0].options, loss=loss)(*args, **kwargs)
         return replace(found, simulated=step.seconds)
 
     return WithoutArguments(run, "plan(model, machine)")
+
+
+def _first_row(call: tuple[tuple, dict[str, Any]], rows: int) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a call with the first row of each tensor that has so many."""
+
+    def first(value: Any) -> Any:
+        return value[:1] if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows else value
+
+    return tree_map(first, call)
+
+
+def _tokens(report: Report | None, rows: int) -> int | None:
+    """Tokens of the batch of all ranks; None for a model that takes no tokens."""
+    if report is None or report.tokens is None:
+        return None
+    program = report.programs[0]
+    own = program.bindings.get(program.captured.batch, 1) if program.captured.batch is not None else 1
+    return report.tokens * rows // int(own)
 
 
 def _rows(args: tuple, kwargs: dict[str, Any]) -> int:
@@ -250,7 +294,7 @@ def _ordered(tried: Sequence[OptionTrial]) -> list[OptionTrial]:
 def _is_no_worse(one: OptionTrial, other: OptionTrial) -> bool:
     """Whether a trial is as good as another one in all that a user may ask for."""
     assert one.fit is not None and other.fit is not None
-    same = all(one.options.get(name) == other.options.get(name) for name in ("update", "delay"))
+    same = one.layout == other.layout and all(one.options.get(name) == other.options.get(name) for name in ("update", "delay"))
     needs = zip(one.fit.needs, other.fit.needs, strict=True)
     return same and one.seconds <= _EQUAL * other.seconds and all(a.bytes <= b.bytes for a, b in needs)
 
@@ -265,7 +309,7 @@ def _plan_of(trial: OptionTrial, given: Choice, tokens: int | None) -> Plan:
     timeline = trial.time.timeline
     lane = max(AT_WORK, key=timeline.busy)
     limit = f"{lane.work} {timeline.busy(lane) / timeline.seconds:.0%}"
-    return Plan({**given, **trial.options}, timeline.seconds, tokens, limit, trial.fit.needs)
+    return Plan({**given, **trial.options}, trial.layout, timeline.seconds, tokens, limit, trial.fit.needs)
 
 
 def _literal(name: str, value: Any) -> str:
@@ -275,12 +319,18 @@ def _literal(name: str, value: Any) -> str:
     return repr(value) if isinstance(value, (bool, int, float, NoneType)) else name
 
 
-def _headline(report: Report | None, rows: int, tokens: int | None) -> str:
+def _headline(report: Report | None, rows: int, tokens: int | None, devices: Devices) -> str:
     size = f"{rows} x {tokens // rows} tokens" if tokens is not None else f"{rows} rows"
-    return f"{report.model}, {size}, " if report is not None else ""
+    on = f"on {devices.count} devices" + (f" of {devices.hosts} hosts" if devices.hosts > 1 else "") + ", each "
+    return f"{report.model}, {size}, {on if devices.count > 1 else ''}" if report is not None else ""
 
 
-def _shown(options: Choice) -> str:
-    """The options that are not those of the library."""
+def _of(trial: OptionTrial) -> str:
+    return _shown(trial.options, trial.layout)
+
+
+def _shown(options: Choice, layout: Layout) -> str:
+    """The layout of several ranks, and the options that are not those of the library."""
     defaults = {**DECIDED, "micro_batches": None, "delay": 0}
-    return " ".join(f"{name}={options[name]}" for name, default in defaults.items() if options.get(name, default) != default)
+    changed = [f"{name}={options[name]}" for name, default in defaults.items() if options.get(name, default) != default]
+    return " ".join([*([f"{layout}:"] if layout.ranks > 1 else []), *changed])

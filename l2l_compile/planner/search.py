@@ -6,10 +6,13 @@ All of these options leave the numbers of training as they are. Those that do no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from l2l_compile.estimate.balanced_stages import most_loops
+from l2l_compile.ir.rank_layout import Layout
 from l2l_compile.options import AUTO
+from l2l_compile.planner.divisions import rows_of, with_loops
 from l2l_compile.planner.trials import OptionTrial, Trials
 from l2l_compile.update_modes import MODES
 
@@ -21,10 +24,12 @@ DECIDED: dict[str, Any] = {
     "keep": 0,
     "keep_on_host": 0,
     "resident": None,
+    "schedule": "breadth_first",
 }  # with the values that cost least memory, or that are the library's
 _STARTS = 3  # of the descent
 _SLOW = 1.3  # times the fastest step so far: with as many micro-batches, no use of memory makes up for it
 _ROUNDING = 10**8  # bytes
+_LAYOUTS = 6  # numbers of micro-batches on several devices, of which each use of memory is tried
 _SHARES = (0.5, 1.0)  # of the free memory of the device, for weights that stay there
 
 
@@ -48,30 +53,34 @@ def modes_with(given: Mapping[str, Any]) -> list[str]:
 class Search:
     """Tries option sets until no neighbour of the best is faster."""
 
-    def __init__(self, trials: Trials, rows: int, delay: bool = False):
-        self.trials, self.rows, given = trials, rows, trials.given
+    def __init__(self, trials: Trials, delay: bool = False, layouts: Sequence[Layout] = (Layout(),)):
+        self.trials, self.layouts, given = trials, layouts, trials.given
         self._modes = modes_with(given)
+        if any(layout.ranks > 1 for layout in layouts):  # whose steps with updates at the end are not timed
+            self._modes = [mode for mode in self._modes if MODES[mode].is_overlapped] or self._modes
         self.delays = (0, 1) if delay and any(MODES[mode].keeps_gradients for mode in self._modes) else ()
         self.overlaps = trials.machine.overlaps
-        self._least = 1 if trials.rows is None else 2
         self._fixed = {name: given[name] for name in DECIDED if name in given}
         self._base = {**DECIDED, "update": self._modes[-1]} | ({"delay": self.delays[-1]} if self.delays else {}) | self._fixed
 
     def run(self) -> list[OptionTrial]:
         """Everything that was tried, the best first."""
-        counts = self._counts()
-        bases = {count: self._of(micro_batches=count) for count in counts}
-        for count in counts:
-            if bases[count].fits and bases[count].seconds > _SLOW * self._fastest():
+        bases = [self._of(layout, **base) for layout in self._placed() for base in self._bases(layout)]
+        for base in sorted(bases, key=lambda trial: trial.rank)[: self._most_bases(bases)]:
+            if base.fits and base.seconds > _SLOW * self._fastest():
                 continue
-            for use in self._uses(bases[count]):
-                self._of(micro_batches=count, **use)
+            for use in self._uses(base):
+                self._of(base.layout, **{**base.options, **use})
         for start in self.trials.all[:_STARTS]:
             self._descend(start)
         return self.trials.all
 
-    def _of(self, **changes: Any) -> OptionTrial:
-        return self.trials.of(**{**self._base, **changes, **self._fixed})
+    def _most_bases(self, bases: Sequence[OptionTrial]) -> int:
+        """How many numbers of micro-batches, and divisions among devices, are tried with each use of memory."""
+        return len(bases) if len(self.layouts) == 1 else _LAYOUTS
+
+    def _of(self, layout: Layout, **changes: Any) -> OptionTrial:
+        return self.trials.of(layout, **{**self._base, **changes, **self._fixed})
 
     def _fastest(self) -> float:
         return min((trial.seconds for trial in self.trials.all), default=float("inf"))
@@ -79,19 +88,55 @@ class Search:
     def _descend(self, trial: OptionTrial) -> None:
         """Go to the best neighbour until none is better. Of a step that does not fit, the one that has least too much."""
         while trial.fit is not None:
-            best = min((self._of(**{**trial.options, **changes}) for changes in self._neighbours(trial)), key=lambda t: t.rank)
+            changed = [self._of(trial.layout, **{**trial.options, **changes}) for changes in self._neighbours(trial)]
+            changed += [self._of(layout, **trial.options) for layout in self._other_loops(trial)]
+            best = min(changed, key=lambda t: t.rank)
             if best.rank >= trial.rank:
                 return
             trial = best
 
+    # ---- divisions among devices ------------------------------------------------------------------------------------------
+
+    def _placed(self) -> Iterator[Layout]:
+        """The layouts, of a pipeline with the most stages a rank and with one."""
+        for layout in self.layouts:
+            yield from dict.fromkeys((list(self._loops(layout))[-1], *list(self._loops(layout))[:1]))
+
+    def _loops(self, layout: Layout) -> Iterator[Layout]:
+        most = most_loops(self.trials.unsplit, layout.depth) if layout.depth > 1 else 1
+        return with_loops(layout, most)
+
+    def _other_loops(self, trial: OptionTrial) -> list[Layout]:
+        if trial.options["schedule"] != "breadth_first":
+            return []
+        return [layout for layout in self._loops(trial.layout) if layout != trial.layout]
+
+    def _bases(self, layout: Layout) -> Iterator[dict[str, Any]]:
+        """Schedules and numbers of micro-batches, each without a use of free memory."""
+        for count in self._counts(layout):
+            yield {"micro_batches": count}
+            if self._goes_by_turns(layout) and count > 1:
+                yield {"micro_batches": count, "schedule": "1f1b"}
+                if self.delays:  # with a flush as well
+                    yield {"micro_batches": count, "schedule": "1f1b", "delay": 0}
+
+    def _goes_by_turns(self, layout: Layout) -> bool:
+        """Whether a micro-batch may go back before others have gone forward: with one stage on each rank of a pipeline."""
+        return layout.depth > 1 and layout.loops == 1 and "schedule" not in self._fixed
+
     # ---- values of options ----------------------------------------------------------------------------------------------
 
-    def _counts(self) -> list[int]:
+    def _rows(self, layout: Layout) -> int:
+        """The rows of a rank; 0 if the batch cannot be divided evenly."""
+        return rows_of(layout, self.trials.rows) or 0
+
+    def _counts(self, layout: Layout) -> list[int]:
         """Numbers of micro-batches: powers of two, and the rows. One takes another trace, and is tried where two are best."""
         if "micro_batches" in self._fixed:
             return [self._fixed["micro_batches"]]
-        powers = [1 << power for power in range(1, self.rows.bit_length())]
-        return list(dict.fromkeys([*(count for count in powers if count <= self.rows), self.rows]))
+        rows = self._rows(layout)
+        powers = [1 << power for power in range(1, rows.bit_length())]
+        return list(dict.fromkeys([*(count for count in powers if count <= rows), *([rows] if rows else [])]))
 
     def _updates(self, now: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Other times at which parameters are updated."""
@@ -107,6 +152,9 @@ class Search:
         if not self.overlaps:
             yield {"keep": AUTO}
             return
+        if base.options["schedule"] != "breadth_first":  # weights and stashes stay there
+            yield from ({"keep": AUTO}, {"prefetch": 0})
+            return
         yield {"stash": "device"}
         yield from ({"keep": AUTO}, {"keep_on_host": AUTO}, {"keep": AUTO, "keep_on_host": AUTO})
         yield {"stash": "device", "keep": AUTO}
@@ -116,8 +164,8 @@ class Search:
         yield {"prefetch": 0}
 
     def _residents(self, trial: OptionTrial) -> list[int]:
-        """Bytes for weights that stay on the device: shares of what is free there."""
-        if trial.fit is None or self.trials.last is None or "resident" in self._fixed:
+        """Bytes for weights that stay on the device: shares of what is free there. Weights of shards do not stay."""
+        if trial.fit is None or self.trials.last is None or "resident" in self._fixed or trial.layout.shards > 1:
             return []
         device = trial.fit.needs[0]
         free = max(0, device.room - device.bytes) + (trial.options["resident"] or 0)
@@ -129,7 +177,7 @@ class Search:
         """Changes of one option, and of two that share a memory."""
         now = trial.options
         for count in (now["micro_batches"] * 2, now["micro_batches"] // 2):
-            if self._least <= count <= self.rows:
+            if 1 <= count <= self._rows(trial.layout):
                 yield {"micro_batches": count}
         yield from self._updates(now)
         if not self.overlaps:

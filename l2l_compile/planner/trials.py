@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from l2l_compile.errors import L2LError
+from l2l_compile.errors import L2LError, OptionError
+from l2l_compile.estimate.balanced_stages import ranks_of_names
 from l2l_compile.estimate.block_seconds import TimedLowering, timed_lowering
 from l2l_compile.estimate.optimizer_times import OptimizerTimes, optimizer_times
-from l2l_compile.estimate.step_time import StepTime, step_time
+from l2l_compile.estimate.step_time import RankPrograms, StepTime, times_of_stages
+from l2l_compile.ir.program import Program
+from l2l_compile.ir.rank_layout import Layout
+from l2l_compile.lanes import OF_DEVICE
 from l2l_compile.options import Options
+from l2l_compile.planner.divisions import rows_of
 from l2l_compile.planner.fit import Fit
 from l2l_compile.report.explain import Report
 from l2l_compile.simulation.machine import Machine
@@ -23,11 +29,13 @@ class OptionTrial:
     """A step with these options.
 
     options  those that the planner has decided
-    time     None if the step does not fit, or if its options do not go together
+    layout   how ranks divide the model
+    time     of the rank that bounds the step; None if the step does not fit, or if its options do not go together
     why_not  why they do not go together; "" if they do
     """
 
     options: Choice
+    layout: Layout = field(default_factory=Layout)
     fit: Fit | None = None
     time: StepTime | None = None
     why_not: str = ""
@@ -47,28 +55,39 @@ class OptionTrial:
         return float(self.fit.excess) if self.fit is not None else float("inf"), self.seconds
 
 
+@dataclass(frozen=True)
+class Traces:
+    """Traces of a step, anew, by the options: of the whole batch, and of one row (a batch of one row has programs of its own)."""
+
+    of_batch: Callable[[Choice], Report]
+    of_row: Callable[[Choice], Report]
+
+
 class Trials:
     """Tries option sets of one model on one machine, each once.
 
-    trace  gives the report of a step with these options, traced anew
-    given  the options that are not decided
-    rows   of the batch; None for those that were traced
-    last   the report of the last step that was tried: its model and batch are those of all; None before the first one
+    given    the options that are not decided
+    machine  the whole machine: its devices share the host
+    there    rows of the batch that is traced
+    rows     of the batch of all ranks
+    last     the report of the last step that was tried: its model and batch are those of all; None before the first one
     """
 
     def __init__(
         self,
         model: Callable,
-        trace: Callable[[Choice], Report],
+        traces: Traces,
         given: Choice,
         machine: Machine,
-        rows: int | None,
+        there: int,
+        rows: int,
         progress: Callable[[str], None],
     ):
-        self.given, self.machine, self.rows, self.progress = given, machine, rows, progress
-        self._model, self._trace = model, trace
-        self._reports: dict[bool, Report] = {}  # by whether the batch is split
-        self._tried: dict[frozenset, OptionTrial] = {}
+        self.given, self.machine, self.there, self.rows, self.progress = given, machine, there, rows, progress
+        self._model, self._traces = model, traces
+        self._reports: dict[tuple[bool, bool, bool], Report | L2LError] = {}  # by what decides on segments
+        self._tried: dict[tuple[Layout, frozenset], OptionTrial] = {}
+        self._ranks: dict[tuple[int, int | None], dict[str, int]] = {}  # of parameters, by depth and loops
         self.last: Report | None = None
         self._lowering: TimedLowering | None = None
         self._optimizer: OptimizerTimes | None = None
@@ -78,32 +97,69 @@ class Trials:
         """Everything that was tried, the best first."""
         return sorted(self._tried.values(), key=lambda trial: trial.rank)
 
-    def of(self, **choice: Any) -> OptionTrial:
-        """A step with these options."""
-        key = frozenset(choice.items())
+    def of(self, layout: Layout, **choice: Any) -> OptionTrial:
+        """A step with these options, if ranks divide the model in this way."""
+        key = layout, frozenset(choice.items())
         if key not in self._tried:
-            self.progress(f"trying {', '.join(f'{name}={value!r}' for name, value in choice.items())}")
-            self._tried[key] = self._try(choice)
+            place = f"{layout}, " if layout.ranks > 1 else ""
+            self.progress(f"trying {place}{', '.join(f'{name}={value!r}' for name, value in choice.items())}")
+            self._tried[key] = self._try(layout, choice)
         return self._tried[key]
 
-    def report(self, choice: Choice) -> Report:
-        """The report of a step with these options. Raises `OptionError` for options that do not go together."""
+    @functools.cached_property
+    def unsplit(self) -> Program:
+        """The program from which `pipeline` finds stages. Raises `L2LError` for a model of several programs."""
+        report = self._traces.of_batch({"device": "cpu"})
+        if len(report.programs) != 1:
+            raise L2LError(f"the model is captured as {len(report.programs)} programs, and a pipeline needs one")
+        return report.programs[0]
+
+    def reports(self, layout: Layout, choice: Choice) -> list[Report]:
+        """The report of a rank of each stage. Raises `OptionError` for options that do not go together."""
         options = Options.build({**self.given, **choice, "device": "cpu"})
+        rows = rows_of(layout, self.rows)
+        if rows is None:
+            raise OptionError(f"{self.rows} rows cannot be divided evenly among {layout.batches} ranks with rows of their own")
+        report, is_one = self._traced(options, rows == 1, choice), rows == 1
+        other = None if is_one or rows == self.there else rows
+        return report.of_stages(options, layout, self._ranks_of(layout), self.machine, other)
+
+    def _traced(self, options: Options, is_one: bool, choice: Choice) -> Report:
+        """The report from which those of other options are streamed. Options that decide on segments have traces of their own."""
         splits = options.micro_batches > 1
-        if splits not in self._reports:
-            self._reports[splits] = self._trace({**self.given, **choice, "micro_batches": 2 if splits else 1}).on(self.machine)
-        return self._reports[splits].streamed(options, self.rows if splits else None)
+        key = splits, is_one, options.goes_by_turns
+        if key not in self._reports:
+            trace = self._traces.of_row if is_one and self.there > 1 else self._traces.of_batch
+            try:
+                self._reports[key] = trace({**self.given, **choice, "micro_batches": 2 if splits else 1}).on(self.machine)
+            except L2LError as error:
+                self._reports[key] = error
+        if isinstance(found := self._reports[key], L2LError):
+            raise found
+        return found
 
-    def _try(self, choice: Choice) -> OptionTrial:
+    def _ranks_of(self, layout: Layout) -> dict[str, int]:
+        if layout.depth == 1:
+            return {}
+        key = layout.depth, layout.loops
+        if key not in self._ranks:
+            self._ranks[key] = ranks_of_names(self.unsplit, *key)
+        return self._ranks[key]
+
+    def _try(self, layout: Layout, choice: Choice) -> OptionTrial:
         try:
-            self.last = report = self.report(choice)
-            fit = Fit.of(report, self.machine)
+            reports = self.reports(layout, choice)
+            self.last = reports[0]
+            fit = Fit.of_stages(reports, layout, self.machine)
+            return OptionTrial(choice, layout, fit, self._time(layout, reports) if fit.fits else None)
         except L2LError as error:
-            return OptionTrial(choice, why_not=str(error))
-        return OptionTrial(choice, fit, self._time(report) if fit.fits else None)
+            return OptionTrial(choice, layout, why_not=str(error))
 
-    def _time(self, report: Report) -> StepTime:
+    def _time(self, layout: Layout, reports: Sequence[Report]) -> StepTime:
+        options = reports[0].options
         if self._lowering is None or self._optimizer is None:
-            self._lowering = timed_lowering(report.options, self.machine)
-            self._optimizer = optimizer_times(self._model, report.options, self.machine)
-        return step_time(report.programs, report.options, self.machine, report.levels, self._optimizer, self._lowering)
+            self._lowering = timed_lowering(options, self.machine)
+            self._optimizer = optimizer_times(self._model, options, self.machine)
+        stages = [RankPrograms(report.programs, report.levels) for report in reports]
+        found = times_of_stages(stages, layout, options, self.machine, self._optimizer, self._lowering)
+        return max(found, key=lambda time: (time.seconds, max(map(time.timeline.busy, OF_DEVICE))))

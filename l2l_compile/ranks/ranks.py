@@ -188,7 +188,7 @@ class Ranks:
         for gradient in gradients:
             if gradient is not None:
                 wide = torch.promote_types(gradient.dtype, torch.float32)
-                for part in gradient.view(-1).split(_reduced_entries(self.replicate_mesh_size, wide)):
+                for part in gradient.view(-1).split(reduced_entries(self.replicate_mesh_size, wide)):
                     gathered = part.new_empty((self.replicate_mesh_size, len(part)), dtype=wide)
                     exchange.all_gather(gathered, part.to(wide), self.replicate_group, self.finish)
                     part.copy_(exchange.in_order(gathered) / self.replicate_mesh_size)
@@ -284,7 +284,7 @@ class Ranks:
         total = sum(p.entries for _, p in gradients)
         if not total:
             return {id(g): g.new_empty(p.shape_of(self.shard_mesh_rank), dtype=dtype) for g, p in gradients}
-        width = min(total, _reduced_entries(self.shard_mesh_size, dtype))
+        width = min(total, reduced_entries(self.shard_mesh_size, dtype))
         some, _ = gradients[0]
         buffer, mine = some.new_zeros((self.shard_mesh_size, width), dtype=dtype), some.new_empty(total, dtype=dtype)
         for first in range(0, total, width):
@@ -320,7 +320,7 @@ class Ranks:
             start += spec.entries
 
 
-def _reduced_entries(ranks: int, dtype: torch.dtype) -> int:
+def reduced_entries(ranks: int, dtype: torch.dtype) -> int:
     """How many entries of `dtype` a row of the buffer of a reduction has: the buffer has a row for each rank."""
     return max(1, min(max(_ROW_BYTES * ranks, _LEAST_REDUCED), _MOST_REDUCED) // (ranks * dtype.itemsize))
 

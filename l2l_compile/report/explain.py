@@ -26,15 +26,18 @@ from l2l_compile.frontend.dynamo.meta_models import on_the_host
 from l2l_compile.host.compiled_step.compiled_step import why_not_compiled
 from l2l_compile.host.step.trial import check_layers_are_independent
 from l2l_compile.ir.program import Program
+from l2l_compile.ir.rank_layout import Layout
 from l2l_compile.ir.segments import Block, Segment, Uncut
 from l2l_compile.ir.values import Bindings, dim_of, evaluate
 from l2l_compile.lowering.lower import Lowering
 from l2l_compile.options import AUTO, Options
 from l2l_compile.passes.compilation import Compilation
+from l2l_compile.passes.programs_of_layout import programs_of_layout
 from l2l_compile.report.page.write import frame_of, page_of
 from l2l_compile.report.report_text import text_of
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.result import Simulation
+from l2l_compile.simulation.ring import machine_of_rank
 from l2l_compile.simulation.simulate import simulate
 from l2l_compile.timeline import Timeline
 from l2l_compile.torch_internals.fresh_code import WithoutArguments, fresh_caller
@@ -67,7 +70,6 @@ class Report:
     whole_batch   the segments that do not run micro-batch by micro-batch
     host_memory   the host memory that the model needs
     outputs       the tensors that the model returns or that cross a graph break, the largest first
-    update        how overlapped updates are made on the host; None if `optimizer.step()` updates them
     options       the options of the report
     simulated     simulates a step on a machine, for the page; None for a report without a call
     measured      the timeline of a step that ran, for the page
@@ -84,7 +86,6 @@ class Report:
     whole_batch: tuple[WholeBatch, ...]
     outputs: tuple[Output, ...]
     host_memory: HostMemory
-    update: str | None = None
     options: Options = field(default_factory=Options.build, repr=False)
     simulated: Callable[[str | Path | Machine], Simulation] | None = field(default=None, repr=False, compare=False)
     measured: Timeline | None = field(default=None, repr=False, compare=False)
@@ -106,6 +107,11 @@ class Report:
     def uncut(self) -> tuple[Uncut, ...]:
         """Segments that hold several layers, and why they were not cut."""
         return tuple(u for p in self.programs for u in p.uncut)
+
+    @functools.cached_property
+    def update(self) -> str | None:
+        """How overlapped updates are made on the host; None if `optimizer.step()` updates them. Tries steps on small tensors."""
+        return _how_updated(self.options)
 
     @functools.cached_property
     def kept(self) -> KeptActivations | None:
@@ -131,14 +137,30 @@ class Report:
         Options that decide on segments (precision, outputs, one micro-batch or several) have to stay. `rows` is another number
         of rows of the batch, which takes several micro-batches.
         """
-        chosen, known = replace(options, device=HOST), zip(self.programs, self.compilations, strict=True)
-        programs = [replace(stream_again(compilation, chosen), lowering=p.lowering) for p, compilation in known]
+        chosen = replace(options, device=HOST)
+        made = self._of_programs([stream_again(compilation, chosen) for compilation in self.compilations], options, rows)
+        return made if self.machine is None else made.on(self.machine)
+
+    def of_stages(
+        self, options: Options, layout: Layout, rank_of: Mapping[str, int], machine: Machine, rows: int | None = None
+    ) -> list[Report]:
+        """The reports of a rank of each stage, if ranks divide the model in this way; as `streamed`, and on a whole `machine`.
+
+        `rank_of` has the rank of each parameter in the pipeline, by name. Raises `L2LError` as `shard` and `pipeline` do.
+        """
+        chosen = replace(options, device=HOST)
+        of_programs = [programs_of_layout(compilation, layout, rank_of, chosen) for compilation in self.compilations]
+        on = machine_of_rank(machine, layout.ranks) if layout.ranks > 1 else machine
+        return [self._of_programs(programs, options, rows).on(on) for programs in zip(*of_programs, strict=True)]
+
+    def _of_programs(self, made: Sequence[Program], options: Options, rows: int | None) -> Report:
+        """The report of other programs of the same compilations."""
+        programs = [replace(p, lowering=known.lowering) for p, known in zip(made, self.programs, strict=True)]
         if rows is not None:
             programs = [replace(p, bindings={**p.bindings, p.captured.batch: rows}) for p in programs]
-        made = report_of(programs, options, self.uncompiled)
-        memory = replace(made.host_memory, parameters=self.host_memory.parameters)
-        made = replace(made, compilations=self.compilations, model=self.model, host_memory=memory)
-        return made if self.machine is None else made.on(self.machine)
+        found = report_of(programs, options, self.uncompiled)
+        memory = replace(found.host_memory, parameters=self.host_memory.parameters)
+        return replace(found, compilations=self.compilations, model=self.model, host_memory=memory)
 
     @property
     def large_outputs(self) -> tuple[Output, ...]:
@@ -239,8 +261,7 @@ def report_of(programs: Sequence[Program], options: Options, uncompiled: tuple[s
         tuple(WholeBatch(s.name, s.block.reason or "") for p in programs for s in p.whole_batch),
         tuple(sorted(_returned(programs), key=lambda o: -o.bytes)),
         host_memory(programs, options, room_in(levels or ()).host),
-        _how_updated(options),
-        options,
+        options=options,
         levels=levels,
         tokens=_tokens_of(programs),
     )

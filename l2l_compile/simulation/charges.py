@@ -49,7 +49,7 @@ class Charges(TorchDispatchMode):
         places = {is_marked(t) for t in read if t.dim() > 0}
         if places == {True, False}:
             self._cross(operation, args)
-        elif places == {True}:
+        elif places == {True} or not read and self._writes_on_the_device(operation, args, kwargs, result):
             for made in tensors_in(result):
                 mark(made)
             cost = cost_of(operation, args, kwargs, result)
@@ -57,6 +57,11 @@ class Charges(TorchDispatchMode):
                 self.clocks.queue(cost.seconds(self.machine))
         elif size := moved(operation, args, kwargs, result):
             self.clocks.spend(size / self.machine.host_bandwidth)
+
+    def _writes_on_the_device(self, operation: OpOverload, args: tuple, kwargs: dict[str, Any], result: Any) -> bool:
+        """Whether an operation fills a tensor that it makes from nothing, such as zeros, on the device: in the work of a lane."""
+        is_in_lane = self.machine.overlaps and self.clocks.lane is not None
+        return is_in_lane and bool(moved(operation, args, kwargs, result))
 
     def _cross(self, operation: OpOverload, args: tuple) -> None:
         """A copy over the link. Raises `RuntimeError` for any other operation that reads host and device."""

@@ -71,8 +71,9 @@ class _Message:
 class Messages:
     """The messages of a pipeline under way, and the turns of its ranks."""
 
-    def __init__(self, machine: Machine, pipeline: PipelineRanks):
-        self.machine, self.members, self.parameters = machine, pipeline.members, pipeline.parameters
+    def __init__(self, machine: Machine, members: Sequence[int], parameters: int = 0):
+        """`members` are the numbers of its ranks among all devices, host by host; `parameters` is how many they have in all."""
+        self.machine, self.members, self.parameters = machine, members, parameters
         self.turns = Turns(len(self.members))
         self._channels: dict[tuple[int, int, int], _Channel] = {}
 
@@ -87,7 +88,7 @@ class SimulatedPipeline(AloneInTime, PipelineRanks):
     """A rank of a pipeline. Actions that ranks announce begin when the last rank has come."""
 
     def __init__(self, messages: Messages, rank: int, clocks: Clocks):
-        self.members, self.parameters = messages.members, messages.parameters
+        self.members, self.parameters = list(messages.members), messages.parameters
         self.shard_mesh_size, self.shard_mesh_rank = 1, 0
         self.world_size, self.world_rank = len(messages.members), rank
         self.forwards = self.steps = self._meetings = 0
@@ -120,7 +121,11 @@ class SimulatedPipeline(AloneInTime, PipelineRanks):
 
     def send(self, tensor: torch.Tensor, to: int, channel: int = 0) -> _Message:  # type: ignore[override]  # `finish_message` waits for it
         """Send a tensor (lane `send`)."""
-        seconds = self._messages.cost(self.world_rank, to).seconds(tensor.nbytes)
+        return self.send_bytes(tensor.nbytes, to, channel)
+
+    def send_bytes(self, size: int, to: int, channel: int = 0) -> _Message:
+        """Send a tensor of a size (lane `send`)."""
+        seconds = self._messages.cost(self.world_rank, to).seconds(size)
         self._clocks.queue(seconds)
         sent = self._messages.channel(self.world_rank, to, channel)
         sent.sent.append((self._lane().now - seconds, seconds))
@@ -129,6 +134,10 @@ class SimulatedPipeline(AloneInTime, PipelineRanks):
     def receive(self, tensor: torch.Tensor, source: int, channel: int = 0) -> _Message:  # type: ignore[override]
         """Ask for a tensor (lane `recv`)."""
         mark(tensor)
+        return self.ask(source, channel)
+
+    def ask(self, source: int, channel: int = 0) -> _Message:
+        """Ask for the next tensor of a rank (lane `recv`)."""
         self._clocks.spend(self._clocks.machine.launch)
         asked = self._messages.channel(source, self.world_rank, channel)
         asked.asked.append(max(self._clocks.thread.now, self._lane().now))

@@ -30,7 +30,7 @@ def simulate_stages(setting: Setting, pipeline: PipelineRanks) -> Simulation:
     memory, and the first group of the optimizer has the hyperparameters of all of them.
     """
     (model,) = modules_of(setting.plain)
-    messages = Messages(setting.machine, pipeline)
+    messages = Messages(setting.machine, pipeline.members, pipeline.parameters)
     if setting.division is not None:
         _shard_other_stages(model, setting.division)
     parameters = parameters_by_rank(model)

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import l2l_compile
 from l2l_compile import L2LError, OptionError, RankError, VerifyError
-from l2l_compile.integrations.owners import cut, owners_by_names
+from l2l_compile.estimate.balanced_stages import cut
+from l2l_compile.integrations.owners import owners_by_names
 from l2l_compile.ir import nodes
 from l2l_compile.passes import verify_stages
 from l2l_compile.ranks.pipeline_ranks import partners

@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("ranks, size", [(2, 16), (8, 16), (9, 18), (32, 64), (64, 128), (512, 128)])
 def test_the_buffer_grows_with_the_ranks_within_bounds(ranks, size):
-    entries = module._reduced_entries(ranks, torch.float32)
+    entries = module.reduced_entries(ranks, torch.float32)
     assert size * MIB - 4 * ranks < ranks * entries * 4 <= size * MIB
 
 
@@ -36,7 +36,7 @@ class Alone(Ranks):
 def test_shards_do_not_depend_on_the_size_of_the_buffer(monkeypatch, entries):
     shapes = [(7, 3), (2,), (1, 4), (12, 2)]  # uneven rows; ranks without any
     gradients = [torch.randn(shape) for shape in shapes]
-    monkeypatch.setattr(module, "_reduced_entries", lambda ranks, dtype: entries)
+    monkeypatch.setattr(module, "reduced_entries", lambda ranks, dtype: entries)
     for rank in range(4):
         ranks, shards = Alone(4, rank), [ShardSpec(shape, 4) for shape in shapes]
         found = ranks.reduce_scatter(gradients, shards, mean=False)

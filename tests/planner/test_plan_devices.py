@@ -1,0 +1,118 @@
+"""The planner on several devices: it divides the model among them, and its code, memory and seconds hold."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from l2l_compile import Machine, OptionError, explain, plan, simulate
+from l2l_compile.planner.divisions import Devices
+from l2l_compile.planner.fit import Fit
+from placed import placed, world
+
+TINY = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 256}
+CARD = Machine.load("rtx4090")
+GIVEN = {"precision": "bf16", "outputs": "loss"}
+
+
+def tiny(rows=16):
+    torch.manual_seed(0)
+    tokens = torch.zeros(rows, 64, dtype=torch.long)
+    return LlamaForCausalLM(LlamaConfig(**TINY, use_cache=False)), {"input_ids": tokens, "labels": tokens}
+
+
+def planned(rows=16, machine=CARD, given=GIVEN, **more):
+    model, batch = tiny(rows)
+    return plan(model, machine, given, optimizer=torch.optim.AdamW(model.parameters()), **more)(**batch)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return planned(devices=4)
+
+
+def options_of(found, model):
+    """The options of the best plan, with an optimizer of this rank's parameters."""
+    return {**found.best.options, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+def test_a_step_of_the_pick_takes_as_long_by_simulate(found):
+    model, batch = tiny(16 // found.best.layout.batches)
+    with placed(model, batch, found.best.layout):
+        step = simulate(model, found.machine, options_of(found, model))(**batch)
+    assert step.seconds == pytest.approx(found.best.seconds, rel=0.01)
+
+
+def test_memory_of_the_pick_is_that_of_its_ranks(found):
+    layout, of_stages = found.best.layout, []
+    for stage in range(layout.depth):
+        model, batch = tiny(16 // layout.batches)
+        with placed(model, batch, layout, stage):
+            report = explain(model, {**options_of(found, model), "device": "cpu"})(**batch)
+            of_stages.append(report.on(found.machine.shared_by(layout.ranks)))
+    assert Fit.of_stages(of_stages, layout, found.machine).needs == found.best.needs
+
+
+@pytest.mark.parametrize("counts", [(4,), (1, 2, 4, 8)], ids=["some", "all"])
+@pytest.mark.slow(but="some")
+def test_no_division_is_faster_by_simulate(found, counts):
+    times = []
+    cases = {(layout, min(count, 16 // layout.batches)) for layout, count in itertools.product(Devices(4).layouts(), counts)}
+    for layout, count in sorted(cases, key=str):
+        model, batch = tiny(16 // layout.batches)
+        options = {**GIVEN, "micro_batches": count, "update": "in_backward", "stash": "device"}
+        with placed(model, batch, replace(layout, loops=1)):
+            options["optimizer"] = torch.optim.AdamW(model.parameters())
+            times.append(simulate(model, found.machine, options)(**batch).seconds)
+    assert len(times) == len(cases) >= 5 and found.best.seconds <= 1.02 * min(times)
+
+
+def test_the_code_of_a_plan_divides_the_model(found):
+    model, batch = tiny(16 // found.best.layout.batches)
+    with placed(*tiny(16 // found.best.layout.batches), found.best.layout) as divided:
+        mine = {name: parameter.shape for name, parameter in divided.named_parameters()}
+    lines = found.best.code.split("\n")
+    assert lines[0] == "from torch.distributed.device_mesh import init_device_mesh"
+    assert any(line.startswith("optimizer = ...") for line in lines)
+    code = found.best.code.replace("optimizer = ...", "optimizer = torch.optim.AdamW(model.parameters())")
+    names = {"torch": torch, "model": model, "batch": batch}
+    with world(found.best.layout):
+        exec(code, names)
+    given = {name: value for name, value in found.best.options.items() if name in names["options"]}
+    assert names["options"] == {**given, "optimizer": names["optimizer"]}
+    assert {name: parameter.shape for name, parameter in model.named_parameters()} == mine
+
+
+def test_divisions_that_the_rows_do_not_allow_are_left_out():
+    found = planned(rows=6, devices=4, simulated=False)
+    assert found.plans and all(6 % trial.layout.batches == 0 for trial in found.tried)
+
+
+def test_a_batch_of_one_row_is_planned_for_several_devices():
+    found = planned(rows=4, devices=4)
+    assert {trial.layout.batches for trial in found.tried if trial.fits} == {1, 2, 4}
+
+
+def test_what_several_devices_lack_is_told():
+    found = planned(devices=4, machine=replace(CARD, host_memory=4.31e9, host_reserve=4.3e9))
+    assert not found.plans and set(found.lacking) == {"host"}
+    enough = planned(devices=4, machine=replace(CARD, host_memory=found.lacking["host"], host_reserve=4.3e9))
+    assert enough.plans
+    with pytest.raises(OptionError, match=r"nothing fits. The nearest, .*: too large host memory"):
+        assert found.best
+
+
+def test_late_updates_may_leave_out_the_flush():
+    found = planned(devices=2, delay=True)
+    tried = {(trial.options["schedule"], trial.options.get("delay")) for trial in found.tried if trial.fits}
+    assert ("1f1b", 1) in tried and ("1f1b", 0) in tried
+    assert not any(trial.options.get("delay") for trial in planned(devices=2).tried)
+
+
+def test_a_machine_without_links_is_refused():
+    with pytest.raises(OptionError, match="has no figure 'link'"):
+        planned(devices=2, machine=replace(CARD, link=None)).best  # noqa: B018
