@@ -28,6 +28,7 @@ from l2l_compile.ir import nodes
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.values import TensorSpec
 from l2l_compile.lanes import Lane
+from l2l_compile.lowering.costs import typical_rates
 from l2l_compile.lowering.savings import Savings
 from l2l_compile.options import Options
 from l2l_compile.runtime.fetch import unread
@@ -73,7 +74,7 @@ class ProgramTimer:
         self.lanes = timer.device.lanes
         batch = program.captured.batch
         self.rows = StepRows(self.bindings, batch, self.options.micro_batches)
-        self.savings = Savings(timer.lowering, self.options.block_compiler != "eager", self.machine)
+        self.savings = Savings(timer.lowering, self.options.block_compiler != "eager", typical_rates(self.options.device))
         self._engine = SimpleNamespace(check=None, lowering=timer.lowering, options=self.options)
         self.step: Any = None
         self.stashes: list[TimedValue] = []
