@@ -67,7 +67,6 @@ class Report:
     whole_batch   the segments that do not run micro-batch by micro-batch
     host_memory   the host memory that the model needs
     outputs       the tensors that the model returns or that cross a graph break, the largest first
-    update        how overlapped updates are made on the host; None if `optimizer.step()` updates them
     options       the options of the report
     simulated     simulates a step on a machine, for the page; None for a report without a call
     measured      the timeline of a step that ran, for the page
@@ -84,7 +83,6 @@ class Report:
     whole_batch: tuple[WholeBatch, ...]
     outputs: tuple[Output, ...]
     host_memory: HostMemory
-    update: str | None = None
     options: Options = field(default_factory=Options.build, repr=False)
     simulated: Callable[[str | Path | Machine], Simulation] | None = field(default=None, repr=False, compare=False)
     measured: Timeline | None = field(default=None, repr=False, compare=False)
@@ -106,6 +104,11 @@ class Report:
     def uncut(self) -> tuple[Uncut, ...]:
         """Segments that hold several layers, and why they were not cut."""
         return tuple(u for p in self.programs for u in p.uncut)
+
+    @functools.cached_property
+    def update(self) -> str | None:
+        """How overlapped updates are made on the host; None if `optimizer.step()` updates them. Tries the optimizer's step."""
+        return _how_updated(self.options)
 
     @functools.cached_property
     def kept(self) -> KeptActivations | None:
@@ -239,7 +242,6 @@ def report_of(programs: Sequence[Program], options: Options, uncompiled: tuple[s
         tuple(WholeBatch(s.name, s.block.reason or "") for p in programs for s in p.whole_batch),
         tuple(sorted(_returned(programs), key=lambda o: -o.bytes)),
         host_memory(programs, options, room_in(levels or ()).host),
-        _how_updated(options),
         options,
         levels=levels,
         tokens=_tokens_of(programs),
