@@ -71,7 +71,7 @@ class Trials:
         self._tried: dict[frozenset, OptionTrial] = {}
         self.last: Report | None = None
         self._lowering: TimedLowering | None = None
-        self._optimizer: OptimizerTimes | None = None
+        self._optimizers: dict[bool, OptimizerTimes] = {}  # by whether updates are overlapped, which compiles them
 
     @property
     def all(self) -> list[OptionTrial]:
@@ -103,7 +103,9 @@ class Trials:
         return OptionTrial(choice, fit, self._time(report) if fit.fits else None)
 
     def _time(self, report: Report) -> StepTime:
-        if self._lowering is None or self._optimizer is None:
-            self._lowering = timed_lowering(report.options, self.machine)
-            self._optimizer = optimizer_times(self._model, report.options, self.machine)
-        return step_time(report.programs, report.options, self.machine, report.levels, self._optimizer, self._lowering)
+        options, overlapped = report.options, report.options.mode.is_overlapped
+        if self._lowering is None:
+            self._lowering = timed_lowering(options, self.machine)
+        if overlapped not in self._optimizers:
+            self._optimizers[overlapped] = optimizer_times(self._model, options, self.machine)
+        return step_time(report.programs, options, self.machine, report.levels, self._optimizers[overlapped], self._lowering)
