@@ -189,6 +189,11 @@ class _Held:
     kind: str
     spec: TensorSpec | None = None
 
+    @functools.cached_property
+    def name(self) -> str:
+        """The spec as a text, which is asked for at each node."""
+        return str(self.spec)
+
 
 class _DryRun:
     """One step of a program. `peak` has the bytes of each kind at the moment when their sum is largest."""
@@ -276,7 +281,7 @@ class _DryRun:
         for held in (each for of_call, _ in there for each in set(of_call.values())):
             now[held.kind] += held.bytes
             if held.spec is not None and held.spec.batch is not None:
-                values[held.kind, str(held.spec)] += 1
+                values[held.kind, held.name] += 1
         self.samples.append((self._node, now))
         for key, count in values.items():
             self.most[key] = max(count, self.most.get(key, 0))
