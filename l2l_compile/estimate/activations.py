@@ -55,7 +55,7 @@ def kept_activations(
     """What one step through these programs keeps; None without the options. Raises `LoweringError`."""
     if not options.keeps_activations or all(program.backward is None for program in programs):
         return None
-    savings = savings_for(options, machine)
+    savings = savings_for(options)
     levels = levels if levels is not None else levels_of_step(programs, options, machine, savings)
     found = [of_segment for kept in levels for of_segment in kept.values()]
     possible, count, nothing = 0.0, 0, dict[str, list[str]]()

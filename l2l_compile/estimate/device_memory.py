@@ -28,7 +28,7 @@ from l2l_compile.ir.program import Program
 from l2l_compile.ir.segments import Segment, block_bindings, micro_batch_sizes
 from l2l_compile.ir.step_parts import Run, calls_in_a_row, pauses
 from l2l_compile.ir.values import Bindings, TensorSpec
-from l2l_compile.lowering.costs import typical_rates
+from l2l_compile.lowering.costs import Rates, typical_rates
 from l2l_compile.lowering.lower import Lowering
 from l2l_compile.lowering.savings import Saving, Savings
 from l2l_compile.options import AUTO, Options
@@ -96,10 +96,10 @@ def samples(
     return [run.samples for run in _runs(programs, options, machine, levels)]
 
 
-def savings_for(options: Options, machine: Machine | None) -> Savings:
-    """What blocks may save, by the rates of a machine if there is one."""
+def savings_for(options: Options, rates: Rates | None = None) -> Savings:
+    """What blocks may save: by default by the typical rates of the device, as a run decides, which does not know its machine."""
     lowering = Lowering(traced_on(options.device), "eager", is_absent(options.device))
-    return Savings(lowering, options.block_compiler != "eager", machine or typical_rates(options.device))
+    return Savings(lowering, options.block_compiler != "eager", rates or typical_rates(options.device))
 
 
 def room_of(programs: Sequence[Program], options: Options, machine: Machine | None) -> Room:
@@ -121,7 +121,7 @@ def _room_of_device(programs: Sequence[Program], options: Options, machine: Mach
 def _runs(programs: Sequence[Program], options: Options, machine: Machine | None, levels: StepLevels | None) -> list[_DryRun]:
     """A step through these programs."""
     lowering, slabs = Lowering(traced_on(options.device), "eager", is_absent(options.device)), _slabs(programs, options)
-    savings = savings_for(options, machine)
+    savings = savings_for(options)
     levels = levels if levels is not None else levels_of_step(programs, options, machine, savings)
     runs = [_DryRun(p, options, lowering, slabs, savings, kept) for p, kept in zip(programs, levels, strict=True)]
     for run in runs:
@@ -160,7 +160,7 @@ def levels_of_step(
 ) -> StepLevels:
     """For each program, what its segments keep for backward: the first program takes what it can."""
     room, found = room_of(programs, options, machine) if options.keeps_activations else Room(), list[Mapping[int, KeptLevels]]()
-    savings = savings or savings_for(options, machine)
+    savings = savings or savings_for(options)
     for program in programs:
         runs = functools.partial(runs_of, program, micro_batches=options.micro_batches)
         found.append(kept_levels(program, runs, savings, room) if room.both else {})
@@ -188,6 +188,11 @@ class _Held:
     bytes: int
     kind: str
     spec: TensorSpec | None = None
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The spec as a text, which is asked for at each node."""
+        return str(self.spec)
 
 
 class _DryRun:
@@ -276,7 +281,7 @@ class _DryRun:
         for held in (each for of_call, _ in there for each in set(of_call.values())):
             now[held.kind] += held.bytes
             if held.spec is not None and held.spec.batch is not None:
-                values[held.kind, str(held.spec)] += 1
+                values[held.kind, held.name] += 1
         self.samples.append((self._node, now))
         for key, count in values.items():
             self.most[key] = max(count, self.most.get(key, 0))

@@ -13,6 +13,7 @@ from l2l_compile.ir import nodes
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.schedule import END, PAUSE
 from l2l_compile.ir.step_parts import calls_of, end_waits, pauses, received
+from l2l_compile.lowering.costs import typical_rates
 from l2l_compile.lowering.savings import Savings
 from l2l_compile.runtime.absent_gradients import absent_gradients
 from l2l_compile.runtime.kept_activations import KeptLevels
@@ -26,7 +27,7 @@ class ProgramTimer:
         self.timer, self.program, self.levels, self.number = timer, program, levels, number
         self.rows = StepRows(program.bindings, program.captured.batch, timer.options.micro_batches)
         self.turns = program.step.graph if program.step is not None and len(self.rows.sizes) > 1 else None
-        self._savings = Savings(timer.lowering, timer.options.block_compiler != "eager", timer.machine)
+        self._savings = Savings(timer.lowering, timer.options.block_compiler != "eager", typical_rates(timer.options.device))
         self._engine = SimpleNamespace(check=None, lowering=timer.lowering, options=timer.options)
         self._absent = self._absent_gradients()
         self._stashes: Sequence[TimedValue] = ()

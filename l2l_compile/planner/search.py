@@ -28,8 +28,8 @@ DECIDED: dict[str, Any] = {
 }  # with the values that cost least memory, or that are the library's
 _STARTS = 3  # of the descent
 _SLOW = 1.3  # times the fastest step so far: with as many micro-batches, no use of memory makes up for it
-_ROUNDING = 10**8  # bytes
 _LAYOUTS = 6  # numbers of micro-batches on several devices, of which each use of memory is tried
+_DIGITS = 2  # of a number of bytes
 _SHARES = (0.5, 1.0)  # of the free memory of the device, for weights that stay there
 
 
@@ -170,8 +170,8 @@ class Search:
         device = trial.fit.needs[0]
         free = max(0, device.room - device.bytes) + (trial.options["resident"] or 0)
         weights = sum(s.block.weight_bytes(p.bindings) for p in self.trials.last.programs for s in p.segments)
-        most = min(free, weights)
-        return list(dict.fromkeys(size for share in _SHARES if (size := int(most * share) // _ROUNDING * _ROUNDING)))
+        most = min(free, _rounded(weights, up=True))
+        return list(dict.fromkeys(size for share in _SHARES if (size := _rounded(int(most * share)))))
 
     def _neighbours(self, trial: OptionTrial) -> Iterator[dict[str, Any]]:
         """Changes of one option, and of two that share a memory."""
@@ -191,3 +191,9 @@ class Search:
             if size != now["resident"]:
                 yield {"resident": size}
                 yield {"resident": size, "keep": 0 if now["keep"] else AUTO}
+
+
+def _rounded(size: int, up: bool = False) -> int:
+    """A number of bytes that is easy to read: no larger, or no smaller."""
+    unit = 10 ** max(0, len(str(size)) - _DIGITS)
+    return (-(-size // unit) if up else size // unit) * unit

@@ -90,7 +90,7 @@ class Trials:
         self._ranks: dict[tuple[int, int | None], dict[str, int]] = {}  # of parameters, by depth and loops
         self.last: Report | None = None
         self._lowering: TimedLowering | None = None
-        self._optimizer: OptimizerTimes | None = None
+        self._optimizers: dict[bool, OptimizerTimes] = {}  # by whether updates are overlapped, which compiles them
 
     @property
     def all(self) -> list[OptionTrial]:
@@ -157,9 +157,10 @@ class Trials:
 
     def _time(self, layout: Layout, reports: Sequence[Report]) -> StepTime:
         options = reports[0].options
-        if self._lowering is None or self._optimizer is None:
+        if self._lowering is None:
             self._lowering = timed_lowering(options, self.machine)
-            self._optimizer = optimizer_times(self._model, options, self.machine)
+        if (overlapped := options.mode.is_overlapped) not in self._optimizers:
+            self._optimizers[overlapped] = optimizer_times(self._model, options, self.machine)
         stages = [RankPrograms(report.programs, report.levels) for report in reports]
-        found = times_of_stages(stages, layout, options, self.machine, self._optimizer, self._lowering)
+        found = times_of_stages(stages, layout, options, self.machine, self._optimizers[overlapped], self._lowering)
         return max(found, key=lambda time: (time.seconds, max(map(time.timeline.busy, OF_DEVICE))))

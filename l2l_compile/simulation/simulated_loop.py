@@ -14,6 +14,8 @@ import torch
 from torch import fx
 
 from l2l_compile.backend import new_runner
+from l2l_compile.devices.host import HOST
+from l2l_compile.devices.registry import ACCELERATOR
 from l2l_compile.frontend.dynamo import watched_frames
 from l2l_compile.frontend.dynamo.meta_models import OnTheHost
 from l2l_compile.host.compiled_step.compiled_step import CompiledStep
@@ -21,6 +23,7 @@ from l2l_compile.host.step.torch_step import TorchStep
 from l2l_compile.host.updates.overlapped import OverlappedUpdates
 from l2l_compile.host.watched_parameters import nothing_is_read
 from l2l_compile.lanes import Lane
+from l2l_compile.lowering.costs import typical_rates
 from l2l_compile.options import AUTO, Options
 from l2l_compile.races import Unwatched
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks
@@ -89,13 +92,14 @@ class SimulatedLoop:
         self.options = dataclasses.replace(options, optimizer=rank.optimizer)
         self.device = open_simulated(machine, options.pinned_memory)
         self.charges = Charges(self.device)
-        times = MeasuredTimes(options.block_compiler, machine) if setting.blocks == "measured" else None
+        rates = typical_rates(ACCELERATOR if machine.overlaps else HOST)  # a run does not know its machine
+        times = MeasuredTimes(options.block_compiler, rates) if setting.blocks == "measured" else None
         with self.charges:
             self.session = Session(
                 self.options,
                 self.device,
                 SimulatedLowering(self.device, options.block_compiler == "inductor", times),
-                rates=machine,
+                rates=rates,
                 worker=self._worker,
             )
         self.device.occupied = self._occupied()

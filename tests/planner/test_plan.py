@@ -13,6 +13,8 @@ import l2l_compile
 from l2l_compile import L2LError, Machine, OptionError, explain, plan, simulate
 from l2l_compile.planner.fit import Fit, Need
 from l2l_compile.planner.most_rows import most_rows
+from l2l_compile.planner.search import _rounded
+from l2l_compile.planner.trials import Trials
 
 TINY = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 256}
 MACHINE = replace(Machine.load("rtx4090"), device_reserve=0.0, host_reserve=0.0)
@@ -69,6 +71,23 @@ def test_memory_of_a_plan_is_that_of_explain():
     device, host = found.best.needs
     assert device.bytes == report.device_memory.peak and host.bytes == report.host_memory.total
     assert device.bytes <= device.room == MACHINE.device_room
+
+
+@pytest.mark.parametrize("slower", [1, 100], ids=["as it is", "slow memory"])
+@pytest.mark.parametrize("keep", [0, "auto"])
+def test_device_bytes_of_a_plan_are_those_of_a_run(keep, slower):
+    """A run does not know the figures of the machine, so they do not decide on the values that are kept."""
+    host = Machine.load("cpu")
+    machine = replace(host, memory_bandwidth=host.memory_bandwidth / slower)
+    model, batch = tiny(rows=4, length=16)
+    given = {"outputs": "loss", "keep": keep, "block_compiler": "eager"}
+    best = plan(model, machine, given, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3), simulated=False)(**batch).best
+    report = explain(model, {**best.options, "device": "cpu"})(**batch).on(machine)
+    step = torch.compile(model, backend="l2l", options={**best.options, "device": "cpu"})
+    step(**batch).loss.backward()
+    peak = l2l_compile.stats(step).peak_device_bytes
+    assert peak == report.device_memory.peak
+    assert best.needs[0].bytes == report.host_memory.total + peak - report.device_memory.weights
 
 
 def test_the_code_of_a_plan_trains():
@@ -167,3 +186,21 @@ def test_the_most_rows_are_found(most):
         return Fit((Need("device memory", rows, most, (0, "")),))
 
     assert most_rows(fit_of) == most
+
+
+def test_seconds_do_not_depend_on_what_was_tried_before():
+    """Overlapped updates are one compiled pass over memory, and updates at the step are the optimizer's own."""
+    model, batch = tiny()
+    given = {**BF16, "optimizer": torch.optim.AdamW(model.parameters())}
+
+    def seconds(*modes):
+        trials = Trials(model, lambda chosen: explain(model, {**chosen, "device": "cpu"})(**batch), given, MACHINE, None, print)
+        return {mode: trials.of(micro_batches=2, update=mode).seconds for mode in modes}
+
+    assert seconds("at_step", "in_forward") == seconds("in_forward", "at_step")
+
+
+@pytest.mark.parametrize("size", [1, 99, 123_456_789])
+def test_weights_that_stay_are_counted_in_round_numbers(size):
+    down, up = _rounded(size), _rounded(size, up=True)
+    assert down <= size <= up and len(str(down).rstrip("0")) <= 2 and len(str(up).rstrip("0")) <= 2
