@@ -331,6 +331,18 @@ def test_the_line_on_weights_that_stay_runs(shown):
     assert l2l_compile.programs(scope["model"])[0].resident
 
 
+@checks("docs/disk.md: Models larger than host memory")
+def test_the_lines_on_a_disk_train(shown, tmp_path):
+    (block,) = shown
+    model, (batch, _) = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scope = {"torch": torch, "model": model, "optimizer": optimizer}
+    run(block.text.replace("/nvme", str(tmp_path)), scope)
+    scope["model"](**batch).loss.backward()
+    optimizer.step()
+    assert session.session_of(scope["model"]).options.host_memory == 24 * 10**9
+
+
 INSTALLING = [block for block in BLOCKS if block.document == "docs/installing.md"]
 CHECKED.update(INSTALLING)
 

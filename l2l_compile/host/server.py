@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from l2l_compile.devices.device import Device
+from l2l_compile.disk.disk_store import await_writes, range_of
 from l2l_compile.errors import L2LError
 from l2l_compile.host import watched_parameters
 from l2l_compile.host.double_buffer import DelayedWires
@@ -32,7 +33,7 @@ from l2l_compile.memory.finalizers import members
 from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.races import Unwatched
-from l2l_compile.ranks.sharded import sharded_as
+from l2l_compile.ranks.sharded import local, sharded_as
 from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.stats import Stats
 from l2l_compile.runtime.step import Step
@@ -138,6 +139,8 @@ class ParameterServer:
         copied = self.on_wire(step, segment)
         wire = self._wire(step, segment, weights, copied, key, ready) if copied else None
         on_wire = set(copied)
+        for i in [i for i in range(len(weights)) if i not in on_wire]:
+            await_writes(local(weights[i]))
         if self.device.pinned.budget != 0:  # else nothing is page-locked, as on the host
             self.device.lock([weights[i] for i in range(len(weights)) if i not in on_wire and self._is_locked(step, segment, i)])
         return wire, [weight for i, weight in enumerate(weights) if i not in on_wire]
@@ -156,7 +159,11 @@ class ParameterServer:
     def _is_locked(self, step: Step, segment: Segment, position: int) -> bool:
         """Whether a weight that crosses the link from its own memory is to be page-locked there."""
         is_parameter = segment.weights[position].kind == "parameter"
-        return is_parameter and is_locked(segment.block.weights[position], self.options, step.to_train)
+        return (
+            is_parameter
+            and range_of(local(step.given[segment.weights[position].owner])) is None
+            and is_locked(segment.block.weights[position], self.options, step.to_train)
+        )
 
     def _wire(
         self,

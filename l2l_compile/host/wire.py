@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from l2l_compile.disk.disk_store import await_writes, range_of
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.ir.captured import Input
 from l2l_compile.ir.segments import Segment
@@ -24,6 +25,7 @@ from l2l_compile.ranks.sharded import local
 
 CHUNK = 32 << 20  # bytes of a wire that are sent while the next ones are copied: they take longer than a transfer's start
 _SMALL = 1 << 16  # bytes; to copy fewer on the host takes hardly longer than to start another copy over the link
+_RUN, _PAGES = 1024, 4  # entries of a page of fp32; pages of a parameter on disk that are compared in a forward
 STRIDE = 251  # prime: entries that far apart fall into every column of a matrix, and into every run of 251 entries
 
 
@@ -152,7 +154,7 @@ class Copy:
         if self._written and self.unchanged() and same_sample(self.view, self.parameter, generation):
             yield self.view.numel()
             return
-        source = local(self.parameter).detach()
+        source = written_values(self.parameter)
         for rows in _chunks(self.view):
             self.view[rows].copy_(source[rows])
             yield self.view[: rows.stop].numel() if isinstance(rows, slice) else self.view.numel()
@@ -229,13 +231,23 @@ class Wires:
             return
         for copy in self._copies[parameter]:
             if copy is not latest:
-                copy.view.copy_(latest.view if latest.view.dtype is copy.view.dtype else local(parameter).detach())
+                copy.view.copy_(latest.view if latest.view.dtype is copy.view.dtype else written_values(parameter))
             copy.written()
 
 
+def written_values(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's values of a parameter, when no update is on its way to the disk. Every reader of a master calls this."""
+    return await_writes(local(parameter)).detach()
+
+
 def same_sample(copy: torch.Tensor, parameter: torch.Tensor, generation: int) -> bool:
-    """Whether a sample of a copy still equals its parameter: other entries in every generation (see `Copy.refresh`)."""
-    return torch.equal(_some_entries(copy, generation), _some_entries(parameter, generation).to(copy.dtype))
+    """Whether a sample of a copy still equals its parameter: other entries in every generation (see `Copy.refresh`).
+
+    Of a parameter on disk, a few whole pages: every 251st entry would be on every page of the file.
+    """
+    of_pages = range_of(local(parameter)) is not None
+    sample = _some_pages if of_pages else _some_entries
+    return torch.equal(sample(copy, generation), sample(written_values(parameter), generation).to(copy.dtype))
 
 
 def _some_entries(tensor: torch.Tensor, generation: int) -> torch.Tensor:
@@ -243,6 +255,14 @@ def _some_entries(tensor: torch.Tensor, generation: int) -> torch.Tensor:
     entries = local(tensor).detach().view(-1)
     stride = STRIDE if entries.numel() > 16 * STRIDE else 1
     return entries[generation % stride :: stride].contiguous()
+
+
+def _some_pages(tensor: torch.Tensor, generation: int) -> torch.Tensor:
+    """The entries of a few runs, each as long as a page of the file is in fp32, evenly spread over a large tensor."""
+    entries = local(tensor).detach().view(-1)
+    runs = entries[: entries.numel() // _RUN * _RUN].view(-1, _RUN)
+    stride = max(1, len(runs) // _PAGES)
+    return runs[generation % stride :: stride].contiguous()
 
 
 def identity(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from l2l_compile.devices.device import Device, MemoryState
+from l2l_compile.disk.disk_store import await_writes
 from l2l_compile.ir.segments import Segment
 
 _SAMPLED = 256  # entries of a weight
@@ -86,7 +87,7 @@ def _place(tensor: torch.Tensor) -> tuple:
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Entries from all over a tensor, as bytes: NaN equals NaN."""
     each = max(1, round(_SAMPLED ** (1 / max(1, tensor.dim()))))
-    spread = tensor.detach()[tuple(slice(None, None, max(1, size // each)) for size in tensor.shape)]
+    spread = await_writes(tensor).detach()[tuple(slice(None, None, max(1, size // each)) for size in tensor.shape)]
     return spread.contiguous().view(-1).view(torch.uint8).clone()
 
 
