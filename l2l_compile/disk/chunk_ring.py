@@ -59,7 +59,7 @@ class ChunkRing:
         """The updates of a step begin: read chunks ahead, in the order of the step before."""
         self.reset()
         with self._guard:
-            self._upcoming = deque(chunk for chunk in self._taken if chunk.is_alive)
+            self._upcoming = deque(self._taken)
             self._taken = []
             self._read_ahead()
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from l2l_compile.disk.disk_file import DiskFile, whole_pages
+from l2l_compile.disk.disk_file import PAGE, DiskFile, whole_pages
 from l2l_compile.disk.disk_threads import DiskThreads, Transfer
 from l2l_compile.errors import DiskError
 from l2l_compile.memory.finalizers import taken
@@ -27,6 +27,7 @@ from l2l_compile.memory.pages import pages
 
 BLOCK = 8 << 20  # bytes of one transfer: with smaller ones, a disk is as fast, and the processor busier
 _THREADS = 2  # each way
+_SAMPLED = 4  # pages of a tensor
 _STORED = "_l2l_stored"  # an attribute of storages: it is gone with the storage
 
 
@@ -122,6 +123,11 @@ class DiskStore:
         StoredRange(self, start, size, mapping).hold(tensor, self._freed)
         return tensor
 
+    def count_read(self, size: int) -> None:
+        """Count bytes that are read (any thread)."""
+        with self._guard:
+            self.read_bytes += size
+
     def read(
         self, spans: Sequence[StoredSpan], buffer: torch.Tensor, then: Callable[[Transfer], None] = lambda _: None
     ) -> Transfer:
@@ -135,7 +141,7 @@ class DiskStore:
             self._note(transfer)
             then(transfer)
 
-        self.read_bytes += sum(whole_pages(span.size) for span in spans)
+        self.count_read(sum(whole_pages(span.size) for span in spans))
         return self._readers.submit(_blocks(spans, block), then=done)
 
     def write(
@@ -157,7 +163,8 @@ class DiskStore:
                 span.range.writes.pop(transfer, None)
             then(transfer)
 
-        self.written_bytes += sum(whole_pages(span.size) for span in spans)
+        with self._guard:
+            self.written_bytes += sum(whole_pages(span.size) for span in spans)
         return self._writers.submit(_blocks(spans, block), begin, done)
 
     def settle(self) -> None:
@@ -194,6 +201,30 @@ def await_writes(tensor: torch.Tensor) -> torch.Tensor:
     if (found := range_of(tensor)) is not None:
         found.await_writes()
     return tensor
+
+
+def some_pages(tensor: torch.Tensor, generation: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A few pages of a stored tensor, evenly spread, others in every generation: their positions in the flat tensor, and their entries.
+
+    They pass the mapping by, where a read of one page brings megabytes into the page cache. Raises `DiskError`.
+    """
+    found = range_of(tensor)
+    assert found is not None, "a tensor in memory"
+    found.await_writes()
+    width = tensor.element_size()
+    start = int(tensor.storage_offset()) * width
+    first, last = whole_pages(start), (start + tensor.nbytes) // PAGE * PAGE
+    count = max(0, last - first) // PAGE
+    stride = max(1, count // _SAMPLED)
+    chosen = range(first + generation % stride * PAGE, max(first, last), stride * PAGE)
+    buffer = pages(max(1, len(chosen)) * PAGE, "a sample of a parameter on disk")
+    for number, offset in enumerate(chosen):
+        found.store.file.read(_memory(buffer, number * PAGE, PAGE), found.start + offset)
+    found.store.count_read(len(chosen) * PAGE)
+    entries = buffer[: len(chosen) * PAGE].view(tensor.dtype)
+    begins = torch.tensor([(offset - start) // width for offset in chosen], dtype=torch.int64)
+    positions = begins[:, None] + torch.arange(PAGE // width)
+    return positions.view(-1), entries
 
 
 def whole_spans(tensors: Sequence[torch.Tensor]) -> tuple[list[StoredSpan], int]:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from l2l_compile.disk.disk_store import await_writes, range_of
+from l2l_compile.disk.disk_store import await_writes, range_of, some_pages
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.ir.captured import Input
 from l2l_compile.ir.segments import Segment
@@ -25,7 +25,6 @@ from l2l_compile.ranks.sharded import local
 
 CHUNK = 32 << 20  # bytes of a wire that are sent while the next ones are copied: they take longer than a transfer's start
 _SMALL = 1 << 16  # bytes; to copy fewer on the host takes hardly longer than to start another copy over the link
-_RUN, _PAGES = 1024, 4  # entries of a page of fp32; pages of a parameter on disk that are compared in a forward
 STRIDE = 251  # prime: entries that far apart fall into every column of a matrix, and into every run of 251 entries
 
 
@@ -245,9 +244,11 @@ def same_sample(copy: torch.Tensor, parameter: torch.Tensor, generation: int) ->
 
     Of a parameter on disk, a few whole pages: every 251st entry would be on every page of the file.
     """
-    of_pages = range_of(local(parameter)) is not None
-    sample = _some_pages if of_pages else _some_entries
-    return torch.equal(sample(copy, generation), sample(written_values(parameter), generation).to(copy.dtype))
+    master = local(parameter)
+    if range_of(master) is None:
+        return torch.equal(_some_entries(copy, generation), _some_entries(master, generation).to(copy.dtype))
+    positions, entries = some_pages(master, generation)
+    return torch.equal(copy.view(-1)[positions], entries.to(copy.dtype))
 
 
 def _some_entries(tensor: torch.Tensor, generation: int) -> torch.Tensor:
@@ -255,14 +256,6 @@ def _some_entries(tensor: torch.Tensor, generation: int) -> torch.Tensor:
     entries = local(tensor).detach().view(-1)
     stride = STRIDE if entries.numel() > 16 * STRIDE else 1
     return entries[generation % stride :: stride].contiguous()
-
-
-def _some_pages(tensor: torch.Tensor, generation: int) -> torch.Tensor:
-    """The entries of a few runs, each as long as a page of the file is in fp32, evenly spread over a large tensor."""
-    entries = local(tensor).detach().view(-1)
-    runs = entries[: entries.numel() // _RUN * _RUN].view(-1, _RUN)
-    stride = max(1, len(runs) // _PAGES)
-    return runs[generation % stride :: stride].contiguous()
 
 
 def identity(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -118,6 +118,22 @@ def test_reads_of_the_user_wait_for_the_slow_disk(mode, tmp_path):
             assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
+def test_updates_that_a_held_forward_kept_waiting_are_written(tmp_path):
+    """With `in_backward`, they are made in `optimizer.step()`, which returns when they can be read."""
+
+    def held(disk):
+        made = training("adamw", disk=disk, update="in_backward")
+        made.step(2)
+        kept = made.call(torch.ones(6, 5))
+        made.backward()
+        made.optimizer.step()
+        del kept
+        return [p.detach().clone() for p in made.model.parameters()]
+
+    with slow_disk(Faults(rate=SLOW)):
+        assert same(held(None), held(tmp_path))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_behind_a_step_sees_its_update(mode, tmp_path):
     x = torch.ones(6, 5)

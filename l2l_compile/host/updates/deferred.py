@@ -6,15 +6,14 @@ from collections.abc import Iterable
 
 import torch
 
-from l2l_compile.disk.disk_store import range_of
+from l2l_compile.disk.disk_store import range_of, some_pages
 from l2l_compile.errors import L2LError
 from l2l_compile.host.updates.gradient_ledger import Parameter
-from l2l_compile.host.wire import identity, written_values
+from l2l_compile.host.wire import identity
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.sharded import local
 
 _ENTRIES = 1024  # of each parameter, that are compared
-_ENTRIES_ON_DISK = 16  # of one on disk; where it has a wire, its update compares all
 
 
 class DeferredWriteGuard:
@@ -51,8 +50,9 @@ class DeferredWriteGuard:
 
 
 def _some_entries(parameter: Parameter) -> torch.Tensor:
-    """The bytes of some entries, an odd number apart: from many rows and columns. Each is on a page of its own, so few from a disk."""
-    entries = written_values(parameter).reshape(-1)
-    count = _ENTRIES if range_of(local(parameter)) is None else _ENTRIES_ON_DISK
-    stride = entries.numel() // count | 1
+    """The bytes of some entries, an odd number apart: from many rows and columns. Of a parameter on disk, a few pages."""
+    if range_of(local(parameter)) is not None:
+        return some_pages(local(parameter), 0)[1].view(torch.uint8)
+    entries = local(parameter).detach().reshape(-1)
+    stride = entries.numel() // _ENTRIES | 1
     return entries[::stride].clone().view(torch.uint8)
