@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import l2l_compile
+from l2l_compile.disk.chunk_ring import ChunkRing
 from l2l_compile.disk.disk_store import range_of
+from l2l_compile.session import session_of
 from slow_disk import Faults, slow_disk
 from stored_training import LAYERS, OPTIMIZERS, SLOW, WIDTH, same, training
 
@@ -116,6 +118,43 @@ def test_reads_of_the_user_wait_for_the_slow_disk(mode, tmp_path):
             made.step(2)
             found = read(made)
             assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_a_read_waits_for_a_write_whose_update_is_over(tmp_path, monkeypatch):
+    """Its update was done before `optimizer.step()` returned, so nothing else is waited for."""
+    with slow_disk(Faults(rate=SLOW)):
+        made = training("sgd", disk=tmp_path, update="in_forward")
+        made.step(2)
+        updates = session_of(made.call).server.updates
+        weight = made.model[LAYERS][0].weight
+        made.backward()
+
+        def look():
+            updates.worker.drain()
+            written.append(bool(made.stored.being_written([weight])))
+            return watch_now()
+
+        watch_now, written = updates._watch_now, []
+        monkeypatch.setattr(updates, "_watch_now", look)
+        made.optimizer.step()
+        found = weight + 0.0
+        l2l_compile.synchronize(made.call)
+        assert written[0] and torch.equal(found, weight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_chunks_are_read_before_their_update_asks(mode, tmp_path, monkeypatch):
+    """As many as there are buffers; the order is that of the step before."""
+    asked = []
+    begin = ChunkRing._begin_to_read
+    monkeypatch.setattr(ChunkRing, "_begin_to_read", lambda ring, chunk: asked.append(chunk) or begin(ring, chunk))
+    made = training("sgd", disk=tmp_path, **MODES[mode])
+    made.step(3)
+    made.tensors()
+    before = len(asked)
+    made.step(2)
+    made.tensors()
+    assert before and len(asked) == before
 
 
 def test_updates_that_a_held_forward_kept_waiting_are_written(tmp_path):
