@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import l2l_compile
-from l2l_compile.host.stored_parameters import StoredParameters, bytes_beside
+from l2l_compile.host.disk_plan import disk_plan
+from l2l_compile.host.stored_parameters import StoredParameters
 from l2l_compile.options import Options
 from l2l_compile.session import session_of
 from models import compiled
@@ -89,7 +90,8 @@ def training(optimizer: str = "adamw", *, disk: Any = None, spare: int = 200_000
     model = matrices()
     made = OPTIMIZERS[optimizer](model.parameters())
     if disk is not None:
-        beside = bytes_beside(list(model.parameters()), Options.build({**options, "optimizer": made}))
+        asked = Options.build({**options, "optimizer": made, "disk": disk, "host_memory": "1TB"})
+        beside = disk_plan(asked, largest=WIDTH * (WIDTH + 1)).beside
         options = {**options, "disk": disk, "host_memory": beside + RING + spare}
     return Training(model, made, compiled(model, optimizer=made, **options))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,9 @@ from l2l_compile.host.wire import Ready, Wire, Wires, is_locked, no_waiter, on_w
 from l2l_compile.host.worker import Ticket, Worker
 from l2l_compile.ir import nodes
 from l2l_compile.ir.captured import Input
+from l2l_compile.ir.program import Program
 from l2l_compile.ir.segments import Segment
+from l2l_compile.ir.values import TensorSpec
 from l2l_compile.lanes import Lane
 from l2l_compile.memory.finalizers import members
 from l2l_compile.options import Options
@@ -73,6 +76,10 @@ class ParameterServer:
         """Watch the modules that own the parameters: their `state_dict` waits for updates that were put off."""
         self._modules.update(modules)
         self.updates.watch(modules)
+
+    def add(self, program: Program) -> None:
+        """The model has a program."""
+        self.updates.expect(largest_segment(program))
 
     def describe(self, stats: Stats) -> None:
         """Add the figures of the host side to the figures of the programs."""
@@ -337,6 +344,18 @@ class _InFlight:
 def _by_weight(arrived: Iterable[Input], norms: Sequence[torch.Tensor | None], factor: float) -> dict[Input, float]:
     """The norm of each gradient that has arrived, times a factor. `norms` has one tensor with all that the device took, or none."""
     return {w: norm * factor for taken in norms if taken is not None for w, norm in zip(arrived, taken.tolist(), strict=True)}
+
+
+def largest_segment(program: Program) -> int:
+    """The most entries of trained parameters that a segment has."""
+    trained = (
+        [(w, s) for w, s in zip(each.weights, each.block.weights, strict=True) if w.kind == "parameter"] for each in program.here
+    )
+    return max((sum(_entries(s, program) for _, s in own if s.differentiable) for own in trained), default=0)
+
+
+def _entries(spec: TensorSpec, program: Program) -> int:
+    return math.prod(spec.sizes(program.bindings))
 
 
 def segments_in_flight(options: Options) -> int:

@@ -65,7 +65,7 @@ def test_half_of_the_state_in_memory_changes_no_bit(mode, tmp_path):
     with slow_disk(Faults(rate=SLOW)):
         made = training("adamw", disk=tmp_path, spare=LAYERS * 2 * MATRIX, **MODES[mode])
         made.step(3)
-        placed = made.stored.placement
+        placed = made.stored.plan.placement
         assert any(placed.states) and not any(placed.masters), "the state of some parameters is enough"
         assert same(expected, made.tensors())
 
@@ -78,6 +78,19 @@ def test_bytes_of_a_step_are_those_of_parameters_and_state(tmp_path):
     assert store.read_bytes == LAYERS * MATRIX and store.written_bytes == LAYERS * (1 + 3) * MATRIX
     made.step(2)
     assert store.read_bytes == LAYERS * (1 + 6) * MATRIX and store.written_bytes == LAYERS * (4 + 6) * MATRIX
+    of_step = l2l_compile.stats(made.call)
+    assert of_step.disk_read_bytes == of_step.disk_written_bytes == made.stored.plan.placement.on_disk == LAYERS * 3 * MATRIX
+
+
+@pytest.mark.parametrize("mode", ["in_forward", "delayed"])
+def test_figures_of_later_updates_are_of_the_step_before(mode, tmp_path):
+    with slow_disk(Faults(rate=SLOW)):
+        made = training("adamw", disk=tmp_path, **MODES[mode])
+        made.step(4)
+        of_step = l2l_compile.stats(made.call)
+    wanted = LAYERS * 3 * MATRIX
+    assert of_step.disk_written_bytes == wanted and wanted <= of_step.disk_read_bytes <= wanted + LAYERS * 8 * 4096
+    assert of_step.disk_wait_seconds > 0.01 and "disk_wait_seconds" in str(of_step)
 
 
 def test_large_tensors_are_on_disk_and_small_ones_are_not(tmp_path):

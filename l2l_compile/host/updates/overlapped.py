@@ -35,6 +35,7 @@ from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.races import Place
 from l2l_compile.ranks.ranks import Ranks
+from l2l_compile.runtime.stats import Stats
 from l2l_compile.torch_internals.autograd import behind_this_backward, in_data_parallel
 from l2l_compile.torch_internals.threads import apart_from_compilation
 
@@ -73,6 +74,16 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
 
     def watch(self, modules: Iterable[torch.nn.Module]) -> None:
         self._hooks.watch(modules)
+
+    def expect(self, entries: int) -> None:
+        if self._stored is not None:
+            self._stored.largest_segment = max(self._stored.largest_segment, entries)
+
+    def describe(self, stats: Stats) -> None:
+        super().describe(stats)
+        if self._stored is not None:
+            found = self._stored.figures()
+            stats.disk_read_bytes, stats.disk_written_bytes, stats.disk_wait_seconds = found.read, found.written, found.waited
 
     @property
     def managed(self) -> set[Parameter]:
