@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import l2l_compile
+from l2l_compile import L2LError, OptionError
 from l2l_compile.disk.chunk_ring import ChunkRing
 from l2l_compile.disk.disk_store import range_of
 from l2l_compile.session import session_of
@@ -91,6 +92,32 @@ def test_figures_of_later_updates_are_of_the_step_before(mode, tmp_path):
     wanted = LAYERS * 3 * MATRIX
     assert of_step.disk_written_bytes == wanted and wanted <= of_step.disk_read_bytes <= wanted + LAYERS * 8 * 4096
     assert of_step.disk_wait_seconds > 0.01 and "disk_wait_seconds" in str(of_step)
+
+
+def test_explain_says_what_is_on_disk_and_what_a_step_writes(tmp_path):
+    """The figures are those of the run: 9.0 MiB of masters and moments, of which 0.2 MiB of small tensors stay in memory."""
+    made = training("adamw", disk=tmp_path, update="in_backward")
+    report = l2l_compile.explain(made.call)(torch.ones(6, 5))
+    made.step(2)
+    of_step = l2l_compile.stats(made.call)
+    assert report.host_memory.disk.placement == made.stored.plan.placement
+    assert report.host_memory.disk.placement.on_disk == of_step.disk_written_bytes
+    assert "disk: master 3.0 MiB, optimizer state 6.0 MiB, in all 9.0 MiB, read and written" in " ".join(str(report).split())
+    assert report.host_memory.master + report.host_memory.optimizer_state < 200_000
+
+
+def test_a_simulated_machine_has_no_disk(tmp_path):
+    made = training("adamw", disk=tmp_path, update="in_backward")
+    with pytest.raises(OptionError, match="a simulated machine has no disk: leave out the options"):
+        l2l_compile.simulate(made.call, "h200")
+
+
+@pytest.mark.parametrize("asked", [l2l_compile.explain, None])
+def test_a_budget_that_is_too_small_is_named_before_a_step(asked, tmp_path):
+    made = training("adamw", disk=tmp_path, spare=1, update="in_backward")
+    said = r"host_memory=\S+ MiB is too small even with all large parameters on disk: .* raise host_memory to \S+ MiB"
+    with pytest.raises(L2LError, match=said):
+        made.step() if asked is None else asked(made.call)(torch.ones(6, 5))
 
 
 def test_large_tensors_are_on_disk_and_small_ones_are_not(tmp_path):
