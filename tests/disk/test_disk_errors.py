@@ -51,22 +51,26 @@ def test_too_little_room_is_a_sentence_before_the_first_step(tmp_path):
     assert all(map(torch.equal, before, made.model.parameters())), "nothing was changed"
 
 
+POINTS = [1, 3, *range(9, 45, 2)]  # MiB behind which a transfer fails: while parameters are moved, and in the first steps
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize("way", ["read_fails", "write_fails"])
-@pytest.mark.parametrize("behind", [13, 20, 26])
-@pytest.mark.parametrize("update", ["in_backward", "in_forward"])
-def test_a_transfer_that_fails_ends_the_training(number, way, behind, update, tmp_path):
-    """Behind so many MiB. The error is raised within a step or two, again in each later one, and nothing waits for ever."""
-    with slow_disk(Faults(**{way: (number, behind << 20)})):
-        made = training("adamw", disk=tmp_path, update=update)
-        start = time.monotonic()
-        with pytest.raises(
-            DiskError, match=rf"{tmp_path}: {os.strerror(number)} while \d+ bytes at byte \d+ .* load the last checkpoint"
-        ):
-            made.step(6)
-        with pytest.raises(DiskError):
-            made.step()
-        assert time.monotonic() - start < 5
+@pytest.mark.parametrize("points", [pytest.param(POINTS, marks=pytest.mark.slow, id="all"), pytest.param(POINTS[::7], id="few")])
+@pytest.mark.parametrize(("way", "update"), [("write_fails", "in_backward"), ("read_fails", "in_forward")])
+def test_a_transfer_that_fails_ends_the_training(number, way, update, points, tmp_path):
+    """At each point, the error is raised within a few steps, again in every later one, and nothing waits for ever."""
+    made = f"{tmp_path}: {os.strerror(number)} while [0-9]+ bytes at byte [0-9]+ .* load the last checkpoint"
+    for behind in points:
+        with slow_disk(Faults(**{way: (number, behind << 20)})):
+            failing = training("adamw", disk=tmp_path, update=update)
+            start = time.monotonic()
+            with pytest.raises(DiskError, match=made):
+                failing.step(7)
+            with pytest.raises(DiskError):
+                failing.step()
+            with pytest.raises(DiskError):
+                failing.model.state_dict()
+            assert time.monotonic() - start < 5
 
 
 def test_the_page_cache_is_used_where_direct_is_refused(tmp_path):

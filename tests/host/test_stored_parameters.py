@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+import tempfile
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ from l2l_compile.disk.chunk_ring import ChunkRing
 from l2l_compile.disk.disk_store import range_of
 from l2l_compile.session import session_of
 from slow_disk import Faults, slow_disk
-from stored_training import LAYERS, OPTIMIZERS, SLOW, WIDTH, same, training
+from stored_training import LAYERS, OPTIMIZERS, RING, SLOW, WIDTH, same, training
 
 MODES = {
     "in_backward": {"update": "in_backward"},
     "in_forward": {"update": "in_forward"},
     "delayed": {"update": "in_forward", "delay": 1},
 }
+QUICKER = 6e7  # bytes a second: slow enough to lag behind a small model
 MATRIX = WIDTH * WIDTH * 4
 
 
@@ -56,14 +58,14 @@ def test_bits_are_those_of_training_without_disk(optimizer, mode, precision, tmp
 def test_own_steps_take_parameters_whole(mode, tmp_path):
     options = {**MODES[mode], "compile_update": False}
     expected = trained("adamw", 3, **options)
-    with slow_disk(Faults(rate=SLOW)):
+    with slow_disk(Faults(rate=QUICKER)):
         assert same(expected, trained("adamw", 3, disk=tmp_path, **options))
 
 
 @pytest.mark.parametrize("mode", ["in_backward", "delayed"])
 def test_half_of_the_state_in_memory_changes_no_bit(mode, tmp_path):
     expected = trained("adamw", 3, **MODES[mode])
-    with slow_disk(Faults(rate=SLOW)):
+    with slow_disk(Faults(rate=QUICKER)):
         made = training("adamw", disk=tmp_path, spare=LAYERS * 2 * MATRIX, **MODES[mode])
         made.step(3)
         placed = made.stored.plan.placement
@@ -85,7 +87,7 @@ def test_bytes_of_a_step_are_those_of_parameters_and_state(tmp_path):
 
 @pytest.mark.parametrize("mode", ["in_forward", "delayed"])
 def test_figures_of_later_updates_are_of_the_step_before(mode, tmp_path):
-    with slow_disk(Faults(rate=SLOW)):
+    with slow_disk(Faults(rate=QUICKER)):
         made = training("adamw", disk=tmp_path, **MODES[mode])
         made.step(4)
         of_step = l2l_compile.stats(made.call)
@@ -118,6 +120,33 @@ def test_a_budget_that_is_too_small_is_named_before_a_step(asked, tmp_path):
     said = r"host_memory=\S+ MiB is too small even with all large parameters on disk: .* raise host_memory to \S+ MiB"
     with pytest.raises(L2LError, match=said):
         made.step() if asked is None else asked(made.call)(torch.ones(6, 5))
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no file system in memory")
+def test_a_folder_in_memory_is_one_like_others():
+    expected = trained("adamw", 2, update="in_backward")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        assert same(expected, trained("adamw", 2, disk=folder, update="in_backward"))
+
+
+def test_a_folder_that_is_removed_while_training_is_not_missed(tmp_path):
+    expected = trained("adamw", 3, update="in_backward")
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    made = training("adamw", disk=folder, update="in_backward")
+    made.step()
+    folder.rmdir()
+    made.step(2)
+    assert same(expected, made.tensors())
+
+
+def test_a_large_tensor_passes_through_a_small_ring(tmp_path):
+    """Each matrix with its moments is three times a buffer, and the ring has as many buffers as ever."""
+    made = training("adamw", disk=tmp_path, update="in_backward")
+    made.step(2)
+    assert made.stored.ring.bytes == RING and made.stored.plan.buffer * 3 == 3 * MATRIX
+    chunks = [chunk for chunk in made.stored.ring._taken if chunk.spans]
+    assert len(chunks) >= 3 * LAYERS and all(sum(span.size for span in c.spans) <= made.stored.plan.buffer for c in chunks)
 
 
 def test_large_tensors_are_on_disk_and_small_ones_are_not(tmp_path):
@@ -153,7 +182,7 @@ def test_reads_of_the_user_wait_for_the_slow_disk(mode, tmp_path):
         lambda made: copy.deepcopy(made.model).state_dict(),
         lambda made: {name: p.detach() + 0.0 for name, p in made.model.named_parameters()},
     ):
-        with slow_disk(Faults(rate=SLOW)):
+        with slow_disk(Faults(rate=QUICKER)):
             made = training("adamw", disk=tmp_path, **MODES[mode])
             made.step(2)
             found = read(made)
@@ -209,7 +238,7 @@ def test_updates_that_a_held_forward_kept_waiting_are_written(tmp_path):
         del kept
         return [p.detach().clone() for p in made.model.parameters()]
 
-    with slow_disk(Faults(rate=SLOW)):
+    with slow_disk(Faults(rate=QUICKER)):
         assert same(held(None), held(tmp_path))
 
 
@@ -218,7 +247,7 @@ def test_evaluation_behind_a_step_sees_its_update(mode, tmp_path):
     x = torch.ones(6, 5)
     found = []
     for disk in (None, tmp_path):
-        with slow_disk(Faults(rate=SLOW)), torch.no_grad():
+        with slow_disk(Faults(rate=QUICKER)), torch.no_grad():
             made = training("adamw", disk=disk, **MODES[mode])
             with torch.enable_grad():
                 made.step(2)
@@ -246,7 +275,7 @@ def test_writes_of_the_user_between_steps_are_seen(mode, precision, tmp_path):
         return made.tensors()
 
     expected = written(None)
-    with slow_disk(Faults(rate=SLOW)):
+    with slow_disk(Faults(rate=QUICKER)):
         assert same(expected, written(tmp_path))
 
 
@@ -256,7 +285,7 @@ def test_a_checkpoint_resumes_with_equal_bits(mode, tmp_path):
     whole = training("adamw", **MODES[mode])
     whole.step(4)
     expected = whole.tensors()
-    with slow_disk(Faults(rate=SLOW)):
+    with slow_disk(Faults(rate=QUICKER)):
         made = training("adamw", disk=tmp_path, **MODES[mode])
         made.step(2)
         file = io.BytesIO()
