@@ -47,7 +47,7 @@ def cases():
 
 @pytest.mark.parametrize(("optimizer", "mode", "precision"), list(cases()))
 def test_bits_are_those_of_training_without_disk(optimizer, mode, precision, tmp_path):
-    options = {**MODES[mode], "precision": precision}
+    options = {**MODES[mode], "precision": precision, "steps": 8 if precision == "fp16" else 5}  # the first in fp16 are skipped
     expected = trained(optimizer, **options)
     for rate in (SLOW, None):
         with slow_disk(Faults(rate=rate)):
