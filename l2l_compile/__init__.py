@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from l2l_compile.errors import (
         CheckError,
         DeviceError,
+        DiskError,
         IndexRangeError,
         InputError,
         L2LError,
@@ -52,6 +53,7 @@ __all__ = [
     "Block",
     "CheckError",
     "DeviceError",
+    "DiskError",
     "IndexRangeError",
     "InputError",
     "L2LError",

@@ -29,6 +29,10 @@ class DeviceError(L2LError):
     """A parameter or an input is not where the backend needs it."""
 
 
+class DiskError(L2LError):
+    """The disk of the option `disk` cannot be written or read: no room, no permission, a device that fails."""
+
+
 class InputError(L2LError):
     """An operation of the model cannot compute with the inputs of a call: a wrong dtype or shape."""
 

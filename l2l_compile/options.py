@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -68,6 +69,10 @@ class Options:
     passes          passes of the user (`l2l_compile.passes.compilation.Pass`), run and verified after the backend's passes.
     batch_scope     what the batch of a call is, if the model is sharded over ranks (`l2l_compile.shard`). "per_rank": each
                     rank's own, and gradients are the mean over the ranks. "global": a rank's rows of one batch of all ranks.
+    disk            a folder for parameters and optimizer state that do not fit into `host_memory` (in_backward and in_forward). Their
+                    file has no name, and is gone with the process.
+    host_memory     the bound for parameters, optimizer state, copies that cross the link, and gradients in host memory, with `disk`:
+                    bytes, or "24GB"; None takes 0.8 of what the system has available at the first step.
     compile_update  whether overlapped updates are compiled into one pass over memory where the optimizer is
                     elementwise; False runs the optimizer's own step on each layer.
     """
@@ -91,6 +96,8 @@ class Options:
     compile_update: bool = True
     pinned_memory: int | None = None
     batch_scope: str = "per_rank"
+    disk: str | None = None
+    host_memory: int | None = None
     device_cache: int | None = None
     resident: int | None = None
     schedule: str | Schedule = "breadth_first"
@@ -154,9 +161,12 @@ class Options:
         for name in ("keep", "keep_on_host"):
             settings[name] = _bytes(settings, name, 0, AUTO) or 0
         settings["resident"] = _bytes(settings, "resident", 0)
+        settings["host_memory"] = _bytes(settings, "host_memory", _LEAST_PINNED)
+        settings["disk"] = _folder(settings)
         settings["device"] = _device(settings.get("device"))
         settings["schedule"] = _schedule(settings.get("schedule", _SCHEDULES[0]))
         _check_turns(settings)
+        _check_disk(settings)
         return cls(**settings)
 
 
@@ -332,6 +342,32 @@ def _passes(value: Any) -> tuple[Any, ...]:
                 f"option 'passes' must be a sequence of passes, objects with name, requires, provides and apply(compilation), got {value!r}"
             )
     return found
+
+
+def _folder(settings: dict) -> str | None:
+    value = settings.get("disk")
+    if value is None:
+        return None
+    if not isinstance(value, (str, Path)):
+        raise OptionError(f"option 'disk' must be a folder, got {value!r}")
+    if not os.path.isdir(value):
+        raise OptionError(f"option 'disk' must be a folder that exists, got {str(value)!r}: make it, or give another one")
+    return str(value)
+
+
+def _check_disk(settings: dict) -> None:
+    """Raise `OptionError` for options that do not go with `disk`."""
+    if settings["disk"] is None:
+        if settings["host_memory"] is not None:
+            raise OptionError("option 'host_memory' says how much stays in memory beside the option 'disk': give 'disk' a folder")
+        return
+    if not MODES[settings.get("update", "at_step")].is_overlapped:
+        raise OptionError(
+            "option 'disk' needs update='in_backward' or 'in_forward', and the option 'optimizer': with 'at_step', optimizer.step() touches all "
+            "parameters and their state at once, which would bring them all into memory"
+        )
+    if settings["schedule"] != _SCHEDULES[0]:
+        raise OptionError("option 'disk' does not go with a schedule of turns: leave out 'schedule', or 'disk'")
 
 
 _UNITS = {f"{prefix}{i}B": base**power for base, i in ((1000, ""), (1024, "i")) for power, prefix in enumerate("KMGT", 1)}

@@ -91,6 +91,7 @@ class Session:
     def add(self, runner: Runner) -> None:
         """Add a program of this model. Warns, once for each segment, of segments that hold several layers."""
         self._runners.append(weakref.ref(runner))
+        self.server.add(runner.program)
         for uncut in runner.program.uncut:
             if uncut.segment not in self._warned:
                 self._warned.add(uncut.segment)

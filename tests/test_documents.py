@@ -331,6 +331,18 @@ def test_the_line_on_weights_that_stay_runs(shown):
     assert l2l_compile.programs(scope["model"])[0].resident
 
 
+@checks("docs/disk.md: Models larger than host memory")
+def test_the_lines_on_a_disk_train(shown, tmp_path):
+    (block,) = shown
+    model, (batch, _) = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scope = {"torch": torch, "model": model, "optimizer": optimizer}
+    run(block.text.replace("/nvme", str(tmp_path)), scope)
+    scope["model"](**batch).loss.backward()
+    optimizer.step()
+    assert session.session_of(scope["model"]).options.host_memory == 24 * 10**9
+
+
 INSTALLING = [block for block in BLOCKS if block.document == "docs/installing.md"]
 CHECKED.update(INSTALLING)
 
@@ -953,7 +965,9 @@ def test_every_flag_of_a_value_has_a_row():
 def test_figures_of_the_last_step_are_named():
     (row,) = (row for row in rows_below("docs/programs.md", "Reading a program") if "stats" in row[0])
     named = set(re.findall(r"`(\w+)`", row[1])) - {"optimizer", "at_step", "max_grad_norm", "None"}
-    stats = l2l_compile.Stats(kept_bytes=1, kept_on_host_bytes=1, sent_bytes=1, received_bytes=1)
+    of_options = ("kept_bytes", "kept_on_host_bytes", "sent_bytes", "received_bytes")
+    of_disk = ("disk_read_bytes", "disk_written_bytes", "disk_wait_seconds")
+    stats = l2l_compile.Stats(**dict.fromkeys((*of_options, *of_disk), 1))
     stats.add_squares(1.0)
     assert named == {line.split()[0] for line in str(stats).split("\n")}
 

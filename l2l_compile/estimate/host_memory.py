@@ -11,7 +11,8 @@ import torch
 from l2l_compile.devices.registry import kind_of
 from l2l_compile.devices.staging import edge_bytes, ring_bytes
 from l2l_compile.host.compiled_step.compiled_step import why_not_compiled
-from l2l_compile.host.server import segments_in_flight
+from l2l_compile.host.disk_plan import DiskPlan, disk_plan
+from l2l_compile.host.server import largest_segment, segments_in_flight
 from l2l_compile.host.step.torch_step import state_bytes_of_trial
 from l2l_compile.host.updates.norms import PIECE
 from l2l_compile.host.wire import is_locked, on_wire, shape_on_host
@@ -23,6 +24,8 @@ from l2l_compile.memory.in_place import PAGE
 from l2l_compile.memory.layout import aligned
 from l2l_compile.options import Options
 from l2l_compile.units import format_bytes
+
+_ENDURANCE = 1_200 * 10**12  # bytes that a disk of 2 TB for workstations is rated for
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class HostMemory:
                      the last step during forward (`zero_grad` after it, several backwards a step) needs memory for both
     stashes          values that wait on the host for backward, when forward has ended
     activations      what the option `keep_on_host` keeps there of the inside of segments, at the same time
+    disk             where the option `disk` puts masters and optimizer state, which `master` and `optimizer_state` do not count then
     """
 
     parameters: int
@@ -54,6 +58,7 @@ class HostMemory:
     shared: int
     stashes: int = 0
     activations: int = 0
+    disk: DiskPlan | None = None
 
     @property
     def total(self) -> int:
@@ -63,12 +68,14 @@ class HostMemory:
     @property
     def of_parameters(self) -> int:
         """The part of `total` that does not depend on the batch."""
-        return self.master + self.wire - self.shared + self.gradients + self.ring + (self.optimizer_state or 0)
+        of_disk = self.disk.ring if self.disk is not None else 0
+        return self.master + self.wire - self.shared + self.gradients + self.ring + (self.optimizer_state or 0) + of_disk
 
     def __str__(self) -> str:
         rows = [("master", self.master), ("wire", self.wire), ("gradients", self.gradients)]
         rows += [("gradients on their way", self.ring)] if self.ring else []
         rows += [("optimizer state", self.optimizer_state)] if self.optimizer_state is not None else []
+        rows += [("buffers of the disk", self.disk.ring)] if self.disk is not None else []
         shown = ", ".join(f"{name} {format_bytes(count)} ({count / max(self.parameters, 1):.1f})" for name, count in rows)
         shown += f", stashes {format_bytes(self.stashes)}" if self.stashes else ""
         shown += f", kept inside of layers {format_bytes(self.activations)}" if self.activations else ""
@@ -77,28 +84,52 @@ class HostMemory:
         pinned = (
             f"; {format_bytes(self.pinned)} of these and of staging buffers beside them are page-locked" if self.pinned else ""
         )
-        return f"host memory (bytes a parameter): {shown}{shared}{pinned}"
+        return f"host memory (bytes a parameter): {shown}{shared}{pinned}{_shown_on_disk(self.disk)}"
+
+
+def _shown_on_disk(plan: DiskPlan | None) -> str:
+    """A line on what is on disk, and on how long a disk lasts that is written so much in each step."""
+    if plan is None:
+        return ""
+    on_disk = plan.placement.on_disk
+    lasts = (
+        f": {_ENDURANCE // on_disk:,} steps write what a disk is rated for that endures {_ENDURANCE // 10**12:,} TB"
+        if on_disk
+        else ""
+    )
+    return (
+        f"\ndisk: master {format_bytes(plan.masters)}, optimizer state {format_bytes(plan.states)}, in all {format_bytes(on_disk)}, read and "
+        f"written once in a step{lasts}"
+    )
 
 
 def host_memory(programs: Sequence[Program], options: Options, activations: int = 0) -> HostMemory:
-    """The host memory that these programs of one model need, with the bytes of activations that they keep there."""
+    """The host memory that these programs of one model need, with the bytes of activations that they keep there.
+
+    Raises `L2LError` if the option `host_memory` is too small for them.
+    """
     segments = [_SegmentMemory.of(segment, program, options) for program in programs for segment in program.here]
     parameters = {name: spec for segment in segments for name, spec in segment.parameters}
     trained = [spec for spec in parameters.values() if spec.differentiable]
     sent = _sent(segments, options)
+    plan = disk_plan(options, max(map(largest_segment, programs), default=0)) if options.disk is not None else None
+    if plan is not None:
+        plan.check()
+    state = _optimizer_state(trained, options)
     kept, ring = _gradients(trained, max((segment.pushed for segment in segments), default=0), options)
     ring += _widened_for_an_update(segments, options)
     return HostMemory(
         parameters=sum(_entries(programs).values()),
-        master=sum(map(_master_bytes, parameters.values())),
+        master=sum(map(_master_bytes, parameters.values())) - (plan.masters if plan is not None else 0),
         wire=sum(wire.size for wire in sent.wires),
         gradients=kept,
         ring=ring,
-        optimizer_state=_optimizer_state(trained, options),
+        optimizer_state=state - plan.states if plan is not None and state is not None else state,
         pinned=_pinned(sent, options),
         shared=_shared(sent.wires, options),
         stashes=sum(sum(program.host_stashes.values()) for program in programs),
         activations=activations,
+        disk=plan,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from l2l_compile.errors import L2LError
-from l2l_compile.host.wire import Copy, Ready, Wire, Wires, identity, no_waiter, same_sample
+from l2l_compile.host.wire import Copy, Ready, Wire, Wires, identity, no_waiter, same_sample, written_values
 from l2l_compile.memory.address import address
 from l2l_compile.memory.pages import PinnedMemory
 from l2l_compile.races import Place, Unwatched
@@ -125,7 +125,7 @@ class DelayedWires(Wires):
                 if i in versions.ahead:
                     dtype = versions.dtypes[i]
                     if dtype not in whole:
-                        whole[dtype] = local(owner).detach().to(dtype, copy=True)
+                        whole[dtype] = written_values(owner).to(dtype, copy=True)
                     _part_of(whole[dtype], versions.parameters[i], owner).copy_(versions.front.views[i])
             if whole:
                 found[owner] = [sharded_as(tensor, owner) for tensor in whole.values()]
@@ -174,7 +174,7 @@ class DelayedWires(Wires):
         self._accesses.read_parameters(owners)
         for position, (parameter, owner, dtype) in enumerate(zip(parameters, owners, dtypes, strict=True)):
             before = self._before(parameter, owner, dtype)
-            versions.set(position, local(parameter).detach(), before)
+            versions.set(position, written_values(parameter), before)
             self._by_owner[owner].append((versions, position))
         return versions
 
@@ -214,7 +214,7 @@ class DelayedWires(Wires):
             for places in versions.places:
                 self._accesses.write(places[position])
             before = self._restored(parameter, owner, versions.dtypes[position])
-            versions.set(position, local(parameter).detach(), before)
+            versions.set(position, written_values(parameter), before)
 
     # ---- called by updates -------------------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class DelayedWires(Wires):
             if written is None or address(view) != address(written):
                 part = versions.parameters[position]
                 same = part is parameter and written is not None and written.dtype is view.dtype
-                source = written if same else local(part).detach()
+                source = written if same else written_values(part)
                 assert source is not None
                 view.copy_(source)
             versions.written(position)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import fx
 
 from l2l_compile.devices.device import Device
+from l2l_compile.disk.disk_store import await_writes, range_of
 from l2l_compile.errors import L2LError
 from l2l_compile.host import watched_parameters
 from l2l_compile.host.double_buffer import DelayedWires
@@ -26,13 +28,15 @@ from l2l_compile.host.wire import Ready, Wire, Wires, is_locked, no_waiter, on_w
 from l2l_compile.host.worker import Ticket, Worker
 from l2l_compile.ir import nodes
 from l2l_compile.ir.captured import Input
+from l2l_compile.ir.program import Program
 from l2l_compile.ir.segments import Segment
+from l2l_compile.ir.values import TensorSpec
 from l2l_compile.lanes import Lane
 from l2l_compile.memory.finalizers import members
 from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.races import Unwatched
-from l2l_compile.ranks.sharded import sharded_as
+from l2l_compile.ranks.sharded import local, sharded_as
 from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.stats import Stats
 from l2l_compile.runtime.step import Step
@@ -72,6 +76,10 @@ class ParameterServer:
         """Watch the modules that own the parameters: their `state_dict` waits for updates that were put off."""
         self._modules.update(modules)
         self.updates.watch(modules)
+
+    def add(self, program: Program) -> None:
+        """The model has a program."""
+        self.updates.expect(largest_segment(program))
 
     def describe(self, stats: Stats) -> None:
         """Add the figures of the host side to the figures of the programs."""
@@ -138,6 +146,8 @@ class ParameterServer:
         copied = self.on_wire(step, segment)
         wire = self._wire(step, segment, weights, copied, key, ready) if copied else None
         on_wire = set(copied)
+        for i in [i for i in range(len(weights)) if i not in on_wire]:
+            await_writes(local(weights[i]))
         if self.device.pinned.budget != 0:  # else nothing is page-locked, as on the host
             self.device.lock([weights[i] for i in range(len(weights)) if i not in on_wire and self._is_locked(step, segment, i)])
         return wire, [weight for i, weight in enumerate(weights) if i not in on_wire]
@@ -156,7 +166,11 @@ class ParameterServer:
     def _is_locked(self, step: Step, segment: Segment, position: int) -> bool:
         """Whether a weight that crosses the link from its own memory is to be page-locked there."""
         is_parameter = segment.weights[position].kind == "parameter"
-        return is_parameter and is_locked(segment.block.weights[position], self.options, step.to_train)
+        return (
+            is_parameter
+            and range_of(local(step.given[segment.weights[position].owner])) is None
+            and is_locked(segment.block.weights[position], self.options, step.to_train)
+        )
 
     def _wire(
         self,
@@ -330,6 +344,18 @@ class _InFlight:
 def _by_weight(arrived: Iterable[Input], norms: Sequence[torch.Tensor | None], factor: float) -> dict[Input, float]:
     """The norm of each gradient that has arrived, times a factor. `norms` has one tensor with all that the device took, or none."""
     return {w: norm * factor for taken in norms if taken is not None for w, norm in zip(arrived, taken.tolist(), strict=True)}
+
+
+def largest_segment(program: Program) -> int:
+    """The most entries of trained parameters that a segment has."""
+    trained = (
+        [(w, s) for w, s in zip(each.weights, each.block.weights, strict=True) if w.kind == "parameter"] for each in program.here
+    )
+    return max((sum(_entries(s, program) for _, s in own if s.differentiable) for own in trained), default=0)
+
+
+def _entries(spec: TensorSpec, program: Program) -> int:
+    return math.prod(spec.sizes(program.bindings))
 
 
 def segments_in_flight(options: Options) -> int:

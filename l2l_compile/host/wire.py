@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from l2l_compile.disk.disk_store import await_writes, range_of, some_pages
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.ir.captured import Input
 from l2l_compile.ir.segments import Segment
@@ -152,7 +153,7 @@ class Copy:
         if self._written and self.unchanged() and same_sample(self.view, self.parameter, generation):
             yield self.view.numel()
             return
-        source = local(self.parameter).detach()
+        source = written_values(self.parameter)
         for rows in _chunks(self.view):
             self.view[rows].copy_(source[rows])
             yield self.view[: rows.stop].numel() if isinstance(rows, slice) else self.view.numel()
@@ -229,13 +230,25 @@ class Wires:
             return
         for copy in self._copies[parameter]:
             if copy is not latest:
-                copy.view.copy_(latest.view if latest.view.dtype is copy.view.dtype else local(parameter).detach())
+                copy.view.copy_(latest.view if latest.view.dtype is copy.view.dtype else written_values(parameter))
             copy.written()
 
 
+def written_values(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's values of a parameter, when no update is on its way to the disk. Every reader of a master calls this."""
+    return await_writes(local(parameter)).detach()
+
+
 def same_sample(copy: torch.Tensor, parameter: torch.Tensor, generation: int) -> bool:
-    """Whether a sample of a copy still equals its parameter: other entries in every generation (see `Copy.refresh`)."""
-    return torch.equal(_some_entries(copy, generation), _some_entries(parameter, generation).to(copy.dtype))
+    """Whether a sample of a copy still equals its parameter: other entries in every generation (see `Copy.refresh`).
+
+    Of a parameter on disk, a few whole pages: every 251st entry would be on every page of the file.
+    """
+    master = local(parameter)
+    if range_of(master) is None:
+        return torch.equal(_some_entries(copy, generation), _some_entries(master, generation).to(copy.dtype))
+    positions, entries = some_pages(master, generation)
+    return torch.equal(copy.view(-1)[positions], entries.to(copy.dtype))
 
 
 def _some_entries(tensor: torch.Tensor, generation: int) -> torch.Tensor:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-_OF_OPTIONS = ("kept_bytes", "kept_on_host_bytes", "sent_bytes", "received_bytes")  # not shown where they are 0
+_OF_OPTIONS = (
+    *("kept_bytes", "kept_on_host_bytes", "sent_bytes", "received_bytes"),
+    *("disk_read_bytes", "disk_written_bytes", "disk_wait_seconds"),
+)  # not shown where they are 0
 
 
 @dataclass
@@ -12,6 +15,8 @@ class Stats:
     """Figures of the last step of a compiled model; bytes and seconds.
 
     `kept_bytes` and `kept_on_host_bytes` are what forward has kept of the inside of layers (the options `keep`, `keep_on_host`).
+    `disk_read_bytes`, `disk_written_bytes` and `disk_wait_seconds` are those of the updates that were made last (the option `disk`):
+    with update="in_forward", of the step before.
     `gradient_squares` is the sum of the squares of all gradients of parameters. It is None if it was not taken: it needs the
     option `optimizer`, and an `optimizer.step()` with overlapped updates. `skipped_steps` counts the steps since the
     start that did nothing because a gradient was not finite; `loss_scale` is the factor on the loss in fp16, 1.0 in other
@@ -30,6 +35,9 @@ class Stats:
     restored_bytes: int = 0
     kept_bytes: int = 0
     kept_on_host_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
+    disk_wait_seconds: float = 0.0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     gradient_squares: float | None = None

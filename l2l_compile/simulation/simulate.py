@@ -59,6 +59,10 @@ def simulate(
     """
     given = dict(options if options is not None else adapter.options_of(model) or {})
     chosen = Options.build({**given, "device": HOST, "check": False})
+    if chosen.disk is not None:
+        raise OptionError(
+            "a simulated machine has no disk: leave out the options 'disk' and 'host_memory', which change no bit of a step"
+        )
     figures = machine if isinstance(machine, Machine) else Machine.load(machine)
     _check_blocks(blocks, figures)
     plain = adapter.uncompiled(model)

@@ -43,13 +43,20 @@ class CompiledStep:
                 if parameter in gradients and (recipe := self._recipe(number, parameter, gradients[parameter])) is not None:
                     left[number] = recipe.shared
                     compiled[parameter] = self._launch(recipe, parameter, gradients[parameter], factor)
-        run_all(list(compiled.values()), self.threads)
+        self._run(compiled)
         rest = {p: g for p, g in gradients.items() if p not in compiled}
-        after = [step_on(self.optimizer, shared, scaled(rest, factor, self._memory))] if rest else []
+        after = [self._own_step(shared, scaled(rest, factor, self._memory))] if rest else []
         torch.autograd.graph.increment_version(gradients)  # fused steps do not do it
         for parameter, launch in compiled.items():
             self._written(parameter, launch)
         return functools.reduce(Hyperparameters.joined, [*left.values(), *after], shared)
+
+    def _run(self, launches: Mapping[Parameter, Launch]) -> None:
+        run_all(list(launches.values()), self.threads)
+
+    def _own_step(self, shared: Hyperparameters, gradients: Mapping[Parameter, torch.Tensor]) -> Hyperparameters:
+        """The optimizer's own step, on parameters for which there is no machine code."""
+        return step_on(self.optimizer, shared, gradients)
 
     def _recipe(self, group: int, parameter: Parameter, gradient: torch.Tensor) -> Recipe | None:
         state, shard = own_state(self.optimizer.state.get(parameter, {}), parameter), local(parameter)

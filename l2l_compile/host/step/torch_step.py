@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from l2l_compile.host.gradients import GradientMemory
-from l2l_compile.host.step.sharded_state import kept_state, own_state
+from l2l_compile.host.step.sharded_state import kept_state, mapped, own_state
 from l2l_compile.host.step.small_copies import Small, named_state, own_step, with_fresh_state
 from l2l_compile.memory.heap import apart_from_the_heap
 from l2l_compile.object_copies import copied, is_unchanging, tensors_within
@@ -89,20 +89,27 @@ def left_by(shadow: torch.optim.Optimizer) -> Hyperparameters:
 
 
 def step_on(
-    optimizer: torch.optim.Optimizer, shared: Hyperparameters, gradients: Mapping[torch.nn.Parameter, torch.Tensor]
+    optimizer: torch.optim.Optimizer,
+    shared: Hyperparameters,
+    gradients: Mapping[torch.nn.Parameter, torch.Tensor],
+    brought: Mapping[torch.Tensor, torch.Tensor] | None = None,
 ) -> Hyperparameters:
     """Run the class's own `step` on the parameters in `gradients` alone, with the hyperparameters in `shared`.
 
-    Parameters and their entries in `optimizer.state` change as in the optimizer's own step; `param_groups`, named entries of the
-    state, hooks and `p.grad` do not. Returns the hyperparameters after the step: some optimizers count steps there.
+    The step is on the tensors that `brought` has in the place of parameters and of tensors in their state. Parameters and their
+    entries in `optimizer.state` change as in the optimizer's own step; `param_groups`, named entries of the state, hooks and
+    `p.grad` do not. Returns the hyperparameters after the step: some optimizers count steps there.
     """
     chosen = [[p for p in group["params"] if p in gradients] for group in optimizer.param_groups]
-    stand_ins = {p: _stand_in(p, gradients[p]) for own in chosen for p in own}
+    brought = brought or {}
+    left = {id(copy): tensor for tensor, copy in brought.items()}
+    stand_ins = {p: _stand_in(p, brought.get(p, p), gradients[p]) for own in chosen for p in own}
     shadow, step = shadow_of(optimizer, shared, [[stand_ins[p] for p in own] for own in chosen])
     _keep_names_of(shadow, optimizer, chosen)
     for parameter, stand_in in stand_ins.items():
         if parameter in optimizer.state:
-            shadow.state[stand_in] = own_state(optimizer.state[parameter], parameter)
+            state = own_state(optimizer.state[parameter], parameter)
+            shadow.state[stand_in] = mapped(state, lambda t: brought.get(t, t)) if brought else state
     makes_state = optimizer not in _stateless and any(p not in optimizer.state for p in stand_ins)
     with apart_from_the_heap() if makes_state else nullcontext():
         step()
@@ -111,9 +118,8 @@ def step_on(
     for parameter, stand_in in stand_ins.items():
         if stand_in in shadow.state:
             before = optimizer.state.get(parameter, {})
-            optimizer.state[parameter] = kept_state(
-                shadow.state[stand_in], parameter, before, lambda: _names_of_entries(optimizer)
-            )
+            made = mapped(shadow.state[stand_in], lambda t: left.get(id(t), t)) if left else shadow.state[stand_in]
+            optimizer.state[parameter] = kept_state(made, parameter, before, lambda: _names_of_entries(optimizer))
         if is_sharded(parameter):
             torch.autograd.graph.increment_version(parameter)  # the step wrote its shard
     after = left_by(shadow)
@@ -181,8 +187,9 @@ class TorchStep:
         return step_on(self.optimizer, shared, scaled(gradients, factor, self._memory))
 
 
-def _stand_in(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    stand_in = local(parameter).detach().requires_grad_()
+def _stand_in(parameter: torch.nn.Parameter, place: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A parameter of the step: the entries at `place`, the attributes of `parameter`."""
+    stand_in = local(place).detach().requires_grad_()
     stand_in.__dict__.update(attributes(parameter))
     stand_in.grad = gradient
     return stand_in

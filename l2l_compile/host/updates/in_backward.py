@@ -56,6 +56,7 @@ class UpdatesInBackward(OverlappedUpdates):
         if pending is not None:
             pending.groups = hyperparameters(self.optimizer)
             if pending.last:
+                self._begin_updates()
                 for other in updates_of_others(self):
                     other.ledger.change(pending.settled)
 
@@ -100,6 +101,7 @@ class UpdatesInBackward(OverlappedUpdates):
         if left:
             self.worker.submit(lambda: self._apply(left, groups))
             self._drain()
+            self._finish_writes()
         self.worker.accesses.write(self._place)
         (squares,) = summed_over(self.ranks, ActionKind.STEP, (self._squares,))
         self._norm, self._squares = math.sqrt(squares), 0.0

@@ -146,7 +146,8 @@ class UpdatesInForward(OverlappedUpdates):
         with self._tickets_change:
             tickets = dict(self._tickets)
         done = {ticket: ticket.look() for ticket in set(tickets.values())}
-        return [p for p, ticket in tickets.items() if not done[ticket]]
+        written = self._stored.being_written(tickets) if self._stored is not None else ()
+        return [*(p for p, ticket in tickets.items() if not done[ticket]), *written]
 
     def hand_over(self) -> None:
         if self.ledger.has_begun and not self.is_clipped_by_the_loop:
@@ -205,6 +206,7 @@ class UpdatesInForward(OverlappedUpdates):
         gradients.update({p: torch.zeros_like(local(p).detach()) for p in zeros})
         self._announce_step()
         step = self._step_of(groups, gradients)
+        self._begin_updates()
         first = {p: gradients[p] for p in outside}
         segments = [{p: gradients[p] for p in mine} for mine in self._in_order_of_forward(of_step, but=outside)]
         self._looked = self._updating.submit(functools.partial(self._look_and_leave, step, of_step))

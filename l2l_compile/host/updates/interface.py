@@ -52,6 +52,9 @@ class Updates:
     def _before_saving(self, *_: Any) -> None:
         check(within=COMPILATION)
 
+    def expect(self, entries: int) -> None:
+        """A program has a segment with so many entries of trained parameters, and none with more."""
+
     def describe(self, stats: Stats) -> None:
         """Add the figures of the updates."""
         if self.scale is not None:

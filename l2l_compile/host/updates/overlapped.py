@@ -12,6 +12,7 @@ import torch
 
 from l2l_compile.errors import L2LError
 from l2l_compile.host.compiled_step.compiled_step import CompiledStep
+from l2l_compile.host.compiled_step.stored_step import StoredStep, StoredTorchStep
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.hooks import WeakHook, running_steps
 from l2l_compile.host.step.closures import check_needs_no_closure
@@ -19,6 +20,7 @@ from l2l_compile.host.step.groups import Groups
 from l2l_compile.host.step.sharded_state import ranks_among
 from l2l_compile.host.step.torch_step import Hyperparameters, TorchStep
 from l2l_compile.host.step.trial import check_layers_are_independent
+from l2l_compile.host.stored_parameters import StoredParameters
 from l2l_compile.host.updates import earlier_weights
 from l2l_compile.host.updates.asked_by_the_loop import AskedByTheLoop, refuse_gradient_hooks
 from l2l_compile.host.updates.eager_gradients import EagerGradients
@@ -33,6 +35,7 @@ from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.races import Place
 from l2l_compile.ranks.ranks import Ranks
+from l2l_compile.runtime.stats import Stats
 from l2l_compile.torch_internals.autograd import behind_this_backward, in_data_parallel
 from l2l_compile.torch_internals.threads import apart_from_compilation
 
@@ -48,9 +51,8 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
     def __init__(self, options: Options, worker: Worker, wires: Wires, threads: int, memory: GradientMemory):
         assert options.optimizer is not None  # `Options.build` requires it
         self.optimizer, self.worker = options.optimizer, worker
-        self._step: TorchStep | CompiledStep = (
-            CompiledStep(self.optimizer, wires, threads, memory) if options.compile_update else TorchStep(self.optimizer, memory)
-        )
+        self._stored = StoredParameters(options, self.optimizer) if options.disk is not None else None
+        self._step = _step_of(options, wires, threads, memory, self._stored)
         self.ledger = GradientLedger(options.update, options.accumulate, memory, WeakHook(self._another_optimizer_has_them))
         self._groups = Groups(self.optimizer)
         self._eager, self._watch = EagerGradients(), ParameterWatch(self)
@@ -72,6 +74,16 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
 
     def watch(self, modules: Iterable[torch.nn.Module]) -> None:
         self._hooks.watch(modules)
+
+    def expect(self, entries: int) -> None:
+        if self._stored is not None:
+            self._stored.largest_segment = max(self._stored.largest_segment, entries)
+
+    def describe(self, stats: Stats) -> None:
+        super().describe(stats)
+        if self._stored is not None:
+            found = self._stored.figures()
+            stats.disk_read_bytes, stats.disk_written_bytes, stats.disk_wait_seconds = found.read, found.written, found.waited
 
     @property
     def managed(self) -> set[Parameter]:
@@ -98,7 +110,19 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
                 f"update={self.ledger.update!r} under DistributedDataParallel would update each process by itself: the gradients "
                 "never come to p.grad, where they are averaged. Use update='at_step'"
             )
+        if self._stored is not None:
+            self._stored.place(mine)
         return self.ledger.open(mine)
+
+    def _finish_writes(self) -> None:
+        """Wait until all updates are on the disk. No update is under way. Raises `DiskError`."""
+        if self._stored is not None:
+            self._stored.finish_writes()
+
+    def _begin_updates(self) -> None:
+        """From here to the updates of this step, no code of the user writes parameters: they may be read ahead."""
+        if self._stored is not None:
+            self._stored.begin_updates()
 
     def wait(self, parameters: Iterable[Parameter]) -> None:
         self.worker.raise_failure()
@@ -116,6 +140,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
 
     def synchronize(self) -> None:
         self._drain()
+        self._finish_writes()
         self._groups.commit()
         if self._watch.waits_for_entries:
             self.watch_again()
@@ -128,6 +153,8 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         self.worker.drain(self.forget)
 
     def forget(self, pending: PendingBackward | None = None) -> None:
+        if self._stored is not None:
+            self._stored.forget()
         self.worker.accesses.write(self._place)
         self.ledger.forget()
         if pending is not None:  # the traceback of the failure may keep it alive
@@ -240,3 +267,16 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
             self.worker.accesses.write_parameters(gradients)
             with apart_from_compilation():  # optimizers compute differently while something is compiled
                 self._groups.counted(groups, self._step.on(groups, gradients, factor))
+
+
+def _step_of(
+    options: Options, wires: Wires, threads: int, memory: GradientMemory, stored: StoredParameters | None
+) -> TorchStep | CompiledStep:
+    """The optimizer's step on some parameters, compiled or not, in memory or on disk."""
+    optimizer = options.optimizer
+    assert optimizer is not None
+    if stored is None:
+        return CompiledStep(optimizer, wires, threads, memory) if options.compile_update else TorchStep(optimizer, memory)
+    if options.compile_update:
+        return StoredStep(optimizer, wires, threads, memory, stored)
+    return StoredTorchStep(optimizer, memory, stored)

@@ -1,0 +1,251 @@
+"""Tensors in a file. Each is an ordinary tensor over a mapping of its own, and moves by transfers that pass the mapping by.
+
+    reader of the tensor    the mapping: `state_dict()`, `torch.save` and a user's own code work as ever, at the disk's speed
+    update                  read(spans, buffer) -> compute in the buffer -> write(spans, buffer)
+
+Between an update and the end of its write, the mapping has old bytes: every reader of this package calls `await_writes` before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from l2l_compile.disk.disk_file import PAGE, DiskFile, whole_pages
+from l2l_compile.disk.disk_threads import DiskThreads, Transfer
+from l2l_compile.errors import DiskError
+from l2l_compile.memory.finalizers import taken
+from l2l_compile.memory.pages import pages
+
+BLOCK = 8 << 20  # bytes of one transfer: with smaller ones, a disk is as fast, and the processor busier
+_THREADS = 2  # each way
+_SAMPLED = 4  # pages of a tensor
+_STORED = "_l2l_stored"  # an attribute of storages: it is gone with the storage
+
+
+class StoredRange:
+    """The place of one tensor in the file of a store.
+
+    start, size  in bytes, whole pages
+    mapping      through which the tensor is read
+    writes       transfers into the range that are under way, with the bytes that they write: from, to
+    """
+
+    def __init__(self, store: DiskStore, start: int, size: int, mapping: mmap.mmap):
+        self.store, self.start, self.size, self.mapping = store, start, size, mapping
+        self.writes: dict[Transfer, tuple[int, int]] = {}
+        self._storage: weakref.ref[torch.UntypedStorage] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a tensor is still there."""
+        return self._storage is not None and self._storage() is not None
+
+    def hold(self, tensor: torch.Tensor, freed: deque[tuple[int, int]]) -> None:
+        """Belong to the storage of a tensor. `freed` gets a note when the storage is gone."""
+        storage = tensor.untyped_storage()
+        setattr(storage, _STORED, self)
+        self._storage = weakref.ref(storage)
+        weakref.finalize(storage, freed.append, (self.start, self.size)).atexit = False
+
+    def await_writes(self, start: int = 0, end: int | None = None) -> None:
+        """Wait for the writes under way into bytes `start` to `end` of the range. Raises `DiskError` if the disk has failed."""
+        end = self.size if end is None else end
+        for transfer, (first, last) in tuple(self.writes.items()):
+            if first < end and start < last:
+                transfer.wait()
+        self.store.check()
+
+
+@dataclass(frozen=True)
+class StoredSpan:
+    """Bytes of a stored tensor and their place in a buffer: `size` bytes from byte `start` of the tensor, at byte `at` of the buffer."""
+
+    range: StoredRange
+    start: int
+    size: int
+    at: int
+
+
+class DiskStore:
+    """A file of tensors in a folder, and the threads that read and write it.
+
+    read_bytes, written_bytes  bytes that transfers have moved so far
+    """
+
+    def __init__(self, folder: str):
+        self.file = DiskFile(folder)
+        self.file.probe()
+        self._readers, self._writers = DiskThreads(_THREADS, "disk-read"), DiskThreads(_THREADS, "disk-write")
+        self._used = 0
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # by size, where ranges of tensors that are gone begin
+        self._freed: deque[tuple[int, int]] = deque()  # noted by finalizers
+        self._guard = threading.RLock()
+        self._failure: DiskError | None = None
+        self.read_bytes = self.written_bytes = 0
+
+    def reserve(self, size: int) -> None:
+        """Allocate `size` bytes beside those that are in use. Raises `DiskError` if there is no room."""
+        with self._guard:
+            self.file.extend(self._used + size)
+
+    def _note(self, transfer: Transfer) -> None:
+        if transfer.error is not None:
+            self._failure = self._failure or _as_disk_error(transfer.error)
+
+    def check(self) -> None:
+        """Raise the `DiskError` of the first transfer that failed: a step was made in part, and nothing is right any more."""
+        if self._failure is not None:
+            raise self._failure
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the file, with a storage, and so a version counter, of its own. It must have entries. Raises `DiskError`."""
+        count = shape.numel()
+        size = whole_pages(count * dtype.itemsize)
+        with self._guard:
+            for start, freed in taken(self._freed):
+                self._free[freed].append(start)
+            if self._free[size]:
+                start = self._free[size].pop()
+            else:
+                self.file.extend(self._used + size)
+                start, self._used = self._used, self._used + size
+        mapping = mmap.mmap(self.file.descriptor, size, offset=start)
+        tensor = torch.frombuffer(mapping, dtype=dtype, count=count).view(shape)
+        StoredRange(self, start, size, mapping).hold(tensor, self._freed)
+        return tensor
+
+    def count_read(self, size: int) -> None:
+        """Count bytes that are read (any thread)."""
+        with self._guard:
+            self.read_bytes += size
+
+    def read(
+        self, spans: Sequence[StoredSpan], buffer: torch.Tensor, then: Callable[[Transfer], None] = lambda _: None
+    ) -> Transfer:
+        """Read spans into a buffer that begins on a page, behind writes into them that are under way."""
+
+        def block(span: StoredSpan, offset: int, size: int) -> None:
+            span.range.await_writes(span.start + offset, span.start + offset + size)
+            self.file.read(_memory(buffer, span.at + offset, size), span.range.start + span.start + offset)
+
+        def done(transfer: Transfer) -> None:
+            self._note(transfer)
+            then(transfer)
+
+        self.count_read(sum(whole_pages(span.size) for span in spans))
+        return self._readers.submit(_blocks(spans, block), then=done)
+
+    def write(
+        self, spans: Sequence[StoredSpan], buffer: torch.Tensor, then: Callable[[Transfer], None] = lambda _: None
+    ) -> Transfer:
+        """Write spans from a buffer that begins on a page. From now on, `await_writes` of their ranges waits."""
+
+        def block(span: StoredSpan, offset: int, size: int) -> None:
+            self.file.write(_memory(buffer, span.at + offset, size), span.range.start + span.start + offset)
+
+        def begin(transfer: Transfer) -> None:
+            for span in spans:
+                first, last = span.range.writes.get(transfer, (span.start, span.start))
+                span.range.writes[transfer] = min(first, span.start), max(last, span.start + span.size)
+
+        def done(transfer: Transfer) -> None:
+            self._note(transfer)
+            for span in spans:
+                span.range.writes.pop(transfer, None)
+            then(transfer)
+
+        with self._guard:
+            self.written_bytes += sum(whole_pages(span.size) for span in spans)
+        return self._writers.submit(_blocks(spans, block), begin, done)
+
+    def settle(self) -> None:
+        """Wait until everything is written. Raises the `DiskError` of a transfer that failed."""
+        self._writers.settle()
+        self.check()
+
+
+def _blocks(spans: Sequence[StoredSpan], block: Callable[[StoredSpan, int, int], None]) -> list[Callable[[], None]]:
+    """`block(span, offset, bytes)` for every block of every span."""
+    return [
+        functools.partial(block, span, offset, min(BLOCK, whole_pages(span.size) - offset))
+        for span in spans
+        for offset in range(0, whole_pages(span.size), BLOCK)
+    ]
+
+
+def _memory(buffer: torch.Tensor, start: int, size: int) -> memoryview:
+    assert start + size <= buffer.numel(), "a span ends behind its buffer"
+    return memoryview((ctypes.c_uint8 * size).from_address(buffer.data_ptr() + start)).cast("B")
+
+
+def _as_disk_error(error: BaseException) -> DiskError:
+    return error if isinstance(error, DiskError) else DiskError(f"a transfer failed: {type(error).__name__}: {error}")
+
+
+def range_of(tensor: torch.Tensor) -> StoredRange | None:
+    """The place in a file of the storage of a tensor; None for a tensor that is in memory."""
+    return getattr(tensor.untyped_storage(), _STORED, None)
+
+
+def await_writes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, when nothing is being written into its place in a file. Returns at once for a tensor in memory."""
+    if (found := range_of(tensor)) is not None:
+        found.await_writes()
+    return tensor
+
+
+def some_pages(tensor: torch.Tensor, generation: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A few pages of a stored tensor, evenly spread, others in every generation: their positions in the flat tensor, and their entries.
+
+    They pass the mapping by, where a read of one page brings megabytes into the page cache. Raises `DiskError`.
+    """
+    found = range_of(tensor)
+    assert found is not None, "a tensor in memory"
+    found.await_writes()
+    width = tensor.element_size()
+    start = int(tensor.storage_offset()) * width
+    first, last = whole_pages(start), (start + tensor.nbytes) // PAGE * PAGE
+    count = max(0, last - first) // PAGE
+    stride = max(1, count // _SAMPLED)
+    chosen = range(first + generation % stride * PAGE, max(first, last), stride * PAGE)
+    buffer = pages(max(1, len(chosen)) * PAGE, "a sample of a parameter on disk")
+    for number, offset in enumerate(chosen):
+        found.store.file.read(_memory(buffer, number * PAGE, PAGE), found.start + offset)
+    found.store.count_read(len(chosen) * PAGE)
+    entries = buffer[: len(chosen) * PAGE].view(tensor.dtype)
+    begins = torch.tensor([(offset - start) // width for offset in chosen], dtype=torch.int64)
+    positions = begins[:, None] + torch.arange(PAGE // width)
+    return positions.view(-1), entries
+
+
+def whole_spans(tensors: Sequence[torch.Tensor]) -> tuple[list[StoredSpan], int]:
+    """Spans of whole stored tensors, one behind the other in a buffer, and the bytes of this buffer."""
+    spans, end = [], 0
+    for tensor in tensors:
+        found = range_of(tensor)
+        assert found is not None, "a tensor in memory"
+        spans.append(StoredSpan(found, 0, tensor.nbytes, end))
+        end += whole_pages(tensor.nbytes)
+    return spans, end
+
+
+def moved_to_disk(store: DiskStore, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a contiguous tensor in the file of a store, written when this returns. Raises `DiskError`."""
+    made = store.empty(tensor.shape, tensor.dtype)
+    source = tensor.detach().reshape(-1).view(torch.uint8)
+    buffer = pages(min(BLOCK, whole_pages(source.numel())), "parameters on their way to the disk")
+    (whole,), _ = whole_spans([made])
+    for start in range(0, source.numel(), BLOCK):
+        size = min(BLOCK, source.numel() - start)
+        buffer[:size].copy_(source[start : start + size])
+        store.write([StoredSpan(whole.range, start, size, 0)], buffer).wait()
+    return made

@@ -1,0 +1,121 @@
+"""Threads that move blocks between memory and a file. The calls into the system hold no lock of Python (GIL)."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+from l2l_compile.memory.finalizers import members
+
+_LOOK = 0.2  # seconds
+_groups: weakref.WeakSet[DiskThreads] = weakref.WeakSet()
+
+
+class Transfer:
+    """Blocks on their way. `wait` returns when all are done.
+
+    error  of the first block that failed, None if none has
+    """
+
+    def __init__(self, blocks: int, then: Callable[[Transfer], None]):
+        self.error: BaseException | None = None
+        self._left, self._then = blocks, then
+        self._guard = threading.Lock()
+        # Held until all blocks are done. An Event would not do: a signal handler that runs within its `wait` finds its lock taken.
+        self._undone = threading.Lock()
+        self._undone.acquire()
+        self.is_done = False
+
+    def wait(self) -> None:
+        """Raises the error of the first block that failed."""
+        self.settle()
+        if self.error is not None:
+            raise self.error
+
+    def settle(self) -> None:
+        """As `wait`, without an error."""
+        while not self.is_done:
+            if self._undone.acquire(timeout=_LOOK):
+                self._undone.release()
+
+    def block_done(self, error: BaseException | None) -> None:
+        """A block is done. `then` is called behind the last one, before `wait` returns (a disk thread)."""
+        with self._guard:
+            self.error = self.error or error
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last:
+            try:
+                self._then(self)
+            finally:
+                self.is_done = True
+                self._undone.release()
+
+
+class DiskThreads:
+    """A few threads that take blocks in the order in which these were given."""
+
+    def __init__(self, count: int, name: str):
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._under_way: set[Transfer] = set()
+        for number in range(count):
+            threading.Thread(target=_loop, args=(self._queue,), name=f"l2l-{name}-{number}", daemon=True).start()
+        weakref.finalize(self, _end, self._queue, count)
+        _groups.add(self)
+
+    def submit(
+        self,
+        blocks: Sequence[Callable[[], None]],
+        begin: Callable[[Transfer], None] = lambda _: None,
+        then: Callable[[Transfer], None] = lambda _: None,
+    ) -> Transfer:
+        """Queue blocks, at least one. `begin` is called before the first one, and `then` behind the last one, on a disk thread."""
+        under_way = self._under_way
+
+        def leave(transfer: Transfer) -> None:
+            try:
+                then(transfer)
+            finally:
+                under_way.discard(transfer)
+
+        transfer = Transfer(len(blocks), leave)
+        under_way.add(transfer)
+        begin(transfer)
+        for block in blocks:
+            self._queue.put((block, transfer))
+        return transfer
+
+    def settle(self) -> None:
+        """Wait until all that was given is done. Raises no error."""
+        for transfer in tuple(self._under_way):
+            transfer.settle()
+
+
+def _loop(blocks: queue.SimpleQueue) -> None:
+    while (item := blocks.get()) is not None:
+        work, transfer = item
+        error = None
+        try:
+            work()
+        except BaseException as failure:  # noqa: BLE001 - handed to whoever waits
+            error = failure
+        transfer.block_done(error)
+        del item, work, transfer, error
+
+
+def _end(blocks: queue.SimpleQueue, count: int) -> None:
+    for _ in range(count):
+        blocks.put(None)
+
+
+def _before_fork() -> None:
+    """Wait for all transfers: the forked process has no disk threads, so that it could not wait for them."""
+    for group in members(_groups):
+        group.settle()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)

@@ -1,0 +1,120 @@
+"""The plan of the options `disk` and `host_memory`: how much of the budget is for what, and so what is on disk."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from l2l_compile.devices.host import own_memory
+from l2l_compile.disk.disk_file import PAGE
+from l2l_compile.errors import L2LError
+from l2l_compile.host.disk_placement import SMALL, DiskPlacement, TensorSizes, place_on_disk
+from l2l_compile.host.step.sharded_state import ranks_among
+from l2l_compile.host.step.torch_step import state_bytes_of_trial
+from l2l_compile.memory.address import memory_of
+from l2l_compile.options import Options
+from l2l_compile.param_groups import parameters_of
+from l2l_compile.ranks.sharded import is_sharded
+from l2l_compile.units import format_bytes
+
+BUFFERS = 8  # of the ring: some are read, one is updated, some are written
+_LARGEST_BUFFER, _SMALLEST_BUFFER = 64 << 20, 1 << 20  # bytes
+_RING_PART = 8  # the ring takes up to this part of the budget
+_OF_AVAILABLE = 0.8  # of the memory that is available, where the option host_memory says nothing
+_HOSTS = ("cpu", "meta")  # a model on meta is one that will be on the host
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """Bytes of everything that `host_memory` bounds.
+
+    parameters   those that are trained, in the order of `placement`
+    budget       the bound
+    beside       copies that cross the link, gradients, and the tensors of a segment whose step takes them whole
+    buffer       one of the `BUFFERS` buffers of the ring
+    masters, states   of both, on disk
+    """
+
+    parameters: tuple[torch.nn.Parameter, ...]
+    placement: DiskPlacement
+    budget: int
+    beside: int
+    buffer: int
+    masters: int
+    states: int
+
+    @property
+    def ring(self) -> int:
+        return BUFFERS * self.buffer
+
+    @property
+    def host(self) -> int:
+        """Bytes in memory."""
+        return self.placement.in_memory + self.beside + self.ring
+
+    def check(self) -> None:
+        """Raise `L2LError` if the budget is too small."""
+        if self.host > self.budget:
+            raise L2LError(
+                f"host_memory={format_bytes(self.budget)} is too small even with all large parameters on disk: {format_bytes(self.beside)} "
+                f"are for copies that cross the link, gradients and the update of a segment, {format_bytes(self.ring)} for the buffers of the "
+                f"disk, and {format_bytes(self.placement.in_memory)} for what stays in memory: raise host_memory to {format_bytes(self.host)}"
+            )
+
+
+def disk_plan(options: Options, largest: int) -> DiskPlan:
+    """The plan for the parameters of the option `optimizer`; `largest` are the trained entries of the largest segment.
+
+    Raises `L2LError` for parameters that are divided among ranks.
+    """
+    optimizer = options.optimizer
+    assert optimizer is not None, "`Options.build` requires it"
+    own = [p for p in parameters_of(optimizer) if p.requires_grad]
+    if ranks_among(own) is not None:
+        raise L2LError(
+            "the option 'disk' is for one rank, and the parameters of this optimizer are divided among several: leave out 'disk'"
+        )
+    each = state_bytes_of_trial(optimizer) or 0
+    owners = Counter(map(memory_of, own))
+    alone = [can_move(p) and owners[memory_of(p)] == 1 for p in own]
+    sizes = [TensorSizes(p.nbytes, p.numel() * each, is_alone) for p, is_alone in zip(own, alone, strict=True)]
+    budget = options.host_memory
+    if budget is None:
+        budget = int(_OF_AVAILABLE * (own_memory() + sum(one.master for one in sizes)))
+    buffer = min(_LARGEST_BUFFER, max(_SMALLEST_BUFFER, budget // _RING_PART // BUFFERS // PAGE * PAGE))
+    beside = bytes_beside(sum(p.numel() for p in own), largest, each, options)
+    placed = place_on_disk(sizes, budget - beside - BUFFERS * buffer)
+    masters = sum(one.master for one, away in zip(sizes, placed.masters, strict=True) if away)
+    return DiskPlan(tuple(own), placed, budget, beside, buffer, masters, placed.on_disk - masters)
+
+
+def bytes_beside(entries: int, largest: int, state: int, options: Options) -> int:
+    """Host memory for copies that cross the link, for gradients, and for the update of a segment. It does not depend on the batch.
+
+    entries   of all trained parameters; `largest` of those of one segment
+    state     bytes of optimizer state for an entry
+    """
+    versions = 2 if options.delay else 1
+    on_link = 2 if options.gradients_on_link in ("bf16", "fp16") else 4
+    wires = entries * versions * (2 if options.precision != "fp32" else 4 if options.delay else 0)
+    if options.accumulate != 1:
+        gradients = entries * 4
+    elif options.mode.keeps_gradients:
+        gradients = entries * on_link * versions
+    else:
+        gradients = min(entries, largest * (options.prefetch + 2)) * on_link
+    return wires + gradients + largest * (4 + state)  # a step without a formula, and the first one, take a segment whole
+
+
+def can_move(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may be on disk: large, dense, and the only one in its storage."""
+    return (
+        not is_sharded(tensor)
+        and tensor.layout is torch.strided
+        and tensor.device.type in _HOSTS
+        and tensor.nbytes >= SMALL
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )

@@ -1,0 +1,156 @@
+"""Tensors in a file: ordinary tensors, read through a mapping, and few of their pages by samples."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from l2l_compile import L2LError
+from l2l_compile.disk.disk_store import DiskStore, await_writes, moved_to_disk, range_of, some_pages, whole_spans
+from l2l_compile.host.updates.deferred import DeferredWriteGuard
+from l2l_compile.host.wire import same_sample
+from slow_disk import Faults, slow_disk
+
+ENTRIES = 4 << 20  # 16 MiB
+
+
+def pages_in_memory(tensor: torch.Tensor) -> int:
+    """Pages of a mapping that the system holds."""
+    count = -(-tensor.nbytes // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * count)()
+    done = ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), found)
+    assert done == 0
+    return sum(each & 1 for each in found)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return DiskStore(str(tmp_path))
+
+
+def test_a_mapping_sees_writes_and_a_read_sees_the_mapping(store):
+    given = torch.randn(5000)
+    tensor = moved_to_disk(store, given)
+    assert torch.equal(tensor, given)
+    tensor.mul_(2)
+    (span,), size = whole_spans([tensor])
+    buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    store.read([span], buffer).wait()
+    assert torch.equal(buffer[: tensor.nbytes].view(torch.float32), 2 * given)
+
+
+def test_tensors_are_saved_as_their_entries_alone(store):
+    tensors = [moved_to_disk(store, torch.randn(3000)) for _ in range(3)]
+    file = io.BytesIO()
+    torch.save(tensors[1], file)
+    assert file.tell() < 3000 * 4 + 2000 and len({t.untyped_storage().data_ptr() for t in tensors}) == 3
+    file.seek(0)
+    assert torch.equal(torch.load(file), tensors[1]) and range_of(torch.load(io.BytesIO(file.getvalue()))) is None
+
+
+def test_samples_of_a_forward_read_few_pages(store):
+    """Every 251st entry would be on every page of the file."""
+    given = torch.randn(ENTRIES)
+    tensor = moved_to_disk(store, given)
+    read = store.read_bytes
+    for generation in range(2):
+        assert same_sample(given, tensor, generation)
+    assert pages_in_memory(tensor) == 0 and store.read_bytes - read == 2 * 4 * mmap.PAGESIZE
+
+
+def test_samples_find_a_write_to_all_entries_in_each_forward(store):
+    given = torch.randn(ENTRIES)
+    tensor = moved_to_disk(store, given)
+    tensor.data.mul_(0.5)
+    assert not any(same_sample(given, tensor, generation) for generation in range(5))
+
+
+def test_samples_of_a_part_of_a_tensor_are_of_this_part(store):
+    given = torch.randn(40_000)
+    part = moved_to_disk(store, given)[1_001:30_003]
+    assert same_sample(given[1_001:30_003].bfloat16(), part, 3) and not same_sample(given[1_000:30_002], part, 3)
+
+
+def test_other_pages_are_compared_in_each_forward(store):
+    tensor = moved_to_disk(store, torch.zeros(64 << 10))
+    found = torch.cat([some_pages(tensor, generation)[0] for generation in range(16)])
+    assert torch.equal(found.sort().values, torch.arange(64 << 10))
+
+
+def test_samples_of_a_step_that_is_put_off_read_few_pages(store):
+    """1,024 entries of each parameter are on 1,024 pages."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.data = moved_to_disk(store, torch.randn(ENTRIES))
+    guard = DeferredWriteGuard(torch.optim.SGD([parameter], lr=1.0), [parameter])
+    guard.check([parameter])
+    assert pages_in_memory(parameter) == 0
+    parameter.data.mul_(0.5)
+    with pytest.raises(L2LError, match="was written while its update was still to come"):
+        guard.check([parameter])
+
+
+def test_await_writes_waits_for_the_range_alone(tmp_path):
+    with slow_disk(Faults(rate=1e6)):
+        store = DiskStore(str(tmp_path))
+        written, other = (moved_to_disk(store, torch.zeros(20_000)) for _ in range(2))
+        (span,), size = whole_spans([written])
+        buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        buffer.view(torch.float32).fill_(3.0)
+        store.write([span], buffer)
+        start = time.perf_counter()
+        await_writes(other)
+        assert time.perf_counter() - start < 0.02
+        assert torch.equal(await_writes(written), torch.full((20_000,), 3.0)) and time.perf_counter() - start > 0.06
+
+
+KILLED = """
+import os, sys, time, torch
+from l2l_compile.disk.disk_store import DiskStore, moved_to_disk
+store = DiskStore(sys.argv[1])
+store.reserve(256 << 20)
+kept = [moved_to_disk(store, torch.ones(1 << 20)) for _ in range(8)]
+print("ready", flush=True)
+while True:
+    kept[0] = moved_to_disk(store, kept[0])
+"""
+
+
+def test_a_killed_process_leaves_no_file_and_no_space_taken(tmp_path):
+    def free():
+        found = os.statvfs(tmp_path)
+        return found.f_bfree * found.f_frsize
+
+    before = free()
+    running = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert running.stdout.readline() == "ready\n"
+    during = free()
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    until = time.monotonic() + 1
+    while free() < during + (200 << 20) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert during < before and free() > during + (200 << 20) and os.listdir(tmp_path) == []
+
+
+def test_a_fork_waits_for_what_is_being_written(tmp_path):
+    with slow_disk(Faults(rate=1e6)):
+        store = DiskStore(str(tmp_path))
+        tensor = moved_to_disk(store, torch.zeros(20_000))
+        (span,), size = whole_spans([tensor])
+        buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        buffer.view(torch.float32).fill_(3.0)
+        store.write([span], buffer)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(5)
+            os._exit(0 if torch.equal(await_writes(tensor), torch.full((20_000,), 3.0)) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

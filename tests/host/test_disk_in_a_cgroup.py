@@ -1,0 +1,79 @@
+"""Training state of four times `host_memory`, in a memory cgroup that ends the process if the bound does not hold."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path("/sys/fs/cgroup")
+TESTS = Path(__file__).parent.parent
+HOST_MEMORY = 256 << 20
+BESIDE = 600 << 20  # the interpreter, libraries, code and activations
+TRAIN = f"""
+import sys, torch
+from torch import nn
+import l2l_compile
+
+folder, steps = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(0)
+torch.set_num_threads(1)
+WIDTH, LAYERS = 1024, 84  # 12 bytes a parameter: four times {HOST_MEMORY >> 20} MiB
+layers = []
+for _ in range(LAYERS):
+    with torch.no_grad():
+        layers.append(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()))
+model = nn.Sequential(*layers)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+options = {{"optimizer": optimizer, "update": "in_backward", "block_compiler": "eager"}}
+if folder:
+    options |= {{"disk": folder, "host_memory": {HOST_MEMORY}}}
+step = torch.compile(model, backend="l2l", options=options)
+for number in range(steps):
+    step(torch.ones(4, WIDTH)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(sum(p.double().sum().item() for p in model.parameters()))
+"""
+
+
+def cgroup_of(name: str, limit: int) -> Iterator[Path]:
+    """A memory cgroup with a limit, and its file of processes; version 1 or 2. Skips where none can be made."""
+    is_first = (ROOT / "memory").is_dir()
+    group = (ROOT / "memory" if is_first else ROOT) / name
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if is_first else "memory.max")).write_text(str(limit))
+    except OSError as error:
+        if group.is_dir():
+            group.rmdir()
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+@pytest.fixture
+def cgroup():
+    yield from cgroup_of(f"l2l_test_{os.getpid()}", HOST_MEMORY + BESIDE)
+
+
+def trained(cgroup: Path, folder: str, steps: int) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+    enter = f"import os; open({str(cgroup / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+    command = [sys.executable, "-c", enter + TRAIN, folder, str(steps)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_a_model_of_four_times_the_memory_trains_in_a_cgroup(cgroup, tmp_path):
+    """Without the disk, the kernel ends the process in its first step."""
+    found = trained(cgroup, str(tmp_path), 20)
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert trained(cgroup, "", 20).returncode == -signal.SIGKILL

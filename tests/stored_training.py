@@ -1,0 +1,100 @@
+"""A small model that trains with and without the option `disk`; all of its matrices are large enough to be on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import l2l_compile
+from l2l_compile.host.disk_plan import disk_plan
+from l2l_compile.host.stored_parameters import StoredParameters
+from l2l_compile.options import Options
+from l2l_compile.session import session_of
+from models import compiled
+
+WIDTH = 512  # a matrix of this width takes 1 MiB in fp32
+LAYERS = 3
+RING = 8 << 20  # bytes: the least that there is
+SLOW = 2e7  # bytes a second
+
+
+def lion(parameters: Any) -> torch.optim.Optimizer:
+    import pytorch_optimizer
+
+    return pytorch_optimizer.Lion(parameters, lr=1e-3)
+
+
+def lamb(parameters: Any) -> torch.optim.Optimizer:
+    import pytorch_optimizer
+
+    return pytorch_optimizer.Lamb(parameters, lr=1e-2)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    "lion": lion,
+    "lamb": lamb,
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+}
+
+
+def matrices() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
+    return nn.Sequential(nn.Linear(5, WIDTH), *layers, nn.Linear(WIDTH, 3))
+
+
+@dataclass
+class Training:
+    """A model under training, and its optimizer."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    call: Any
+    number: int = 0
+
+    def backward(self) -> None:
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(self.number))
+        self.number += 1
+        self.call(x).pow(2).mean().backward()
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    @property
+    def stored(self) -> StoredParameters:
+        """What is on disk of a model that has run."""
+        found = session_of(self.call).server.updates._stored
+        assert found is not None, "trained without the option disk"
+        return found
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Copies of all parameters and of all tensors of the optimizer's state."""
+        l2l_compile.synchronize(self.call)
+        states = [self.optimizer.state[p] for p in self.model.parameters()]
+        held = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+        return [t.detach().clone() for t in (*self.model.parameters(), *held)]
+
+
+def training(optimizer: str = "adamw", *, disk: Any = None, spare: int = 200_000, **options: Any) -> Training:
+    """With `disk`, only `spare` bytes of parameters and state stay in memory. A model and a loop that starts anew."""
+    torch._dynamo.reset()
+    model = matrices()
+    made = OPTIMIZERS[optimizer](model.parameters())
+    if disk is not None:
+        asked = Options.build({**options, "optimizer": made, "disk": disk, "host_memory": "1TB"})
+        beside = disk_plan(asked, largest=WIDTH * (WIDTH + 1)).beside
+        options = {**options, "disk": disk, "host_memory": beside + RING + spare}
+    return Training(model, made, compiled(model, optimizer=made, **options))
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
