@@ -152,8 +152,7 @@ class Search:
         if not self.overlaps:
             yield {"keep": AUTO}
             return
-        if base.options["schedule"] != "breadth_first":  # weights and stashes stay there
-            yield from ({"keep": AUTO}, {"prefetch": 0})
+        if base.options["schedule"] != "breadth_first":  # weights and stashes stay there, and blocks run again
             return
         yield {"stash": "device"}
         yield from ({"keep": AUTO}, {"keep_on_host": AUTO}, {"keep": AUTO, "keep_on_host": AUTO})
@@ -180,6 +179,8 @@ class Search:
             if 1 <= count <= self._rows(trial.layout):
                 yield {"micro_batches": count}
         yield from self._updates(now)
+        if now["schedule"] != "breadth_first":
+            return
         if not self.overlaps:
             yield {"keep": 0 if now["keep"] else AUTO}
             return
