@@ -368,6 +368,7 @@ def test_commands_of_the_package_are_parsed(shown):
     "docs/generation.md: How long a text takes",
     "docs/keeping.md: What is kept",
     "docs/planning.md: A model from its config",
+    "docs/planning.md: Several devices",
 )
 def test_answers_about_a_card_are_those_of_the_command(shown, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
