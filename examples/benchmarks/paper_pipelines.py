@@ -4,7 +4,7 @@ A group of rows has one model on the same servers, and the paper marks one row i
 many bytes as the paper's copies of a stage do. Without recomputation, forward keeps what fits of the inside of layers (keep="auto").
 
 The paper says neither the size of its layers nor its batch nor its network. Assumed: hidden 1024, 1536 and 1280 for 24, 48 and 192 layers, batches of
-512 and 128, 25 Gbit/s between V100 servers and 10 Gbit/s between 1080 Ti servers, whose cards are joined by PCIe.
+512 and 64, 25 Gbit/s between V100 servers and 10 Gbit/s between 1080 Ti servers, whose cards are joined by PCIe.
 
     python examples/benchmarks/paper_pipelines.py --json runs/pipedream-2bw.json
 """
@@ -59,11 +59,11 @@ TABLE = [
     Row(24, "v100", 4, 512, 8, 4, 1, False, 42, False),
     Row(24, "v100", 4, 512, 8, 4, 4, True, 111, True),
     Row(24, "v100", 8, 512, 4, 16, 1, True, 59, False),
-    Row(48, "v100", 8, 128, 8, 8, 1, True, 69, True),
-    Row(48, "v100", 8, 128, 16, 4, 1, True, 25, False),
-    Row(48, "v100", 8, 128, 1, 64, 1, True, 15, False),
-    Row(192, "v100", 8, 128, 2, 32, 1, True, 18, False),
-    Row(192, "v100", 8, 128, 4, 16, 1, True, 21, True),
+    Row(48, "v100", 8, 64, 8, 8, 1, True, 69, True),
+    Row(48, "v100", 8, 64, 16, 4, 1, True, 25, False),
+    Row(48, "v100", 8, 64, 1, 64, 1, True, 15, False),
+    Row(192, "v100", 8, 64, 2, 32, 1, True, 18, False),
+    Row(192, "v100", 8, 64, 4, 16, 1, True, 21, True),
 ]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from l2l_compile.errors import OptionError
-from l2l_compile.estimate import collective_times, message_times
+from l2l_compile.estimate import change_times, collective_times, message_times
 from l2l_compile.estimate.block_seconds import TimedLowering
 from l2l_compile.estimate.host_times import HostTimes, HostWeight
 from l2l_compile.estimate.message_times import ArrivingTimes, finish_messages, leaving_results
@@ -127,11 +127,11 @@ class GraphTimer:
             nodes.offload: self._offload,
             nodes.write_back: self._write_back,
             nodes.stash: lambda node, x: x,
-            nodes.split: self._split,
-            nodes.merge: self._merge,
-            nodes.blank: self._blank,
+            nodes.split: functools.partial(change_times.split, self),
+            nodes.merge: functools.partial(change_times.merge, self),
+            nodes.blank: functools.partial(change_times.blank, self),
             operator.getitem: lambda node, results, index: results.results[index],
-            nodes.accumulate: self._accumulate,
+            nodes.accumulate: functools.partial(change_times.accumulate, self),
             nodes.release: self._release,
             nodes.forward: self._forward,
             nodes.backward: self._backward,
@@ -141,7 +141,7 @@ class GraphTimer:
             nodes.push_gradients: self._push_gradients,
             nodes.update: self._update,
             nodes.begin: lambda node, turn: TimedValue(absent=True),
-            nodes.join: self._join,
+            nodes.join: functools.partial(change_times.join, self),
             nodes.all_gather_weights: functools.partial(collective_times.all_gather_weights, self),
             nodes.reduce_scatter_gradients: functools.partial(collective_times.reduce_scatter_gradients, self),
             nodes.send: functools.partial(message_times.send, self),
@@ -293,13 +293,6 @@ class GraphTimer:
         is_split = node.meta["split"] or turn is not None
         return [math.prod(shape) * spec.dtype.itemsize for shape in self.rows.shapes(spec, is_split, turn)]
 
-    def _join(self, node: fx.Node, parts: Sequence[TimedValue]) -> TimedValue:
-        there = [part for part in parts if not part.absent]
-        result = TimedValue([size for part in there for size in part.parts], absent=not there)
-        if there:
-            self.submit(Lane.COMPUTE, there, (result,), lambda: None)
-        return result
-
     def _offload(self, node: fx.Node, x: TimedValue) -> TimedValue:
         if x.absent:
             return TimedValue(absent=True)
@@ -310,44 +303,6 @@ class GraphTimer:
     def _write_back(self, node: fx.Node, input: int, contents: TimedValue) -> TimedValue:
         self.submit(Lane.D2H, (contents,), (), lambda: self.copies(contents.parts[:1], up=False))
         return TimedValue(absent=True)
-
-    # ---- the layout of a value ----------------------------------------------------------------------------------------
-
-    def _split(self, node: fx.Node, x: TimedValue) -> TimedValue:
-        spec: TensorSpec = node.meta["spec"]
-        parts = [math.prod(shape) * spec.dtype.itemsize for shape in self.rows.shapes(spec, is_split=True)]
-        is_view = spec.batch is not None and spec.batch.dim == 0 or len(parts) == 1
-        return self._changed(x, parts, 0 if is_view else 2 * sum(parts), len(parts))
-
-    def _merge(self, node: fx.Node, x: TimedValue) -> TimedValue:
-        spec: TensorSpec = node.meta["spec"]
-        size = spec.bytes(self.bindings)
-        if spec.batch is None:
-            moved = (5 * len(x.parts) - 3) * size if spec.shape else 0
-            return self._changed(x, [size], moved, 2 * len(x.parts) - 1)
-        return self._changed(x, [size], 2 * size if len(x.parts) > 1 else 0, 1)
-
-    def _changed(self, x: TimedValue, parts: list[int], moved: int, launches: int) -> TimedValue:
-        if x.absent:
-            return TimedValue(absent=True)
-        result = TimedValue(parts)
-        self.compute(moved, (x,), (result,), launches)
-        return result
-
-    def _blank(self, node: fx.Node) -> TimedValue:
-        spec = node.meta["spec"]
-        result = TimedValue([math.prod(shape) * spec.dtype.itemsize for shape in self.rows.shapes(spec, node.meta["split"])])
-        self.compute(sum(result.parts), (), (result,), len(result.parts))
-        return result
-
-    def _accumulate(self, node: fx.Node, a: TimedValue, b: TimedValue) -> TimedValue:
-        there = [x for x in (a, b) if not x.absent]
-        if not there:
-            return TimedValue(absent=True)
-        result = TimedValue(list(there[0].parts))
-        moved = 3 * sum(result.parts) if len(there) == 2 else 0
-        self.compute(moved, there, (result,), len(result.parts))
-        return result
 
     def _release(self, node: fx.Node, x: TimedValue) -> TimedValue:
         compute = self.lanes[Lane.COMPUTE]
