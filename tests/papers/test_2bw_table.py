@@ -1,4 +1,4 @@
-"""docs/papers.md has the figures of `examples/benchmarks/paper_pipelines.py` beside table 1 of PipeDream-2BW. `UPDATE_DOCUMENTS=1` writes the table."""
+"""docs/papers.md has the figures of `paper_pipelines.py` beside table 1 of PipeDream-2BW. `UPDATE_DOCUMENTS=1` writes the table."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from l2l_compile import Machine, OptionError, explain, simulate
 from l2l_compile.estimate.optimizer_times import optimizer_times
-from l2l_compile.estimate.step_time import step_time
+from l2l_compile.estimate.step_time import RankPrograms, step_time, times_of_stages
+from l2l_compile.ir.rank_layout import Layout
 from models import WIDTH, Layer, Shared, Stack, TwoHeads, UNet, rows
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 128}
@@ -123,10 +125,22 @@ def test_an_optimizer_of_any_class_is_timed(optimizer, update):
     assert math.isclose(by_nodes, simulated, rel_tol=2e-3)
 
 
-@pytest.mark.parametrize("options", [{"pinned_memory": "8GB"}, {"schedule": "1f1b", "outputs": "loss"}], ids=str)
-def test_a_step_that_nodes_cannot_time_is_refused(options):
+def test_a_step_that_nodes_cannot_time_is_refused():
     model, batch = llama()
-    report = explain(model, {"micro_batches": 2, "device": "cpu", **options})(**batch)
+    report = explain(model, {"micro_batches": 2, "device": "cpu", "pinned_memory": "8GB"})(**batch)
     machine = Machine.load("h100")
     with pytest.raises(OptionError, match="is not timed by its nodes: simulate it"):
         step_time(report.programs, report.options, machine, None, optimizer_times(model, report.options, machine))
+
+
+def test_steps_of_several_ranks_that_nodes_cannot_time_are_refused():
+    model, batch = llama()
+    options = {"micro_batches": 2, "device": "cpu", "optimizer": OPTIMIZERS["adamw"](model.parameters())}
+    machine = replace(Machine.load("h100"), devices=2)
+    report = explain(model, options)(**batch).on(machine)
+    (stage,) = report.of_stages(report.options, Layout(shards=2), {}, machine)
+    times, programs = optimizer_times(model, report.options, machine), [RankPrograms(stage.programs)]
+    with pytest.raises(OptionError, match="several ranks with update='at_step' is not timed"):
+        times_of_stages(programs, Layout(shards=2), stage.options, machine, times)
+    with pytest.raises(OptionError, match="several ranks is not timed by the nodes of one"):
+        step_time(stage.programs, stage.options, machine, None, times)
