@@ -60,22 +60,45 @@ class BlockSeconds:
     recompute: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """The levels of a block, and what forward and backward take, by the estimate of the levels.
+
+    why_none   why the block has no levels; "" if it has some
+    """
+
+    levels: tuple[Level, ...]
+    seconds: BlockSeconds
+    why_none: str
+
+
 @dataclass(eq=False)
 class _JointCode:
-    """The joint graph of a block, its levels, and the code of the levels that were asked for: forward and backward.
+    """The joint graph of a block, and the code of the levels that were asked for: forward and backward.
 
-    seconds    what forward and backward take, by the estimate of the levels
-    why_none   why the block has no levels; "" if it has some
+    why_none  why the block can have no levels at any size; "" if it may have some
+    choices   by the sizes for which they were made, the rates of the device, and whether operations are fused
+    codes     by the values that are saved
     """
 
     block: Block
     sizes: Sizes
     guards: Guards
     joint: Joint
-    levels: tuple[Level, ...]
-    seconds: BlockSeconds
     why_none: str
-    codes: dict[int, tuple[Code, Code]] = field(default_factory=dict)
+    choices: dict[tuple, _Choice] = field(default_factory=dict)
+    codes: dict[tuple[fx.Node, ...], tuple[Code, Code]] = field(default_factory=dict)
+
+    def choice(self, sizes: tuple[int, ...], rates: Rates, fuses: bool) -> _Choice:
+        """The levels for these sizes."""
+        key = (sizes, str(rates), fuses)
+        if key not in self.choices:
+            at = dict(zip(self.sizes.names, sizes, strict=False))  # no names: sizes are numbers
+            choice = SavingChoice(self.joint, at, rates, fuses)
+            seconds = BlockSeconds(choice.forward, choice.backward, choice.recompute)
+            levels = () if self.why_none else choice.levels()
+            self.choices[key] = _Choice(levels, seconds, self.why_none if self.why_none or levels else NOTHING_GAINED)
+        return self.choices[key]
 
 
 NOTHING_GAINED = "it has no value that may be kept and saves time"
@@ -96,12 +119,16 @@ class Savings:
 
     fuses  whether the compiler of blocks makes one kernel of neighbouring elementwise operations
     rates  of the device, if they are known
+
+    Levels are made for the first sizes of a block that are asked for here, and hold for other sizes: these need no other code. What
+    other models of this process have asked for does not matter.
     """
 
     def __init__(self, lowering: Lowering, fuses: bool, rates: Rates | None = None):
         self._lowering, self._fuses, self._rates = lowering, fuses, rates or typical_rates(lowering.device)
         self._done: dict[tuple, Saving] = {}
         self._levels: dict[tuple, tuple[SavingLevel, ...]] = {}
+        self._first: dict[_JointCode, tuple[int, ...]] = {}  # sizes
 
     def levels(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]) -> tuple[SavingLevel, ...]:
         """What a forward of the block may save at these sizes, from little to much; () if it saves nothing."""
@@ -113,14 +140,14 @@ class Savings:
     def seconds(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]) -> BlockSeconds:
         """What the block takes at these sizes, by the estimate of its levels; nothing for a block that cannot save."""
         with one_at_a_time, self._lowering.apart():
-            found, _ = self._known(block, bindings, gradient_mask)
-        return found.seconds if found is not None else BlockSeconds()
+            found, sizes = self._known(block, bindings, gradient_mask)
+            return self._choice(found, sizes).seconds if found is not None else BlockSeconds()
 
     def why_none(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]) -> str:
         """What keeps a forward of the block from saving something at these sizes; "" for nothing."""
         with one_at_a_time, self._lowering.apart():
-            found, _ = self._known(block, bindings, gradient_mask)
-        return found.why_none if found is not None else cannot_save(block)
+            found, sizes = self._known(block, bindings, gradient_mask)
+            return self._choice(found, sizes).why_none if found is not None else cannot_save(block)
 
     def saving(self, request: SavingRequest) -> Saving:
         """The block at these sizes with a forward that saves what a level names, or the last one. Raises `LoweringError`."""
@@ -136,26 +163,28 @@ class Savings:
 
         A block that could not has no levels from now on, with a warning that says why: it is computed again as without them.
         """
-        waiting: list[tuple[_JointCode, int, list[Waiting]]] = []
+        waiting: list[tuple[_JointCode, Level, list[Waiting]]] = []
         with one_at_a_time, self._lowering.apart():
-            for block, bindings, gradient_mask, level in requests:
-                found, _ = self._known(block, bindings, gradient_mask)
-                if found is not None and level < len(found.levels) and level not in found.codes:
-                    waiting.append((found, level, self._cut(found, level)))
+            for block, bindings, gradient_mask, number in requests:
+                found, sizes = self._known(block, bindings, gradient_mask)
+                levels = self._choice(found, sizes).levels if found is not None else ()
+                if found is not None and number < len(levels) and levels[number].saved not in found.codes:
+                    waiting.append((found, levels[number], self._cut(found, levels[number])))
             for _, _, both in waiting:
                 self._lowering.begin(both)
             done = [self._finish_or_warn(found, level, both) for found, level, both in waiting]
         return all(done)
 
-    def _finish_or_warn(self, found: _JointCode, level: int, both: list[Waiting]) -> bool:
+    def _finish_or_warn(self, found: _JointCode, level: Level, both: list[Waiting]) -> bool:
         try:
-            if found.levels and level not in found.codes:
+            if not found.why_none and level.saved not in found.codes:
                 self._finish(found, level, both)
         except LoweringError as error:
-            found.levels, found.why_none = (), str(error)
+            found.why_none = str(error)
+            found.choices.clear()
             self._levels.clear()
             warnings.warn(f"backend 'l2l' keeps nothing inside of {found.block.name}, since {error}", stacklevel=2)
-        return bool(found.levels)
+        return not found.why_none
 
     def code(self, request: Request) -> tuple[Code, tuple[int, ...]]:
         """The code of a request to `Lowering.at_sizes`, and the values of its symbolic sizes."""
@@ -165,27 +194,31 @@ class Savings:
             return self._lowering.code(block, bindings, which, wanted)
         found, sizes = self._known(block, bindings, wanted)
         assert found is not None
-        return self._codes(found, int(level))[which == "backward"], sizes
+        return self._codes(found, self._choice(found, sizes).levels[int(level)])[which == "backward"], sizes
 
     def _levels_at(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]) -> tuple[SavingLevel, ...]:
         with one_at_a_time, self._lowering.apart():
             found, sizes = self._known(block, bindings, gradient_mask)
             if found is None:
                 return ()
-            at = dict(zip(found.guards.symbols, sizes, strict=True))
-            return tuple(SavingLevel(sum(evaluate(size, at) for size in level.bytes), level.seconds) for level in found.levels)
+            at, levels = dict(zip(found.guards.symbols, sizes, strict=True)), self._choice(found, sizes).levels
+            return tuple(SavingLevel(sum(evaluate(size, at) for size in level.bytes), level.seconds) for level in levels)
 
     def _saving(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...], level: int) -> Saving:
         found, sizes = self._known(block, bindings, gradient_mask)
-        assert found is not None and found.levels, f"{block.name} has no levels"
-        level = min(level, len(found.levels) - 1)
+        levels = self._choice(found, sizes).levels if found is not None else ()
+        assert found is not None and levels, f"{block.name} has no levels"
+        level = min(level, len(levels) - 1)
         forward, backward = (
             self._lowering.at_sizes(code, sizes, (block, bindings, f"{which}{_AT_LEVEL}{level}", gradient_mask))
-            for which, code in zip(("forward", "backward"), self._codes(found, level), strict=True)
+            for which, code in zip(("forward", "backward"), self._codes(found, levels[level]), strict=True)
         )
         at = dict(zip(found.guards.symbols, sizes, strict=True))
-        size = sum(evaluate(count, at) for count in found.levels[level].bytes)
-        return Saving(forward, backward, gradient_mask, len(found.levels[level].saved), size)
+        size = sum(evaluate(count, at) for count in levels[level].bytes)
+        return Saving(forward, backward, gradient_mask, len(levels[level].saved), size)
+
+    def _choice(self, found: _JointCode, sizes: tuple[int, ...]) -> _Choice:
+        return found.choice(self._first.setdefault(found, sizes), self._rates, self._fuses)
 
     def _known(
         self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...]
@@ -194,11 +227,10 @@ class Savings:
         if cannot_save(block):
             return None, ()
         key = self._lowering.key(block, bindings, "joint", gradient_mask)
-        where = (key.exact, str(self._rates), self._fuses)
-        found = _joints.find(where, key.sizes)
+        found = _joints.find(key.exact, key.sizes)
         if found is None:
             found = self._trace(block, bindings, gradient_mask, key)
-            _joints.add(where, found)
+            _joints.add(key.exact, found)
         return found, key.sizes
 
     def _trace(self, block: Block, bindings: Bindings, gradient_mask: tuple[bool, ...], key: LoweringKey) -> _JointCode:
@@ -219,25 +251,21 @@ class Savings:
         symbols, once = len(sizes.symbols), not block.inner_looped
         varying = frozenset(symbols + i for i, spec in enumerate(block.operands) if once or spec.splits)
         joint = Joint(graph, draws, len(block.outputs), sum(gradient_mask), symbols + len(block.operands), varying, present)
-        at = dict(zip(sizes.names, key.sizes, strict=False))  # no names: sizes are numbers
-        choice = SavingChoice(joint, at, self._rates, self._fuses)
-        levels = () if seeded else choice.levels()
-        why = "an operation in it draws random numbers by itself" if seeded else "" if levels else NOTHING_GAINED
-        seconds = BlockSeconds(choice.forward, choice.backward, choice.recompute)
-        return _JointCode(block, sizes, sizes.guards(), joint, levels, seconds, why)
+        why_none = "an operation in it draws random numbers by itself" if seeded else ""
+        return _JointCode(block, sizes, sizes.guards(), joint, why_none)
 
-    def _codes(self, found: _JointCode, level: int) -> tuple[Code, Code]:
-        if level not in found.codes:
+    def _codes(self, found: _JointCode, level: Level) -> tuple[Code, Code]:
+        if level.saved not in found.codes:
             self._finish(found, level, self._cut(found, level))
-        return found.codes[level]
+        return found.codes[level.saved]
 
     @whole(COMPILATION)
-    def _finish(self, found: _JointCode, level: int, both: Sequence[Waiting]) -> None:
+    def _finish(self, found: _JointCode, level: Level, both: Sequence[Waiting]) -> None:
         forward, backward = (replace(self._lowering.compiled(traced), guards=found.guards) for traced in both)
-        found.codes[level] = forward, backward
+        found.codes[level.saved] = forward, backward
 
-    def _cut(self, found: _JointCode, level: int) -> list[Waiting]:
-        forward, backward = found.joint.cut(found.levels[level].saved)
+    def _cut(self, found: _JointCode, level: Level) -> list[Waiting]:
+        forward, backward = found.joint.cut(level.saved)
         outputs = (True,) * found.joint.outputs
         return [self._traced(found, forward, outputs), self._traced(found, backward, found.joint.present)]
 

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l_compile
 from l2l_compile import L2LError, Machine, OptionError, explain, plan, simulate
+from l2l_compile.lowering.code_cache import Store
 from l2l_compile.planner.fit import Fit, Need
 from l2l_compile.planner.most_rows import most_rows
 from l2l_compile.planner.search import _rounded
@@ -204,3 +205,16 @@ def test_seconds_do_not_depend_on_what_was_tried_before():
 def test_weights_that_stay_are_counted_in_round_numbers(size):
     down, up = _rounded(size), _rounded(size, up=True)
     assert down <= size <= up and len(str(down).rstrip("0")) <= 2 and len(str(up).rstrip("0")) <= 2
+
+
+def test_what_a_plan_keeps_does_not_depend_on_other_sizes(monkeypatch):
+    """The values that are kept are chosen for the sizes of a run, whatever a planner has tried before."""
+    config = LlamaConfig(**{**TINY, "num_hidden_layers": 2, "intermediate_size": 1024}, use_cache=False)
+    model, tokens = LlamaForCausalLM(config), torch.zeros(16, 128, dtype=torch.long)
+
+    def peaks(*rows):
+        monkeypatch.setattr("l2l_compile.lowering.savings._joints", Store(256))
+        traced = explain(model, {"micro_batches": 2, "keep": "auto", "device": "cpu"})(input_ids=tokens, labels=tokens)
+        return [traced.streamed(traced.options, count).device_memory.peak for count in rows]
+
+    assert peaks(16, 32)[1] == peaks(32)[0] and peaks(32, 16)[1] == peaks(16)[0]
