@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from l2l_compile.ir.rank_layout import Layout
 from l2l_compile.planner.plan import plan
 from l2l_compile.planner.search import DECIDED, modes_with
-from l2l_compile.planner.trials import OptionTrial, Trials
+from l2l_compile.planner.trials import OptionTrial, Traces, Trials
 from l2l_compile.report.explain import explain
 from measuring import Limit, arguments, report
 from planner_cases import Case, drawn
@@ -38,7 +39,9 @@ class BruteForce:
         given = case.given(self.workload)
         self.counts = list(dict.fromkeys([*(1 << n for n in range(case.rows.bit_length())), case.rows]))
         self.modes = modes_with(given)
-        self.trials = Trials(self.workload.model, self._trace, given, case.machine, None, lambda what: None)
+        self.trials = Trials(
+            self.workload.model, Traces(self._trace, self._trace), given, case.machine, case.rows, case.rows, lambda what: None
+        )
 
     def _trace(self, chosen: Any) -> Any:
         return self.workload.call(explain(self.workload.model, {**chosen, "device": "cpu"}))
@@ -46,7 +49,7 @@ class BruteForce:
     def run(self) -> list[OptionTrial]:
         """Everything that was tried, the best first."""
         for count, mode, others in itertools.product(self.counts, self.modes, (PLAIN, ALL)):
-            self.trials.of(micro_batches=count, update=mode, **others)
+            self.trials.of(Layout(), micro_batches=count, update=mode, **others)
         tried = self.trials.all
         counts = list(dict.fromkeys(trial.options["micro_batches"] for trial in tried))
         mode, residents = tried[0].options["update"], self._residents(tried)
@@ -54,7 +57,10 @@ class BruteForce:
             for values in itertools.product(tries, residents, *GRID.values()):
                 if len(self.trials.all) < self.sets:
                     self.trials.of(
-                        update=mode, prefetch=ahead, **dict(zip(("micro_batches", "resident", *GRID), values, strict=True))
+                        Layout(),
+                        update=mode,
+                        prefetch=ahead,
+                        **dict(zip(("micro_batches", "resident", *GRID), values, strict=True)),
                     )
         return self.trials.all
 

@@ -11,11 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l_compile
 from l2l_compile import L2LError, Machine, OptionError, explain, plan, simulate
+from l2l_compile.ir.rank_layout import Layout
 from l2l_compile.lowering.code_cache import Store
 from l2l_compile.planner.fit import Fit, Need
 from l2l_compile.planner.most_rows import most_rows
 from l2l_compile.planner.search import _rounded
-from l2l_compile.planner.trials import Trials
+from l2l_compile.planner.trials import Traces, Trials
 
 TINY = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 256}
 MACHINE = replace(Machine.load("rtx4090"), device_reserve=0.0, host_reserve=0.0)
@@ -195,8 +196,11 @@ def test_seconds_do_not_depend_on_what_was_tried_before():
     given = {**BF16, "optimizer": torch.optim.AdamW(model.parameters())}
 
     def seconds(*modes):
-        trials = Trials(model, lambda chosen: explain(model, {**chosen, "device": "cpu"})(**batch), given, MACHINE, None, print)
-        return {mode: trials.of(micro_batches=2, update=mode).seconds for mode in modes}
+        def trace(chosen):
+            return explain(model, {**chosen, "device": "cpu"})(**batch)
+
+        trials = Trials(model, Traces(trace, trace), given, MACHINE, 16, 16, print)
+        return {mode: trials.of(Layout(), micro_batches=2, update=mode).seconds for mode in modes}
 
     assert seconds("at_step", "in_forward") == seconds("in_forward", "at_step")
 
