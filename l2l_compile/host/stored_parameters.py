@@ -150,7 +150,9 @@ class StoredParameters:
         placed = plan.placement
         self._planned = dict(zip(plan.parameters, zip(placed.masters, placed.states, strict=True), strict=True))
         self._ring = ChunkRing(self.store, BUFFERS, plan.buffer)
-        self.store.reserve(whole_pages(placed.on_disk) + len(plan.parameters) * _TENSORS * PAGE)
+        there = (range_of(t) for t in _tensors_of(plan.parameters, self._optimizer))  # in the store of a model compiled before
+        left = placed.on_disk - sum(found.size for found in there if found is not None)
+        self.store.reserve(whole_pages(max(0, left)) + len(plan.parameters) * _TENSORS * PAGE)
         return plan
 
     def _master_to_move(self, parameter: Parameter) -> bool:
