@@ -35,14 +35,14 @@ class StoredRange:
     """The place of one tensor in the file of a store.
 
     start, size  in bytes, whole pages
-    mapping      through which the tensor is read
     writes       transfers into the range that are under way, with the bytes that they write: from, to
     """
 
-    def __init__(self, store: DiskStore, start: int, size: int, mapping: mmap.mmap):
-        self.store, self.start, self.size, self.mapping = store, start, size, mapping
+    def __init__(self, store: DiskStore, start: int, size: int):
+        self.store, self.start, self.size = store, start, size
         self.writes: dict[Transfer, tuple[int, int]] = {}
         self._storage: weakref.ref[torch.UntypedStorage] | None = None
+        self._address = 0
 
     @property
     def is_alive(self) -> bool:
@@ -53,13 +53,17 @@ class StoredRange:
         """Belong to the storage of a tensor. `freed` gets a note when the storage is gone."""
         storage = tensor.untyped_storage()
         setattr(storage, _STORED, self)
-        self._storage = weakref.ref(storage)
+        self._storage, self._address = weakref.ref(storage), storage.data_ptr()
         weakref.finalize(storage, freed.append, (self.start, self.size)).atexit = False
+
+    def is_at(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage still is where it was mapped: `share_memory_()` moves the bytes of a storage to other memory."""
+        return storage.data_ptr() == self._address
 
     def await_writes(self, start: int = 0, end: int | None = None) -> None:
         """Wait for the writes under way into bytes `start` to `end` of the range. Raises `DiskError` if the disk has failed."""
         end = self.size if end is None else end
-        for transfer, (first, last) in tuple(self.writes.items()):
+        for transfer, (first, last) in self.writes.copy().items():  # a copy is one step, and disk threads take entries out
             if first < end and start < last:
                 transfer.wait()
         self.store.check()
@@ -88,6 +92,7 @@ class DiskStore:
         self._used = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # by size, where ranges of tensors that are gone begin
         self._freed: deque[tuple[int, int]] = deque()  # noted by finalizers
+        self._mappings: list[tuple[int, int, mmap.mmap]] = []  # from, to
         self._guard = threading.RLock()
         self._failure: DiskError | None = None
         self.read_bytes = self.written_bytes = 0
@@ -97,9 +102,10 @@ class DiskStore:
         with self._guard:
             self.file.extend(self._used + size)
 
-    def _note(self, transfer: Transfer) -> None:
+    def _note(self, transfer: Transfer, spans: Sequence[StoredSpan]) -> None:
         if transfer.error is not None:
-            self._failure = self._failure or _as_disk_error(transfer.error)
+            for store in (self, *(span.range.store for span in spans)):
+                store._failure = store._failure or _as_disk_error(transfer.error)
 
     def check(self) -> None:
         """Raise the `DiskError` of the first transfer that failed: a step was made in part, and nothing is right any more."""
@@ -118,10 +124,22 @@ class DiskStore:
             else:
                 self.file.extend(self._used + size)
                 start, self._used = self._used, self._used + size
-        mapping = mmap.mmap(self.file.descriptor, size, offset=start)
-        tensor = torch.frombuffer(mapping, dtype=dtype, count=count).view(shape)
-        StoredRange(self, start, size, mapping).hold(tensor, self._freed)
+            mapped, mapping = self._mapping(start, start + size)
+        tensor = torch.frombuffer(mapping, dtype=dtype, count=count, offset=start - mapped).view(shape)
+        StoredRange(self, start, size).hold(tensor, self._freed)
         return tensor
+
+    def _mapping(self, start: int, end: int) -> tuple[int, mmap.mmap]:
+        """A mapping with the bytes from `start` to `end`, and where it begins. One maps all that was allocated together.
+
+        A mapping takes a file descriptor, of which a process has a thousand: fewer than a large model has tensors.
+        """
+        for first, last, mapping in self._mappings:
+            if first <= start and end <= last:
+                return first, mapping
+        mapping = mmap.mmap(self.file.descriptor, self.file.size - start, offset=start)
+        self._mappings.append((start, self.file.size, mapping))
+        return start, mapping
 
     def count_read(self, size: int) -> None:
         """Count bytes that are read (any thread)."""
@@ -131,14 +149,17 @@ class DiskStore:
     def read(
         self, spans: Sequence[StoredSpan], buffer: torch.Tensor, then: Callable[[Transfer], None] = lambda _: None
     ) -> Transfer:
-        """Read spans into a buffer that begins on a page, behind writes into them that are under way."""
+        """Read spans into a buffer that begins on a page, behind writes into them that are under way.
+
+        They may be spans of another store: of a model that was compiled twice, or shares parameters with another model.
+        """
 
         def block(span: StoredSpan, offset: int, size: int) -> None:
             span.range.await_writes(span.start + offset, span.start + offset + size)
-            self.file.read(_memory(buffer, span.at + offset, size), span.range.start + span.start + offset)
+            span.range.store.file.read(_memory(buffer, span.at + offset, size), span.range.start + span.start + offset)
 
         def done(transfer: Transfer) -> None:
-            self._note(transfer)
+            self._note(transfer, spans)
             then(transfer)
 
         self.count_read(sum(whole_pages(span.size) for span in spans))
@@ -150,7 +171,7 @@ class DiskStore:
         """Write spans from a buffer that begins on a page. From now on, `await_writes` of their ranges waits."""
 
         def block(span: StoredSpan, offset: int, size: int) -> None:
-            self.file.write(_memory(buffer, span.at + offset, size), span.range.start + span.start + offset)
+            span.range.store.file.write(_memory(buffer, span.at + offset, size), span.range.start + span.start + offset)
 
         def begin(transfer: Transfer) -> None:
             for span in spans:
@@ -158,7 +179,7 @@ class DiskStore:
                 span.range.writes[transfer] = min(first, span.start), max(last, span.start + span.size)
 
         def done(transfer: Transfer) -> None:
-            self._note(transfer)
+            self._note(transfer, spans)
             for span in spans:
                 span.range.writes.pop(transfer, None)
             then(transfer)
@@ -193,7 +214,9 @@ def _as_disk_error(error: BaseException) -> DiskError:
 
 def range_of(tensor: torch.Tensor) -> StoredRange | None:
     """The place in a file of the storage of a tensor; None for a tensor that is in memory."""
-    return getattr(tensor.untyped_storage(), _STORED, None)
+    storage = tensor.untyped_storage()
+    found: StoredRange | None = getattr(storage, _STORED, None)
+    return found if found is not None and found.is_at(storage) else None
 
 
 def await_writes(tensor: torch.Tensor) -> torch.Tensor:
@@ -247,5 +270,9 @@ def moved_to_disk(store: DiskStore, tensor: torch.Tensor) -> torch.Tensor:
     for start in range(0, source.numel(), BLOCK):
         size = min(BLOCK, source.numel() - start)
         buffer[:size].copy_(source[start : start + size])
-        store.write([StoredSpan(whole.range, start, size, 0)], buffer).wait()
+        store.write([StoredSpan(whole.range, start, size, 0)], buffer, functools.partial(_hold, made)).wait()
     return made
+
+
+def _hold(tensor: torch.Tensor, _: Transfer) -> None:
+    """Bound to a transfer: its tensor, and so its place in the file, stays as long as the transfer, also if nobody waits for it."""

@@ -90,7 +90,7 @@ class DiskThreads:
 
     def settle(self) -> None:
         """Wait until all that was given is done. Raises no error."""
-        for transfer in tuple(self._under_way):
+        for transfer in self._under_way.copy():  # a copy is one step, and other threads give transfers
             transfer.settle()
 
 

@@ -109,12 +109,13 @@ def bytes_beside(entries: int, largest: int, state: int, options: Options) -> in
 
 
 def can_move(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may be on disk: large, dense, and the only one in its storage."""
+    """Whether a tensor may be on disk: large, dense, the only one in its storage, and shared with no process."""
     return (
         not is_sharded(tensor)
         and tensor.layout is torch.strided
         and tensor.device.type in _HOSTS
         and tensor.nbytes >= SMALL
         and tensor.is_contiguous()
+        and not tensor.is_shared()
         and tensor.untyped_storage().nbytes() == tensor.nbytes
     )

@@ -91,6 +91,10 @@ class ParameterServer:
         if self.device.accesses.watches:
             self.device.accesses.read_parameters(p for module in members(self._modules) for p in module.parameters())
 
+    def place(self, parameters: Sequence[Parameter]) -> None:
+        """A forward that may train is about to read these: move to other memory what belongs there (the option `disk`)."""
+        self.updates.place(parameters)
+
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def begin_forward(

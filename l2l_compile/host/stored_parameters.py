@@ -60,25 +60,29 @@ class StoredParameters:
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
 
-    def place(self, parameters: Iterable[Parameter]) -> None:
-        """Move parameters to the disk whose place it is, in the first forward with the optimizer state that they have.
+    def misplaced(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        """The parameters, among these, that `place` is to move: in the first forward, with the optimizer state that they have.
 
-        State that comes later, of a first step or of a checkpoint, is moved behind the next update. Raises `DiskError`, also of an
-        earlier step, and `L2LError` if the budget is too small.
+        Raises the `DiskError` of an earlier step, and `L2LError` if the budget is too small.
         """
         self.store.check()
         is_first = self.plan is None
         if is_first:
             self.plan = self._make_plan()
-        misplaced = [p for p in parameters if is_first or self._master_to_move(p)]
-        for parameter in misplaced:
+        return [p for p in parameters if is_first or self._master_to_move(p)]
+
+    def place(self, parameters: Iterable[Parameter]) -> None:
+        """Move parameters, and their state, to the disk whose place it is. No update is under way. Raises `DiskError`.
+
+        State that comes later, of a first step or of a checkpoint, is moved behind the next update.
+        """
+        start = self._moved()
+        for parameter in parameters:
             if self._master_to_move(parameter):
                 parameter.data = moved_to_disk(self.store, parameter)
             self.place_state([parameter])
-        if misplaced:
-            trim_the_heap()
-        if is_first:
-            self._before = self._moved()  # what was moved now is no part of a step
+        trim_the_heap()
+        self._before = self._moved().since(start.since(self._before))  # what was moved now is no part of a step
 
     def begin_updates(self) -> None:
         """The gradients of a step are on their way: from now on, no code but its updates writes parameters or state."""
@@ -146,7 +150,9 @@ class StoredParameters:
         placed = plan.placement
         self._planned = dict(zip(plan.parameters, zip(placed.masters, placed.states, strict=True), strict=True))
         self._ring = ChunkRing(self.store, BUFFERS, plan.buffer)
-        self.store.reserve(whole_pages(placed.on_disk) + len(plan.parameters) * _TENSORS * PAGE)
+        there = (range_of(t) for t in _tensors_of(plan.parameters, self._optimizer))  # in the store of a model compiled before
+        left = placed.on_disk - sum(found.size for found in there if found is not None)
+        self.store.reserve(whole_pages(max(0, left)) + len(plan.parameters) * _TENSORS * PAGE)
         return plan
 
     def _master_to_move(self, parameter: Parameter) -> bool:

@@ -201,6 +201,11 @@ class Runner:
     def _begin(self, arguments: Sequence, stats: Stats, runs: list[Stats], to_train: bool) -> Step:
         """A new step: its arguments, its rows, agreed with the other ranks, and the compilation of blocks for new sizes."""
         captured, options = self.captured, self.engine.options
+        owners = captured.owners
+        all_parameters = [i for i in captured.inputs if i.kind == "parameter"]
+        parameters = [arguments[i.index] for i in all_parameters if owners is None or owners.has(i)]
+        if to_train:
+            self.engine.server.place(parameters)
         read = self.arguments.read(arguments, to_train)
         rows = self._rows_of(arguments)
         step = Step(self.engine, read, arguments, captured.constants, rows, stats, runs, to_train, self.ranks)
@@ -214,9 +219,6 @@ class Runner:
         if (sizes := (to_train, *self._sizes_of(step), sum(step.rows.of_ranks))) not in self._lowered:
             self._lowered.add(sizes)
             self.engine.lowering.ahead(lowerings(step, self.program, to_train))
-        owners = captured.owners
-        all_parameters = [i for i in captured.inputs if i.kind == "parameter"]
-        parameters = [arguments[i.index] for i in all_parameters if owners is None or owners.has(i)]
         if owners is not None:
             step.elsewhere = frozenset(arguments[i.index] for i in all_parameters if not owners.has(i))
         fetches = self._first_graph(step).find_nodes(op="call_function", target=nodes.fetch_resident)

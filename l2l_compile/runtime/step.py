@@ -31,6 +31,8 @@ from l2l_compile.runtime.stats import Stats
 class Host(Protocol):
     """The host side, as a running program calls it (`host/server.py`)."""
 
+    def place(self, parameters: Sequence[torch.nn.Parameter], /) -> None: ...
+
     def begin_forward(
         self, step: Step, parameters: Sequence[torch.nn.Parameter], to_train: bool, resident: Iterable[Segment] = ..., /
     ) -> None: ...

@@ -41,6 +41,11 @@ class StoredStep(CompiledStep):
         super().__init__(optimizer, wires, threads, memory)
         self._stored = stored
 
+    def on(self, shared: Hyperparameters, gradients: Mapping[Parameter, torch.Tensor], factor: float) -> Hyperparameters:
+        after = super().on(shared, gradients, factor)
+        self._stored.place_state(gradients)  # that of a checkpoint
+        return after
+
     def _run(self, launches: Mapping[Parameter, Launch]) -> None:
         places = {p: [range_of(t) for t in launch.tensors] for p, launch in launches.items()}
         super()._run({p: launch for p, launch in launches.items() if not any(places[p])})

@@ -20,7 +20,7 @@ from l2l_compile.host.updates.loss_scale import LossScale
 from l2l_compile.host.updates.norms import norm_of, total_norm
 from l2l_compile.host.updates.overlapped import OverlappedUpdates
 from l2l_compile.host.watched_parameters import unwatched
-from l2l_compile.host.wire import Wires
+from l2l_compile.host.wire import Wires, written_values
 from l2l_compile.host.worker import Ticket, Worker
 from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
@@ -213,6 +213,8 @@ class UpdatesInForward(OverlappedUpdates):
         if first:
             at_once = self._updating.submit(functools.partial(self._update, step, first))
             at_once.wait()
+            for parameter in first:
+                written_values(parameter)
         while segments:  # each is held by its update alone, and freed with it
             mine = segments.pop(0)
             ticket = self._updating.submit(functools.partial(self._update, step, mine))

@@ -55,6 +55,9 @@ class Updates:
     def expect(self, entries: int) -> None:
         """A program has a segment with so many entries of trained parameters, and none with more."""
 
+    def place(self, parameters: Sequence[Parameter]) -> None:
+        """Move parameters to other memory before a forward, that may train, takes views of them."""
+
     def describe(self, stats: Stats) -> None:
         """Add the figures of the updates."""
         if self.scale is not None:

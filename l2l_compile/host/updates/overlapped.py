@@ -79,6 +79,13 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         if self._stored is not None:
             self._stored.largest_segment = max(self._stored.largest_segment, entries)
 
+    def place(self, parameters: Sequence[Parameter]) -> None:
+        if self._stored is not None:
+            mine = {p for p in parameters if p.requires_grad} & self.managed
+            if misplaced := self._stored.misplaced(mine):
+                self.synchronize()
+                self._stored.place(misplaced)
+
     def describe(self, stats: Stats) -> None:
         super().describe(stats)
         if self._stored is not None:
@@ -110,8 +117,6 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
                 f"update={self.ledger.update!r} under DistributedDataParallel would update each process by itself: the gradients "
                 "never come to p.grad, where they are averaged. Use update='at_step'"
             )
-        if self._stored is not None:
-            self._stored.place(mine)
         return self.ledger.open(mine)
 
     def _finish_writes(self) -> None:
