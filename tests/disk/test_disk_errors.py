@@ -70,7 +70,7 @@ def test_a_transfer_that_fails_ends_the_training(number, way, update, points, tm
                 failing.step()
             with pytest.raises(DiskError):
                 failing.model.state_dict()
-            assert time.monotonic() - start < 5
+            assert time.monotonic() - start < 60
 
 
 def test_the_page_cache_is_used_where_direct_is_refused(tmp_path):

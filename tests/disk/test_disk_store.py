@@ -99,7 +99,7 @@ def test_samples_of_a_step_that_is_put_off_read_few_pages(store):
 
 
 def test_await_writes_waits_for_the_range_alone(tmp_path):
-    with slow_disk(Faults(rate=1e6)):
+    with slow_disk(Faults(rate=5e4)):
         store = DiskStore(str(tmp_path))
         written, other = (moved_to_disk(store, torch.zeros(20_000)) for _ in range(2))
         (span,), size = whole_spans([written])
@@ -108,8 +108,8 @@ def test_await_writes_waits_for_the_range_alone(tmp_path):
         store.write([span], buffer)
         start = time.perf_counter()
         await_writes(other)
-        assert time.perf_counter() - start < 0.02
-        assert torch.equal(await_writes(written), torch.full((20_000,), 3.0)) and time.perf_counter() - start > 0.06
+        assert time.perf_counter() - start < 0.8
+        assert torch.equal(await_writes(written), torch.full((20_000,), 3.0)) and time.perf_counter() - start > 1.2
 
 
 KILLED = """
@@ -135,7 +135,7 @@ def test_a_killed_process_leaves_no_file_and_no_space_taken(tmp_path):
     during = free()
     running.send_signal(signal.SIGKILL)
     running.wait()
-    until = time.monotonic() + 1
+    until = time.monotonic() + 10
     while free() < during + (200 << 20) and time.monotonic() < until:
         time.sleep(0.02)
     assert during < before and free() > during + (200 << 20) and os.listdir(tmp_path) == []
