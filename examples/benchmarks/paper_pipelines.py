@@ -145,9 +145,10 @@ def with_choices(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = arguments(__doc__)
+    parser.add_argument("--layers", type=int, nargs="+", default=sorted(HIDDEN), help="the models, by their layers")
     options: argparse.Namespace = parser.parse_args()
     rows = []
-    for row in TABLE[:2] if options.quick else TABLE:
+    for row in TABLE[:2] if options.quick else [row for row in TABLE if row.layers in options.layers]:
         rows.append(measured(row))
         print(rows[-1], flush=True)
     return report(options, torch.device("cpu"), with_choices(rows), [])

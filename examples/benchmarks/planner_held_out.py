@@ -24,7 +24,7 @@ from l2l_compile.report.explain import explain
 from measuring import Limit, arguments, report
 from planner_cases import Case, drawn
 
-PLAIN = {name: DECIDED[name] for name in ("prefetch", "stash", "keep", "keep_on_host", "resident")}
+PLAIN = {name: DECIDED[name] for name in ("prefetch", "stash", "keep", "keep_on_host", "resident", "schedule")}
 ALL = {**PLAIN, "stash": "device", "keep": "auto", "keep_on_host": "auto"}
 GRID = {"stash": ("host", "device"), "keep": (0, "auto"), "keep_on_host": (0, "auto")}
 SHARES = (0.5, 1.0)  # of the memory of the device that is free in the fastest plain step, for weights that stay there
@@ -98,7 +98,7 @@ def compared(case: Case, sets: int) -> dict[str, Any]:
 
 def shown(options: Any) -> str:
     """The options that were decided, in short."""
-    return " ".join(f"{name}={options[name]}" for name, value in DECIDED.items() if options[name] != value)
+    return " ".join(f"{name}={options[name]}" for name, value in DECIDED.items() if options.get(name, value) != value)
 
 
 def limits_of(rows: list[dict[str, Any]]) -> list[Limit]:
