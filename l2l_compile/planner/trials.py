@@ -151,9 +151,9 @@ class Trials:
             reports = self.reports(layout, choice)
             self.last = reports[0]
             fit = Fit.of_stages(reports, layout, self.machine)
-            return OptionTrial(choice, layout, fit, self._time(layout, reports) if fit.fits else None)
         except L2LError as error:
             return OptionTrial(choice, layout, why_not=str(error))
+        return OptionTrial(choice, layout, fit, self._time(layout, reports) if fit.fits else None)
 
     def _time(self, layout: Layout, reports: Sequence[Report]) -> StepTime:
         options = reports[0].options

@@ -133,7 +133,7 @@ def test_a_step_that_nodes_cannot_time_is_refused():
         step_time(report.programs, report.options, machine, None, optimizer_times(model, report.options, machine))
 
 
-def test_steps_of_several_ranks_that_nodes_cannot_time_are_refused():
+def test_steps_of_ranks_that_nodes_cannot_time_are_refused():
     model, batch = llama()
     options = {"micro_batches": 2, "device": "cpu", "optimizer": OPTIMIZERS["adamw"](model.parameters())}
     machine = replace(Machine.load("h100"), devices=2)
