@@ -10,7 +10,6 @@ progress  every node runs in the end, although a message waits until both ranks 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from torch import fx
 
 from l2l_compile.errors import VerifyError
 from l2l_compile.ir import nodes
-from l2l_compile.ir.leaving import leaving, passes_on
+from l2l_compile.ir.leaving import leaving, passes_on, picked
 from l2l_compile.ir.schedule import END, PAUSE, Action
 from l2l_compile.ir.step_parts import Run, calls_in_a_row, in_parts, pauses
 from l2l_compile.lanes import Lane
@@ -112,12 +111,6 @@ def _with_pause(graph: fx.Graph, target: Callable) -> Iterator[tuple[fx.Node, bo
             is_paused = pausing and part != PAUSE and (part == END or bool(Action.parse(part).call))
         if node.target is target:
             yield node, is_paused
-
-
-def picked(node: fx.Node) -> list[fx.Node]:
-    """The values of a message, in order."""
-    found = (user for user in node.users if user.target is operator.getitem)
-    return sorted(found, key=lambda user: nodes.operands(user).index)
 
 
 def _described(values: Sequence[fx.Node], is_paused: bool) -> _Message:

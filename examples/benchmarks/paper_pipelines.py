@@ -1,7 +1,7 @@
 """Table 1 of PipeDream-2BW (arXiv 2006.09503): samples a second of pipelines without a flush, of several widths and depths, in virtual time.
 
 A group of rows has one model on the same servers, and the paper marks one row in each. Width w is a stage sharded over w ranks: it exchanges as
-many bytes as the paper's copies of a stage do. Without recomputation, forward keeps what fits of the inside of layers (keep="auto").
+many bytes as the paper's copies of a stage do. Rows without recomputation are refused: here, a turn computes its activations again.
 
 The paper says neither the size of its layers nor its batch nor its network. Assumed: hidden 1024, 1536 and 1280 for 24, 48 and 192 layers, batches of
 512 and 64, 25 Gbit/s between V100 servers and 10 Gbit/s between 1080 Ti servers, whose cards are joined by PCIe.
@@ -44,10 +44,6 @@ class Row:
     recomputes: bool
     paper: float
     chosen: bool
-
-    @property
-    def group(self) -> tuple[int, str]:
-        return self.layers, self.machine
 
     def __str__(self) -> str:
         return f"({self.width}, {self.depth}), b = {self.rows}{', recompute' if self.recomputes else ''}"

@@ -27,7 +27,7 @@ from l2l_compile.simulation.simulated_device import Clocks, SimulatedLane
 
 
 class CollectiveRun(Protocol):
-    """The program that runs (`program_times.py`)."""
+    """The program that runs (`graph_times.py`)."""
 
     program: Program
     options: Options

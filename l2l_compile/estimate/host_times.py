@@ -138,8 +138,6 @@ class HostTimes:
             if self.options.optimizer is not None:
                 self.clocks.spend(self.optimizer.own_step())
         elif self.options.mode.place is UpdatePlace.AFTER_PUSH:
-            if self.options.goes_by_turns:
-                self._submit(self.worker, lambda: self._update(self._of_step, list(self._of_step.arrived)))
             self.clocks.thread.wait(self.worker.event())
             self.links.meet(self.clocks)
         else:

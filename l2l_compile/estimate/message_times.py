@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,8 +11,9 @@ from torch import fx
 
 from l2l_compile.estimate.overlapped_times import TimedValue
 from l2l_compile.ir import nodes
+from l2l_compile.ir.leaving import picked
 from l2l_compile.lanes import Lane
-from l2l_compile.runtime.messages import Part, counts_of, parts_of
+from l2l_compile.runtime.messages import Part, counts_of, parts_left, parts_of
 from l2l_compile.runtime.rows import StepRows
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.simulated_device import SimulatedLane
@@ -23,7 +23,7 @@ Values = Sequence[TimedValue]
 
 
 class MessagingRun(Protocol):
-    """The program that runs (`program_times.py`)."""
+    """The program that runs (`graph_times.py`)."""
 
     machine: Machine
     lanes: Mapping[str, SimulatedLane]
@@ -186,8 +186,7 @@ def send(run: MessagingRun, node: fx.Node, values: Values, to: int) -> TimedValu
     """The node `send`."""
     described = nodes.operands(node).values
     there = [(value, n) for value, n in zip(values, described, strict=True) if not value.absent]
-    counts = counts_of(run.step, [n for _, n in there])
-    parts = [(position, number) for position, number in parts_of(counts) if not (node in run.left and counts[position])]
+    parts = parts_left(run.step, [n for _, n in there], node in run.left)
     if parts:
         send_parts(run, to, [value for value, _ in there], parts)
         run.outgoing += [value for value, _ in there]
@@ -196,9 +195,9 @@ def send(run: MessagingRun, node: fx.Node, values: Values, to: int) -> TimedValu
 
 def recv(run: MessagingRun, node: fx.Node, source: int) -> TimedValue:
     """The node `recv`."""
-    picked = sorted((user for user in node.users if user.target is operator.getitem), key=lambda user: nodes.operands(user).index)
-    values = [TimedValue(absent=(user.meta["segment"], user.meta["value"]) in run.absent) for user in picked]
-    arriving = [(user, value) for user, value in zip(picked, values, strict=True) if not value.absent]
+    received = picked(node)
+    values = [TimedValue(absent=(user.meta["segment"], user.meta["value"]) in run.absent) for user in received]
+    arriving = [(user, value) for user, value in zip(received, values, strict=True) if not value.absent]
     if arriving:
         run.arriving += [value for _, value in arriving]
         ArrivalTimes(run, source, [user for user, _ in arriving], [value for _, value in arriving])

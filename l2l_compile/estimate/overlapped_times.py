@@ -50,7 +50,7 @@ class TimedValue:
 
 
 class TimedRun(Protocol):
-    """The program that runs (`program_times.py`)."""
+    """The program that runs (`graph_times.py`)."""
 
     options: Options
     rows: StepRows

@@ -27,7 +27,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class TimedProgram(Protocol):
-    """The program that runs (`program_times.py`)."""
+    """The program that runs (`graph_times.py`)."""
 
     options: Options
     machine: Machine

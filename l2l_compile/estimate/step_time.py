@@ -6,7 +6,6 @@ step takes milliseconds to time where `simulate` takes seconds. Of ranks that do
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -82,7 +81,7 @@ def times_of_stages(
 
     Raises `OptionError` for a step that it cannot time, and for a figure that the machine lacks.
     """
-    _check(stages, layout, options)
+    _check(stages, layout, options, optimizer)
     lowering = lowering or timed_lowering(options, machine)
     messages = Messages(machine, layout.stages) if layout.depth > 1 else None
     timers = [
@@ -90,16 +89,27 @@ def times_of_stages(
     ]
     if messages is None:
         return [timer.time() for timer in timers]
-    return messages.turns.run([functools.partial(timer.time) for timer in timers])
+    return messages.turns.run([timer.time for timer in timers])
 
 
-def _check(stages: Sequence[RankPrograms], layout: Layout, options: Options) -> None:
+def why_not_timed(layout: Layout, options: Options, optimizer: OptimizerTimes) -> str:
+    """Why steps of ranks that divide a model in this way are not timed by their nodes; "" if they are."""
+    if layout.ranks == 1 or options.optimizer is None:
+        return ""
+    if not options.mode.is_overlapped:
+        return "a step of several ranks with update='at_step' is not timed by its nodes"
+    if layout.shards > 1 and optimizer.state is None:
+        return f"updates of shards by the own step of {type(options.optimizer).__name__} are not timed by the nodes of a step"
+    return ""
+
+
+def _check(stages: Sequence[RankPrograms], layout: Layout, options: Options, optimizer: OptimizerTimes) -> None:
     programs = [program for rank in stages for program in rank.programs]
-    captured = any(program.captured.mesh is not None or program.captured.owners is not None for program in programs)
-    if captured and layout.ranks == 1:
+    is_divided = any(program.captured.mesh is not None or program.captured.owners is not None for program in programs)
+    if is_divided and layout.ranks == 1:
         raise OptionError("a step of several ranks is not timed by the nodes of one: simulate it")
-    if layout.ranks > 1 and options.optimizer is not None and not options.mode.is_overlapped:
-        raise OptionError("a step of several ranks with update='at_step' is not timed by its nodes: simulate it")
+    if why := why_not_timed(layout, options, optimizer):
+        raise OptionError(f"{why}: simulate it")
     if options.pinned_memory is not None:
         raise OptionError("a step with a limit for page-locked memory is not timed by its nodes: simulate it")
 

@@ -1,4 +1,4 @@
-"""Results of segments that leave for other ranks of a pipeline, micro-batch by micro-batch."""
+"""Results of segments that leave for other ranks of a pipeline, micro-batch by micro-batch, and the values that come from there."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ def _maker(message: fx.Node) -> fx.Node | None:
     makers = {value.args[0] if value.target is operator.getitem else value for value in nodes.operands(message).values}
     (maker, *others) = makers
     return maker if isinstance(maker, fx.Node) and not others and nodes.runs_segment(maker) else None
+
+
+def picked(message: fx.Node) -> list[fx.Node]:
+    """The values that a node `recv` receives, in order."""
+    found = (user for user in message.users if user.target is operator.getitem)
+    return sorted(found, key=lambda user: nodes.operands(user).index)
 
 
 def passes_on(result: fx.Node) -> bool:

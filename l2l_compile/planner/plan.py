@@ -26,6 +26,7 @@ from l2l_compile.report.explain import Report, explain
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.simulate import simulate
 from l2l_compile.simulation.simulated_loop import Loss
+from l2l_compile.simulation.simulated_ranks import modules_of
 from l2l_compile.torch_internals.fresh_code import WithoutArguments
 from l2l_compile.units import format_bytes
 from l2l_compile.update_modes import MODES
@@ -198,8 +199,8 @@ def plan(
     model      a module or a function, compiled or not; its tensors may be on the meta device
     machine    as in `simulate`
     options    options of the backend that are fixed, such as `precision` and `max_grad_norm`; by default those of a compiled model,
-               but for what is decided: micro_batches, update, prefetch, stash, keep, keep_on_host and resident, none of which
-               changes numbers
+               but for what is decided: micro_batches, update, prefetch, stash, keep, keep_on_host, resident and schedule, none of
+               which changes numbers
     optimizer  of the training loop; without one, updates are its own and their time is not counted
     rows       of the batch, on all devices together; None for those of the arguments
     devices    how many there are in all, among which the plan divides the model: shards, replicas, stages of a pipeline
@@ -221,6 +222,10 @@ def plan(
         given["optimizer"] = optimizer
     given = {name: value for name, value in given.items() if name not in ("device", "check")}
     Options.build({**given, "update": modes_with(given)[-1], "device": "cpu"})
+    if devices > 1 and not modules_of(adapter.uncompiled(model)):
+        raise OptionError(
+            "several devices divide a model that is a module, and this is a function: plan its module, or one device"
+        )
     if delay and given.get("optimizer") is None:
         raise OptionError(
             "delay=True puts updates off, which needs the optimizer of the training loop: plan(..., optimizer=optimizer)"
@@ -239,9 +244,8 @@ def plan(
         plain, layouts = adapter.uncompiled(model), there_are.layouts()
         trials = Trials(plain, Traces(trace, trace_row), given, figures, there, rows or there, progress)
         tried = Search(trials, delay, layouts).run()
-        tokens = _tokens(trials.last, rows or there)
-        plans = tuple(_plan_of(trial, given, tokens) for trial in _ordered(tried))
-        found = Plans(figures, plans, tried, _headline(trials.last, rows or there, tokens, there_are))
+        plans = tuple(_plan_of(trial, given, trials.tokens) for trial in _ordered(tried))
+        found = Plans(figures, plans, tried, _headline(trials.last, rows or there, trials.tokens, there_are))
         if not plans or not simulated or devices > 1 or (rows is not None and rows != there):
             return found
         progress("simulating a step of the best plan")
@@ -258,15 +262,6 @@ def _first_row(call: tuple[tuple, dict[str, Any]], rows: int) -> tuple[tuple, di
         return value[:1] if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows else value
 
     return tree_map(first, call)
-
-
-def _tokens(report: Report | None, rows: int) -> int | None:
-    """Tokens of the batch of all ranks; None for a model that takes no tokens."""
-    if report is None or report.tokens is None:
-        return None
-    program = report.programs[0]
-    own = program.bindings.get(program.captured.batch, 1) if program.captured.batch is not None else 1
-    return report.tokens * rows // int(own)
 
 
 def _rows(args: tuple, kwargs: dict[str, Any]) -> int:

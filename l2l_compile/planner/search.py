@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from l2l_compile.errors import L2LError
 from l2l_compile.estimate.balanced_stages import most_loops
 from l2l_compile.ir.rank_layout import Layout
 from l2l_compile.options import AUTO
@@ -100,11 +101,15 @@ class Search:
     def _placed(self) -> Iterator[Layout]:
         """The layouts, of a pipeline with the most stages a rank and with one."""
         for layout in self.layouts:
-            yield from dict.fromkeys((list(self._loops(layout))[-1], *list(self._loops(layout))[:1]))
+            loops = self._loops(layout)
+            yield from dict.fromkeys((loops[-1], loops[0]))
 
-    def _loops(self, layout: Layout) -> Iterator[Layout]:
-        most = most_loops(self.trials.unsplit, layout.depth) if layout.depth > 1 else 1
-        return with_loops(layout, most)
+    def _loops(self, layout: Layout) -> list[Layout]:
+        """The layout with the numbers of stages a rank; as it is for a model that no pipeline can divide, which a trial tells."""
+        try:
+            return list(with_loops(layout, most_loops(self.trials.unsplit, layout.depth) if layout.depth > 1 else 1))
+        except L2LError:
+            return [layout]
 
     def _other_loops(self, trial: OptionTrial) -> list[Layout]:
         if trial.options["schedule"] != "breadth_first":

@@ -11,7 +11,7 @@ from l2l_compile.errors import L2LError, OptionError
 from l2l_compile.estimate.balanced_stages import ranks_of_names
 from l2l_compile.estimate.block_seconds import TimedLowering, timed_lowering
 from l2l_compile.estimate.optimizer_times import OptimizerTimes, optimizer_times
-from l2l_compile.estimate.step_time import RankPrograms, StepTime, times_of_stages
+from l2l_compile.estimate.step_time import RankPrograms, StepTime, times_of_stages, why_not_timed
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.rank_layout import Layout
 from l2l_compile.lanes import OF_DEVICE
@@ -70,7 +70,8 @@ class Trials:
     machine  the whole machine: its devices share the host
     there    rows of the batch that is traced
     rows     of the batch of all ranks
-    last     the report of the last step that was tried: its model and batch are those of all; None before the first one
+    last     the report of the last step that was tried: its model is that of all; None before the first one
+    tokens   of the batch of all ranks; None for a model that takes no tokens, and before the first trial
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Trials:
         self._tried: dict[tuple[Layout, frozenset], OptionTrial] = {}
         self._ranks: dict[tuple[int, int | None], dict[str, int]] = {}  # of parameters, by depth and loops
         self.last: Report | None = None
+        self.tokens: int | None = None
         self._lowering: TimedLowering | None = None
         self._optimizers: dict[bool, OptimizerTimes] = {}  # by whether updates are overlapped, which compiles them
 
@@ -107,12 +109,17 @@ class Trials:
         return self._tried[key]
 
     @functools.cached_property
+    def _plain(self) -> Report:
+        """The report of a step as `pipeline` asks for it."""
+        return self._traces.of_batch({"device": "cpu"})
+
+    @property
     def unsplit(self) -> Program:
         """The program from which `pipeline` finds stages. Raises `L2LError` for a model of several programs."""
-        report = self._traces.of_batch({"device": "cpu"})
-        if len(report.programs) != 1:
-            raise L2LError(f"the model is captured as {len(report.programs)} programs, and a pipeline needs one")
-        return report.programs[0]
+        programs = self._plain.programs
+        if len(programs) != 1:
+            raise L2LError(f"the model is captured as {len(programs)} programs, and a pipeline needs one")
+        return programs[0]
 
     def reports(self, layout: Layout, choice: Choice) -> list[Report]:
         """The report of a rank of each stage. Raises `OptionError` for options that do not go together."""
@@ -131,7 +138,10 @@ class Trials:
         if key not in self._reports:
             trace = self._traces.of_row if is_one and self.there > 1 else self._traces.of_batch
             try:
-                self._reports[key] = trace({**self.given, **choice, "micro_batches": 2 if splits else 1}).on(self.machine)
+                made = trace({**self.given, **choice, "micro_batches": 2 if splits else 1}).on(self.machine)
+                self._reports[key] = made
+                if made.tokens is not None:
+                    self.tokens = made.tokens * self.rows // (1 if is_one else self.there)
             except L2LError as error:
                 self._reports[key] = error
         if isinstance(found := self._reports[key], L2LError):
@@ -144,6 +154,7 @@ class Trials:
         key = layout.depth, layout.loops
         if key not in self._ranks:
             self._ranks[key] = ranks_of_names(self.unsplit, *key)
+        _check_trained(self.unsplit, self._ranks[key], layout.depth)
         return self._ranks[key]
 
     def _try(self, layout: Layout, choice: Choice) -> OptionTrial:
@@ -153,14 +164,33 @@ class Trials:
             fit = Fit.of_stages(reports, layout, self.machine)
         except L2LError as error:
             return OptionTrial(choice, layout, why_not=str(error))
+        options = reports[0].options
+        if layout.ranks > 1 and (why := why_not_timed(layout, options, self._optimizer(options))):
+            return OptionTrial(choice, layout, why_not=why)
         return OptionTrial(choice, layout, fit, self._time(layout, reports) if fit.fits else None)
+
+    def _optimizer(self, options: Options) -> OptimizerTimes:
+        overlapped = options.mode.is_overlapped
+        if overlapped not in self._optimizers:
+            self._optimizers[overlapped] = optimizer_times(self._model, options, self.machine)
+        return self._optimizers[overlapped]
 
     def _time(self, layout: Layout, reports: Sequence[Report]) -> StepTime:
         options = reports[0].options
         if self._lowering is None:
             self._lowering = timed_lowering(options, self.machine)
-        if (overlapped := options.mode.is_overlapped) not in self._optimizers:
-            self._optimizers[overlapped] = optimizer_times(self._model, options, self.machine)
         stages = [RankPrograms(report.programs, report.levels) for report in reports]
-        found = times_of_stages(stages, layout, options, self.machine, self._optimizers[overlapped], self._lowering)
+        found = times_of_stages(stages, layout, options, self.machine, self._optimizer(options), self._lowering)
         return max(found, key=lambda time: (time.seconds, max(map(time.timeline.busy, OF_DEVICE))))
+
+
+def _check_trained(program: Program, rank_of: Mapping[str, int], ranks: int) -> None:
+    """Raise `L2LError` if a rank of a pipeline would have nothing to train, which `pipeline` refuses."""
+    trained = {
+        rank_of[weight.name]
+        for segment in program.segments
+        for weight, spec in zip(segment.weights, segment.block.weights, strict=True)
+        if spec.differentiable and weight.name in rank_of
+    }
+    if missing := set(range(ranks)) - trained:
+        raise L2LError(f"a pipeline of {ranks} ranks would leave {len(missing)} of them nothing to train")

@@ -157,7 +157,7 @@ class Report:
         """The report of other programs of the same compilations."""
         programs = [replace(p, lowering=known.lowering) for p, known in zip(made, self.programs, strict=True)]
         if rows is not None:
-            programs = [replace(p, bindings={**p.bindings, p.captured.batch: rows}) for p in programs]
+            programs = [_with_rows(program, rows) for program in programs]
         found = report_of(programs, options, self.uncompiled)
         memory = replace(found.host_memory, parameters=self.host_memory.parameters)
         return replace(found, compilations=self.compilations, model=self.model, host_memory=memory)
@@ -190,6 +190,15 @@ class Report:
 
     def _repr_html_(self) -> str:
         return frame_of(self.page())
+
+
+def _with_rows(program: Program, rows: int) -> Program:
+    """The program for another number of rows. Raises `L2LError` if its batch has no symbol."""
+    if program.captured.batch is None:
+        raise L2LError(
+            f"the rows of this batch cannot be changed without another trace, since {program.captured.why_static}: pass a batch of {rows} rows"
+        )
+    return replace(program, bindings={**program.bindings, program.captured.batch: rows})
 
 
 def explain(

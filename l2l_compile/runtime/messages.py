@@ -59,6 +59,12 @@ def counts_of(step: Step, values: Sequence[fx.Node]) -> list[int]:
     ]
 
 
+def parts_left(step: Step, described: Sequence[fx.Node], has_left: bool) -> list[Part]:
+    """The parts of a message that are to be sent at its node: if micro-batches `has_left` as they were made, whole values alone."""
+    counts = counts_of(step, described)
+    return [(position, number) for position, number in parts_of(counts) if not (has_left and counts[position])]
+
+
 class Arrival:
     """A message on its way to this rank, which fills its values part by part.
 

@@ -113,6 +113,66 @@ def test_late_updates_may_leave_out_the_flush():
     assert not any(trial.options.get("delay") for trial in planned(devices=2).tried)
 
 
+def test_a_pipeline_with_an_idle_rank_is_told():
+    """Six pieces of the model that may be apart, and eight devices."""
+    found = planned(devices=8)
+    refused = {trial.layout.depth for trial in found.tried if "nothing to train" in trial.why_not}
+    assert refused == {8} and not any(trial.layout.depth == 8 for trial in found.tried if trial.fits)
+
+
+def test_shards_with_updates_of_their_own_step_are_told():
+    found = planned(devices=2, given={**GIVEN, "compile_update": False})
+    whys = {trial.layout.shards: trial.why_not for trial in found.tried if trial.why_not}
+    assert "own step of AdamW are not timed" in whys[2] and found.best.layout.shards == 1
+
+
+class Broken(torch.nn.Module):
+    """A model that Dynamo cuts into two graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = (torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))) for _ in range(2))
+
+    def forward(self, input):
+        x = self.first(input)
+        torch._dynamo.graph_break()
+        return self.last(x).square().mean()
+
+
+def test_a_model_of_two_programs_is_planned_without_pipelines():
+    model = Broken()
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = plan(model, CARD, {}, optimizer=optimizer, devices=2)(torch.randn(8, 64))
+    assert found.best.layout.shards == 2
+    assert any("captured as 2 programs" in trial.why_not for trial in found.tried)
+
+
+class OfOneSize(torch.nn.Module):
+    """The batch is not known to be one: its size is in the shape of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.offset, self.layer = torch.nn.Parameter(torch.randn(8, 16)), torch.nn.Linear(16, 4)
+
+    def forward(self, tokens):
+        return self.layer(torch.nn.functional.one_hot(tokens, 16).float().sum(1) + self.offset).square().mean()
+
+
+def test_tokens_and_rows_of_a_batch_of_fixed_size_are_right():
+    model, tokens = OfOneSize(), torch.zeros(8, 5, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = plan(model, CARD, {}, optimizer=optimizer, devices=2)(tokens)
+    assert found.best.tokens == tokens.numel()
+    assert all(trial.layout.batches == 1 for trial in found.tried if trial.fits)
+    assert any("rows of this batch cannot be changed" in trial.why_not for trial in found.tried)
+
+
+def test_a_function_is_planned_for_one_device():
+    layer = torch.nn.Linear(4, 4)
+    with pytest.raises(OptionError, match="several devices divide a model that is a module"):
+        plan(lambda x: layer(x).sum(), CARD, {}, devices=2)
+
+
 def test_a_machine_without_links_is_refused():
     with pytest.raises(OptionError, match="has no figure 'link'"):
         planned(devices=2, machine=replace(CARD, link=None)).best  # noqa: B018
