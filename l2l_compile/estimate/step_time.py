@@ -105,8 +105,8 @@ def why_not_timed(layout: Layout, options: Options, optimizer: OptimizerTimes) -
 
 def _check(stages: Sequence[RankPrograms], layout: Layout, options: Options, optimizer: OptimizerTimes) -> None:
     programs = [program for rank in stages for program in rank.programs]
-    is_divided = any(program.captured.mesh is not None or program.captured.owners is not None for program in programs)
-    if is_divided and layout.ranks == 1:
+    of_several = any(program.captured.mesh is not None or program.captured.owners is not None for program in programs)
+    if of_several and layout.ranks == 1:
         raise OptionError("a step of several ranks is not timed by the nodes of one: simulate it")
     if why := why_not_timed(layout, options, optimizer):
         raise OptionError(f"{why}: simulate it")

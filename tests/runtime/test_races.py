@@ -31,6 +31,7 @@ ELSEWHERE = {
 NO_RACE = {
     "runtime.runner.Runner._meanwhile: self.engine.device.synchronize()": "raises what failed on a lane",
     "host.server.ParameterServer.collect: self._in_flight.popleft().last.wait()": "bounds the memory of gradients",
+    "host.updates.overlapped.OverlappedUpdates.place: self.synchronize()": "a parameter that is replaced has waited by then",
     "host.updates.in_forward.UpdatesInForward.wait: super().wait(parameters)": "raises what failed, and waits for nothing",
 }
 
