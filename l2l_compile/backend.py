@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from l2l_compile.devices.host import is_host, outside_inference_mode
@@ -17,7 +18,7 @@ from l2l_compile.frontend.capture import capture
 from l2l_compile.frontend.dynamo import adapter, batch_marks, inference_marks, kept_programs, watched_frames
 from l2l_compile.frontend.dynamo.class_names import trace_methods_of_names
 from l2l_compile.frontend.dynamo.fake_operations import watch_fake_operations
-from l2l_compile.frontend.dynamo.readiness import refuse_packed
+from l2l_compile.frontend.dynamo.readiness import refuse_packed, refuse_what_dynamo_skips
 from l2l_compile.frontend.rewrites.recurrent_stacks import sizes_of_stack
 from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.graph_modules import graph_module
@@ -47,7 +48,10 @@ def l2l(
     """
     try:
         with autograd.unseen_by_saved_tensors_hooks(), outside_inference_mode():
-            session = session_for(adapter.current_owner(), _options(options, mode))
+            chosen = _options(options, mode)
+            if torch.is_grad_enabled():  # without gradients, nothing is left open
+                chosen.check_decided("this call")
+            session = session_for(adapter.current_owner(), chosen)
             return session.entry(make_runner(gm, session))
     except L2LError as error:
         error.first_useful_frame = inspect.currentframe()  # Dynamo leaves its own frames out of the traceback
@@ -141,6 +145,7 @@ threads.register_once()
 threads.trace_beside_other_threads()
 calls.look_at_calls(streams_layers, _check_call)
 calls.refuse_calls_within_dynamo(streams_layers)
+calls.look_before_calls(streams_layers, refuse_what_dynamo_skips)
 kept_programs.note_contexts(streams_layers)
 batch_marks.mark_batches(streams_layers)
 inference_marks.mark_integers(streams_layers)

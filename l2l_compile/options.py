@@ -66,6 +66,8 @@ class Options:
     schedule        the order of a training step. "breadth_first": all micro-batches go through a segment before the next one; "1f1b":
                     each micro-batch goes back as soon as it can, and the weights stay on the device for the step. In a pipeline, it
                     may be a file with an order of one's own, or a `Schedule`.
+    plan            "auto": the first training step decides on the options of a planner that are not given (`l2l_compile.plan`), from its
+                    batch, the figures of this machine and the memory that is free.
     passes          passes of the user (`l2l_compile.passes.compilation.Pass`), run and verified after the backend's passes.
     batch_scope     what the batch of a call is, if the model is sharded over ranks (`l2l_compile.shard`). "per_rank": each
                     rank's own, and gradients are the mean over the ranks. "global": a rank's rows of one batch of all ranks.
@@ -101,6 +103,7 @@ class Options:
     device_cache: int | None = None
     resident: int | None = None
     schedule: str | Schedule = "breadth_first"
+    plan: str | None = None
     passes: tuple[Any, ...] = ()
 
     @property
@@ -117,6 +120,15 @@ class Options:
     def keeps_activations(self) -> bool:
         """Whether forward may keep what it computes inside of layers."""
         return self.keep != 0 or self.keep_on_host != 0
+
+    def check_decided(self, what: str) -> None:
+        """Raise `OptionError` if the first training step has still to decide on options. `what` is that which needs them."""
+        if self.plan is not None:
+            raise OptionError(
+                f"option plan={self.plan!r} leaves options to the first training step of a model from torch.compile(model, backend='l2l'), and "
+                f"{what} needs them before: pass the compiled model behind that step, or give options such as those of "
+                "l2l_compile.plan(model, machine)(**batch).best.options"
+            )
 
     @property
     def gradients_on_link(self) -> str | None:
@@ -154,6 +166,7 @@ class Options:
         _check_choice(settings, "delay", (0, 1))
         _check_choice(settings, "batch_scope", ("per_rank", "global"))
         _check_choice(settings, "compile_update", (True, False))
+        _check_choice(settings, "plan", (None, AUTO))
         _check_optimizer(settings)
         settings["passes"] = _passes(settings.get("passes", ()))
         settings["pinned_memory"] = _bytes(settings, "pinned_memory", _LEAST_PINNED)
@@ -167,6 +180,7 @@ class Options:
         settings["schedule"] = _schedule(settings.get("schedule", _SCHEDULES[0]))
         _check_turns(settings)
         _check_disk(settings)
+        _check_plan(settings)
         return cls(**settings)
 
 
@@ -368,6 +382,15 @@ def _check_disk(settings: dict) -> None:
         )
     if settings["schedule"] != _SCHEDULES[0]:
         raise OptionError("option 'disk' does not go with a schedule of turns: leave out 'schedule', or 'disk'")
+
+
+def _check_plan(settings: dict) -> None:
+    """Raise `OptionError` for options with which a planner cannot time a step."""
+    for name in ("disk", "pinned_memory") if settings.get("plan") else ():
+        if settings[name] is not None:
+            raise OptionError(
+                f"option plan={settings['plan']!r} does not go with {name!r}, whose time is not planned: leave one out"
+            )
 
 
 _UNITS = {f"{prefix}{i}B": base**power for base, i in ((1000, ""), (1024, "i")) for power, prefix in enumerate("KMGT", 1)}

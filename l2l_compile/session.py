@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -260,9 +260,22 @@ def _release_others(session: Session) -> None:
         if other is None or other is session or not other.server.updates.is_idle:
             continue
         if other.has_no_modules or _is_replaced_by(owner, other, session):
-            other.server.synchronize()
-            kept_programs.forget(owner)
-            other.release()
+            _end(owner, other)
+
+
+def start_anew(owner: Any, options: Mapping[str, Any]) -> None:
+    """Let a `torch.compile` call go on with other options. Its programs, if it has any, are compiled again."""
+    session: Session | None = getattr(owner, _SESSION, None)
+    if session is not None:
+        _end(owner, session)
+        delattr(owner, _SESSION)
+    owner.kwargs["options"] = dict(options)
+
+
+def _end(owner: Any, session: Session) -> None:
+    session.server.synchronize()
+    kept_programs.forget(owner)
+    session.release()
 
 
 def _is_replaced_by(owner: Any, session: Session, newer: Session) -> bool:

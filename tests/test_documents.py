@@ -400,6 +400,17 @@ def test_the_lines_on_plans_run(shown, capsys):
     assert l2l_compile.Options.build({**scope["options"], "device": "cpu"}).precision == "bf16"
 
 
+@checks("docs/planning.md: In the first step")
+def test_the_lines_on_a_plan_in_the_first_step_train(shown):
+    (block,) = shown
+    model, loader = tiny_llama()
+    scope = {"torch": torch, "model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    exec(block.text, scope)
+    with pytest.warns(UserWarning, match="has planned for"):
+        scope["model"](**loader[0]).loss.backward()
+    assert l2l_compile.programs(scope["model"])
+
+
 def test_options_that_are_decided_have_a_row():
     rows = rows_below("docs/planning.md", "What is decided")
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row[0])} == set(DECIDED)

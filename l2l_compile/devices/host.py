@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from l2l_compile.memory.cgroups import room_in_cgroups
+
 HOST = torch.device("cpu")
 
 
@@ -64,8 +66,12 @@ def own_memory() -> int:
 
 
 def available_memory() -> int:
-    """Bytes of the host's memory that new tensors can have, by the operating system's estimate; all of it where it gives none."""
+    """Bytes of the host's memory that new tensors can have, by the operating system's estimate and within the limit of a container.
+
+    All of it where the system gives no estimate.
+    """
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return found[0] if found else physical_memory()
+    room = room_in_cgroups()
+    return min([*found, *([room] if room is not None else [])], default=physical_memory())

@@ -29,6 +29,11 @@ class Need:
     def excess(self) -> int:
         return max(0, self.bytes - self.room)
 
+    @property
+    def short(self) -> str:
+        """ "device 8.4 GiB of 23.0 GiB"."""
+        return f"{self.memory.removesuffix(' memory')} {format_bytes(self.bytes)} of {format_bytes(self.room)}"
+
     def __str__(self) -> str:
         size, whose = self.reserve
         less = f" ({format_bytes(self.room + size)} less {format_bytes(size)} for {whose})" if size else ""

@@ -139,15 +139,11 @@ class Plans:
         rows = []
         for plan in self.plans[:_TOP]:
             rate = plan.tokens_per_second
-            memory = [
-                f"{need.memory.removesuffix(' memory')} {format_bytes(need.bytes)} of {format_bytes(need.room)}"
-                for need in plan.needs
-            ]
             rows.append(
                 [
                     f"{plan.seconds:.4g} s",
                     *([f"{rate:,.0f} tokens/s"] if rate is not None else []),
-                    *memory,
+                    *(need.short for need in plan.needs),
                     plan.limit,
                     _shown(plan.options, plan.layout),
                 ]
@@ -190,6 +186,7 @@ def plan(
     devices: int = 1,
     hosts: int = 1,
     delay: bool = False,
+    reads_gradients: bool = False,
     simulated: bool = True,
     loss: Loss | None = None,
     progress: Callable[[str], None] = lambda what: None,
@@ -206,6 +203,7 @@ def plan(
     devices    how many there are in all, among which the plan divides the model: shards, replicas, stages of a pipeline
     hosts      how many hosts these are on, as many on each
     delay      whether `delay=1`, with which gradients are a step late, may be chosen
+    reads_gradients  whether the loop clips gradients or reads `p.grad` behind the backward: then `update="in_backward"` is not chosen
     simulated  whether the best plan is simulated as well
     loss       as in `simulate`
     progress   is told what is tried
@@ -216,11 +214,11 @@ def plan(
     """
     there_are = Devices(devices, hosts)
     figures = there_are.of(machine if isinstance(machine, Machine) else Machine.load(machine))
-    own = {name: value for name, value in (adapter.options_of(model) or {}).items() if name not in (*DECIDED, "delay")}
+    own = {name: value for name, value in (adapter.options_of(model) or {}).items() if name not in (*DECIDED, "delay", "plan")}
     given = dict(options if options is not None else own)
     if optimizer is not None:
         given["optimizer"] = optimizer
-    given = {name: value for name, value in given.items() if name not in ("device", "check")}
+    given = {name: value for name, value in given.items() if name not in ("device", "check", "plan")}
     Options.build({**given, "update": modes_with(given)[-1], "device": "cpu"})
     if devices > 1 and not modules_of(adapter.uncompiled(model)):
         raise OptionError(
@@ -243,7 +241,7 @@ def plan(
 
         plain, layouts = adapter.uncompiled(model), there_are.layouts()
         trials = Trials(plain, Traces(trace, trace_row), given, figures, there, rows or there, progress)
-        tried = Search(trials, delay, layouts).run()
+        tried = Search(trials, delay, layouts, reads_gradients).run()
         plans = tuple(_plan_of(trial, given, trials.tokens) for trial in _ordered(tried))
         found = Plans(figures, plans, tried, _headline(trials.last, rows or there, trials.tokens, there_are))
         if not plans or not simulated or devices > 1 or (rows is not None and rows != there):

@@ -54,9 +54,13 @@ def modes_with(given: Mapping[str, Any]) -> list[str]:
 class Search:
     """Tries option sets until no neighbour of the best is faster."""
 
-    def __init__(self, trials: Trials, delay: bool = False, layouts: Sequence[Layout] = (Layout(),)):
+    def __init__(
+        self, trials: Trials, delay: bool = False, layouts: Sequence[Layout] = (Layout(),), reads_gradients: bool = False
+    ):
         self.trials, self.layouts, given = trials, layouts, trials.given
         self._modes = modes_with(given)
+        if reads_gradients and "update" not in given:
+            self._modes = [mode for mode in self._modes if MODES[mode].sees_all]
         if any(layout.ranks > 1 for layout in layouts):  # whose steps with updates at the end are not timed
             self._modes = [mode for mode in self._modes if MODES[mode].is_overlapped] or self._modes
         self.delays = (0, 1) if delay and any(MODES[mode].keeps_gradients for mode in self._modes) else ()

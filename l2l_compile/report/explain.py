@@ -215,6 +215,7 @@ def explain(
     if not callable(model):
         raise TypeError(f"explain takes a module or a function, got {type(model).__name__}")
     chosen = Options.build(options if options is not None else adapter.options_of(model))
+    chosen.check_decided("a report")
     plain = adapter.uncompiled(model)
 
     def trace(*args: Any, **kwargs: Any) -> Report:

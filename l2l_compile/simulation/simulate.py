@@ -59,6 +59,7 @@ def simulate(
     """
     given = dict(options if options is not None else adapter.options_of(model) or {})
     chosen = Options.build({**given, "device": HOST, "check": False})
+    chosen.check_decided("a simulation")
     if chosen.disk is not None:
         raise OptionError(
             "a simulated machine has no disk: leave out the options 'disk' and 'host_memory', which change no bit of a step"

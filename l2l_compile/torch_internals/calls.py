@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 import threading
 import traceback
 import types
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,6 +54,9 @@ def watch_regions(entered: Callable[[Any], None], left: Callable[[], None]) -> N
     @functools.wraps(original)
     def set_callback(callback: Any) -> Any:
         if is_frame_of_region(frame := sys._getframe(1)):
+            if callback is not None and not _calls.is_noted(frame):
+                for look in _before_calls:
+                    look(backend_of(callback), CompiledCall(frame))
             _calls.begins_or_ends(frame, callback)
         if callback is not None:
             for entering, _ in _watching_regions:
@@ -66,6 +71,56 @@ def watch_regions(entered: Callable[[Any], None], left: Callable[[], None]) -> N
 
 
 _watching_regions: list[tuple[Callable[[Any], None], Callable[[], None]]] = []
+
+
+@dataclass(frozen=True)
+class CompiledCall:
+    """A call of a compiled function that is about to begin."""
+
+    frame: types.FrameType = field(repr=False)
+
+    @property
+    def function(self) -> Callable:
+        """What was compiled: a function, or the module of a compiled module."""
+        found = inspect.unwrap(self.frame.f_locals["fn"])
+        owner = getattr(found, "__self__", None)
+        return owner if isinstance(owner, torch.nn.Module) and getattr(found, "__name__", "") in _CALLS_MODULE else found
+
+    @property
+    def compiled_in_place(self) -> torch.nn.Module | None:
+        """The module that `module.compile()` has compiled; None for another call."""
+        found = self.frame.f_locals["fn"]
+        owner = getattr(found, "__self__", None)
+        return owner if isinstance(owner, torch.nn.Module) and getattr(found, "__name__", "") == "_call_impl" else None
+
+    @property
+    def arguments(self) -> tuple[tuple, dict[str, Any]]:
+        names = self.frame.f_locals
+        return names["args"], names["kwargs"]
+
+
+_CALLS_MODULE = ("__call__", "_wrapped_call_impl", "_call_impl", "forward")
+
+
+def look_before_calls(is_ours: Callable[[Any], bool], called: Callable[[Any, CompiledCall], None]) -> None:
+    """From now on, `called` gets the backend object and the call before a compiled function runs, if its backend `is_ours`.
+
+    An error of `called` is raised by the call.
+    """
+
+    def look(backend: Any, call: CompiledCall) -> None:
+        if is_ours(backend):
+            called(backend, call)
+
+    _before_calls.append(look)
+    watch_regions(_nothing, _nothing)
+
+
+def _nothing(*_: Any) -> None:
+    """For calls alone."""
+
+
+_before_calls: list[Callable[[Any, CompiledCall], None]] = []
 
 
 def refuse_calls_within_dynamo(is_ours: Callable[[Any], bool]) -> None:
@@ -118,6 +173,9 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.running: dict[types.FrameType, tuple[int, Any]] = {}
+
+    def is_noted(self, frame: types.FrameType) -> bool:
+        return frame in self.running
 
     def begins_or_ends(self, frame: types.FrameType, callback: Any) -> None:
         """Note that PyTorch sets the callback in its frame around a call: when the call begins, and again when it ends."""

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path("/sys/fs/cgroup")
+from memory_cgroup import memory_cgroup
+
 TESTS = Path(__file__).parent.parent
 HOST_MEMORY = 256 << 20
 BESIDE = 600 << 20  # the interpreter, libraries, code and activations
@@ -42,26 +42,9 @@ print(sum(p.double().sum().item() for p in model.parameters()))
 """
 
 
-def cgroup_of(name: str, limit: int) -> Iterator[Path]:
-    """A memory cgroup with a limit, and its file of processes; version 1 or 2. Skips where none can be made."""
-    is_first = (ROOT / "memory").is_dir()
-    group = (ROOT / "memory" if is_first else ROOT) / name
-    try:
-        group.mkdir()
-        (group / ("memory.limit_in_bytes" if is_first else "memory.max")).write_text(str(limit))
-    except OSError as error:
-        if group.is_dir():
-            group.rmdir()
-        pytest.skip(f"no memory cgroup can be made here: {error}")
-    try:
-        yield group
-    finally:
-        group.rmdir()
-
-
 @pytest.fixture
 def cgroup():
-    yield from cgroup_of(f"l2l_test_{os.getpid()}", HOST_MEMORY + BESIDE)
+    yield from memory_cgroup(f"l2l_test_{os.getpid()}", HOST_MEMORY + BESIDE)
 
 
 def trained(cgroup: Path, folder: str, steps: int) -> subprocess.CompletedProcess:

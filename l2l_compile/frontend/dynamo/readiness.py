@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import trace_rules
 from torch.utils import _pytree as pytree
 
 from l2l_compile.errors import DeviceError, L2LError
+from l2l_compile.torch_internals.calls import CompiledCall
 
 
 def check_ready(values: Iterable[Any]) -> None:
@@ -55,6 +57,27 @@ def _leave_unpacked(module: nn.Module) -> None:
     for layer in module.modules():
         if layer.__dict__.get(_PACKS):
             layer.__dict__[_PACKS] = False
+
+
+def refuse_what_dynamo_skips(backend: Any, call: CompiledCall) -> None:
+    """Raise `L2LError` for a module of PyTorch, such as `nn.Sequential`, that `module.compile()` has compiled in place.
+
+    Dynamo does not look at frames of PyTorch's own files: the module would run uncompiled. `torch.compile(module)` puts a frame around
+    it. Looked at before the first call of each `torch.compile` call.
+    """
+    if getattr(backend, _LOOKED_AT, False):
+        return
+    module = call.compiled_in_place
+    if module is not None and trace_rules.check(module.forward):
+        name = type(module).__name__
+        raise L2LError(
+            f"{name}.compile() compiles nothing: {name}.forward is PyTorch's own code, which Dynamo leaves uncompiled there. Take "
+            "torch.compile(model, backend='l2l')"
+        )
+    setattr(backend, _LOOKED_AT, True)
+
+
+_LOOKED_AT = "_l2l_looked_at"
 
 
 def refuse_packed(modules: Iterable[nn.Module]) -> None:
