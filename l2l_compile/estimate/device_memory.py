@@ -33,7 +33,7 @@ from l2l_compile.lowering.lower import Lowering
 from l2l_compile.lowering.savings import Saving, Savings
 from l2l_compile.options import AUTO, Options
 from l2l_compile.runtime.activation_copies import ahead
-from l2l_compile.runtime.activation_room import OF_THE_HOST, SPARE, Traffic
+from l2l_compile.runtime.activation_room import OF_THE_HOST, SPARE, Traffic, room_on_host
 from l2l_compile.runtime.kept_activations import KeptLevels, KeptPart, Room, kept_levels, masks_of
 from l2l_compile.runtime.micro_batches import MicroBatches
 from l2l_compile.runtime.slab import slab_bytes
@@ -138,6 +138,17 @@ def _room_of_host(programs: Sequence[Program], options: Options, machine: Machin
     traffic = _traffic(programs, options, machine)
     free = machine.host_room - host_memory(programs, options).total
     return max(0, int(min(traffic.room(LinkRates(machine.h2d, machine.d2h)), free * OF_THE_HOST)))
+
+
+def room_by_time(programs: Sequence[Program], options: Options, machine: Machine, forward: float, backward: float) -> int:
+    """Bytes that `keep_on_host="auto"` gives a step whose forward and backward take so many seconds while nothing is kept on the host.
+
+    A run measures these seconds. They are longer than the work of the device where it waits: for other ranks, or for the link.
+    """
+    nothing = replace(options, keep_on_host=0)
+    traffic = replace(_traffic(programs, nothing, machine), forward_seconds=forward, backward_seconds=backward)
+    free = machine.host_room - host_memory(programs, nothing).total
+    return room_on_host(traffic.room(LinkRates(machine.h2d, machine.d2h)), free)
 
 
 def _traffic(programs: Sequence[Program], options: Options, machine: Machine) -> Traffic:

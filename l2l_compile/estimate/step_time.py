@@ -35,10 +35,15 @@ _MOST_STEPS = 6
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step in virtual time: the work of each lane and thread of a rank, and whether the step before took as long."""
+    """A step in virtual time: the work of each lane and thread of a rank, and whether the step before took as long.
+
+    forward_seconds, backward_seconds  of the calls of the model and of `loss.backward()`, with all that the caller waits for there
+    """
 
     timeline: Timeline
     steady: bool
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -137,6 +142,7 @@ class _StepTimer:
         of_host = HostTimesWithoutFlush if options.goes_by_turns and options.delay else HostTimes
         self.host = of_host(self.clocks, options, optimizer, self.links)
         kept = rank.levels if rank.levels is not None else [{} for _ in rank.programs]
+        self._calls = 0.0, 0.0  # seconds of forward and backward in the last step
         self._programs = [
             ProgramTimer(self, number, program, of_program)
             for number, (program, of_program) in enumerate(zip(rank.programs, kept, strict=True))
@@ -147,14 +153,17 @@ class _StepTimer:
         while len(times) <= _MOST_STEPS and (self._pauses or not _is_steady(times)):  # ranks in flight take as many steps
             self._step()
             times.append(self.clocks.caller.now)
-        return StepTime(self.clocks.timeline(*times[-2:]), _is_steady(times))
+        return StepTime(self.clocks.timeline(*times[-2:]), _is_steady(times), *self._calls)
 
     def _step(self) -> None:
+        start = self.clocks.caller.now
         self.host.begin_forward()
         for program in self._programs:
             program.forward()
+        between = self.clocks.caller.now
         for program in reversed(self._programs):
             program.backward()
+        self._calls = between - start, self.clocks.caller.now - between
         self.host.step()
         if self.links.pipeline is not None and not self._pauses:  # the next step of all ranks begins when the last one is here
             self.links.pipeline.meet(0.0)

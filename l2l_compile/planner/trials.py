@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from l2l_compile.errors import L2LError, OptionError
 from l2l_compile.estimate.balanced_stages import ranks_of_names
 from l2l_compile.estimate.block_seconds import TimedLowering, timed_lowering
+from l2l_compile.estimate.device_memory import room_by_time
 from l2l_compile.estimate.optimizer_times import OptimizerTimes, optimizer_times
 from l2l_compile.estimate.step_time import RankPrograms, StepTime, times_of_stages, why_not_timed
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.rank_layout import Layout
 from l2l_compile.lanes import OF_DEVICE
-from l2l_compile.options import Options
+from l2l_compile.options import AUTO, Options
 from l2l_compile.planner.divisions import rows_of
 from l2l_compile.planner.fit import Fit
 from l2l_compile.report.explain import Report
 from l2l_compile.simulation.machine import Machine
+from l2l_compile.simulation.ring import machine_of_rank
 
 Choice = Mapping[str, Any]  # the options that a planner decides, by name
 
@@ -87,7 +89,8 @@ class Trials:
         self.given, self.machine, self.there, self.rows, self.progress = given, machine, there, rows, progress
         self._model, self._traces = model, traces
         self._reports: dict[tuple[bool, bool, bool], Report | L2LError] = {}  # by what decides on segments
-        self._tried: dict[tuple[Layout, frozenset], OptionTrial] = {}
+        self._tried: dict[_Key, OptionTrial] = {}
+        self._times: dict[_Key, Sequence[StepTime]] = {}  # of a rank of each stage
         self._ranks: dict[tuple[int, int | None], dict[str, int]] = {}  # of parameters, by depth and loops
         self.last: Report | None = None
         self.tokens: int | None = None
@@ -101,7 +104,7 @@ class Trials:
 
     def of(self, layout: Layout, **choice: Any) -> OptionTrial:
         """A step with these options, if ranks divide the model in this way."""
-        key = layout, frozenset(choice.items())
+        key = _key(layout, choice)
         if key not in self._tried:
             place = f"{layout}, " if layout.ranks > 1 else ""
             self.progress(f"trying {place}{', '.join(f'{name}={value!r}' for name, value in choice.items())}")
@@ -129,7 +132,22 @@ class Trials:
             raise OptionError(f"{self.rows} rows cannot be divided evenly among {layout.batches} ranks with rows of their own")
         report, is_one = self._traced(options, rows == 1, choice), rows == 1
         other = None if is_one or rows == self.there else rows
-        return report.of_stages(options, layout, self._ranks_of(layout), self.machine, other)
+        return report.of_stages(self._of_each(options, layout, choice), layout, self._ranks_of(layout), self.machine, other)
+
+    def _of_each(self, options: Options, layout: Layout, choice: Choice) -> list[Options]:
+        """The options of each stage. What a rank keeps on the host by itself depends on how long it waits for others."""
+        if layout.ranks == 1 or options.keep_on_host != AUTO:
+            return [options] * layout.depth
+        nothing = {**choice, "keep_on_host": 0}
+        times = self._times.get(_key(layout, nothing)) if self.of(layout, **nothing).fits else None
+        if times is None:  # it does not fit, and is not timed
+            return [options] * layout.depth
+        reports, on = self.reports(layout, nothing), machine_of_rank(self.machine, layout.ranks)
+        rooms = [
+            room_by_time(report.programs, report.options, on, time.forward_seconds, time.backward_seconds)
+            for report, time in zip(reports, times, strict=True)
+        ]
+        return [replace(options, keep_on_host=max(1, room)) for room in rooms]  # with 0, the program would keep nothing
 
     def _traced(self, options: Options, is_one: bool, choice: Choice) -> Report:
         """The report from which those of other options are streamed. Options that decide on segments have traces of their own."""
@@ -167,7 +185,7 @@ class Trials:
         options = reports[0].options
         if layout.ranks > 1 and (why := why_not_timed(layout, options, self._optimizer(options))):
             return OptionTrial(choice, layout, why_not=why)
-        return OptionTrial(choice, layout, fit, self._time(layout, reports) if fit.fits else None)
+        return OptionTrial(choice, layout, fit, self._time(layout, choice, reports) if fit.fits else None)
 
     def _optimizer(self, options: Options) -> OptimizerTimes:
         overlapped = options.mode.is_overlapped
@@ -175,13 +193,21 @@ class Trials:
             self._optimizers[overlapped] = optimizer_times(self._model, options, self.machine)
         return self._optimizers[overlapped]
 
-    def _time(self, layout: Layout, reports: Sequence[Report]) -> StepTime:
+    def _time(self, layout: Layout, choice: Choice, reports: Sequence[Report]) -> StepTime:
         options = reports[0].options
         if self._lowering is None:
             self._lowering = timed_lowering(options, self.machine)
         stages = [RankPrograms(report.programs, report.levels) for report in reports]
         found = times_of_stages(stages, layout, options, self.machine, self._optimizer(options), self._lowering)
+        self._times[_key(layout, choice)] = found
         return max(found, key=lambda time: (time.seconds, max(map(time.timeline.busy, OF_DEVICE))))
+
+
+_Key = tuple[Layout, frozenset]
+
+
+def _key(layout: Layout, choice: Choice) -> _Key:
+    return layout, frozenset(choice.items())
 
 
 def _check_trained(program: Program, rank_of: Mapping[str, int], ranks: int) -> None:

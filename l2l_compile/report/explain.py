@@ -142,16 +142,18 @@ class Report:
         return made if self.machine is None else made.on(self.machine)
 
     def of_stages(
-        self, options: Options, layout: Layout, rank_of: Mapping[str, int], machine: Machine, rows: int | None = None
+        self, options: Sequence[Options], layout: Layout, rank_of: Mapping[str, int], machine: Machine, rows: int | None = None
     ) -> list[Report]:
         """The reports of a rank of each stage, if ranks divide the model in this way; as `streamed`, and on a whole `machine`.
 
-        `rank_of` has the rank of each parameter in the pipeline, by name. Raises `L2LError` as `shard` and `pipeline` do.
+        `options` has those of each stage, which differ in bytes that are kept. `rank_of` has the rank of each parameter in the pipeline, by
+        name. Raises `L2LError` as `shard` and `pipeline` do.
         """
-        chosen = replace(options, device=HOST)
+        chosen = replace(options[0], device=HOST)
         of_programs = [programs_of_layout(compilation, layout, rank_of, chosen) for compilation in self.compilations]
         on = machine_of_rank(machine, layout.ranks) if layout.ranks > 1 else machine
-        return [self._of_programs(programs, options, rows).on(on) for programs in zip(*of_programs, strict=True)]
+        stages = zip(zip(*of_programs, strict=True), options, strict=True)
+        return [self._of_programs(programs, of_stage, rows).on(on) for programs, of_stage in stages]
 
     def _of_programs(self, made: Sequence[Program], options: Options, rows: int | None) -> Report:
         """The report of other programs of the same compilations."""

@@ -45,6 +45,12 @@ class Traffic:
         return max(0, int(min(out, back)))
 
 
+def room_on_host(carried: float, available: int) -> int:
+    """Bytes that a step keeps on the host, given those that the link carries, and the memory that is available."""
+    part = max(1, available // _PARTS)
+    return int(min(carried, available * OF_THE_HOST) // part * part)
+
+
 class ActivationRoom:
     """The bytes for the steps of one compiled model. `keep` and `keep_on_host` are the options."""
 
@@ -80,9 +86,7 @@ class ActivationRoom:
             return 0
         if self._available is None:  # once: what is kept there later is not available any more
             self._available = self._device.host_memory_available()
-        room = min(self._link * math.prod(sizes), self._available * OF_THE_HOST)
-        part = max(1, self._available // _PARTS)
-        return int(room // part * part)
+        return room_on_host(self._link * math.prod(sizes), self._available)
 
     def measured(self, sizes: Sequence[int], stats: Stats, kept: Room) -> None:
         """A step with these sizes is done. It has kept `kept`, of which the device's part is in its peak."""

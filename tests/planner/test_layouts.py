@@ -67,7 +67,9 @@ def divided(name, layout, options, machine=MACHINE):
     report = explain(model, chosen)(**batch).on(machine)
     program = explain(model, {"device": "cpu"})(**batch).programs[0]
     rank_of = ranks_of_names(program, layout.depth, layout.loops) if layout.depth > 1 else {}
-    return report.of_stages(report.options, layout, rank_of, machine), optimizer_times(model, report.options, machine)
+    return report.of_stages([report.options] * layout.depth, layout, rank_of, machine), optimizer_times(
+        model, report.options, machine
+    )
 
 
 def timed(name, layout, options, machine=MACHINE):
@@ -205,4 +207,4 @@ def test_shards_of_a_parameter_read_in_parts_are_refused():
     report = explain(Stacked(), {"device": "cpu"})(torch.randn(8, 5))
     assert any(i.slice is not None for i in report.programs[0].captured.derived)
     with pytest.raises(L2LError, match=r"'.*weight.*' is a part of a parameter: a plan knows no shards"):
-        report.of_stages(report.options, Layout(shards=2), {}, MACHINE)
+        report.of_stages([report.options], Layout(shards=2), {}, MACHINE)

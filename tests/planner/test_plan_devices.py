@@ -10,8 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from l2l_compile import Machine, OptionError, explain, plan, simulate
+from l2l_compile.ir.rank_layout import Layout
 from l2l_compile.planner.divisions import Devices
 from l2l_compile.planner.fit import Fit
+from l2l_compile.planner.trials import Traces, Trials
 from placed import placed, world
 
 TINY = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 256}
@@ -69,6 +71,32 @@ def test_no_division_is_faster_by_simulate(found, counts):
             options["optimizer"] = torch.optim.AdamW(model.parameters())
             times.append(simulate(model, found.machine, options)(**batch).seconds)
     assert len(times) == len(cases) >= 5 and found.best.seconds <= 1.02 * min(times)
+
+
+QUICK = dict.fromkeys(("node", "launch", "micro_batch", "latency", "link_latency"), 1e-9)
+ON_HOST = {"micro_batches": 4, "update": "in_backward", "stash": "device", "keep_on_host": "auto"}
+
+
+@pytest.mark.parametrize(
+    "slower, link, host, keeps",
+    [(300, 1, 64e9, True), (3, 300, 6e8, True), (100, 1, 64e9, False)],
+    ids=["compute", "waits", "parts"],
+)
+def test_ranks_keep_on_the_host_what_they_do_by_simulate(slower, link, host, keeps):
+    """Seconds in which a rank waits for others have room on its link, and bytes are rounded to parts of the memory."""
+    flops = {name: rate / slower for name, rate in CARD.flops.items()}
+    memory = {"host_memory": host, "host_reserve": 0.0, "memory_bandwidth": CARD.memory_bandwidth / slower}
+    machine = replace(CARD, devices=4, flops=flops, link=CARD.link / link, **memory, **QUICK)
+    model, batch = tiny()
+    given, layout = {**GIVEN, "optimizer": torch.optim.AdamW(model.parameters())}, Layout(depth=2, loops=2)
+    traces = Traces(*[lambda chosen: explain(model, {**chosen, "device": "cpu"})(**batch)] * 2)
+    trials = Trials(model, traces, given, machine, 16, 16, lambda what: None)
+    trial = trials.of(layout, **ON_HOST)
+    with placed(model, batch, layout):
+        step = simulate(model, machine, {**GIVEN, **ON_HOST, "optimizer": torch.optim.AdamW(model.parameters())})(**batch)
+    kept = [stage.stats.kept_on_host_bytes for stage in step.stages]
+    assert [report.kept.on_host for report in trials.reports(layout, ON_HOST)] == kept and any(kept) == keeps
+    assert trial.seconds == pytest.approx(step.seconds, rel=1e-5)
 
 
 def test_the_code_of_a_plan_divides_the_model(found):

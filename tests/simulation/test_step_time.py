@@ -138,7 +138,7 @@ def test_steps_of_ranks_that_nodes_cannot_time_are_refused():
     options = {"micro_batches": 2, "device": "cpu", "optimizer": OPTIMIZERS["adamw"](model.parameters())}
     machine = replace(Machine.load("h100"), devices=2)
     report = explain(model, options)(**batch).on(machine)
-    (stage,) = report.of_stages(report.options, Layout(shards=2), {}, machine)
+    (stage,) = report.of_stages([report.options], Layout(shards=2), {}, machine)
     times, programs = optimizer_times(model, report.options, machine), [RankPrograms(stage.programs)]
     with pytest.raises(OptionError, match="several ranks with update='at_step' is not timed"):
         times_of_stages(programs, Layout(shards=2), stage.options, machine, times)
