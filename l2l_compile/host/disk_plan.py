@@ -96,16 +96,24 @@ def bytes_beside(entries: int, largest: int, state: int, options: Options) -> in
     entries   of all trained parameters; `largest` of those of one segment
     state     bytes of optimizer state for an entry
     """
-    versions = 2 if options.delay else 1
+    at_once = copies_on_link(entries, options) + gradients_at_once(entries, largest, options)
+    return at_once + largest * (4 + state)  # a step without a formula, and the first one, take a segment whole
+
+
+def copies_on_link(entries: int, options: Options) -> int:
+    """Bytes of the copies of trained parameters that cross the link in another dtype than theirs, or at older weights."""
+    of_entry = 2 if options.precision != "fp32" else 4 if options.delay else 0
+    return entries * of_entry * (2 if options.delay else 1)
+
+
+def gradients_at_once(entries: int, largest: int, options: Options) -> int:
+    """Bytes of the gradients that are in host memory together, of so many trained entries; `largest` are those of one segment."""
     on_link = 2 if options.gradients_on_link in ("bf16", "fp16") else 4
-    wires = entries * versions * (2 if options.precision != "fp32" else 4 if options.delay else 0)
     if options.accumulate != 1:
-        gradients = entries * 4
-    elif options.mode.keeps_gradients:
-        gradients = entries * on_link * versions
-    else:
-        gradients = min(entries, largest * (options.prefetch + 2)) * on_link
-    return wires + gradients + largest * (4 + state)  # a step without a formula, and the first one, take a segment whole
+        return entries * 4
+    if options.mode.keeps_gradients:
+        return entries * on_link * (2 if options.delay else 1)
+    return min(entries, largest * (options.prefetch + 2)) * on_link
 
 
 def can_move(tensor: torch.Tensor) -> bool:

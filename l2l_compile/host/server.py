@@ -16,6 +16,7 @@ from l2l_compile.disk.disk_store import await_writes, range_of
 from l2l_compile.errors import L2LError
 from l2l_compile.host import watched_parameters
 from l2l_compile.host.double_buffer import DelayedWires
+from l2l_compile.host.enough_memory import check_enough_memory
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.hooks import optimizers_of, remove_left
 from l2l_compile.host.updates.classes import CLASSES
@@ -69,6 +70,7 @@ class ParameterServer:
             kind = CLASSES[options.update]
             self.wires = Wires(device.pinned, None if kind.keeps_wires else self._memory)
             self.updates = kind(options, self.worker, self.wires, threads, self._memory)
+        self._has_memory = False  # for a step: looked at once
         self._looked_at: set[int] = set()  # parameters that were looked for in optimizers
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -92,7 +94,13 @@ class ParameterServer:
             self.device.accesses.read_parameters(p for module in members(self._modules) for p in module.parameters())
 
     def place(self, parameters: Sequence[Parameter]) -> None:
-        """A forward that may train is about to read these: move to other memory what belongs there (the option `disk`)."""
+        """A forward that may train is about to read these: move to other memory what belongs there (the option `disk`).
+
+        Raises `L2LError` before the first one if the host has too little memory for a step.
+        """
+        if not self._has_memory:
+            check_enough_memory(self.options)
+            self._has_memory = True
         self.updates.place(parameters)
 
     # ---- forward -----------------------------------------------------------------------------------------------------

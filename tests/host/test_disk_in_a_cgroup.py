@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +41,9 @@ print(sum(p.double().sum().item() for p in model.parameters()))
 """
 
 
+SWAPS = len(Path("/proc/swaps").read_text().splitlines()) > 1  # then the kernel may swap, and nothing is refused
+
+
 @pytest.fixture
 def cgroup():
     yield from memory_cgroup(f"l2l_test_{os.getpid()}", HOST_MEMORY + BESIDE)
@@ -56,7 +58,9 @@ def trained(cgroup: Path, folder: str, steps: int) -> subprocess.CompletedProces
 
 @pytest.mark.slow
 def test_a_model_of_four_times_the_memory_trains_in_a_cgroup(cgroup, tmp_path):
-    """Without the disk, the kernel ends the process in its first step."""
+    """Without the disk, the first forward is refused: the kernel would end the process in its backward."""
     found = trained(cgroup, str(tmp_path), 20)
     assert found.returncode == 0, found.stderr[-2000:]
-    assert trained(cgroup, "", 20).returncode == -signal.SIGKILL
+    refused = trained(cgroup, "", 20)
+    assert refused.returncode == 1 or SWAPS, refused.stderr[-2000:]
+    assert "L2LError: a step needs 672.0 MiB more of host memory (672.0 MiB of optimizer state), and" in refused.stderr or SWAPS

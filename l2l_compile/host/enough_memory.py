@@ -1,0 +1,68 @@
+"""Whether the host has memory for the first step of a training: a process that takes more is killed by the system, in the middle of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from l2l_compile.devices.host import own_memory
+from l2l_compile.errors import L2LError
+from l2l_compile.host.disk_plan import copies_on_link, gradients_at_once
+from l2l_compile.host.step.sharded_state import ranks_among
+from l2l_compile.host.step.torch_step import state_bytes_of_trial
+from l2l_compile.options import Options
+from l2l_compile.param_groups import parameters_of
+from l2l_compile.units import format_bytes
+
+
+def check_enough_memory(options: Options) -> None:
+    """Raise `L2LError` if what a step of the option `optimizer` is sure to take exceeds the memory that is available, and swap space.
+
+    These are optimizer state and gradients that are not there yet, and copies that cross the link. Stashes and activations come on top,
+    so a step may run out of memory all the same. Parameters of several ranks, and of a simulation, are not looked at.
+    """
+    optimizer = options.optimizer
+    own = [p for p in parameters_of(optimizer) if p.requires_grad] if optimizer is not None else []
+    if (
+        optimizer is None
+        or options.disk is not None
+        or any(isinstance(p, FakeTensor) for p in own)
+        or ranks_among(own) is not None
+    ):
+        return
+    needs = _needs(own, optimizer, options)
+    total, available = sum(needs.values()), own_memory()
+    if total > available + _swap_space():
+        shown = ", ".join(f"{format_bytes(size)} of {name}" for name, size in needs.items() if size)
+        remedy = (
+            "give the option 'disk' a folder, which takes what does not fit"
+            if options.mode.is_overlapped
+            else ("take update='in_backward' with the option 'disk', a folder that takes what does not fit")
+        )
+        raise L2LError(
+            f"a step needs {format_bytes(total)} more of host memory ({shown}), and {format_bytes(available)} are available: {remedy}, "
+            "an optimizer with less state, or fewer trained parameters. `l2l_compile.explain` shows what each purpose takes"
+        )
+
+
+def _needs(own: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, options: Options) -> dict[str, int]:
+    """Bytes to be allocated in a step, by purpose."""
+    entries = sum(p.numel() for p in own)
+    states = (value for p in own for value in optimizer.state.get(p, {}).values())
+    there = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+    needs = {"optimizer state": max(0, (state_bytes_of_trial(optimizer) or 0) * entries - there)}
+    if not options.mode.is_overlapped:  # the memory of copies takes gradients later
+        return needs | {"gradients": sum(p.nbytes for p in own if p.grad is None)}
+    return needs | {
+        "gradients": gradients_at_once(entries, 0, options),
+        "copies that cross the link": copies_on_link(entries, options),
+    }
+
+
+def _swap_space() -> int:
+    """Bytes of swap space that are free; 0 where the system does not say."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapFree:"))
