@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from l2l_compile.devices.host import is_host, outside_inference_mode
@@ -33,7 +32,7 @@ from l2l_compile.passes.verify_stages import verify_stages
 from l2l_compile.runtime.graphs_by_need import Backwards, Steps
 from l2l_compile.runtime.paused_step import StepGraph
 from l2l_compile.runtime.runner import Runner
-from l2l_compile.session import Session, frame_begins, frame_skipped, function_recompiled, model_inlined, session_for
+from l2l_compile.session import PLANS_FIRST, Session, frame_begins, frame_skipped, function_recompiled, model_inlined, session_for
 from l2l_compile.torch_internals import autograd, calls, threads
 from l2l_compile.torch_internals.calls import streams_layers
 
@@ -49,9 +48,10 @@ def l2l(
     try:
         with autograd.unseen_by_saved_tensors_hooks(), outside_inference_mode():
             chosen = _options(options, mode)
-            if torch.is_grad_enabled():  # without gradients, nothing is left open
+            owner = adapter.current_owner()
+            if not getattr(owner, PLANS_FIRST, False):
                 chosen.check_decided("this call")
-            session = session_for(adapter.current_owner(), chosen)
+            session = session_for(owner, chosen)
             return session.entry(make_runner(gm, session))
     except L2LError as error:
         error.first_useful_frame = inspect.currentframe()  # Dynamo leaves its own frames out of the traceback
@@ -61,7 +61,9 @@ def l2l(
 def _options(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
     if mode is not None:
         raise OptionError(f"backend 'l2l' has no modes (got mode={mode!r}); use options={{...}} instead")
-    return Options.build(options)
+    built = Options.build(options)
+    built.check_folder()
+    return built
 
 
 def _check_call(backend: Any) -> None:

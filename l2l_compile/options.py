@@ -121,12 +121,17 @@ class Options:
         """Whether forward may keep what it computes inside of layers."""
         return self.keep != 0 or self.keep_on_host != 0
 
+    def check_folder(self) -> None:
+        """Raise `OptionError` if the folder of the option `disk` does not exist: on this host, where a program is to run."""
+        if self.disk is not None and not os.path.isdir(self.disk):
+            raise OptionError(f"option 'disk' must be a folder that exists, got {self.disk!r}: make it, or give another one")
+
     def check_decided(self, what: str) -> None:
         """Raise `OptionError` if the first training step has still to decide on options. `what` is that which needs them."""
         if self.plan is not None:
             raise OptionError(
                 f"option plan={self.plan!r} leaves options to the first training step of a model from torch.compile(model, backend='l2l'), and "
-                f"{what} needs them before: pass the compiled model behind that step, or give options such as those of "
+                f"{what} needs them before: leave out 'plan', pass the compiled model behind that step, or give the options of "
                 "l2l_compile.plan(model, machine)(**batch).best.options"
             )
 
@@ -167,6 +172,8 @@ class Options:
         _check_choice(settings, "batch_scope", ("per_rank", "global"))
         _check_choice(settings, "compile_update", (True, False))
         _check_choice(settings, "plan", (None, AUTO))
+        if settings.get("plan") and any(settings.get(name, default) != default for name, default in _OF_LATER_UPDATES):
+            settings.setdefault("update", "in_forward")  # the plan has no other choice
         _check_optimizer(settings)
         settings["passes"] = _passes(settings.get("passes", ()))
         settings["pinned_memory"] = _bytes(settings, "pinned_memory", _LEAST_PINNED)
@@ -182,6 +189,9 @@ class Options:
         _check_disk(settings)
         _check_plan(settings)
         return cls(**settings)
+
+
+_OF_LATER_UPDATES = (("accumulate", 1), ("max_grad_norm", None), ("delay", 0))
 
 
 _NOT_BY_TURNS = (
@@ -364,8 +374,6 @@ def _folder(settings: dict) -> str | None:
         return None
     if not isinstance(value, (str, Path)):
         raise OptionError(f"option 'disk' must be a folder, got {value!r}")
-    if not os.path.isdir(value):
-        raise OptionError(f"option 'disk' must be a folder that exists, got {str(value)!r}: make it, or give another one")
     return str(value)
 
 

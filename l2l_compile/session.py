@@ -233,6 +233,9 @@ def _owner_is_gone(session: weakref.ref[Session]) -> None:
         found.release()
 
 
+PLANS_FIRST = (
+    "_l2l_plans_first"  # on the backend object of a call: a planner looks at each call, and leaves options open if none is needed
+)
 _SESSION = "_l2l_session"
 _SERVICE = "_l2l_service"
 _SAID = "_l2l_has_said_what_to_do_about_skipped_frames"

@@ -16,6 +16,8 @@ import torch
 from l2l_compile.devices.staging import SLOTS, ring_bytes
 from l2l_compile.estimate.optimizer_times import OptimizerTimes
 from l2l_compile.estimate.rank_links import RankLinks
+from l2l_compile.host.disk_placement import SMALL
+from l2l_compile.host.disk_plan import DiskPlan
 from l2l_compile.host.server import segments_in_flight
 from l2l_compile.host.wire import CHUNK, STRIDE, is_locked, on_wire, shape_on_host
 from l2l_compile.ir.precision import gradient_dtype
@@ -27,6 +29,7 @@ from l2l_compile.memory.layout import aligned, joined
 from l2l_compile.options import Options
 from l2l_compile.simulation.ring import Ring
 from l2l_compile.simulation.simulated_device import Clock, Clocks, SimulatedEvent
+from l2l_compile.simulation.simulated_disk import DiskRing, chunks
 from l2l_compile.update_modes import UpdatePlace
 
 Owner = tuple[int, int]  # a parameter: the number of its program, and its index among the arguments
@@ -99,7 +102,10 @@ class _Wire:
 class HostTimes:
     """The host side of the steps of one model: its threads, and the events that they wait for."""
 
-    def __init__(self, clocks: Clocks, options: Options, optimizer: OptimizerTimes, links: RankLinks):
+    def __init__(
+        self, clocks: Clocks, options: Options, optimizer: OptimizerTimes, links: RankLinks, disk: DiskPlan | None = None
+    ):
+        self._disk = DiskTimes(clocks, disk) if disk is not None else None
         self.clocks, self.options, self.optimizer, self.machine = clocks, options, optimizer, clocks.machine
         self.links = links
         self.worker, self.updating = Clock(Lane.HOST), Clock(Lane.UPDATE)
@@ -123,6 +129,8 @@ class HostTimes:
 
     def begin_backward(self, pushed: Iterable[Sequence[HostWeight]]) -> None:
         self._of_step.pushes = Counter(weight.owner for weights in pushed for weight in weights)
+        if self._disk is not None and self.options.mode.place is UpdatePlace.AFTER_PUSH:
+            self._disk.begin()
 
     def end_backward(self) -> None:
         """Gradients that go to `p.grad` are waited for."""
@@ -157,6 +165,8 @@ class HostTimes:
     def _end_step(self, of_step: OfStep) -> None:
         """A look at the norm over all ranks, and updates of the step, in the order of the next forward."""
         self.links.meet(self.clocks)
+        if self._disk is not None:
+            self._disk.begin()
         self._submit(self.updating, lambda: self.links.meet(self.clocks))
         for mine in self._in_order_of_forward(of_step):
             done = self._submit(self.updating, lambda mine=mine: self._update(of_step, mine))  # type: ignore[misc]
@@ -379,6 +389,7 @@ class HostTimes:
             self._in_flight[-1].append(done)
 
     def _update(self, of_step: OfStep, owners: Iterable[Owner]) -> None:
+        through_disk: list[tuple[int, int]] = []  # entries of parameters, and bytes that their updates read and write
         for owner in owners:
             gradient = of_step.arrived[owner]
             weight, n = gradient.weight, gradient.weight.entries
@@ -386,14 +397,27 @@ class HostTimes:
                 self._norm_of_single(gradient)
             if self.optimizer.state is None:  # the copy on the wire is made when the next forward reads it
                 self._spend(n * (gradient.width + weight.on_host) if gradient.width < weight.on_host else 0)
-                self.clocks.spend(self.optimizer.of_shape(weight.shape))
+                self._by_own_step(weight)
                 continue
             copies = self._copies[owner]
-            moved = gradient.width + 2 * weight.on_host + 2 * self.optimizer.state
-            self._spend(n * (moved + sum(latest.itemsize for latest in copies[:1])))
+            moved = n * (gradient.width + 2 * weight.on_host + 2 * self.optimizer.state + sum(c.itemsize for c in copies[:1]))
             for dtype in copies[1:]:
-                self._spend(n * (dtype.itemsize + (dtype.itemsize if dtype is copies[0] else weight.on_host)))
+                moved += n * (dtype.itemsize + (dtype.itemsize if dtype is copies[0] else weight.on_host))
+            if self._disk is not None and self._disk.of(n, weight.on_host):
+                through_disk.append((self._disk.of(n, weight.on_host), moved))
+            else:
+                self._spend(moved)
             self._updated.add(owner)
+        if self._disk is not None:
+            self._disk.update((size, moved / self.machine.host_bandwidth) for size, moved in through_disk)
+
+    def _by_own_step(self, weight: HostWeight) -> None:
+        """The optimizer's own step on a parameter."""
+        seconds = self.optimizer.of_shape(weight.shape)
+        if self._disk is None:
+            self.clocks.spend(seconds)
+        else:
+            self._disk.ring.whole(self._disk.of(weight.entries, weight.on_host), lambda: self.clocks.spend(seconds))
 
     # ---- threads ------------------------------------------------------------------------------------------------------
 
@@ -405,6 +429,32 @@ class HostTimes:
     def _spend(self, size: float) -> None:
         if size:
             self.clocks.spend(size / self.machine.host_bandwidth)
+
+
+class DiskTimes:
+    """The ring of a disk, and what of a parameter is on disk: an even share of all that are large enough."""
+
+    def __init__(self, clocks: Clocks, plan: DiskPlan):
+        self.ring = DiskRing(clocks, plan.buffer)
+        large = [size for size in plan.sizes if size.leaves]
+        self._state = sum(size.state for size in large) / max(
+            1, sum(size.master for size in large)
+        )  # bytes of a byte of parameters
+        self._masters = plan.masters / max(1, sum(size.master for size in large))
+        self._states = plan.states / max(1, sum(size.state for size in large))
+
+    def begin(self) -> None:
+        self.ring.begin()
+
+    def of(self, entries: int, width: int) -> int:
+        """Bytes on disk of a parameter, and of its state."""
+        size = entries * width
+        return int(size * (self._masters + self._state * self._states)) if size >= SMALL else 0
+
+    def update(self, tensors: Iterable[tuple[int, float]]) -> None:
+        """Updates of parameters on disk, by their bytes there and their seconds."""
+        for size, seconds in chunks(tensors, self.ring.size):
+            self.ring.update(size, seconds)
 
 
 class _Ring:

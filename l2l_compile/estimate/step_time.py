@@ -21,12 +21,14 @@ from l2l_compile.estimate.optimizer_times import OptimizerTimes
 from l2l_compile.estimate.program_times import ProgramTimer
 from l2l_compile.estimate.rank_links import links_of
 from l2l_compile.estimate.without_flush_times import HostTimesWithoutFlush
+from l2l_compile.host.disk_plan import DiskPlan
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.rank_layout import Layout
 from l2l_compile.options import Options
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.ring import machine_of_rank
 from l2l_compile.simulation.simulated_device import Clocks, SimulatedLane
+from l2l_compile.simulation.simulated_disk import check_is_timed
 from l2l_compile.simulation.simulated_pipeline import Messages
 from l2l_compile.timeline import Timeline
 
@@ -52,10 +54,11 @@ class StepTime:
 
 @dataclass(frozen=True)
 class RankPrograms:
-    """The programs of a rank, and what their segments keep for backward; None for nothing."""
+    """The programs of a rank, what their segments keep for backward, and what is on disk; None for nothing."""
 
     programs: Sequence[Program]
     levels: StepLevels | None = None
+    disk: DiskPlan | None = None
 
 
 def step_time(
@@ -65,9 +68,10 @@ def step_time(
     levels: StepLevels | None,
     optimizer: OptimizerTimes,
     lowering: TimedLowering | None = None,
+    disk: DiskPlan | None = None,
 ) -> StepTime:
     """Time steps of one rank through these programs until two take equally long. As `times_of_stages`."""
-    (found,) = times_of_stages([RankPrograms(programs, levels)], Layout(), options, machine, optimizer, lowering)
+    (found,) = times_of_stages([RankPrograms(programs, levels, disk)], Layout(), options, machine, optimizer, lowering)
     return found
 
 
@@ -139,8 +143,12 @@ class _StepTimer:
         lanes = {name: SimulatedLane(self.clocks, name) for name in self.clocks.lanes}
         self.device = SimpleNamespace(kept={}, keeps_slabs=machine.overlaps, lanes=lanes, free=lambda tensors: None)
         self.links = links_of(layout, stage, machine, messages, self.clocks)
-        of_host = HostTimesWithoutFlush if options.goes_by_turns and options.delay else HostTimes
-        self.host = of_host(self.clocks, options, optimizer, self.links)
+        if rank.disk is not None:
+            check_is_timed(rank.disk, options)
+        if options.goes_by_turns and options.delay:
+            self.host: HostTimes = HostTimesWithoutFlush(self.clocks, options, optimizer, self.links)
+        else:
+            self.host = HostTimes(self.clocks, options, optimizer, self.links, rank.disk)
         kept = rank.levels if rank.levels is not None else [{} for _ in rank.programs]
         self._calls = 0.0, 0.0  # seconds of forward and backward in the last step
         self._programs = [

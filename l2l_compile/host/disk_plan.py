@@ -30,7 +30,7 @@ _HOSTS = ("cpu", "meta")  # a model on meta is one that will be on the host
 class DiskPlan:
     """Bytes of everything that `host_memory` bounds.
 
-    parameters   those that are trained, in the order of `placement`
+    parameters   those that are trained, in the order of `placement`; `sizes` has their bytes
     budget       the bound
     beside       copies that cross the link, gradients, and the tensors of a segment whose step takes them whole
     buffer       one of the `BUFFERS` buffers of the ring
@@ -38,6 +38,7 @@ class DiskPlan:
     """
 
     parameters: tuple[torch.nn.Parameter, ...]
+    sizes: tuple[TensorSizes, ...]
     placement: DiskPlacement
     budget: int
     beside: int
@@ -87,7 +88,7 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
     beside = bytes_beside(sum(p.numel() for p in own), largest, each, options)
     placed = place_on_disk(sizes, budget - beside - BUFFERS * buffer)
     masters = sum(one.master for one, away in zip(sizes, placed.masters, strict=True) if away)
-    return DiskPlan(tuple(own), placed, budget, beside, buffer, masters, placed.on_disk - masters)
+    return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, placed.on_disk - masters)
 
 
 def bytes_beside(entries: int, largest: int, state: int, options: Options) -> int:

@@ -14,6 +14,7 @@ from l2l_compile.host.step.sharded_state import ranks_among
 from l2l_compile.host.step.torch_step import state_bytes_of_trial
 from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
+from l2l_compile.ranks.sharded import local
 from l2l_compile.units import format_bytes
 
 
@@ -28,7 +29,7 @@ def check_enough_memory(options: Options) -> None:
     if (
         optimizer is None
         or options.disk is not None
-        or any(isinstance(p, FakeTensor) for p in own)
+        or any(isinstance(local(p), FakeTensor) for p in own)
         or ranks_among(own) is not None
     ):
         return

@@ -107,7 +107,7 @@ class StreamedSteps:
             loop_clips(plain)
         check_needs_no_closure(plain, "this training loop")
         check_steps_on_the_host(plain)
-        behind = {"update": update, "accumulate": is_last} if MODES[update].is_overlapped else {}
+        behind = {"update": update} | ({"accumulate": is_last} if MODES[update].is_overlapped else {})
         compile_in_place(model, {**options, **behind, "optimizer": plain})
         self._handle = plain.register_step_post_hook(self._stepped)
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from l2l_compile.errors import OptionError
 from l2l_compile.frontend.dynamo import adapter
+from l2l_compile.host.step.closures import check_needs_no_closure
 from l2l_compile.ir.rank_layout import Layout
 from l2l_compile.lanes import AT_WORK
 from l2l_compile.options import Options
@@ -220,6 +221,8 @@ def plan(
         given["optimizer"] = optimizer
     given = {name: value for name, value in given.items() if name not in ("device", "check", "plan")}
     Options.build({**given, "update": modes_with(given)[-1], "device": "cpu"})
+    if given.get("optimizer") is not None:
+        check_needs_no_closure(given["optimizer"], "a plan")
     if devices > 1 and not modules_of(adapter.uncompiled(model)):
         raise OptionError(
             "several devices divide a model that is a module, and this is a function: plan its module, or one device"
@@ -231,6 +234,8 @@ def plan(
 
     def run(*args: Any, **kwargs: Any) -> Plans:
         there = _rows(args, kwargs)
+        if there == 0:
+            raise OptionError("a batch without rows cannot be planned")
 
         def trace(chosen: Choice) -> Report:
             return explain(model, {**chosen, "device": "cpu"})(*args, **kwargs)

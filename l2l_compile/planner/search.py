@@ -40,7 +40,7 @@ def modes_with(given: Mapping[str, Any]) -> list[str]:
         return [given["update"]]
     if given.get("optimizer") is None:
         return ["at_step"]
-    many = given.get("accumulate", 1) != 1
+    many = given.get("accumulate", 1) != 1 or given.get("disk") is not None
     clips = given.get("max_grad_norm") is not None or given.get("delay", 0)
     return [
         mode.name
@@ -70,7 +70,9 @@ class Search:
 
     def run(self) -> list[OptionTrial]:
         """Everything that was tried, the best first."""
-        bases = [self._of(layout, **base) for layout in self._placed() for base in self._bases(layout)]
+        bases = [
+            base for layout in self._placed() for schedule in self._schedules(layout) for base in self._bases(layout, schedule)
+        ]
         for base in sorted(bases, key=lambda trial: trial.rank)[: self._most_bases(bases)]:
             if base.fits and base.seconds > _SLOW * self._fastest():
                 continue
@@ -120,14 +122,24 @@ class Search:
             return []
         return [layout for layout in self._loops(trial.layout) if layout != trial.layout]
 
-    def _bases(self, layout: Layout) -> Iterator[dict[str, Any]]:
-        """Schedules and numbers of micro-batches, each without a use of free memory."""
+    def _schedules(self, layout: Layout) -> Iterator[dict[str, Any]]:
+        yield {}
+        if self._goes_by_turns(layout):
+            yield {"schedule": "1f1b"}
+            if self.delays:  # with a flush as well
+                yield {"schedule": "1f1b", "delay": 0}
+
+    def _bases(self, layout: Layout, schedule: Mapping[str, Any]) -> Iterator[OptionTrial]:
+        """Numbers of micro-batches, without a use of free memory: more and more, until they are far slower than fewer of them."""
+        fastest = float("inf")
         for count in self._counts(layout):
-            yield {"micro_batches": count}
-            if self._goes_by_turns(layout) and count > 1:
-                yield {"micro_batches": count, "schedule": "1f1b"}
-                if self.delays:  # with a flush as well
-                    yield {"micro_batches": count, "schedule": "1f1b", "delay": 0}
+            if schedule and count == 1:
+                continue
+            trial = self._of(layout, micro_batches=count, **schedule)
+            yield trial
+            fastest = min(fastest, trial.seconds)
+            if trial.fits and trial.seconds > _SLOW * fastest:
+                return
 
     def _goes_by_turns(self, layout: Layout) -> bool:
         """Whether a micro-batch may go back before others have gone forward: with one stage on each rank of a pipeline."""

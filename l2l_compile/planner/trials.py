@@ -139,10 +139,13 @@ class Trials:
         if layout.ranks == 1 or options.keep_on_host != AUTO:
             return [options] * layout.depth
         nothing = {**choice, "keep_on_host": 0}
-        times = self._times.get(_key(layout, nothing)) if self.of(layout, **nothing).fits else None
-        if times is None:  # it does not fit, and is not timed
-            return [options] * layout.depth
         reports, on = self.reports(layout, nothing), machine_of_rank(self.machine, layout.ranks)
+        key = _key(layout, nothing)
+        if key not in self._times:
+            if not Fit.of_stages(reports, layout, self.machine).fits:  # then a run cannot measure it
+                return [options] * layout.depth
+            self._time(layout, nothing, reports)
+        times = self._times[key]
         rooms = [
             room_by_time(report.programs, report.options, on, time.forward_seconds, time.backward_seconds)
             for report, time in zip(reports, times, strict=True)
@@ -157,6 +160,8 @@ class Trials:
             trace = self._traces.of_row if is_one and self.there > 1 else self._traces.of_batch
             try:
                 made = trace({**self.given, **choice, "micro_batches": 2 if splits else 1}).on(self.machine)
+                if not made.programs:
+                    raise L2LError("Dynamo captures no graph of this call, so that nothing of it can be streamed")
                 self._reports[key] = made
                 if made.tokens is not None:
                     self.tokens = made.tokens * self.rows // (1 if is_one else self.there)
@@ -197,9 +202,11 @@ class Trials:
         options = reports[0].options
         if self._lowering is None:
             self._lowering = timed_lowering(options, self.machine)
-        stages = [RankPrograms(report.programs, report.levels) for report in reports]
-        found = times_of_stages(stages, layout, options, self.machine, self._optimizer(options), self._lowering)
-        self._times[_key(layout, choice)] = found
+        stages = [RankPrograms(report.programs, report.levels, report.host_memory.disk) for report in reports]
+        key = _key(layout, choice)
+        if key not in self._times:
+            self._times[key] = times_of_stages(stages, layout, options, self.machine, self._optimizer(options), self._lowering)
+        found = self._times[key]
         return max(found, key=lambda time: (time.seconds, max(map(time.timeline.busy, OF_DEVICE))))
 
 

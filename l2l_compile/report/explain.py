@@ -21,7 +21,7 @@ from l2l_compile.estimate.activations import KeptActivations, kept_activations, 
 from l2l_compile.estimate.device_memory import DeviceMemory, StepLevels, device_memory, levels_of_step
 from l2l_compile.estimate.host_memory import HostMemory, host_memory
 from l2l_compile.frontend.capture import capture
-from l2l_compile.frontend.dynamo import adapter, watched_frames
+from l2l_compile.frontend.dynamo import adapter, kept_programs, watched_frames
 from l2l_compile.frontend.dynamo.meta_models import on_the_host
 from l2l_compile.host.compiled_step.compiled_step import why_not_compiled
 from l2l_compile.host.step.trial import check_layers_are_independent
@@ -39,6 +39,7 @@ from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.result import Simulation
 from l2l_compile.simulation.ring import machine_of_rank
 from l2l_compile.simulation.simulate import simulate
+from l2l_compile.simulation.simulated_disk import on_disk_of
 from l2l_compile.timeline import Timeline
 from l2l_compile.torch_internals.fresh_code import WithoutArguments, fresh_caller
 
@@ -125,7 +126,7 @@ class Report:
 
     def on(self, machine: Machine) -> Report:
         """The report with memory counted as on a machine: an accelerator has weight slabs, and copies from page-locked memory."""
-        options = replace(self.options, device=ACCELERATOR if machine.overlaps else HOST)
+        options = on_disk_of(replace(self.options, device=ACCELERATOR if machine.overlaps else HOST), machine)
         levels = levels_of_step(self.programs, options, machine) if options.keeps_activations else None
         memory = host_memory(self.programs, options, room_in(levels or ()).host)
         memory = replace(memory, parameters=self.host_memory.parameters)
@@ -223,10 +224,12 @@ def explain(
     def trace(*args: Any, **kwargs: Any) -> Report:
         explainer = _Explainer(chosen, Dump(dump) if dump is not None else None)
         watched_frames.retry_skipped()
+        compiled = torch.compile(fresh_caller(), backend=explainer)
         try:
             with torch.random.fork_rng([]), on_the_host(plain, args, kwargs) as call:
-                torch.compile(fresh_caller(), backend=explainer)(plain, *call.args, **call.kwargs)
+                compiled(plain, *call.args, **call.kwargs)
         finally:
+            kept_programs.forget(adapter.owner_of(compiled))
             watched_frames.retry_skipped()  # so that a later compilation gives its own warning or error
         given = options if options is not None else adapter.options_of(model)
 

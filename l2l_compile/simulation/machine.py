@@ -43,6 +43,7 @@ class Machine:
     link_latency       of a message between two devices of a host
     network            bandwidth between hosts, each way, of all devices of a host together
     network_latency    of a message between two hosts
+    disk_read, disk_write  bandwidth of the disk of the option `disk`, of direct transfers of some MiB; both ways at once
     overlaps           whether device and host work at the same time; where it is False the host is the device
     sources            where each figure is from
 
@@ -72,6 +73,8 @@ class Machine:
     link_latency: float | None = None
     network: float | None = None
     network_latency: float | None = None
+    disk_read: float | None = None
+    disk_write: float | None = None
     overlaps: bool = True
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -107,7 +110,7 @@ class Machine:
         value = getattr(self, figure)
         if value is None:
             raise OptionError(
-                f"machine '{self.name}' has no figure '{figure}', which a simulation of several ranks needs: give one, as in "
+                f"machine '{self.name}' has no figure '{figure}', which this simulation needs: give one, as in "
                 f"dataclasses.replace(machine, {figure}=...), or in a file of the machine"
             )
         return value

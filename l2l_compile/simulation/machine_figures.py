@@ -65,8 +65,10 @@ FIGURES: dict[str, Figure] = {
     "link_latency": _SECONDS,
     "network": _RATE,
     "network_latency": _SECONDS,
+    "disk_read": _RATE,
+    "disk_write": _RATE,
 }
-MAY_LACK = ("devices", "link", "link_latency", "network", "network_latency")  # None: not known
+MAY_LACK = ("devices", "link", "link_latency", "network", "network_latency", "disk_read", "disk_write")  # None: not known
 _DTYPES = tuple(str(d).removeprefix("torch.") for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 

@@ -119,7 +119,7 @@ def _product(device: torch.device, size: int, dtype: torch.dtype) -> Callable[[]
 
 def elementwise_bandwidth(watch: Stopwatch, device: torch.device, size: int) -> float:
     """Bytes per second, read and written, of the elementwise sum of two tensors of `size` bytes."""
-    a, b, c = (torch.zeros(size // 4, device=device) for _ in range(3))
+    a, b, c = (torch.zeros(size // 4, dtype=torch.float32, device=device) for _ in range(3))
     return 3 * size / watch.seconds(lambda: torch.add(a, b, out=c))
 
 

@@ -20,6 +20,7 @@ from l2l_compile.options import Options
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.result import Simulation
 from l2l_compile.simulation.ring import machine_of_rank
+from l2l_compile.simulation.simulated_disk import on_disk_of
 from l2l_compile.simulation.simulated_loop import Loss, Rank, Setting, SimulatedLoop
 from l2l_compile.simulation.simulated_ranks import division_of, modules_of, pipeline_behind
 from l2l_compile.simulation.simulated_stages import on_fakes, simulate_stages
@@ -60,12 +61,9 @@ def simulate(
     given = dict(options if options is not None else adapter.options_of(model) or {})
     chosen = Options.build({**given, "device": HOST, "check": False})
     chosen.check_decided("a simulation")
-    if chosen.disk is not None:
-        raise OptionError(
-            "a simulated machine has no disk: leave out the options 'disk' and 'host_memory', which change no bit of a step"
-        )
     figures = machine if isinstance(machine, Machine) else Machine.load(machine)
     _check_blocks(blocks, figures)
+    chosen = on_disk_of(chosen, figures)
     plain = adapter.uncompiled(model)
     pipeline, division = pipeline_behind(plain), division_of(plain, figures)
     together = division.ranks.world_size if division is not None else pipeline.world_size if pipeline is not None else 1

@@ -91,6 +91,10 @@ class Clocks:
         waited_for = f"{thread.name}: {thread.waited_for or self.label}" if by_thread else lane.waited_for
         self._note(lane, max(thread.now, lane.now), seconds, self.label, waited_for)
 
+    def work_on(self, clock: Clock, start: float, seconds: float) -> None:
+        """A clock beside the lanes works for `seconds` from `start` on, when it has done its earlier work."""
+        self._note(clock, start, seconds, self.label, self.thread.name if start > clock.now else "")
+
     def copy(self, size: int, bandwidth: float, asynchronous: bool) -> None:
         """The lane copies bytes over the link; unless `asynchronous`, the thread waits for the copy."""
         if not asynchronous:

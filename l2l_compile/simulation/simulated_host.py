@@ -117,14 +117,17 @@ class OnePass:
 
     def on(self, groups: Hyperparameters, gradients: Mapping[torch.nn.Parameter, torch.Tensor], factor: float) -> Hyperparameters:
         """As `CompiledStep.on`."""
-        moved = 0
-        for parameter, gradient in gradients.items():
-            shard = local(parameter)
-            moved += nbytes([gradient]) + 2 * nbytes([shard]) + 2 * self._state_bytes * shard.numel()
-            copy = self._wires.latest(parameter)
-            moved += nbytes([copy.view]) if copy is not None else 0
-        self._clocks.spend(moved / self._clocks.machine.host_bandwidth)
+        self._spend({parameter: self._moved(parameter, gradient) for parameter, gradient in gradients.items()})
         torch.autograd.graph.increment_version(gradients)
         for parameter in gradients:
             self._wires.written(parameter)
         return groups
+
+    def _moved(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> int:
+        """Bytes that the update of a parameter reads and writes."""
+        shard, copy = local(parameter), self._wires.latest(parameter)
+        moved = nbytes([gradient]) + 2 * nbytes([shard]) + 2 * self._state_bytes * shard.numel()
+        return moved + (nbytes([copy.view]) if copy is not None else 0)
+
+    def _spend(self, moved: Mapping[torch.nn.Parameter, int]) -> None:
+        self._clocks.spend(sum(moved.values()) / self._clocks.machine.host_bandwidth)

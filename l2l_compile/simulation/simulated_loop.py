@@ -16,7 +16,7 @@ from torch import fx
 from l2l_compile.backend import new_runner
 from l2l_compile.devices.host import HOST
 from l2l_compile.devices.registry import ACCELERATOR
-from l2l_compile.frontend.dynamo import watched_frames
+from l2l_compile.frontend.dynamo import adapter, kept_programs, watched_frames
 from l2l_compile.frontend.dynamo.meta_models import OnTheHost
 from l2l_compile.host.compiled_step.compiled_step import CompiledStep
 from l2l_compile.host.step.torch_step import TorchStep
@@ -28,6 +28,7 @@ from l2l_compile.options import AUTO, Options
 from l2l_compile.races import Unwatched
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks
 from l2l_compile.ranks.ranks import Ranks, standing_in
+from l2l_compile.ranks.sharded import local
 from l2l_compile.runtime.activation_room import STEPS
 from l2l_compile.session import Session
 from l2l_compile.simulation.block_times import MeasuredTimes
@@ -36,6 +37,7 @@ from l2l_compile.simulation.charges import Charges
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.result import Simulation
 from l2l_compile.simulation.simulated_device import open_simulated
+from l2l_compile.simulation.simulated_disk import SimulatedStore, through_disk
 from l2l_compile.simulation.simulated_host import OnePass, SimulatedWorker, WaitingWorker
 from l2l_compile.simulation.simulated_pipeline import Messages, SimulatedPipeline
 from l2l_compile.simulation.simulated_ranks import Division, SimulatedRanks
@@ -89,7 +91,9 @@ class SimulatedLoop:
         options, machine = setting.options, setting.machine
         self.trains = torch.is_grad_enabled()
         self.setting, self.rank = setting, rank
-        self.options = dataclasses.replace(options, optimizer=rank.optimizer)
+        self.options = dataclasses.replace(
+            options, optimizer=rank.optimizer, disk=None, host_memory=None
+        )  # its file is simulated
         self.device = open_simulated(machine, options.pinned_memory)
         self.charges = Charges(self.device)
         rates = typical_rates(ACCELERATOR if machine.overlaps else HOST)  # a run does not know its machine
@@ -106,6 +110,11 @@ class SimulatedLoop:
         updates, state_bytes = self.session.server.updates, setting.state_bytes
         if isinstance(updates, OverlappedUpdates) and isinstance(updates._step, CompiledStep):
             updates._step = self._step_of_updates(state_bytes)  # type: ignore[assignment]
+        if options.disk is not None:
+            assert isinstance(updates, OverlappedUpdates), "`Options.build` requires it"
+            on_disk = SimulatedStore(self.device.clocks, dataclasses.replace(options, optimizer=rank.optimizer))
+            updates._stored = on_disk  # type: ignore[assignment]
+            updates._step = through_disk(updates._step, on_disk)  # type: ignore[assignment, arg-type]
         self.pipeline = SimulatedPipeline(stage.messages, stage.number, self.device.clocks) if stage is not None else None
         self._acting: dict[Ranks, Ranks] = {}
         if stage is not None and self.pipeline is not None:
@@ -126,24 +135,27 @@ class SimulatedLoop:
         return kind(self.device.clocks, accesses, name)
 
     def _occupied(self) -> int:
-        """Bytes of the parameters, and of the optimizer's state if it is known."""
-        entries = sum(p.numel() for p in self.rank.parameters if p.requires_grad)
-        return sum(p.nbytes for p in self.rank.parameters) + (self.setting.state_bytes or 0) * entries
+        """Bytes of this rank's parameters, and of the optimizer's state if it is known."""
+        entries = sum(local(p).numel() for p in self.rank.parameters if p.requires_grad)
+        return sum(local(p).nbytes for p in self.rank.parameters) + (self.setting.state_bytes or 0) * entries
 
     def simulation(self) -> Simulation:
         """Run steps until two in a row take equally long, at most `_MOST_STEPS`. Returns the last step."""
         compiled = torch.compile(fresh_caller(), backend=_Simulator(self))
         times, clocks = [self.device.now()], self.device.clocks
-        with standing_in(self._acting), nothing_is_read():
-            while len(times) <= _MOST_STEPS and (self._goes_on or not self._is_steady(times)):
-                self._start_peaks()
-                self._step(compiled)
-                if self.pipeline is not None and not self._goes_on:
-                    self.pipeline.meet(0.0)  # the next step of all ranks begins when the last one is here
-                times.append(self.device.now())
-            with self.charges:
-                stats = self.session.stats  # may wait for updates
-            self.session.in_flight.take()  # no process waits for turns in virtual time
+        try:
+            with standing_in(self._acting), nothing_is_read():
+                while len(times) <= _MOST_STEPS and (self._goes_on or not self._is_steady(times)):
+                    self._start_peaks()
+                    self._step(compiled)
+                    if self.pipeline is not None and not self._goes_on:
+                        self.pipeline.meet(0.0)  # the next step of all ranks begins when the last one is here
+                    times.append(self.device.now())
+                with self.charges:
+                    stats = self.session.stats  # may wait for updates
+                self.session.in_flight.take()  # no process waits for turns in virtual time
+        finally:
+            kept_programs.forget(adapter.owner_of(compiled))
         return Simulation(
             self.setting.machine,
             clocks.timeline(*times[-2:]),

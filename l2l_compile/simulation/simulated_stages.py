@@ -82,6 +82,7 @@ def _modes_of_thread(setting: Setting) -> Callable:
 
 
 def on_fakes(optimizer: torch.optim.Optimizer, fake: Callable[[torch.Tensor], torch.Tensor]) -> torch.optim.Optimizer:
-    """A copy of an optimizer in which fake tensors replace parameters and state."""
+    """A copy of an optimizer in which fake tensors replace parameters and state. Hooks, which may belong to a whole loop, are left out."""
     held = [*parameters_of(optimizer), *tensors_within(optimizer.state)]
-    return copied(optimizer, {id(tensor): fake(tensor) for tensor in held})
+    hooks = [value for name, value in vars(optimizer).items() if name.endswith("_hooks") and isinstance(value, dict)]
+    return copied(optimizer, {id(tensor): fake(tensor) for tensor in held} | {id(value): type(value)() for value in hooks})

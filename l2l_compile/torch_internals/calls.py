@@ -9,12 +9,13 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._dynamo import eval_frame, guards
+from torch._dynamo import eval_frame, external_utils, guards
 from torch._dynamo.eval_frame import innermost_backend
 
 from l2l_compile import reentry
@@ -55,8 +56,9 @@ def watch_regions(entered: Callable[[Any], None], left: Callable[[], None]) -> N
     def set_callback(callback: Any) -> Any:
         if is_frame_of_region(frame := sys._getframe(1)):
             if callback is not None and not _calls.is_noted(frame):
-                for look in _before_calls:
-                    look(backend_of(callback), CompiledCall(frame))
+                with _undone_on_error(frame):
+                    for look in _before_calls:
+                        look(backend_of(callback), CompiledCall(frame))
             _calls.begins_or_ends(frame, callback)
         if callback is not None:
             for entering, _ in _watching_regions:
@@ -81,8 +83,10 @@ class CompiledCall:
 
     @property
     def function(self) -> Callable:
-        """What was compiled: a function, or the module of a compiled module."""
-        found = inspect.unwrap(self.frame.f_locals["fn"])
+        """What was compiled: a function or a method, or the module of a compiled module."""
+        found = self.frame.f_locals["fn"]
+        if getattr(found, "__code__", None) is not None and found.__code__.co_filename == external_utils.__file__:
+            found = inspect.unwrap(found, stop=lambda function: function.__code__.co_filename != external_utils.__file__)
         owner = getattr(found, "__self__", None)
         return owner if isinstance(owner, torch.nn.Module) and getattr(found, "__name__", "") in _CALLS_MODULE else found
 
@@ -99,7 +103,7 @@ class CompiledCall:
         return names["args"], names["kwargs"]
 
 
-_CALLS_MODULE = ("__call__", "_wrapped_call_impl", "_call_impl", "forward")
+_CALLS_MODULE = ("__call__", "_wrapped_call_impl", "_call_impl")
 
 
 def look_before_calls(is_ours: Callable[[Any], bool], called: Callable[[Any, CompiledCall], None]) -> None:
@@ -114,6 +118,35 @@ def look_before_calls(is_ours: Callable[[Any], bool], called: Callable[[Any, Com
 
     _before_calls.append(look)
     watch_regions(_nothing, _nothing)
+
+
+@contextmanager
+def _undone_on_error(frame: types.FrameType) -> Iterator[None]:
+    """Context manager within PyTorch's frame around a call: an error leaves PyTorch's settings as they were before the call.
+
+    PyTorch has changed them by then, and changes them back behind the call. Graphs that are compiled meanwhile are not those of the call.
+    """
+    names = frame.f_locals
+    try:
+        yield
+        if names.get("fullgraph_count_enabled"):
+            eval_frame.set_fullgraph_compiled_frame_count(0)
+    except BaseException:
+        for name, setter in _SETTINGS:
+            if names.get(name) is not None and hasattr(eval_frame, setter):
+                getattr(eval_frame, setter)(names[name])
+        for cleanup in names.get("cleanups", ()):
+            cleanup()
+        raise
+
+
+_SETTINGS = (  # what PyTorch's frame keeps of the settings before a call, and the function that sets each
+    ("prior_error_on_graph_break", "_set_error_on_graph_break"),
+    ("prior_error_on_nested_compile", "set_fullgraph_error_on_nested_compile"),
+    ("prior_eval_frame_override", "set_eval_frame_override"),
+    ("prior_skip_guard_eval_unsafe", "set_skip_guard_eval_unsafe"),
+    ("prior_isolate_recompiles_id", "set_eval_frame_isolate_recompiles_id"),
+)
 
 
 def _nothing(*_: Any) -> None:

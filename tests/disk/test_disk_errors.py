@@ -19,7 +19,7 @@ from stored_training import training
 
 def test_a_missing_folder_is_an_option_error(tmp_path):
     with pytest.raises(OptionError, match="'disk' must be a folder that exists, got '.*nowhere'"):
-        Options.build({"disk": tmp_path / "nowhere"})
+        training("adamw", disk=tmp_path / "nowhere", update="in_backward")
 
 
 def test_disk_with_at_step_is_refused_with_the_remedy(tmp_path):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import warnings
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -14,6 +17,7 @@ import l2l_compile
 import l2l_compile.planner.first_training_step as first_step
 from l2l_compile import Machine, OptionError
 from l2l_compile.ir.rank_layout import Layout
+from l2l_compile.options import Options
 from l2l_compile.planner.first_training_step import free_memory_of
 from l2l_compile.planner.search import DECIDED
 from l2l_compile.session import session_of
@@ -23,6 +27,9 @@ from placed import placed
 SLOW_HOST = replace(
     Machine.load("rtx4090"), overlaps=False, host_memory=64e9, device_memory=64e9, launch=1e-8, node=1e-8, micro_batch=1e-8
 )
+
+
+SMALL_HOST = replace(SLOW_HOST, host_memory=1e4, device_memory=1e4, host_reserve=0.0, device_reserve=0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -123,8 +130,7 @@ def test_whatever_is_compiled_is_planned(how):
 def test_where_nothing_fits_bytes_are_named_and_it_can_go_on(monkeypatch):
     model = layers()
     call = compiled(model)
-    small = replace(SLOW_HOST, host_memory=1e4, device_memory=1e4, host_reserve=0.0, device_reserve=0.0)
-    monkeypatch.setattr(first_step, "measure_machine", lambda device: small)
+    monkeypatch.setattr(first_step, "measure_machine", lambda device: SMALL_HOST)
     with pytest.raises(OptionError, match="nothing fits. The nearest, .*KiB too much"):
         call(BATCH)
     monkeypatch.setattr(first_step, "measure_machine", lambda device: SLOW_HOST)
@@ -163,15 +169,152 @@ def test_a_model_of_several_ranks_is_refused():
         compiled(model)(BATCH)
 
 
-def test_memory_of_the_model_is_free_to_its_plan():
+def test_memory_of_the_model_is_free_to_its_plan(monkeypatch):
     """The plan counts it itself: what is in use beside it is in the way."""
     model = nn.Linear(1 << 10, 1 << 10, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 1 << 10)).sum().backward()
     optimizer.step()
-    machine = replace(SLOW_HOST, host_reserve=1e9, device_reserve=1e9)
-    found = free_memory_of(machine, model, optimizer)
+    options = Options.build({"optimizer": optimizer, "device": "cpu"})
     own = 4 * (4 << 20)  # the weight, its gradient and two moments, in fp32
-    assert own <= 1e9 - found.host_reserve <= own + 64  # the step is counted in a small tensor
-    assert found.device_reserve == found.host_reserve  # one memory
-    assert free_memory_of(replace(machine, overlaps=True), copy.deepcopy(model), None).device_reserve == 1e9
+    monkeypatch.setattr(first_step, "own_memory", lambda: 10 << 30)
+    for planned in (model, lambda x: model(x)):
+        found = free_memory_of(SLOW_HOST, planned, options)
+        assert own <= found.host_room - (10 << 30) <= own + 64  # the step is counted in a small tensor
+        assert found.device_room == found.host_room  # one memory
+    card = replace(SLOW_HOST, overlaps=True, device_reserve=1e9)
+    assert free_memory_of(card, model, options).device_reserve == 1e9
+    monkeypatch.setattr(first_step, "_not_counted_as_available", lambda: 1 << 20)  # its pages are those of a file
+    assert free_memory_of(SLOW_HOST, model, options).host_room == (10 << 30) + (1 << 20)
+
+
+class Counting(Stack):
+    """A forward with a counter, and with a list of losses beside that of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.losses, self.by_name = 0, [], {"first": []}
+
+    def forward(self, x):
+        self.calls += 1
+        out = super().forward(x) * 0.5**self.calls
+        self.losses.append(out.sum())
+        self.by_name["first"].append(self.calls)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:backend 'l2l' has planned")
+def test_planning_leaves_attributes_of_the_model_alone():
+    torch.manual_seed(0)
+    model = Counting().double()
+    plain = copy.deepcopy(model)
+    found, expected = compiled(model)(BATCH), plain(BATCH)
+    torch.testing.assert_close(found, expected)
+    assert model.calls == 1 and model.by_name == {"first": [1]}
+    torch.testing.assert_close(model.losses, plain.losses)
+
+
+@pytest.mark.filterwarnings("ignore:backend 'l2l' has planned")
+@pytest.mark.parametrize("given", [{"accumulate": 2}, {"max_grad_norm": 0.01}, {"delay": 1}], ids=lambda given: next(iter(given)))
+def test_options_of_later_updates_need_no_value_of_update(given):
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    call = compiled(model, optimizer, **given)
+    for _ in range(given.get("accumulate", 1)):
+        call(BATCH).pow(2).mean().backward()
+    optimizer.step()
+    assert options_of(call).update == "in_forward" or given == {"accumulate": 2}
+
+
+@pytest.mark.filterwarnings("ignore:backend 'l2l' has planned")
+def test_hooks_on_gradients_leave_updates_to_the_loop():
+    model, seen = layers(), []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_post_hook(CannotBeCopied().stepped)
+    call = compiled(model, optimizer)
+    step(call, optimizer)
+    assert options_of(call).update == "at_step" and len(seen) == len(list(model.parameters()))
+
+
+class CannotBeCopied:
+    """The owner of a hook, such as a trainer."""
+
+    steps = property(lambda self: 0)
+
+    def __init__(self):
+        self.__dict__["steps"] = 1  # a copy would set the property
+
+    def stepped(self, optimizer, args, kwargs):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:backend 'l2l' has planned")
+def test_decorated_forwards_are_planned_as_they_are_called():
+    def twice(forward):
+        @functools.wraps(forward)
+        def call(self, x):
+            return 2 * forward(self, x)
+
+        return call
+
+    class Doubled(Stack):
+        forward = twice(Stack.forward)
+
+    torch.manual_seed(0)
+    model = Doubled().double()
+    expected = model(BATCH)
+    model.forward = compiled(model.forward)
+    torch.testing.assert_close(model(BATCH), expected)
+    assert options_of(model.forward).plan is None
+
+
+def test_a_failed_plan_leaves_the_settings_of_dynamo_alone(monkeypatch):
+    monkeypatch.setattr(first_step, "measure_machine", lambda device: SMALL_HOST)
+    before = torch._dynamo.config.assume_static_by_default
+    call = torch.compile(layers(), backend="l2l", dynamic=True, fullgraph=True, options={"plan": "auto", "device": "cpu"})
+    with pytest.raises(OptionError, match="nothing fits"):
+        call(BATCH)
+    assert torch._dynamo.config.assume_static_by_default == before
+
+
+def test_a_frozen_model_runs_with_the_options_that_are_given(measured):
+    model = layers().requires_grad_(False)
+    torch.testing.assert_close(compiled(model)(BATCH), model(BATCH))
+    assert not measured
+
+
+def test_what_cannot_be_planned_is_told():
+    class OnHost(Stack):
+        @torch.compiler.disable
+        def forward(self, x):
+            return super().forward(x)
+
+    with pytest.raises(OptionError, match="no option set can be tried: Dynamo captures no graph"):
+        compiled(OnHost().double())(BATCH)
+    with pytest.raises(OptionError, match="a batch without rows cannot be planned"):
+        compiled(layers())(BATCH[:0])
+
+    class Branching(Stack):
+        def forward(self, x):
+            total = super().forward(x).sum().item()
+            if total == 0:
+                raise ValueError("zeros")
+            return super().forward(x) * total
+
+    with pytest.raises(OptionError, match="whose trace on zeros fails .ValueError: zeros.: leave out 'plan'"):
+        compiled(Branching().double())(BATCH)
+
+
+@pytest.mark.filterwarnings("ignore:backend 'l2l' has planned")
+def test_a_planned_model_is_freed():
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    call = compiled(model, optimizer)
+    step(call, optimizer)
+    l2l_compile.synchronize(call)
+    gone = weakref.ref(model.layers[0].up.weight)
+    del model, optimizer, call
+    gc.collect()
+    assert gone() is None

@@ -23,6 +23,7 @@ from l2l_compile import L2LError, Machine, OptionError, simulate
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.ranks.shard_spec import ShardSpec
 from l2l_compile.simulation.ring import ring_of
+from l2l_compile.simulation.simulated_loop import SimulatedLoop
 from models import Stack, rows
 
 ROWS = 64
@@ -67,7 +68,7 @@ def test_a_collective_takes_as_long_as_a_ring():
     ("ranks", "figure"), [(2, "link"), (2, "link_latency"), (8, "network"), (8, "network_latency"), (2, "devices")]
 )
 def test_a_figure_that_a_machine_lacks_is_named(ranks, figure):
-    with pytest.raises(OptionError, match=rf"machine 'test' has no figure '{figure}', which a simulation of several ranks needs"):
+    with pytest.raises(OptionError, match=rf"machine 'test' has no figure '{figure}', which this simulation needs"):
         step(ranks, joined(**{figure: None}))
 
 
@@ -192,3 +193,11 @@ def test_a_buffer_has_the_shards_of_each_rank_in_its_row(count, width):
         torch.zeros(4 * p.entries).index_copy(0, torch.arange(g.numel()), g.reshape(-1)).view(4, -1) for g, p in gradients
     ]
     assert torch.equal(torch.cat(filled, 1), torch.cat(expected, 1))
+
+
+def test_host_memory_that_is_taken_is_that_of_a_ranks_shards(monkeypatch):
+    taken, of_loop = [], SimulatedLoop._occupied
+    monkeypatch.setattr(SimulatedLoop, "_occupied", lambda self: taken.append(of_loop(self)) or taken[-1])
+    for ranks in (None, 4):
+        step(ranks, joined(link=1e10), update="in_backward")
+    assert taken[0] == 4 * taken[1] > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,9 +40,19 @@ def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fak
     With `all_fake`, they replace all tensors that `_can_be_fake`.
 
     All tensors stay as they are if there are no meta tensors and `all_fake` is False. Afterwards, the module has its own tensors
-    again. Objects among the arguments that hold tensors, such as attention caches, are copies: Dynamo writes new attributes into them.
+    again, and attributes that a forward has set are as before, with what lists, sets and dictionaries there have held. Objects among
+    the arguments that hold tensors, such as attention caches, are copies: Dynamo writes new attributes into them.
     """
     module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
+    with (
+        attributes_stay(module if isinstance(module, torch.nn.Module) else None),
+        _tensors_on_the_host(module, args, kwargs, all_fake) as call,
+    ):
+        yield call
+
+
+@contextmanager
+def _tensors_on_the_host(module: Any, args: tuple, kwargs: dict[str, Any], all_fake: bool) -> Iterator[OnTheHost]:
     chosen = _can_be_fake if all_fake else _is_meta
     places = list(_tensors_of(module, chosen)) if isinstance(module, torch.nn.Module) else []
     if not places and not all_fake and not any(map(chosen, tensors_within((args, kwargs)))):
@@ -63,6 +75,41 @@ def on_the_host(function: Callable, args: tuple, kwargs: dict[str, Any], all_fak
         finally:
             for values, name, tensor in places:
                 values[name] = tensor
+
+
+@contextmanager
+def attributes_stay(model: torch.nn.Module | None) -> Iterator[None]:
+    """Context manager behind which all modules have the attributes that they had before it, and containers there the same entries."""
+    modules = list(model.modules()) if model is not None else []
+    kinds = [type(module) for module in modules]
+    before = [(vars(module), dict(vars(module))) for module in modules]
+    held = {id(c): (c, copy.copy(c)) for _, values in before for value in values.values() for c in _containers(value)}
+    try:
+        yield
+    finally:
+        for module, kind, (now, values) in zip(modules, kinds, before, strict=True):
+            if type(module) is kind:  # a lazy module has become another one, with parameters
+                now.clear()
+                now.update(values)
+        for container, entries in held.values():
+            if type(container) in (dict, OrderedDict, set):
+                container.clear()
+                container.update(entries)
+            else:
+                container.clear()
+                container.extend(entries)
+
+
+def _containers(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """A container that can change, and those within it."""
+    seen = set() if seen is None else seen
+    if type(value) not in (list, dict, OrderedDict, set, deque, tuple) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if type(value) is not tuple:
+        yield value
+    for entry in value.values() if isinstance(value, dict) else value:
+        yield from _containers(entry, seen)
 
 
 def _copies(arguments: Any, other: Callable[[torch.Tensor], torch.Tensor]) -> Any:

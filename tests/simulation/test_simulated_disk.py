@@ -1,0 +1,116 @@
+"""A disk in virtual time: chunks pass a ring of buffers, and the step is bounded by the disk or by the step without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from l2l_compile import Machine, OptionError, explain, simulate
+from l2l_compile.estimate.optimizer_times import optimizer_times
+from l2l_compile.estimate.step_time import step_time
+from l2l_compile.host.disk_plan import disk_plan
+from l2l_compile.lanes import Lane
+from l2l_compile.options import Options
+from l2l_compile.simulation.simulated_device import Clock, Clocks
+from l2l_compile.simulation.simulated_disk import DiskRing, chunks
+from stored_training import OPTIMIZERS, RING
+
+CARD = replace(Machine.load("rtx4090"), disk_read=4e9, disk_write=2e9)
+WIDTH, LAYERS, ROWS = 1024, 32, 4096
+EVENLY = 0.03  # nodes take an even share of each parameter to be on disk, where some parameters are
+DELAYED = {"update": "in_forward", "delay": 1}
+MODES = {"in_backward": {"update": "in_backward"}, "in_forward": {"update": "in_forward"}, "delayed": DELAYED}
+
+
+class Layers(nn.Sequential):
+    """A stack that makes its loss."""
+
+    def forward(self, x):
+        return super().forward(x).pow(2).mean()
+
+
+def step(machine, optimizer="adamw", disk=True, **options):
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        model = Layers(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(LAYERS)))
+        x = torch.empty(ROWS, WIDTH)
+    given = {"precision": "bf16", "optimizer": OPTIMIZERS[optimizer](model.parameters()), "micro_batches": 2, **options}
+    if disk:
+        asked = Options.build({**given, "disk": "/", "host_memory": "1TB", "device": "cpu"})
+        given |= {"disk": "/", "host_memory": int(1.15 * disk_plan(asked, largest=WIDTH**2).beside) + RING}
+    report = explain(model, {**given, "device": "cpu"})(x).on(machine)
+    found, plan = simulate(model, machine, given)(x), report.host_memory.disk
+    if optimizer == "adamw":
+        times = optimizer_times(model, report.options, machine)
+        by_nodes = step_time(report.programs, report.options, machine, report.levels, times, disk=plan)
+        assert by_nodes.seconds == pytest.approx(found.seconds, rel=EVENLY if disk else 0.01)
+    return found, plan
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_reads_and_writes_what_is_on_disk_once(mode):
+    found, plan = step(CARD, **MODES[mode])
+    assert plan is not None and plan.placement.on_disk > 0.7 * 12 * LAYERS * WIDTH**2
+    assert found.stats.disk_read_bytes == found.stats.disk_written_bytes == plan.placement.on_disk
+    for lane, rate in ((Lane.DISK_READ, CARD.disk_read), (Lane.DISK_WRITE, CARD.disk_write)):
+        assert found.timeline.busy(lane) == pytest.approx(plan.placement.on_disk / rate, rel=0.05)
+    assert found.steady
+
+
+@pytest.mark.parametrize("slower", [0.1, 1, 10, 100])
+def test_late_updates_take_the_longer_of_step_and_disk(slower):
+    machine = replace(CARD, disk_read=CARD.disk_read / slower, disk_write=CARD.disk_write / slower)
+    found, plan = step(machine, **DELAYED)
+    without, _ = step(machine, disk=False, **DELAYED)
+    assert found.seconds == pytest.approx(max(without.seconds, plan.placement.on_disk / machine.disk_write), rel=0.02)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_a_fast_disk_costs_nothing_and_a_slow_one_its_time(mode, optimizer):
+    fast, slow = (replace(CARD, disk_read=rate, disk_write=rate) for rate in (1e15, 1e7))
+    without, _ = step(CARD, optimizer, disk=False, **MODES[mode])
+    assert step(fast, optimizer, **MODES[mode])[0].seconds == pytest.approx(without.seconds, rel=1e-3)
+    found, plan = step(slow, optimizer, **MODES[mode])
+    assert found.seconds >= 0.99 * plan.placement.on_disk / 1e7
+
+
+def test_a_machine_without_a_disk_is_refused():
+    with pytest.raises(OptionError, match="has no figure 'disk_read', which this simulation needs"):
+        step(replace(CARD, disk_read=None), update="in_backward")
+
+
+def test_weights_that_are_read_in_forward_are_not_timed():
+    with pytest.raises(OptionError, match="through the page cache, whose time is not known to a simulation"):
+        step(CARD, update="in_backward", precision="fp32")
+
+
+def ring(count):
+    clocks = Clocks(replace(CARD, disk_read=1.0, disk_write=0.5))
+    clocks.thread = Clock(Lane.HOST)
+    return clocks, DiskRing(clocks, 10, count)
+
+
+def test_chunks_wait_for_reads_and_for_free_buffers():
+    """Reads of 2 s, updates of 1 s and writes of 4 s, in two buffers: by hand."""
+    clocks, disk = ring(2)
+    disk.begin()
+    for _ in range(3):
+        disk.update(2, 1.0)
+    # read 0-2, update 2-3, write 3-7; read 3-5 (when it is asked for), update 5-6, write 7-11; the first buffer is free at 7: read 7-9, 9-10
+    assert clocks.thread.now == 10 and disk._writing.now == 15
+    disk.finish()
+    assert clocks.thread.now == 15
+    disk.begin()  # one buffer is for a chunk that comes out of order: one is read ahead, 15-17
+    disk.update(2, 1.0)  # 17-18, written 18-22; the other buffer is free: the next one was begun behind the first, 18-20
+    assert clocks.thread.now == 18
+    disk.update(2, 1.0)
+    assert clocks.thread.now == 21 and (disk.read, disk.written) == (12, 10)  # one is read ahead
+
+
+def test_parameters_share_chunks_and_are_cut_into_them():
+    assert list(chunks([(3, 3.0), (4, 8.0), (0, 0.0)], 5)) == [(5, 7.0), (2, 4.0)]
+    assert list(chunks([(12, 6.0)], 5)) == [(5, 2.5), (5, 2.5), (2, 1.0)]
