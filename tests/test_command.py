@@ -6,7 +6,7 @@ import json
 import re
 import runpy
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -426,6 +426,51 @@ def test_plan_says_what_fits_if_nothing_does(config, small_machine, capsys):
     status, printed = plan_of(config, capsys, "--machine", small_machine(1e9, 200_000))
     assert status == 1 and "nothing fits. The nearest, " in printed and "too large host memory" in printed
     assert "--optimizer sgd" in printed or "--rows" in printed or "--batch" in printed
+
+
+@pytest.fixture
+def with_disk(small_machine):
+    """The path of a machine that has a disk as well."""
+
+    def write(device_memory, host_memory):
+        path = small_machine(device_memory, host_memory)
+        replace(Machine.load(path), disk_read=4e9, disk_write=2e9).save(path)
+        return path
+
+    return write
+
+
+def test_plan_with_a_disk_fits_where_memory_is_too_small(config, with_disk, capsys):
+    wide = config(hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
+    asked = ["plan", wide, "--machine", with_disk(4e9, 330e6), "--rows", "4", "--length", "16"]
+    assert main(asked) == 1
+    assert re.search(r"--disk /disk: .*\(parameters and optimizer state in a folder of the machine\)", capsys.readouterr().out)
+    assert main([*asked, "--disk", "/elsewhere"]) == 0
+    printed = capsys.readouterr().out
+    assert '"disk": "/elsewhere",' in printed and '"host_memory": 264000000,' in printed
+    assert "the first one by `simulate`: " in printed
+
+
+def test_explain_and_simulate_count_the_disk(config, with_disk, capsys):
+    wide = config(hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
+    asked = [
+        wide,
+        "--machine",
+        with_disk(4e9, 260e6),
+        "--batch",
+        "4",
+        "--length",
+        "16",
+        "--update",
+        "in_backward",
+        "--disk",
+        "/d",
+    ]
+    assert main(["explain", *asked]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"disk: master .*, optimizer state .*, in all .*, read and\s+written once in a step", printed)
+    assert main(["simulate", *asked]) == 0
+    assert "reads of parameters and optimizer state from the disk" in " ".join(capsys.readouterr().out.split())
 
 
 def test_plan_without_rows_says_how_many_fit(config, small_machine, capsys):

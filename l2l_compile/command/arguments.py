@@ -22,7 +22,7 @@ from l2l_compile.simulation.machine import Machine, names
 from l2l_compile.update_modes import MODES
 
 _UNITS = {f"{prefix}{i}B": base**power for base, i in ((1000, ""), (1024, "i")) for power, prefix in enumerate("KMGT", 1)}
-_OWN = {s.name: s.default for s in fields(Settings)}
+_OWN = {s.name: s.default for s in fields(Settings) if s.name != "budget"}  # which no flag sets
 _LIBRARY = {o.name: o.default for o in fields(Options)}
 
 
@@ -170,6 +170,11 @@ def _add_options(group: Any, decided: Collection[str]) -> None:
         "schedule",
         "the order of a step: 1f1b has each micro-batch go back as soon as it can",
         choices=("breadth_first", "1f1b"),
+    )
+    add(
+        "disk",
+        "a folder of the machine for parameters and optimizer state that do not fit into 0.8 of the host's memory",
+        metavar="FOLDER",
     )
     if not decided:
         add("pinned_memory", "the most host memory that is page-locked, such as 8GB", metavar="SIZE")

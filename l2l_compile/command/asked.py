@@ -17,6 +17,7 @@ from l2l_compile.report.explain import Report, explain
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.result import Simulation
 from l2l_compile.simulation.simulate import simulate
+from l2l_compile.simulation.simulated_disk import budget_of
 
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
@@ -28,9 +29,17 @@ OPTIMIZERS = {
 }
 _OPTIONS = (
     *("precision", "gradient_wire", "update", "delay", "accumulate", "max_grad_norm", "compile_update"),
-    *("stash", "keep", "keep_on_host", "resident", "prefetch", "outputs", "pinned_memory", "schedule"),
+    *("stash", "keep", "keep_on_host", "resident", "prefetch", "outputs", "pinned_memory", "schedule", "disk"),
 )
-_TRACED = ("length", "lora", "base", "precision", "outputs", "schedule")  # a step that differs in one of these is traced anew
+_TRACED = (
+    "length",
+    "lora",
+    "base",
+    "precision",
+    "outputs",
+    "schedule",
+    "disk",
+)  # a step that differs in one of these is traced anew
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class Settings:
     length  tokens of a row; None for a default
     lora    the rank of adapters of a frozen model; None to train all parameters
     base    the dtype of the frozen parameters, with `lora`; "nf4" or "int8" for quantized linear layers
+    budget  the option `host_memory`, with `disk`; None where the host of the command is meant
     """
 
     batch: int | None = None
@@ -64,6 +74,8 @@ class Settings:
     outputs: str = "loss"
     pinned_memory: str | None = None
     schedule: str = "breadth_first"
+    disk: str | None = None
+    budget: int | None = None
 
     def options(self, workload: Workload) -> dict[str, Any]:
         """The options of the backend. Raises `OptionError` for values that do not go together."""
@@ -77,7 +89,12 @@ class Settings:
     def named(self, workload: Workload) -> dict[str, Any]:
         """The options by their names, for any number of rows."""
         optimizer = OPTIMIZERS[self.optimizer](workload.trained)
-        return {name: getattr(self, name) for name in ("micro_batches", *_OPTIONS)} | {"optimizer": optimizer}
+        chosen = {name: getattr(self, name) for name in ("micro_batches", *_OPTIONS)} | {"optimizer": optimizer}
+        return chosen | ({"host_memory": self.budget} if self.disk is not None else {})
+
+    def on_disk(self, folder: str | None, machine: Machine | None) -> Settings:
+        """The settings with a disk, and with the part of a machine's memory that parameters and optimizer state may take beside it."""
+        return replace(self, disk=folder, budget=budget_of(machine) if folder is not None and machine is not None else None)
 
     def check(self) -> None:
         """Raise `OptionError` for values that are out of range or do not go together, before a model is built."""
@@ -89,7 +106,7 @@ class Settings:
 
     def flags(self, other: Settings) -> str:
         """The flags that make these settings of others: "--micro-batches 8 --prefetch 0"."""
-        changed = {name: value for name, value in vars(self).items() if value != getattr(other, name)}
+        changed = {name: value for name, value in vars(self).items() if value != getattr(other, name) and name != "budget"}
         flags = ((f"--{name.replace('_', '-')}", value) for name, value in changed.items())
         return " ".join(f"without {flag}" if value is None else f"{flag} {value}" for flag, value in flags)
 
@@ -102,6 +119,9 @@ class Asked:
     settings: Settings
     machine: Machine | None = None
     _traced: dict[tuple, tuple[Settings, Workload, Report]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.settings = self.settings.on_disk(self.settings.disk, self.machine)
 
     @property
     def workload(self) -> Workload:

@@ -21,7 +21,7 @@ from l2l_compile.planner.search import DECIDED, modes_with
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.update_modes import MODES
 
-_NOT_DECIDED = ("precision", "gradient_wire", "accumulate", "max_grad_norm", "compile_update", "outputs")
+_NOT_DECIDED = ("precision", "gradient_wire", "accumulate", "max_grad_norm", "compile_update", "outputs", "disk")
 _LEAST = 2  # rows: with fewer, a batch is not split
 _SLICES = 256  # micro-batches, with which the most rows are looked for
 _FRUGAL: dict[str, Any] = {"prefetch": 0, "keep": 0, "keep_on_host": 0, "resident": None}

@@ -16,10 +16,12 @@ from l2l_compile.errors import L2LError
 from l2l_compile.planner.fit import Fit
 from l2l_compile.update_modes import MODES, UpdateMode
 
+_DISK = "/disk"  # a folder of the machine
 _RANK = 16  # of the adapters that are tried
 _LEAST_LENGTH = 64  # tokens
 _NOTES = {
     "update": "in_backward clips no gradients",
+    "disk": "parameters and optimizer state in a folder of the machine",
     "optimizer": "sgd has no state",
     "batch": "fewer rows in a step",
     "accumulate": "a step for each backward call",
@@ -44,7 +46,11 @@ class Trial:
 
     def told(self, asked: Asked) -> str:
         """ "--prefetch 0: device 7.3 GiB, host 125.7 GiB"."""
-        changed = [f.name for f in fields(Settings) if getattr(self.settings, f.name) != getattr(asked.settings, f.name)]
+        changed = [
+            f.name
+            for f in fields(Settings)
+            if f.name != "budget" and getattr(self.settings, f.name) != getattr(asked.settings, f.name)
+        ]
         notes = [_NOTES[name] for name in changed if name in _NOTES]
         said = f" ({'; '.join(notes)})" if notes else ""
         return f"{self.settings.flags(asked.settings)}: {self.fit.short}{said}"
@@ -105,6 +111,8 @@ class Remedies:
         settings, workload = trial.settings, self.asked.workload
         if settings.precision == "fp32":
             yield lambda: self._try(replace(settings, precision="bf16"))
+        if settings.disk is None and MODES[settings.update].is_overlapped and trial.fit.too_large("host"):
+            yield lambda: self._try(settings.on_disk(_DISK, self.machine))
         if settings.optimizer != "sgd" and trial.fit.too_large("host"):
             yield lambda: self._try(replace(settings, optimizer="sgd"))
         if settings.accumulate != 1 and trial.fit.too_large("host"):

@@ -31,9 +31,10 @@ def _rate(number: float) -> str:
 def lanes_of(step: Simulation, options: Options) -> Iterator[str]:
     """A line for each lane that is at work: seconds, share of the step, and its work."""
     texts = lane_texts(options)
-    for lane in AT_WORK:
-        if step.timeline.busy(lane):
-            yield f"  {lane:8} {step.timeline.busy(lane):8.4g} s {step.busy(lane):6.1%}  {texts[lane]}"
+    at_work = [lane for lane in AT_WORK if step.timeline.busy(lane)]
+    width = max(8, *map(len, at_work))
+    for lane in at_work:
+        yield f"  {lane:{width}} {step.timeline.busy(lane):8.4g} s {step.busy(lane):6.1%}  {texts[lane]}"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from l2l_compile.planner.trials import Choice, OptionTrial, Traces, Trials
 from l2l_compile.report.explain import Report, explain
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.simulate import simulate
+from l2l_compile.simulation.simulated_disk import budget_of
 from l2l_compile.simulation.simulated_loop import Loss
 from l2l_compile.simulation.simulated_ranks import modules_of
 from l2l_compile.torch_internals.fresh_code import WithoutArguments
@@ -220,17 +221,7 @@ def plan(
     if optimizer is not None:
         given["optimizer"] = optimizer
     given = {name: value for name, value in given.items() if name not in ("device", "check", "plan")}
-    Options.build({**given, "update": modes_with(given)[-1], "device": "cpu"})
-    if given.get("optimizer") is not None:
-        check_needs_no_closure(given["optimizer"], "a plan")
-    if devices > 1 and not modules_of(adapter.uncompiled(model)):
-        raise OptionError(
-            "several devices divide a model that is a module, and this is a function: plan its module, or one device"
-        )
-    if delay and given.get("optimizer") is None:
-        raise OptionError(
-            "delay=True puts updates off, which needs the optimizer of the training loop: plan(..., optimizer=optimizer)"
-        )
+    _check(model, given, figures, devices, delay)
 
     def run(*args: Any, **kwargs: Any) -> Plans:
         there = _rows(args, kwargs)
@@ -256,6 +247,23 @@ def plan(
         return replace(found, simulated=step.seconds)
 
     return WithoutArguments(run, "plan(model, machine)")
+
+
+def _check(model: Callable, given: dict[str, Any], machine: Machine, devices: int, delay: bool) -> None:
+    """Raise `L2LError` for options that cannot be planned. Adds the budget that a machine with a disk gives."""
+    if given.get("disk") is not None:
+        given.setdefault("host_memory", budget_of(machine))
+    Options.build({**given, "update": modes_with(given)[-1], "device": "cpu"})
+    if given.get("optimizer") is not None:
+        check_needs_no_closure(given["optimizer"], "a plan")
+    if devices > 1 and not modules_of(adapter.uncompiled(model)):
+        raise OptionError(
+            "several devices divide a model that is a module, and this is a function: plan its module, or one device"
+        )
+    if delay and given.get("optimizer") is None:
+        raise OptionError(
+            "delay=True puts updates off, which needs the optimizer of the training loop: plan(..., optimizer=optimizer)"
+        )
 
 
 def _first_row(call: tuple[tuple, dict[str, Any]], rows: int) -> tuple[tuple, dict[str, Any]]:

@@ -35,7 +35,12 @@ def on_disk_of(options: Options, machine: Machine) -> Options:
         return options
     for figure in ("disk_read", "disk_write"):
         machine.known(figure)
-    return options if options.host_memory is not None else replace(options, host_memory=int(_OF_THE_HOST * machine.host_room))
+    return options if options.host_memory is not None else replace(options, host_memory=budget_of(machine))
+
+
+def budget_of(machine: Machine) -> int:
+    """The bytes of `host_memory` on a machine, where the option says nothing."""
+    return int(_OF_THE_HOST * machine.host_room)
 
 
 class DiskRing:

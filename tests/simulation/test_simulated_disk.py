@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from l2l_compile.lanes import Lane
 from l2l_compile.options import Options
 from l2l_compile.simulation.simulated_device import Clock, Clocks
 from l2l_compile.simulation.simulated_disk import DiskRing, chunks
+from marked_tables import assert_written
 from stored_training import OPTIMIZERS, RING
 
+ROOT = Path(__file__).parents[2]
 CARD = replace(Machine.load("rtx4090"), disk_read=4e9, disk_write=2e9)
 WIDTH, LAYERS, ROWS = 1024, 32, 4096
 EVENLY = 0.03  # nodes take an even share of each parameter to be on disk, where some parameters are
@@ -114,3 +118,17 @@ def test_chunks_wait_for_reads_and_for_free_buffers():
 def test_parameters_share_chunks_and_are_cut_into_them():
     assert list(chunks([(3, 3.0), (4, 8.0), (0, 0.0)], 5)) == [(5, 7.0), (2, 4.0)]
     assert list(chunks([(12, 6.0)], 5)) == [(5, 2.5), (5, 2.5), (2, 1.0)]
+
+
+def test_the_table_of_simulated_disks_is_that_of_the_run():
+    rows = json.loads((ROOT / "runs" / "disk_simulated.json").read_text())["rows"]
+    lines = [
+        "| update | disk, each way | step | without disk | disk alone | step over the longer | written |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        seconds = " | ".join(f"{row[name]:.2f} s" for name in ("step s", "without disk s", "disk alone s"))
+        lines.append(
+            f"| {row['update']} | {row['GB/s each way']:g} GB/s | {seconds} | {row['over the longer']:.3f} | {row['GB written']:.0f} GB |"
+        )
+    assert_written(ROOT / "docs" / "disk.md", "disk: simulated", "\n".join(lines))

@@ -216,9 +216,7 @@ def lane_texts(options: Options, host_computes: bool = False) -> dict[str, str]:
         Lane.COMPUTE: "layers, on the device",
         Lane.H2D: "copies to the device: weights" + (", and stashes for backward" if stashes else ""),
         Lane.D2H: "copies to the host: gradients" + (", and stashes of forward" if stashes else "") + ", and outputs",
-        Lane.COMM: Lane.COMM.work,
-        Lane.SEND: Lane.SEND.work,
-        Lane.RECV: Lane.RECV.work,
+        **{lane: lane.work for lane in (Lane.COMM, Lane.SEND, Lane.RECV, Lane.DISK_READ, Lane.DISK_WRITE)},
         Lane.HOST: _host_text(options),
         Lane.UPDATE: "a second thread of the host: updates of the step before, while this step computes",
     }
