@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ from l2l_compile.ir.rank_layout import Layout
 from l2l_compile.planner.divisions import Devices
 from l2l_compile.planner.fit import Fit
 from l2l_compile.planner.trials import Traces, Trials
+from marked_tables import assert_written
 from placed import placed, world
 
+ROOT = Path(__file__).parents[2]
 TINY = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 256}
 CARD = Machine.load("rtx4090")
 GIVEN = {"precision": "bf16", "outputs": "loss"}
@@ -204,3 +208,16 @@ def test_a_function_is_planned_for_one_device():
 def test_a_machine_without_links_is_refused():
     with pytest.raises(OptionError, match="has no figure 'link'"):
         planned(devices=2, machine=replace(CARD, link=None)).best  # noqa: B018
+
+
+def test_the_table_of_eight_devices_is_that_of_the_run():
+    rows = json.loads((ROOT / "runs" / "planner_devices.json").read_text())["rows"]
+    lines = [
+        "| machine | model, batch | plan | step | over the best set | shards alone, over the plan | by `simulate` |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        simulated = f"{row['plan, simulated s']:.2f} s, {row['simulated ratio']:.2f}" if "simulated ratio" in row else ""
+        ratios = f"{row['plan / brute force']:.3f} | {row['shards alone / plan']:.2f} | {simulated}"
+        lines.append(f"| {row['machine']} | {row['model']}, {row['rows']} | {row['pick']} | {row['plan s']:.2f} s | {ratios} |")
+    assert_written(ROOT / "docs" / "planning.md", "planner: devices", "\n".join(lines))
