@@ -159,7 +159,7 @@ def measured(case: Case, config: str, options: argparse.Namespace) -> dict[str, 
     shards = min(filter(None, (best_of(each, case.devices) for each in (tried, found.tried))), key=lambda trial: trial.seconds)
     row = {
         "machine": f"{case.devices} x {case.on.name}",
-        "model": found.headline.split(",")[0] if not case.sizes else "32 B",
+        "model": "8 B" if not case.sizes else "32 B",
         "rows": f"{case.rows} x {case.length}",
         "pick": f"{pick.layout}, {pick.options['schedule']}",
         "plan s": pick.seconds,
