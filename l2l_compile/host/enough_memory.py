@@ -11,7 +11,8 @@ from l2l_compile.devices.host import own_memory
 from l2l_compile.errors import L2LError
 from l2l_compile.host.disk_plan import copies_on_link, gradients_at_once
 from l2l_compile.host.step.sharded_state import ranks_among
-from l2l_compile.host.step.torch_step import state_bytes_of_trial
+from l2l_compile.host.step.torch_step import with_state_of_trial
+from l2l_compile.object_copies import tensors_within
 from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.sharded import local
@@ -53,13 +54,33 @@ def _needs(own: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, opti
     entries = sum(p.numel() for p in own)
     states = (value for p in own for value in optimizer.state.get(p, {}).values())
     there = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
-    needs = {"optimizer state": max(0, (state_bytes_of_trial(optimizer) or 0) * entries - there)}
+    needs = {"optimizer state": max(0, _state_of_an_entry(optimizer) * entries - there)}
     if not options.mode.is_overlapped:  # the memory of copies takes gradients later
         return needs | {"gradients": sum(p.nbytes for p in own if p.grad is None)}
     return needs | {
         "gradients": gradients_at_once(entries, 0, options),
         "copies that cross the link": copies_on_link(entries, options),
     }
+
+
+def _state_of_an_entry(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of optimizer state for each entry of a large parameter; 0 if it cannot be known.
+
+    From steps on two matrices: what grows with the rows of a matrix alone, as in factored and low-rank states, is left out.
+    """
+    try:
+        small, large = (_state_of_trial(optimizer, rows) for rows in (_ROWS, 2 * _ROWS))
+    except Exception:  # noqa: BLE001  # any class may raise anything; a real step will raise it again
+        return 0
+    return max(0, round((large - 2 * small) / (2 * _ROWS**2)))
+
+
+def _state_of_trial(optimizer: torch.optim.Optimizer, rows: int) -> int:
+    trial, parameter = with_state_of_trial(optimizer, rows)
+    return sum(tensor.nbytes for tensor in tensors_within(trial.state[parameter]))
+
+
+_ROWS = 128
 
 
 def _swap_space() -> int:

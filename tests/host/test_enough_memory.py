@@ -8,6 +8,7 @@ import torch
 import l2l_compile
 import l2l_compile.host.enough_memory as enough_memory
 from l2l_compile import L2LError, Machine, simulate
+from l2l_compile.options import Options
 from stored_training import LAYERS, WIDTH, training
 
 ENTRIES = 6 * WIDTH + LAYERS * (WIDTH * WIDTH + WIDTH) + 3 * WIDTH + 3
@@ -71,3 +72,22 @@ def test_a_simulated_machine_has_its_own_memory(available):
     made = training("adamw", update="in_backward")
     found = simulate(made.call, Machine.load("h200"))(torch.ones(6, 5))
     assert found.seconds > 0
+
+
+class LowRank(torch.optim.SGD):
+    """Keeps its state in a few columns, as GaLore does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() == 2 and "columns" not in self.state[parameter]:
+                    self.state[parameter]["columns"] = torch.zeros(parameter.shape[0], 128)
+        return super().step(closure)
+
+
+def test_state_that_grows_with_rows_alone_is_not_counted(available):
+    made = training("sgd", update="in_forward")
+    optimizer = LowRank(made.model.parameters(), lr=0.1)
+    options = Options.build({"optimizer": optimizer, "update": "in_backward", "device": "cpu"})
+    available(0)
+    enough_memory.check_enough_memory(options)
