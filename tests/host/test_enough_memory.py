@@ -24,8 +24,8 @@ def available(monkeypatch):
 CASES = [
     ("adamw", {"update": "in_backward"}, 8, "optimizer state"),
     ("sgd", {"update": "in_forward"}, 8, "4 bytes of momentum, and a gradient"),
-    ("lion", {"update": "in_forward", "precision": "bf16"}, 8, "4 bytes of state, 2 of a gradient, 2 of a copy"),
-    ("lion", {"update": "in_forward", "delay": 1}, 20, "4 of state, two gradients and two copies in fp32"),
+    ("sgd", {"update": "in_forward", "precision": "bf16"}, 8, "4 bytes of state, 2 of a gradient, 2 of a copy"),
+    ("sgd", {"update": "in_forward", "delay": 1}, 20, "4 of state, two gradients and two copies in fp32"),
     ("adamw", {"update": "in_backward", "accumulate": 2}, 12, "a gradient in fp32"),
     ("adafactor", {"update": "in_backward", "precision": "bf16"}, 2, "rows and columns of state are not counted"),
     ("adamw", {"update": "at_step"}, 12, "p.grad"),

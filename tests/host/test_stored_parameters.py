@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import l2l_compile
-from l2l_compile import L2LError, OptionError
+from l2l_compile import L2LError
 from l2l_compile.disk.chunk_ring import ChunkRing
 from l2l_compile.disk.disk_store import range_of
 from l2l_compile.session import session_of
@@ -106,12 +106,6 @@ def test_explain_says_what_is_on_disk_and_what_a_step_writes(tmp_path):
     assert report.host_memory.disk.placement.on_disk == of_step.disk_written_bytes
     assert "disk: master 3.0 MiB, optimizer state 6.0 MiB, in all 9.0 MiB, read and written" in " ".join(str(report).split())
     assert report.host_memory.master + report.host_memory.optimizer_state < 200_000
-
-
-def test_a_simulated_machine_has_no_disk(tmp_path):
-    made = training("adamw", disk=tmp_path, update="in_backward")
-    with pytest.raises(OptionError, match="a simulated machine has no disk: leave out the options"):
-        l2l_compile.simulate(made.call, "h200")
 
 
 @pytest.mark.parametrize("asked", [l2l_compile.explain, None])
