@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,13 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from stored_training import LAYERS, WIDTH
+
 TESTS = Path(__file__).parent.parent
-STEPS = 8
-RUN = f"""
+RUN = """
 import os, sys, time, torch
 from stored_training import training
 
-folder, saved = sys.argv[1:]
+folder, saved, steps = *sys.argv[1:3], int(sys.argv[3])
 made = training("adamw", disk=folder, update="in_forward", precision="bf16")
 made.step()
 if os.path.exists(saved):
@@ -28,34 +30,53 @@ if os.path.exists(saved):
     made.optimizer.load_state_dict(state["optimizer"])
     made.number = state["number"]
 print("ready", flush=True)
-while made.number < {STEPS}:
+while made.number < steps:
     made.step()
-    torch.save({{"model": made.model.state_dict(), "optimizer": made.optimizer.state_dict(), "number": made.number}}, saved + ".new")
+    torch.save({"model": made.model.state_dict(), "optimizer": made.optimizer.state_dict(), "number": made.number}, saved + ".new")
     os.replace(saved + ".new", saved)
 torch.save(made.tensors(), saved + ".end")
 """
 
 
-def running(folder: Path, saved: Path) -> subprocess.Popen:
+def running(folder: Path, saved: Path, steps: int) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RUN, str(folder), str(saved)]
+    command = [sys.executable, "-c", RUN, str(folder), str(saved), str(steps)]
     made = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert made.stdout.readline() == "ready\n"
     return made
 
 
+def free_beside_files(root: Path) -> int:
+    """Free bytes, and those that files with a name take."""
+    return shutil.disk_usage(root).free + sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
+def is_free_again(root: Path, before: int) -> bool:
+    """Whether the space of the file without a name is free within a second; half of it may be taken by others meanwhile."""
+    until = time.monotonic() + 1.0
+    while free_beside_files(root) < before - SIZE // 2:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+SIZE = 12 * LAYERS * WIDTH**2  # bytes of parameters and state on disk
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [5])
-def test_a_killed_run_goes_on_with_the_same_bits(kills, tmp_path):
+@pytest.mark.parametrize(("kills", "steps"), [(5, 8), (50, 40)])
+def test_a_killed_run_goes_on_with_the_same_bits(kills, steps, tmp_path):
     (folder := tmp_path / "disk").mkdir()
-    assert running(folder, tmp_path / "whole").wait() == 0
+    assert running(folder, tmp_path / "whole", steps).wait() == 0
     times = random.Random(0)
     for _ in range(kills):
-        run = running(folder, tmp_path / "killed")
+        before = free_beside_files(tmp_path)
+        run = running(folder, tmp_path / "killed", steps)
         time.sleep(times.uniform(0.0, 0.6))
         run.send_signal(signal.SIGKILL)
         run.wait()
-        assert os.listdir(folder) == []
-    assert running(folder, tmp_path / "killed").wait() == 0
+        assert os.listdir(folder) == [] and is_free_again(tmp_path, before)
+    assert running(folder, tmp_path / "killed", steps).wait() == 0
     whole, killed = (torch.load(tmp_path / f"{name}.end") for name in ("whole", "killed"))
     assert all(map(torch.equal, whole, killed)) and len(whole) == len(killed)
