@@ -211,7 +211,7 @@ def test_a_machine_without_links_is_refused():
 
 
 def test_the_table_of_eight_devices_is_that_of_the_run():
-    rows = json.loads((ROOT / "runs" / "planner_devices.json").read_text())["rows"]
+    rows = json.loads((ROOT / "examples" / "benchmarks" / "runs" / "planner-devices.json").read_text())["rows"]
     head = ["machine", "model, batch", "plan", "step", "over the best set", "shards alone, over the plan", "by `simulate`"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:

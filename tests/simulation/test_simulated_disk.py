@@ -121,7 +121,7 @@ def test_parameters_share_chunks_and_are_cut_into_them():
 
 
 def test_the_table_of_simulated_disks_is_that_of_the_run():
-    rows = json.loads((ROOT / "runs" / "disk_simulated.json").read_text())["rows"]
+    rows = json.loads((ROOT / "examples" / "benchmarks" / "runs" / "disk-simulated.json").read_text())["rows"]
     lines = [
         "| update | disk, each way | step | without disk | disk alone | step over the longer | written |",
         "|---|---|---|---|---|---|---|",
