@@ -15,9 +15,8 @@ def _plan_first(owner: Any, call: calls.CompiledCall) -> None:
     """Before a call of a compiled model: decide on its options, if they are left to the first training step."""
     if (getattr(owner, "kwargs", {}).get("options") or {}).get("plan") is not None:
         setattr(owner, PLANS_FIRST, True)
-        from l2l_compile.planner.first_training_step import (
-            plan_first_step,  # a program without the option need not load a planner
-        )
+        # here, since a program without the option need not load a planner
+        from l2l_compile.planner.first_training_step import plan_first_step
 
         plan_first_step(owner, call)
 

@@ -394,11 +394,12 @@ def _check_disk(settings: dict) -> None:
 
 def _check_plan(settings: dict) -> None:
     """Raise `OptionError` for options with which a planner cannot time a step."""
-    for name in ("disk", "pinned_memory") if settings.get("plan") else ():
+    for name, why in _NOT_PLANNED if settings.get("plan") else ():
         if settings[name] is not None:
-            raise OptionError(
-                f"option plan={settings['plan']!r} does not go with {name!r}, whose time is not planned: leave one out"
-            )
+            raise OptionError(f"option plan={settings['plan']!r} does not go with {name!r}, {why}: leave one of them out")
+
+
+_NOT_PLANNED = (("disk", "since the speed of the disk is not measured"), ("pinned_memory", "with which a step is not timed"))
 
 
 _UNITS = {f"{prefix}{i}B": base**power for base, i in ((1000, ""), (1024, "i")) for power, prefix in enumerate("KMGT", 1)}

@@ -56,9 +56,7 @@ def watch_regions(entered: Callable[[Any], None], left: Callable[[], None]) -> N
     def set_callback(callback: Any) -> Any:
         if is_frame_of_region(frame := sys._getframe(1)):
             if callback is not None and not _calls.is_noted(frame):
-                with _undone_on_error(frame):
-                    for look in _before_calls:
-                        look(backend_of(callback), CompiledCall(frame))
+                _look_at(frame, backend_of(callback))
             _calls.begins_or_ends(frame, callback)
         if callback is not None:
             for entering, _ in _watching_regions:
@@ -111,13 +109,17 @@ def look_before_calls(is_ours: Callable[[Any], bool], called: Callable[[Any, Com
 
     An error of `called` is raised by the call.
     """
-
-    def look(backend: Any, call: CompiledCall) -> None:
-        if is_ours(backend):
-            called(backend, call)
-
-    _before_calls.append(look)
+    _before_calls.append((is_ours, called))
     watch_regions(_nothing, _nothing)
+
+
+def _look_at(frame: types.FrameType, backend: Any) -> None:
+    """Let those look at a call who asked for calls of its backend."""
+    looks = [called for is_ours, called in _before_calls if is_ours(backend)]
+    if looks:
+        with _undone_on_error(frame):
+            for called in looks:
+                called(backend, CompiledCall(frame))
 
 
 @contextmanager
@@ -153,7 +155,7 @@ def _nothing(*_: Any) -> None:
     """For calls alone."""
 
 
-_before_calls: list[Callable[[Any, CompiledCall], None]] = []
+_before_calls: list[tuple[Callable[[Any], bool], Callable[[Any, CompiledCall], None]]] = []
 
 
 def refuse_calls_within_dynamo(is_ours: Callable[[Any], bool]) -> None:
