@@ -22,7 +22,7 @@ from l2l_compile.simulation.machine import Machine, names
 from l2l_compile.update_modes import MODES
 
 _UNITS = {f"{prefix}{i}B": base**power for base, i in ((1000, ""), (1024, "i")) for power, prefix in enumerate("KMGT", 1)}
-_OWN = {s.name: s.default for s in fields(Settings) if s.name != "budget"}  # which no flag sets
+_OWN = {s.name: s.default for s in fields(Settings)}
 _LIBRARY = {o.name: o.default for o in fields(Options)}
 
 

@@ -31,15 +31,8 @@ _OPTIONS = (
     *("precision", "gradient_wire", "update", "delay", "accumulate", "max_grad_norm", "compile_update"),
     *("stash", "keep", "keep_on_host", "resident", "prefetch", "outputs", "pinned_memory", "schedule", "disk"),
 )
-_TRACED = (
-    "length",
-    "lora",
-    "base",
-    "precision",
-    "outputs",
-    "schedule",
-    "disk",
-)  # a step that differs in one of these is traced anew
+# a step that differs in one of these is traced anew
+_TRACED = ("length", "lora", "base", "precision", "outputs", "schedule", "disk")
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,6 @@ class Settings:
     length  tokens of a row; None for a default
     lora    the rank of adapters of a frozen model; None to train all parameters
     base    the dtype of the frozen parameters, with `lora`; "nf4" or "int8" for quantized linear layers
-    budget  the option `host_memory`, with `disk`; None where the host of the command is meant
     """
 
     batch: int | None = None
@@ -75,7 +67,6 @@ class Settings:
     pinned_memory: str | None = None
     schedule: str = "breadth_first"
     disk: str | None = None
-    budget: int | None = None
 
     def options(self, workload: Workload) -> dict[str, Any]:
         """The options of the backend. Raises `OptionError` for values that do not go together."""
@@ -89,12 +80,7 @@ class Settings:
     def named(self, workload: Workload) -> dict[str, Any]:
         """The options by their names, for any number of rows."""
         optimizer = OPTIMIZERS[self.optimizer](workload.trained)
-        chosen = {name: getattr(self, name) for name in ("micro_batches", *_OPTIONS)} | {"optimizer": optimizer}
-        return chosen | ({"host_memory": self.budget} if self.disk is not None else {})
-
-    def on_disk(self, folder: str | None, machine: Machine | None) -> Settings:
-        """The settings with a disk, and with the part of a machine's memory that parameters and optimizer state may take beside it."""
-        return replace(self, disk=folder, budget=budget_of(machine) if folder is not None and machine is not None else None)
+        return {name: getattr(self, name) for name in ("micro_batches", *_OPTIONS)} | {"optimizer": optimizer}
 
     def check(self) -> None:
         """Raise `OptionError` for values that are out of range or do not go together, before a model is built."""
@@ -106,7 +92,7 @@ class Settings:
 
     def flags(self, other: Settings) -> str:
         """The flags that make these settings of others: "--micro-batches 8 --prefetch 0"."""
-        changed = {name: value for name, value in vars(self).items() if value != getattr(other, name) and name != "budget"}
+        changed = {name: value for name, value in vars(self).items() if value != getattr(other, name)}
         flags = ((f"--{name.replace('_', '-')}", value) for name, value in changed.items())
         return " ".join(f"without {flag}" if value is None else f"{flag} {value}" for flag, value in flags)
 
@@ -119,9 +105,6 @@ class Asked:
     settings: Settings
     machine: Machine | None = None
     _traced: dict[tuple, tuple[Settings, Workload, Report]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.settings = self.settings.on_disk(self.settings.disk, self.machine)
 
     @property
     def workload(self) -> Workload:
@@ -147,13 +130,20 @@ class Asked:
         if settings == traced:
             return report
         rows = min(settings.batch, workload.rows) if settings.batch is not None else workload.rows
-        options = Options.build({**settings.options(workload), "device": "cpu"})
+        options = Options.build(self._on_machine(settings.options(workload)))
         return report.streamed(options, rows if rows != workload.rows else None)
 
     def report_of_rows(self, settings: Settings, rows: int) -> Report:
         """The report of a step with another number of rows, which may be more than those that are traced."""
         _, workload, report = self._trace(self.settings)
-        return report.streamed(Options.build({**settings.named(workload), "device": "cpu"}), rows)
+        return report.streamed(Options.build(self._on_machine(settings.named(workload))), rows)
+
+    def _on_machine(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The options of a report, with the part of the machine's memory that parameters and optimizer state may take beside a disk."""
+        made = {**options, "device": "cpu"}
+        if options["disk"] is not None and self.machine is not None:
+            made["host_memory"] = budget_of(self.machine)
+        return made
 
     def _trace(self, settings: Settings) -> tuple[Settings, Workload, Report]:
         """The model and its report, and the settings of the report: those for which it was traced first."""
@@ -162,9 +152,9 @@ class Asked:
         key = (*(getattr(settings, name) for name in _TRACED), splits, batch)
         if key not in self._traced:
             workload = load(self.given, batch, settings.length, lora=settings.lora, base=settings.base)
-            options = replace(settings, batch=batch).options(workload)
+            options = self._on_machine(replace(settings, batch=batch).options(workload))
             with failing_as(f"{workload.name} cannot be traced"):
-                report = workload.call(explain(workload.model, {**options, "device": "cpu"}))
+                report = workload.call(explain(workload.model, options))
             memory = replace(report.host_memory, parameters=workload.parameters)
             report = replace(report, tokens=workload.tokens, model=workload.name, host_memory=memory)
             self._traced[key] = settings, workload, report if self.machine is None else report.on(self.machine)

@@ -46,11 +46,7 @@ class Trial:
 
     def told(self, asked: Asked) -> str:
         """ "--prefetch 0: device 7.3 GiB, host 125.7 GiB"."""
-        changed = [
-            f.name
-            for f in fields(Settings)
-            if f.name != "budget" and getattr(self.settings, f.name) != getattr(asked.settings, f.name)
-        ]
+        changed = [f.name for f in fields(Settings) if getattr(self.settings, f.name) != getattr(asked.settings, f.name)]
         notes = [_NOTES[name] for name in changed if name in _NOTES]
         said = f" ({'; '.join(notes)})" if notes else ""
         return f"{self.settings.flags(asked.settings)}: {self.fit.short}{said}"
@@ -112,7 +108,7 @@ class Remedies:
         if settings.precision == "fp32":
             yield lambda: self._try(replace(settings, precision="bf16"))
         if settings.disk is None and MODES[settings.update].is_overlapped and trial.fit.too_large("host"):
-            yield lambda: self._try(settings.on_disk(_DISK, self.machine))
+            yield lambda: self._try(replace(settings, disk=_DISK))
         if settings.optimizer != "sgd" and trial.fit.too_large("host"):
             yield lambda: self._try(replace(settings, optimizer="sgd"))
         if settings.accumulate != 1 and trial.fit.too_large("host"):

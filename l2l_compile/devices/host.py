@@ -70,8 +70,13 @@ def available_memory() -> int:
 
     All of it where the system gives no estimate.
     """
-    path = Path("/proc/meminfo")
+    found = bytes_in_proc("meminfo", "MemAvailable"), room_in_cgroups()
+    return min((size for size in found if size is not None), default=physical_memory())
+
+
+def bytes_in_proc(file: str, *names: str) -> int | None:
+    """The sum of figures with these names in a file of Linux's `/proc`; None where it has none of them."""
+    path = Path("/proc") / file
     lines = path.read_text().splitlines() if path.is_file() else []
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    room = room_in_cgroups()
-    return min([*found, *([room] if room is not None else [])], default=physical_memory())
+    found = [int(line.split()[1]) * 1024 for line in lines if line.partition(":")[0] in names]
+    return sum(found) if found else None

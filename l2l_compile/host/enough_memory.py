@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from l2l_compile.devices.host import own_memory
+from l2l_compile.devices.host import bytes_in_proc, own_memory
 from l2l_compile.errors import L2LError
 from l2l_compile.host.disk_plan import copies_on_link, gradients_at_once
 from l2l_compile.host.step.sharded_state import ranks_among
@@ -41,7 +39,7 @@ def check_enough_memory(options: Options) -> None:
         remedy = (
             "give the option 'disk' a folder, which takes what does not fit"
             if options.mode.is_overlapped
-            else ("take update='in_backward' with the option 'disk', a folder that takes what does not fit")
+            else "take update='in_backward' with the option 'disk', a folder that takes what does not fit"
         )
         raise L2LError(
             f"a step needs {format_bytes(total)} more of host memory ({shown}), and {format_bytes(available)} are available: {remedy}, "
@@ -85,6 +83,4 @@ _ROWS = 128
 
 def _swap_space() -> int:
     """Bytes of swap space that are free; 0 where the system does not say."""
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapFree:"))
+    return bytes_in_proc("meminfo", "SwapFree") or 0

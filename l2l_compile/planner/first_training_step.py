@@ -6,14 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from l2l_compile import user_line
-from l2l_compile.devices.host import available_memory, is_host, own_memory
+from l2l_compile.devices.host import available_memory, bytes_in_proc, is_host, own_memory
 from l2l_compile.errors import L2LError, OptionError
 from l2l_compile.memory.address import memory_of
 from l2l_compile.memory.cgroups import room_in_cgroups
@@ -117,18 +116,15 @@ def _not_counted_as_available() -> int:
 
     The system counts pages of mapped files as available, which the limit of a container does not.
     """
-    path = Path("/proc/self/status")
-    lines = path.read_text().splitlines() if path.is_file() else []
-    names = ("RssAnon:", "RssShmem:", *(("RssFile:",) if room_in_cgroups() == available_memory() else ()))
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith(names)]
-    return sum(found) if found else 1 << 62
+    of_files = ("RssFile",) if room_in_cgroups() == available_memory() else ()
+    found = bytes_in_proc("self/status", "RssAnon", "RssShmem", *of_files)
+    return found if found is not None else 1 << 62
 
 
 def _said(best: Plan, decided: Mapping[str, Any], seconds: float) -> str:
     changed = {name: value for name, value in decided.items() if value != DECIDED[name]}
-    chosen = (
-        f"options {changed}, instead of plan='auto': give them," if changed else "the library's own options: leave out 'plan',"
-    )
+    own = "the library's own values of the options left open: leave out 'plan',"
+    chosen = f"options {changed}, instead of plan='auto': give them," if changed else own
     return (
         f"backend 'l2l' has planned for {seconds:.0f} s and taken {chosen} and the next run plans nothing. A step of this batch takes about "
         f"{best.seconds:.3g} s, and {'; '.join(need.short for need in best.needs)}"
