@@ -46,6 +46,7 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if sentence := wrong.get((item.path, getattr(item, "originalname", None))):
                 item.stash[STALE] = sentence
+                item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]  # so that `make test` says it
 
 
 def pytest_runtest_setup(item):

@@ -56,7 +56,7 @@ def test_ratios_are_those_of_the_equation():
 
 
 @pytest.mark.parametrize("case", ["CMP, 64 × 1", "CMP, 64 × 2", "fp32, 64 × 1", "stash on the GPU, 48 layers"])
-@pytest.mark.slow(but="CMP, 64 × 1")
+@pytest.mark.slow(but="CMP, 64 * 1")
 def test_a_simulated_step_still_has_these_figures(script, case):
     row = next(row for row in script.TABLES if row.case == case)
     expected = next(row for row in MEMORY if row["case"] == case)

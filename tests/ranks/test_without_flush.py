@@ -299,7 +299,7 @@ def is_the_rule(rank, world, turns, kind, overflow, max_norm, steps=8):
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 @pytest.mark.parametrize(("overflow", "max_norm"), [(-1, None), (3, 0.5)], ids=["plain", "clipped, overflow"])
-@pytest.mark.slow(but="overflow-SGD")
+@pytest.mark.slow(but="*overflow-SGD")
 def test_weights_are_those_of_a_loop_with_two_copies(ranks, kind, overflow, max_norm):
     for world, turns in ((2, 3), (3, 3), (4, 4)):
         ranks.run(is_the_rule, turns, kind, overflow, max_norm, world=world)
