@@ -84,15 +84,21 @@ class Training:
         return [t.detach().clone() for t in (*self.model.parameters(), *held)]
 
 
-def training(optimizer: str = "adamw", *, disk: Any = None, spare: int = 200_000, **options: Any) -> Training:
-    """With `disk`, only `spare` bytes of parameters and state stay in memory. A model and a loop that starts anew."""
+def training(
+    optimizer: str = "adamw", *, disk: Any = None, spare: int = 200_000, stored_copies: bool = False, **options: Any
+) -> Training:
+    """With `disk`, only `spare` bytes of parameters and state stay in memory; with `stored_copies`, of copies for the link as well.
+
+    A model and a loop that starts anew.
+    """
     torch._dynamo.reset()
     model = matrices()
     made = OPTIMIZERS[optimizer](model.parameters())
     if disk is not None:
         asked = Options.build({**options, "optimizer": made, "disk": disk, "host_memory": "1TB"})
-        beside = disk_plan(asked, largest=WIDTH * (WIDTH + 1)).beside
-        options = {**options, "disk": disk, "host_memory": beside + RING + spare}
+        plan = disk_plan(asked, largest=WIDTH * (WIDTH + 1))
+        copies = 0 if stored_copies else sum(size.copy for size in plan.sizes)
+        options = {**options, "disk": disk, "host_memory": plan.beside + copies + RING + spare}
     return Training(model, made, compiled(model, optimizer=made, **options))
 
 

@@ -80,6 +80,10 @@ class CpuDevice(Counted):
     ) -> list[torch.Tensor]:
         return [*(wire.views if wire is not None else ()), *(_alone(w.detach().contiguous()) for w in weights)]
 
+    def stored_bytes(self, weight: torch.Tensor) -> int:
+        """0: a weight on disk is read through its mapping, by the operations on it."""
+        return 0
+
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         part_of_more = tensor.untyped_storage().nbytes() > tensor.nbytes
         if part_of_more:  # the ledger counts storages

@@ -22,6 +22,8 @@ from torch import fx
 
 from l2l_compile.devices.host import cores_beside_a_device, own_memory
 from l2l_compile.devices.staging import Staging
+from l2l_compile.disk.disk_store import range_of
+from l2l_compile.disk.stored_entries import pages_around
 from l2l_compile.ir.segments import Segment
 from l2l_compile.lanes import Lane
 from l2l_compile.memory.in_place import lock_in_place, locked_bytes
@@ -211,8 +213,18 @@ class Device(ABC):
             lock_in_place(weight, self.pinned)
 
     def _send_weight(self, weight: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy a host tensor of any strides into contiguous device memory, uint8 (h2d lane)."""
-        self._staging.send_in_place(weight, target, *locked_bytes(weight))
+        """Copy a host tensor of any strides, which may be on disk, into contiguous device memory, uint8 (h2d lane)."""
+        if self.stored_bytes(weight):
+            self._staging.send_stored(weight, target)
+        else:
+            self._staging.send_in_place(weight, target, *locked_bytes(weight))
+
+    def stored_bytes(self, weight: torch.Tensor) -> int:
+        """Bytes that a fetch of a host tensor reads from a disk, in whole pages; 0 for one in memory."""
+        if range_of(weight) is None or not weight.is_contiguous():
+            return 0
+        _, first, last, _ = pages_around(weight)
+        return last - first
 
     @abstractmethod
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:

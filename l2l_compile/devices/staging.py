@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
+from l2l_compile.disk.disk_store import BLOCK
+from l2l_compile.disk.stored_entries import read_in_order
 from l2l_compile.memory.in_place import PAGE
 from l2l_compile.memory.layout import aligned
 from l2l_compile.memory.pages import PinnedMemory
 
 SLOTS = 4
 _EDGES = 1024  # slots of a page: the fetches of a whole pass over dozens of layers do not wait for one
-_SLOT_BYTES = 8 << 20  # enough that a copy takes longer than its call
+_SLOT_BYTES = BLOCK  # enough that a copy takes longer than its call
 
 
 def edge_bytes() -> int:
@@ -38,6 +40,7 @@ class Staging:
     def __init__(self, memory: PinnedMemory, record: Callable[[], Any], wait: Callable[[Any], object]):
         self._memory, self._record, self._wait = memory, record, wait
         self._edges: Staging | None = None
+        self._of_disk: Staging | None = None
         self._begin(SLOTS, ring_bytes(memory.budget) // SLOTS)
 
     def _begin(self, slots: int, size: int) -> None:
@@ -59,6 +62,27 @@ class Staging:
             if start < end:
                 self._edges.send(entries[start:end], target[start:end])
 
+    def send_stored(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """As `send`, for a contiguous source on disk: it is read into slots of their own, ahead of the copies. Raises `DiskError`."""
+        if self._of_disk is None:
+            self._of_disk = copy.copy(self)
+            self._of_disk._begin(SLOTS, max(PAGE, self._slots[0].numel() // PAGE * PAGE))
+        self._of_disk._send_blocks(source, target)
+
+    def _send_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Read one block into each slot, and copy it from there to the device."""
+
+        def take(block: torch.Tensor, start: int) -> None:
+            target[start : start + block.numel()].copy_(block, non_blocking=True)
+            self._events[self._given.pop(0)] = self._record()
+
+        def slot() -> torch.Tensor:
+            self._given.append(self._next())
+            return self._slots[self._given[-1]]
+
+        self._given: list[int] = []  # slots that are being read into, in order
+        read_in_order(source.detach(), slot, len(self._slots), take)
+
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a host tensor, of any strides, into contiguous device memory, uint8, of the same size in bytes."""
         entries, each = source.detach().reshape(-1), source.element_size()
@@ -74,8 +98,13 @@ class Staging:
         """A slot, and where its next `size` bytes begin: in the slot that is being filled, or in the next one when its copies are done."""
         if self._filled + size > self._slots[self._slot].numel():
             self._events[self._slot] = self._record()
-            self._slot, self._filled = (self._slot + 1) % len(self._slots), 0
-            if self._events[self._slot] is not None:
-                self._wait(self._events[self._slot])
+            self._next()
         begin, self._filled = self._filled, self._filled + aligned(size)
         return self._slot, begin
+
+    def _next(self) -> int:
+        """The next slot, when the copies out of it are done."""
+        self._slot, self._filled = (self._slot + 1) % len(self._slots), 0
+        if self._events[self._slot] is not None:
+            self._wait(self._events[self._slot])
+        return self._slot

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from l2l_compile.disk.disk_file import PAGE, DiskFile, whole_pages
+from l2l_compile.disk.disk_file import DiskFile, whole_pages
 from l2l_compile.disk.disk_threads import DiskThreads, Transfer
 from l2l_compile.errors import DiskError
 from l2l_compile.memory.finalizers import taken
@@ -27,7 +27,6 @@ from l2l_compile.memory.pages import pages
 
 BLOCK = 8 << 20  # bytes of one transfer: with smaller ones, a disk is as fast, and the processor busier
 _THREADS = 2  # each way
-_SAMPLED = 4  # pages of a tensor
 _STORED = "_l2l_stored"  # an attribute of storages: it is gone with the storage
 
 
@@ -147,23 +146,30 @@ class DiskStore:
             self.read_bytes += size
 
     def read(
-        self, spans: Sequence[StoredSpan], buffer: torch.Tensor, then: Callable[[Transfer], None] = lambda _: None
+        self,
+        spans: Sequence[StoredSpan],
+        buffer: torch.Tensor,
+        then: Callable[[Transfer], None] = lambda _: None,
+        *,
+        is_update: bool = True,
     ) -> Transfer:
         """Read spans into a buffer that begins on a page, behind writes into them that are under way.
 
+        Bytes that are read for an update count as `read_bytes`. Other reads come first: compute waits for them. Who asks counts them.
         They may be spans of another store: of a model that was compiled twice, or shares parameters with another model.
         """
 
         def block(span: StoredSpan, offset: int, size: int) -> None:
             span.range.await_writes(span.start + offset, span.start + offset + size)
-            span.range.store.file.read(_memory(buffer, span.at + offset, size), span.range.start + span.start + offset)
+            span.range.store.file.read(memory_at(buffer, span.at + offset, size), span.range.start + span.start + offset)
 
         def done(transfer: Transfer) -> None:
             self._note(transfer, spans)
             then(transfer)
 
-        self.count_read(sum(whole_pages(span.size) for span in spans))
-        return self._readers.submit(_blocks(spans, block), then=done)
+        if is_update:
+            self.count_read(sum(whole_pages(span.size) for span in spans))
+        return self._readers.submit(_blocks(spans, block), then=done, is_urgent=not is_update)
 
     def write(
         self, spans: Sequence[StoredSpan], buffer: torch.Tensor, then: Callable[[Transfer], None] = lambda _: None
@@ -171,7 +177,7 @@ class DiskStore:
         """Write spans from a buffer that begins on a page. From now on, `await_writes` of their ranges waits."""
 
         def block(span: StoredSpan, offset: int, size: int) -> None:
-            span.range.store.file.write(_memory(buffer, span.at + offset, size), span.range.start + span.start + offset)
+            span.range.store.file.write(memory_at(buffer, span.at + offset, size), span.range.start + span.start + offset)
 
         def begin(transfer: Transfer) -> None:
             for span in spans:
@@ -203,7 +209,7 @@ def _blocks(spans: Sequence[StoredSpan], block: Callable[[StoredSpan, int, int],
     ]
 
 
-def _memory(buffer: torch.Tensor, start: int, size: int) -> memoryview:
+def memory_at(buffer: torch.Tensor, start: int, size: int) -> memoryview:
     assert start + size <= buffer.numel(), "a span ends behind its buffer"
     return memoryview((ctypes.c_uint8 * size).from_address(buffer.data_ptr() + start)).cast("B")
 
@@ -224,30 +230,6 @@ def await_writes(tensor: torch.Tensor) -> torch.Tensor:
     if (found := range_of(tensor)) is not None:
         found.await_writes()
     return tensor
-
-
-def some_pages(tensor: torch.Tensor, generation: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A few pages of a stored tensor, evenly spread, others in every generation: their positions in the flat tensor, and their entries.
-
-    They pass the mapping by, where a read of one page brings megabytes into the page cache. Raises `DiskError`.
-    """
-    found = range_of(tensor)
-    assert found is not None, "a tensor in memory"
-    found.await_writes()
-    width = tensor.element_size()
-    start = int(tensor.storage_offset()) * width
-    first, last = whole_pages(start), (start + tensor.nbytes) // PAGE * PAGE
-    count = max(0, last - first) // PAGE
-    stride = max(1, count // _SAMPLED)
-    chosen = range(first + generation % stride * PAGE, max(first, last), stride * PAGE)
-    buffer = pages(max(1, len(chosen)) * PAGE, "a sample of a parameter on disk")
-    for number, offset in enumerate(chosen):
-        found.store.file.read(_memory(buffer, number * PAGE, PAGE), found.start + offset)
-    found.store.count_read(len(chosen) * PAGE)
-    entries = buffer[: len(chosen) * PAGE].view(tensor.dtype)
-    begins = torch.tensor([(offset - start) // width for offset in chosen], dtype=torch.int64)
-    positions = begins[:, None] + torch.arange(PAGE // width)
-    return positions.view(-1), entries
 
 
 def whole_spans(tensors: Sequence[torch.Tensor]) -> tuple[list[StoredSpan], int]:

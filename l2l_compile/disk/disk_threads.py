@@ -6,7 +6,9 @@ import os
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from l2l_compile.memory.finalizers import members
 
@@ -55,15 +57,40 @@ class Transfer:
                 self._undone.release()
 
 
+class _Queue:
+    """Blocks in the order in which they were given, urgent ones first."""
+
+    def __init__(self) -> None:
+        self._given: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each block; its `put` may be called by a finalizer
+        self._blocks: tuple[deque, deque] = (deque(), deque())
+
+    def put(self, block: tuple[Callable[[], None], Transfer], is_urgent: bool) -> None:
+        self._blocks[not is_urgent].append(block)
+        self._given.put(True)
+
+    def get(self) -> tuple[Callable[[], None], Transfer] | None:
+        """The next block; None at the end."""
+        if not self._given.get():
+            return None
+        while True:  # there is one: a look may miss it while other threads take theirs
+            for blocks in self._blocks:
+                with suppress(IndexError):
+                    return blocks.popleft()
+
+    def end(self, threads: int) -> None:
+        for _ in range(threads):
+            self._given.put(False)
+
+
 class DiskThreads:
-    """A few threads that take blocks in the order in which these were given."""
+    """A few threads that take blocks in the order in which these were given, and urgent ones before others."""
 
     def __init__(self, count: int, name: str):
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._queue = _Queue()
         self._under_way: set[Transfer] = set()
         for number in range(count):
             threading.Thread(target=_loop, args=(self._queue,), name=f"l2l-{name}-{number}", daemon=True).start()
-        weakref.finalize(self, _end, self._queue, count)
+        weakref.finalize(self, self._queue.end, count)
         _groups.add(self)
 
     def submit(
@@ -71,6 +98,8 @@ class DiskThreads:
         blocks: Sequence[Callable[[], None]],
         begin: Callable[[Transfer], None] = lambda _: None,
         then: Callable[[Transfer], None] = lambda _: None,
+        *,
+        is_urgent: bool = False,
     ) -> Transfer:
         """Queue blocks, at least one. `begin` is called before the first one, and `then` behind the last one, on a disk thread."""
         under_way = self._under_way
@@ -85,7 +114,7 @@ class DiskThreads:
         under_way.add(transfer)
         begin(transfer)
         for block in blocks:
-            self._queue.put((block, transfer))
+            self._queue.put((block, transfer), is_urgent)
         return transfer
 
     def settle(self) -> None:
@@ -94,7 +123,7 @@ class DiskThreads:
             transfer.settle()
 
 
-def _loop(blocks: queue.SimpleQueue) -> None:
+def _loop(blocks: _Queue) -> None:
     while (item := blocks.get()) is not None:
         work, transfer = item
         error = None
@@ -104,11 +133,6 @@ def _loop(blocks: queue.SimpleQueue) -> None:
             error = failure
         transfer.block_done(error)
         del item, work, transfer, error
-
-
-def _end(blocks: queue.SimpleQueue, count: int) -> None:
-    for _ in range(count):
-        blocks.put(None)
 
 
 def _before_fork() -> None:

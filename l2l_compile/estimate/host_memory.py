@@ -45,7 +45,8 @@ class HostMemory:
                      the last step during forward (`zero_grad` after it, several backwards a step) needs memory for both
     stashes          values that wait on the host for backward, when forward has ended
     activations      what the option `keep_on_host` keeps there of the inside of segments, at the same time
-    disk             where the option `disk` puts masters and optimizer state, which `master` and `optimizer_state` do not count then
+    disk             where the option `disk` puts masters, optimizer state and copies for the link, which `master`, `optimizer_state` and
+                     `wire` do not count then
     """
 
     parameters: int
@@ -97,9 +98,10 @@ def _shown_on_disk(plan: DiskPlan | None) -> str:
         if on_disk
         else ""
     )
+    copies = f", copies that cross the link {format_bytes(plan.copies)} (each fetch reads its own, too)" if plan.copies else ""
     return (
-        f"\ndisk: master {format_bytes(plan.masters)}, optimizer state {format_bytes(plan.states)}, in all {format_bytes(on_disk)}, read and "
-        f"written once in a step{lasts}"
+        f"\ndisk: master {format_bytes(plan.masters)}, optimizer state {format_bytes(plan.states)}{copies}, in all {format_bytes(on_disk)}, "
+        f"read and written once in a step{lasts}"
     )
 
 
@@ -121,11 +123,11 @@ def host_memory(programs: Sequence[Program], options: Options, activations: int 
     return HostMemory(
         parameters=sum(_entries(programs).values()),
         master=sum(map(_master_bytes, parameters.values())) - (plan.masters if plan is not None else 0),
-        wire=sum(wire.size for wire in sent.wires),
+        wire=sum(wire.size for wire in sent.wires) - (plan.copies if plan is not None else 0),
         gradients=kept,
         ring=ring,
         optimizer_state=state - plan.states if plan is not None and state is not None else state,
-        pinned=_pinned(sent, options),
+        pinned=_pinned(sent, options, plan.copies if plan is not None else 0),
         shared=_shared(sent.wires, options),
         stashes=sum(sum(program.host_stashes.values()) for program in programs),
         activations=activations,
@@ -239,10 +241,13 @@ def _has_room(locked: int, options: Options) -> bool:
     return options.pinned_memory is None or locked <= options.pinned_memory
 
 
-def _pinned(sent: _Sent, options: Options) -> int:
+def _pinned(sent: _Sent, options: Options, on_disk: int) -> int:
+    """`on_disk` are bytes of wires that are on disk: an even share of all."""
     if not kind_of(options.device).pins_memory:
         return 0
-    return ring_bytes(options.pinned_memory) + sent.pinned
+    of_wires, wires = sent.pinned - sent.in_place, sum(wire.size for wire in sent.wires)
+    left = round(of_wires * (1 - on_disk / wires)) + ring_bytes(options.pinned_memory) if on_disk else of_wires
+    return ring_bytes(options.pinned_memory) + sent.in_place + left
 
 
 def _shared(wires: Sequence[_WireMemory], options: Options) -> int:

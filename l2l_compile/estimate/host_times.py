@@ -10,10 +10,12 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from l2l_compile.devices.staging import SLOTS, ring_bytes
+from l2l_compile.disk.disk_file import whole_pages
 from l2l_compile.estimate.optimizer_times import OptimizerTimes
 from l2l_compile.estimate.rank_links import RankLinks
 from l2l_compile.host.disk_placement import SMALL
@@ -29,7 +31,7 @@ from l2l_compile.memory.layout import aligned, joined
 from l2l_compile.options import Options
 from l2l_compile.simulation.ring import Ring
 from l2l_compile.simulation.simulated_device import Clock, Clocks, SimulatedEvent
-from l2l_compile.simulation.simulated_disk import DiskRing, chunks
+from l2l_compile.simulation.simulated_disk import DiskRing, chunks, fetched_beside_updates
 from l2l_compile.update_modes import UpdatePlace
 
 Owner = tuple[int, int]  # a parameter: the number of its program, and its index among the arguments
@@ -85,9 +87,10 @@ class OfStep:
 
 @dataclass(eq=False)
 class _Wire:
-    """The weights of a segment that cross the link as copies, and the others, in the order of the segment."""
+    """The weights of a segment that cross the link as copies, those of them whose copies are on disk, and the others, in the order of the segment."""
 
     copied: list[tuple[int, HostWeight]]
+    stored: list[tuple[int, HostWeight]]
     others: list[tuple[int, HostWeight]]
 
     def __post_init__(self) -> None:
@@ -105,7 +108,7 @@ class HostTimes:
     def __init__(
         self, clocks: Clocks, options: Options, optimizer: OptimizerTimes, links: RankLinks, disk: DiskPlan | None = None
     ):
-        self._disk = DiskTimes(clocks, disk) if disk is not None else None
+        self._disk = DiskTimes(clocks, disk, options) if disk is not None else None
         self.clocks, self.options, self.optimizer, self.machine = clocks, options, optimizer, clocks.machine
         self.links = links
         self.worker, self.updating = Clock(Lane.HOST), Clock(Lane.UPDATE)
@@ -147,13 +150,19 @@ class HostTimes:
                 self.clocks.spend(self.optimizer.own_step())
         elif self.options.mode.place is UpdatePlace.AFTER_PUSH:
             self.clocks.thread.wait(self.worker.event())
+            self._finish_writes()
             self.links.meet(self.clocks)
         else:
             for thread in (self.worker, self.updating):
                 self.clocks.thread.wait(thread.event())
+            self._finish_writes()
             self._done.clear()
             self._end_step(self._of_step)
         self._of_step = OfStep()
+
+    def _finish_writes(self) -> None:
+        if self._disk is not None:
+            self._disk.ring.finish()
 
     def begin_turns(self) -> OfStep:
         """Some gradients of the step come later: with turns that are in flight. Returns the step that they belong to."""
@@ -206,7 +215,7 @@ class HostTimes:
     def load(self, program: int, segment: Segment, bindings: Bindings, unread: frozenset[int]) -> None:
         """Fetch the weights of a segment, but for those in `unread`."""
         wire = self._wire(program, segment, bindings)
-        self._await_updates([weight for _, weight in (*wire.copied, *wire.others)])
+        self._await_updates([weight for _, weight in (*wire.copied, *wire.stored, *wire.others)])
         if segment.sharded:
             self._load_shards(wire)
             return
@@ -226,6 +235,9 @@ class HostTimes:
             for position, weight in wire.others:
                 if position not in unread:
                     self._send_weight(weight)
+            for position, weight in wire.stored:
+                if position not in unread:
+                    self._fetch_stored(weight.entries * weight.on_link)
 
     def _load_shards(self, wire: _Wire) -> None:
         """Fetch this rank's shards, each by itself: those on the wire when all of it is up to date, the others through the ring."""
@@ -246,9 +258,14 @@ class HostTimes:
         if key not in self._wires:
             positions, weights = set(on_wire(segment, bindings, self.options)), self.weights_of(program, segment, bindings)
             placed = list(enumerate(weights))
-            wire = _Wire([(i, w) for i, w in placed if i in positions], [(i, w) for i, w in placed if i not in positions])
+            stored = {i for i, w in placed if i in positions and self._disk is not None and self._disk.of(w).copy}
+            wire = _Wire(
+                [(i, w) for i, w in placed if i in positions and i not in stored],
+                [(i, w) for i, w in placed if i in stored],
+                [(i, w) for i, w in placed if i not in positions],
+            )
             self._wires[key] = wire
-            for _, weight in wire.copied:
+            for _, weight in (*wire.copied, *wire.stored):
                 self._copies[weight.owner].append(weight.dtype)
             self._stale.add(wire)
         return self._wires[key]
@@ -292,13 +309,18 @@ class HostTimes:
     def _send_weight(self, weight: HostWeight) -> None:
         """A weight crosses the link from its own memory, page-locked in place or through the ring."""
         size = weight.entries * weight.on_host
-        if weight.locked and size > 2 * PAGE:
+        if self._disk is not None and self._disk.of(weight).master:
+            self._fetch_stored(size)
+        elif weight.locked and size > 2 * PAGE:
             self._copy(size - PAGE)
             for _ in range(2):
                 self._spend(PAGE)
                 self._copy(PAGE // 2)
         else:
             self._ring.send(size)
+
+    def _fetch_stored(self, size: int) -> None:
+        self.clocks.copy_from_disk(whole_pages(size), ring_bytes(None) // SLOTS, SLOTS)
 
     def upload(self, size: int, pinned: bool) -> None:
         """Copy a tensor of the host to the device."""
@@ -403,8 +425,8 @@ class HostTimes:
             moved = n * (gradient.width + 2 * weight.on_host + 2 * self.optimizer.state + sum(c.itemsize for c in copies[:1]))
             for dtype in copies[1:]:
                 moved += n * (dtype.itemsize + (dtype.itemsize if dtype is copies[0] else weight.on_host))
-            if self._disk is not None and self._disk.of(n, weight.on_host):
-                through_disk.append((self._disk.of(n, weight.on_host), moved))
+            if self._disk is not None and (on_disk := sum(self._disk.of(weight))):
+                through_disk.append((on_disk, moved))
             else:
                 self._spend(moved)
             self._updated.add(owner)
@@ -417,7 +439,8 @@ class HostTimes:
         if self._disk is None:
             self.clocks.spend(seconds)
         else:
-            self._disk.ring.whole(self._disk.of(weight.entries, weight.on_host), lambda: self.clocks.spend(seconds))
+            on_disk = self._disk.of(weight)
+            self._disk.ring.whole(on_disk.master + on_disk.state, on_disk.copy, lambda: self.clocks.spend(seconds))
 
     # ---- threads ------------------------------------------------------------------------------------------------------
 
@@ -431,30 +454,53 @@ class HostTimes:
             self.clocks.spend(size / self.machine.host_bandwidth)
 
 
-class DiskTimes:
-    """The ring of a disk, and what of a parameter is on disk: an even share of all that are large enough."""
+class OnDisk(NamedTuple):
+    """Bytes on disk of a parameter, of its state, and of its copy for the link."""
 
-    def __init__(self, clocks: Clocks, plan: DiskPlan):
-        self.ring = DiskRing(clocks, plan.buffer)
-        large = [size for size in plan.sizes if size.leaves]
-        self._state = sum(size.state for size in large) / max(
-            1, sum(size.master for size in large)
-        )  # bytes of a byte of parameters
-        self._masters = plan.masters / max(1, sum(size.master for size in large))
-        self._states = plan.states / max(1, sum(size.state for size in large))
+    master: int
+    state: int
+    copy: int
+
+
+class DiskTimes:
+    """The ring of a disk, and what of each parameter is on disk.
+
+    A plan has parameters, and the nodes of a program have sizes: of as many entries, the first weight is the first parameter, and so on. A
+    weight that is a part of a parameter has an even share of all that is on disk.
+    """
+
+    def __init__(self, clocks: Clocks, plan: DiskPlan, options: Options):
+        self.ring = DiskRing(clocks, plan.buffer, fetched=fetched_beside_updates(plan, options))
+        self._left: defaultdict[int, deque[OnDisk]] = defaultdict(deque)  # by the bytes of a master
+        placed = plan.placement
+        for size, master, state, copy in zip(plan.sizes, placed.masters, placed.states, placed.copies, strict=True):
+            self._left[size.master].append(OnDisk(size.master * master, size.state * state, size.copy * copy))
+        large = sum(size.master for size in plan.sizes if size.leaves) or 1
+        self._share = plan.masters / large, plan.states / large, plan.copies / large
+        self._of: dict[Owner, OnDisk] = {}
 
     def begin(self) -> None:
         self.ring.begin()
 
-    def of(self, entries: int, width: int) -> int:
-        """Bytes on disk of a parameter, and of its state."""
-        size = entries * width
-        return int(size * (self._masters + self._state * self._states)) if size >= SMALL else 0
+    def of(self, weight: HostWeight) -> OnDisk:
+        """Bytes on disk of a weight."""
+        size = weight.entries * weight.on_host
+        if not weight.gradient or size < SMALL:
+            return _NOTHING
+        if weight.is_part:
+            return OnDisk(*(int(size * share) for share in self._share))
+        if weight.owner not in self._of:
+            left = self._left[size]
+            self._of[weight.owner] = left.popleft() if left else _NOTHING
+        return self._of[weight.owner]
 
     def update(self, tensors: Iterable[tuple[int, float]]) -> None:
         """Updates of parameters on disk, by their bytes there and their seconds."""
         for size, seconds in chunks(tensors, self.ring.size):
             self.ring.update(size, seconds)
+
+
+_NOTHING = OnDisk(0, 0, 0)
 
 
 class _Ring:

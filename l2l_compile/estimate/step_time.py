@@ -144,7 +144,7 @@ class _StepTimer:
         self.device = SimpleNamespace(kept={}, keeps_slabs=machine.overlaps, lanes=lanes, free=lambda tensors: None)
         self.links = links_of(layout, stage, machine, messages, self.clocks)
         if rank.disk is not None:
-            check_is_timed(rank.disk, options)
+            check_is_timed(rank.disk, options, self.machine)
         if options.goes_by_turns and options.delay:
             self.host: HostTimes = HostTimesWithoutFlush(self.clocks, options, optimizer, self.links)
         else:

@@ -1,4 +1,4 @@
-"""Which parameters and which optimizer state are in memory and which on disk: a pure function of their sizes and a budget."""
+"""Which parameters, optimizer state and copies for the link are in memory and which on disk: a pure function of sizes and a budget."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ SMALL = 1 << 20  # bytes: smaller tensors stay in memory, as they are most of th
 
 @dataclass(frozen=True)
 class TensorSizes:
-    """Bytes of one parameter: of its master, and of its optimizer state; and whether they may leave memory."""
+    """Bytes of one parameter: of its master, of its optimizer state, and of its copy that crosses the link; and whether they may leave memory."""
 
     master: int
     state: int
     may_leave: bool = True
+    copy: int = 0
 
     @property
     def leaves(self) -> bool:
@@ -23,29 +24,32 @@ class TensorSizes:
 
 @dataclass(frozen=True)
 class DiskPlacement:
-    """For each parameter, in order, whether its master and its optimizer state are on disk.
+    """For each parameter, in order, whether its master, its optimizer state and its copy for the link are on disk.
 
-    on_disk, in_memory  bytes of both
+    on_disk, in_memory  bytes of all
     """
 
     masters: tuple[bool, ...]
     states: tuple[bool, ...]
     on_disk: int
     in_memory: int
+    copies: tuple[bool, ...] = ()
 
 
 def place_on_disk(sizes: Sequence[TensorSizes], budget: int) -> DiskPlacement:
-    """Keep at most `budget` bytes of masters and state in memory, as far as small tensors allow.
+    """Keep at most `budget` bytes of masters, state and copies in memory, as far as small tensors allow.
 
-    Optimizer state goes first: nothing but its update reads it. What stays in memory is spread evenly over the model, so that
-    the work of the disk is even over the step.
+    Optimizer state goes first: nothing but its update reads it. Copies go last: forward, backward and the update read them. What stays
+    in memory is spread evenly over the model, so that the work of the disk is even over the step.
     """
-    total = sum(each.master + each.state for each in sizes)
-    states = _spread([each.state if each.leaves else 0 for each in sizes], total - budget)
-    left = total - sum(each.state for each, away in zip(sizes, states, strict=True) if away)
-    masters = _spread([each.master if each.leaves else 0 for each in sizes], left - budget)
-    in_memory = left - sum(each.master for each, away in zip(sizes, masters, strict=True) if away)
-    return DiskPlacement(masters, states, total - in_memory, in_memory)
+    in_memory = total = sum(each.master + each.state + each.copy for each in sizes)
+    placed = []
+    for kind in ("state", "master", "copy"):
+        may_go = [getattr(each, kind) if each.leaves else 0 for each in sizes]
+        placed.append(_spread(may_go, in_memory - budget))
+        in_memory -= sum(size for size, goes in zip(may_go, placed[-1], strict=True) if goes)
+    states, masters, copies = placed
+    return DiskPlacement(masters, states, total - in_memory, in_memory, copies)
 
 
 def _spread(sizes: Sequence[int], excess: int) -> tuple[bool, ...]:

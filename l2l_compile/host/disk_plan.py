@@ -23,6 +23,7 @@ BUFFERS = 8  # of the ring: some are read, one is updated, some are written
 _LARGEST_BUFFER, _SMALLEST_BUFFER = 64 << 20, 1 << 20  # bytes
 _RING_PART = 8  # the ring takes up to this part of the budget
 _OF_AVAILABLE = 0.8  # of the memory that is available, where the option host_memory says nothing
+_WHAT_IS_BESIDE = "gradients, copies of two versions that cross the link, and the update of a segment"
 _HOSTS = ("cpu", "meta")  # a model on meta is one that will be on the host
 
 
@@ -32,9 +33,9 @@ class DiskPlan:
 
     parameters   those that are trained, in the order of `placement`; `sizes` has their bytes
     budget       the bound
-    beside       copies that cross the link, gradients, and the tensors of a segment whose step takes them whole
+    beside       copies of two versions that cross the link, gradients, and the tensors of a segment whose step takes them whole
     buffer       one of the `BUFFERS` buffers of the ring
-    masters, states   of both, on disk
+    masters, states, copies   of each, on disk
     """
 
     parameters: tuple[torch.nn.Parameter, ...]
@@ -45,6 +46,7 @@ class DiskPlan:
     buffer: int
     masters: int
     states: int
+    copies: int = 0
 
     @property
     def ring(self) -> int:
@@ -60,7 +62,7 @@ class DiskPlan:
         if self.host > self.budget:
             raise L2LError(
                 f"host_memory={format_bytes(self.budget)} is too small even with all large parameters on disk: {format_bytes(self.beside)} "
-                f"are for copies that cross the link, gradients and the update of a segment, {format_bytes(self.ring)} for the buffers of the "
+                f"are for {_WHAT_IS_BESIDE}, {format_bytes(self.ring)} for the buffers of the "
                 f"disk, and {format_bytes(self.placement.in_memory)} for what stays in memory: raise host_memory to {format_bytes(self.host)}"
             )
 
@@ -80,7 +82,9 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
     each = state_bytes_of_trial(optimizer) or 0
     owners = Counter(map(memory_of, own))
     alone = [can_move(p) and owners[memory_of(p)] == 1 for p in own]
-    sizes = [TensorSizes(p.nbytes, p.numel() * each, is_alone) for p, is_alone in zip(own, alone, strict=True)]
+    on_link = 0 if options.delay else bytes_on_link(options)
+    copies = [p.numel() * on_link if p.itemsize > on_link else 0 for p in own]  # in the dtype of the link, it crosses as it is
+    sizes = [TensorSizes(p.nbytes, p.numel() * each, may, copy) for p, may, copy in zip(own, alone, copies, strict=True)]
     budget = options.host_memory
     if budget is None:
         budget = int(_OF_AVAILABLE * (own_memory() + sum(one.master for one in sizes)))
@@ -88,23 +92,30 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
     beside = bytes_beside(sum(p.numel() for p in own), largest, each, options)
     placed = place_on_disk(sizes, budget - beside - BUFFERS * buffer)
     masters = sum(one.master for one, away in zip(sizes, placed.masters, strict=True) if away)
-    return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, placed.on_disk - masters)
+    stored = sum(one.copy for one, away in zip(sizes, placed.copies, strict=True) if away)
+    return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, placed.on_disk - masters - stored, stored)
 
 
 def bytes_beside(entries: int, largest: int, state: int, options: Options) -> int:
-    """Host memory for copies that cross the link, for gradients, and for the update of a segment. It does not depend on the batch.
+    """Host memory for gradients, for the update of a segment, and for copies that cross the link in two versions. They stay in memory.
+
+    It does not depend on the batch.
 
     entries   of all trained parameters; `largest` of those of one segment
     state     bytes of optimizer state for an entry
     """
-    at_once = copies_on_link(entries, options) + gradients_at_once(entries, largest, options)
+    at_once = (copies_on_link(entries, options) if options.delay else 0) + gradients_at_once(entries, largest, options)
     return at_once + largest * (4 + state)  # a step without a formula, and the first one, take a segment whole
 
 
 def copies_on_link(entries: int, options: Options) -> int:
     """Bytes of the copies of trained parameters that cross the link in another dtype than theirs, or at older weights."""
-    of_entry = 2 if options.precision != "fp32" else 4 if options.delay else 0
-    return entries * of_entry * (2 if options.delay else 1)
+    return entries * bytes_on_link(options) * (2 if options.delay else 1)
+
+
+def bytes_on_link(options: Options) -> int:
+    """Bytes of an entry of a copy that crosses the link; 0 if parameters cross from their own memory."""
+    return 2 if options.precision != "fp32" else 4 if options.delay else 0
 
 
 def gradients_at_once(entries: int, largest: int, options: Options) -> int:

@@ -19,6 +19,7 @@ from l2l_compile.host.double_buffer import DelayedWires
 from l2l_compile.host.enough_memory import check_enough_memory
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.hooks import optimizers_of, remove_left
+from l2l_compile.host.stored_copies import StoredCopies
 from l2l_compile.host.updates.classes import CLASSES
 from l2l_compile.host.updates.delayed import DelayedUpdates
 from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward, Pushed
@@ -146,7 +147,7 @@ class ParameterServer:
     def load(
         self, step: Step, segment: Segment, weights: Sequence[torch.Tensor], ready: Ready = no_waiter
     ) -> tuple[Wire | None, list[torch.Tensor]]:
-        """The wire of a segment's parameters (see `on_wire`), up to date, and its other weights as they are (h2d lane).
+        """The wire of a segment's parameters (see `on_wire`), up to date, and its other weights as they cross the link (h2d lane).
 
         `ready` is called for one chunk of the wire after another, as soon as it is up to date.
         With update='at_step', every forward copies the wire again, so backward frees a wire whose memory gradients will take.
@@ -157,12 +158,14 @@ class ParameterServer:
             step.host.last_fetches[key] -= 1
         copied = self.on_wire(step, segment)
         wire = self._wire(step, segment, weights, copied, key, ready) if copied else None
-        on_wire = set(copied)
-        for i in [i for i in range(len(weights)) if i not in on_wire]:
+        stored = self._stored(step, segment)
+        loose = [i for i in range(len(weights)) if i not in copied and i not in stored]
+        for i in loose:
             await_writes(local(weights[i]))
         if self.device.pinned.budget != 0:  # else nothing is page-locked, as on the host
-            self.device.lock([weights[i] for i in range(len(weights)) if i not in on_wire and self._is_locked(step, segment, i)])
-        return wire, [weight for i, weight in enumerate(weights) if i not in on_wire]
+            self.device.lock([weights[i] for i in loose if self._is_locked(step, segment, i)])
+        copies = {i: copies.load(weights[i], segment.block.weights[i].dtype) for i, copies in stored.items()}
+        return wire, [copies.get(i, weight) for i, weight in enumerate(weights) if i not in copied]
 
     def await_updates(self, step: Step, segment: Segment) -> None:
         """Wait until a segment's parameters have the updates that belong to this forward."""
@@ -173,7 +176,15 @@ class ParameterServer:
 
     def on_wire(self, step: Step, segment: Segment) -> list[int]:
         """Positions of the weights of a segment that cross the link on its wire."""
-        return on_wire(segment, step.rows.bindings, self.options)
+        stored = self._stored(step, segment)
+        return [i for i in on_wire(segment, step.rows.bindings, self.options) if i not in stored]
+
+    def _stored(self, step: Step, segment: Segment) -> dict[int, StoredCopies]:
+        """Positions of the weights of a segment whose copies for the link are on disk, with what has these."""
+        if (stored := self.updates.stored_copies) is None:
+            return {}
+        positions = on_wire(segment, step.rows.bindings, self.options)
+        return {i: stored for i in positions if stored.has(step.given[segment.weights[i].owner])}
 
     def _is_locked(self, step: Step, segment: Segment, position: int) -> bool:
         """Whether a weight that crosses the link from its own memory is to be page-locked there."""

@@ -10,7 +10,7 @@ import torch
 
 from l2l_compile.disk.chunk_ring import ChunkRing
 from l2l_compile.disk.disk_file import PAGE, whole_pages
-from l2l_compile.disk.disk_store import DiskStore, moved_to_disk, range_of, whole_spans
+from l2l_compile.disk.disk_store import DiskStore, StoredSpan, moved_to_disk, range_of, whole_spans
 from l2l_compile.host.disk_plan import BUFFERS, DiskPlan, can_move, disk_plan
 from l2l_compile.host.watched_parameters import unwatched
 from l2l_compile.memory.heap import trim_the_heap
@@ -18,7 +18,9 @@ from l2l_compile.memory.pages import pages
 from l2l_compile.options import Options
 from l2l_compile.update_modes import UpdatePlace
 
-_TENSORS = 4  # of a parameter and its state: each takes whole pages
+_TENSORS = 5  # of a parameter, its state and its copy: each takes whole pages
+
+_IN_MEMORY = False, False, False
 
 Parameter = torch.nn.Parameter
 Brought = Mapping[torch.Tensor, torch.Tensor]  # stored tensors, each with its copy in memory
@@ -50,7 +52,7 @@ class StoredParameters:
         self.largest_segment = 0
         self.plan: DiskPlan | None = None
         self._before, self._last = DiskFigures(), DiskFigures()  # when the updates of this step began; of the step before
-        self._planned: dict[Parameter, tuple[bool, bool]] = {}  # master on disk, state on disk
+        self._planned: dict[Parameter, tuple[bool, bool, bool]] = {}  # of master, state and copy: whether it is on disk
         self._ring: ChunkRing | None = None
 
     @property
@@ -59,6 +61,10 @@ class StoredParameters:
         return self._ring
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
+
+    def has_copy(self, parameter: torch.Tensor) -> bool:
+        """Whether the copy of a parameter that crosses the link is on disk (any thread)."""
+        return self._planned.get(parameter, _IN_MEMORY)[2]  # type: ignore[call-overload]  # a tensor that is none of the parameters
 
     def misplaced(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """The parameters, among these, that `place` is to move: in the first forward, with the optimizer state that they have.
@@ -121,21 +127,26 @@ class StoredParameters:
                 state = self._optimizer.state[parameter]
                 state[name] = moved_to_disk(self.store, state[name])
 
-    def on_whole(self, parameters: Iterable[Parameter], step: Callable[[Brought], _Result]) -> _Result:
+    def on_whole(
+        self, parameters: Iterable[Parameter], step: Callable[[Brought], _Result], copies: Mapping[Parameter, torch.Tensor]
+    ) -> _Result:
         """The result of a step on whole parameters, in memory: `step` gets the stored tensors of these, each with its copy there.
 
-        For a step without a formula, and for the one that makes the state. Raises `DiskError`.
+        For a step without a formula, and for the one that makes the state. Their `copies` that cross the link, as far as these are on disk,
+        are written with them. Raises `DiskError`.
         """
         own = list(parameters)
         stored = [t for t in _tensors_of(own, self._optimizer) if range_of(t) is not None]
         if not stored:
             result = step({})
         else:
-            spans, size = whole_spans(stored)
+            spans, size = whole_spans([*stored, *copies.values()])
             buffer = pages(size, "parameters and optimizer state whose step takes them whole")
-            self.store.read(spans, buffer).wait()
-            flat = [buffer[span.at : span.at + span.size] for span in spans]
-            result = step({t: f.view(t.dtype).view(t.shape) for t, f in zip(stored, flat, strict=True)})
+            self.store.read(spans[: len(stored)], buffer).wait()
+            brought = {t: _within(buffer, span, t) for t, span in zip(stored, spans, strict=False)}
+            result = step(brought)
+            for (parameter, copy), span in zip(copies.items(), spans[len(stored) :], strict=True):
+                _within(buffer, span, copy).copy_(brought.get(parameter, parameter.detach()))
             self.store.write(spans, buffer).wait()
             torch.autograd.graph.increment_version(stored)
         self.place_state(own)
@@ -148,7 +159,7 @@ class StoredParameters:
         plan = disk_plan(self._options, self.largest_segment)
         plan.check()
         placed = plan.placement
-        self._planned = dict(zip(plan.parameters, zip(placed.masters, placed.states, strict=True), strict=True))
+        self._planned = dict(zip(plan.parameters, zip(placed.masters, placed.states, placed.copies, strict=True), strict=True))
         self._ring = ChunkRing(self.store, BUFFERS, plan.buffer)
         there = (range_of(t) for t in _tensors_of(plan.parameters, self._optimizer))  # in the store of a model compiled before
         left = placed.on_disk - sum(found.size for found in there if found is not None)
@@ -156,11 +167,11 @@ class StoredParameters:
         return plan
 
     def _master_to_move(self, parameter: Parameter) -> bool:
-        return self._planned.get(parameter, (False, False))[0] and range_of(parameter) is None and can_move(parameter)
+        return self._planned.get(parameter, _IN_MEMORY)[0] and range_of(parameter) is None and can_move(parameter)
 
     def _state_to_move(self, parameter: Parameter) -> list[str]:
         """Names of optimizer state that is to be on disk, and is in memory."""
-        if not self._planned.get(parameter, (False, False))[1]:
+        if not self._planned.get(parameter, _IN_MEMORY)[1]:
             return []
         state = self._optimizer.state.get(parameter, {})
         return [name for name, value in state.items() if _is_stored_state(value) and range_of(value) is None]
@@ -181,3 +192,8 @@ def _tensors_of(parameters: Iterable[Parameter], optimizer: torch.optim.Optimize
     for parameter in parameters:
         found += [parameter, *(v for v in optimizer.state.get(parameter, {}).values() if isinstance(v, torch.Tensor))]
     return found
+
+
+def _within(buffer: torch.Tensor, span: StoredSpan, tensor: torch.Tensor) -> torch.Tensor:
+    """A stored tensor in a buffer."""
+    return buffer[span.at : span.at + span.size].view(tensor.dtype).view(tensor.shape)

@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from l2l_compile.disk.disk_store import await_writes, range_of, some_pages
+from l2l_compile.disk.disk_store import await_writes, range_of
+from l2l_compile.disk.stored_entries import sample
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.ir.captured import Input
 from l2l_compile.ir.segments import Segment
@@ -142,6 +143,12 @@ class Copy:
         """The copy has been written together with the parameter."""
         self._of, self._written = identity(self.parameter), True
 
+    def follow(self, other: Copy) -> bool:
+        """Take the values that another copy of the parameter got from its update. Returns whether they are there now."""
+        has_them = other.view.dtype is self.view.dtype and range_of(other.view) is None
+        self.view.copy_(other.view if has_them else written_values(self.parameter))
+        return True
+
     def refresh(self, generation: int) -> Iterator[int]:
         """Copy the parameter, unless the copy was written with it and nothing was written since. Yields how many entries are up to date.
 
@@ -207,7 +214,7 @@ class Wires:
             wire = self._wires[key] = Wire(parameters, dtypes, self._memory, self._spare)
             self._stale.add(wire)
             for copy in wire.copies:
-                self._copies[copy.parameter].append(copy)
+                self.add(copy)
         if wire in self._stale:
             self._stale.discard(wire)
             wire.refresh(self._turn, ready)
@@ -219,6 +226,15 @@ class Wires:
                 self._copies[copy.parameter].remove(copy)
         return wire
 
+    @property
+    def generation(self) -> int:
+        """The number of the forward that began last."""
+        return self._turn
+
+    def add(self, copy: Copy) -> None:
+        """From now on, whoever writes a parameter writes this copy as well."""
+        self._copies[copy.parameter].append(copy)
+
     def latest(self, parameter: torch.Tensor) -> Copy | None:
         """The copy of a parameter that a forward used last."""
         return max(self._copies.get(parameter, ()), key=lambda copy: copy.generation, default=None)
@@ -229,9 +245,8 @@ class Wires:
         if latest is None:  # no forward has used it
             return
         for copy in self._copies[parameter]:
-            if copy is not latest:
-                copy.view.copy_(latest.view if latest.view.dtype is copy.view.dtype else written_values(parameter))
-            copy.written()
+            if copy is latest or copy.follow(latest):
+                copy.written()
 
 
 def written_values(parameter: torch.Tensor) -> torch.Tensor:
@@ -242,13 +257,13 @@ def written_values(parameter: torch.Tensor) -> torch.Tensor:
 def same_sample(copy: torch.Tensor, parameter: torch.Tensor, generation: int) -> bool:
     """Whether a sample of a copy still equals its parameter: other entries in every generation (see `Copy.refresh`).
 
-    Of a parameter on disk, a few whole pages: every 251st entry would be on every page of the file.
+    Of a parameter or a copy on disk, a few whole pages: every 251st entry would be on every page of the file.
     """
     master = local(parameter)
-    if range_of(master) is None:
+    if range_of(master) is None and range_of(copy) is None:
         return torch.equal(_some_entries(copy, generation), _some_entries(master, generation).to(copy.dtype))
-    positions, entries = some_pages(master, generation)
-    return torch.equal(copy.view(-1)[positions], entries.to(copy.dtype))
+    _, (copied, entries) = sample([copy, master], generation)
+    return torch.equal(copied, entries.to(copy.dtype))
 
 
 def _some_entries(tensor: torch.Tensor, generation: int) -> torch.Tensor:

@@ -51,11 +51,18 @@ def load(
                 device.send(slab, wire, max(first, start), min(last, end))
 
     wire, loose = step.engine.server.load(step, segment, weights, send)
-    order = [*on_wire, *(i for i in range(len(weights)) if i not in on_wire)]  # a slab begins with the wire
+    read = (weight for place, weight in zip(_others(on_wire, weights), loose, strict=True) if place not in unread)
+    step.stats.disk_fetched_bytes += sum(map(device.stored_bytes, read))
+    order = [*on_wire, *_others(on_wire, weights)]  # a slab begins with the wire
     loaded = device.load_weights(slab, wire, loose, frozenset(place for place, i in enumerate(order) if i in unread))
     by_position = dict(zip(order, loaded, strict=True))
     step.stats.fetched_bytes += bytes_of([tensor for i, tensor in by_position.items() if i not in unread])
     return [by_position[i] for i in range(len(order))]
+
+
+def _others(on_wire: Sequence[int], weights: Sequence[torch.Tensor]) -> list[int]:
+    """Positions of the weights that are not on the wire."""
+    return [i for i in range(len(weights)) if i not in on_wire]
 
 
 def _load_shards(

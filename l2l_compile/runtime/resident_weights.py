@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from l2l_compile.devices.device import Device, MemoryState
-from l2l_compile.disk.disk_store import range_of, some_pages
+from l2l_compile.disk.disk_store import range_of
+from l2l_compile.disk.stored_entries import some_entries
 from l2l_compile.ir.segments import Segment
 
 _SAMPLED = 256  # entries of a weight
@@ -87,7 +88,7 @@ def _place(tensor: torch.Tensor) -> tuple:
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Entries from all over a tensor, as bytes: NaN equals NaN. Of one on disk, a few pages."""
     if range_of(tensor) is not None:
-        return some_pages(tensor, 0)[1].view(torch.uint8)
+        return some_entries(tensor, 0).view(torch.uint8)
     each = max(1, round(_SAMPLED ** (1 / max(1, tensor.dim()))))
     spread = tensor.detach()[tuple(slice(None, None, max(1, size // each)) for size in tensor.shape)]
     return spread.contiguous().view(-1).view(torch.uint8).clone()

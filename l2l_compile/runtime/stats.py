@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 _OF_OPTIONS = (
     *("kept_bytes", "kept_on_host_bytes", "sent_bytes", "received_bytes"),
-    *("disk_read_bytes", "disk_written_bytes", "disk_wait_seconds"),
+    *("disk_fetched_bytes", "disk_read_bytes", "disk_written_bytes", "disk_wait_seconds"),
 )  # not shown where they are 0
 
 
@@ -15,7 +15,8 @@ class Stats:
     """Figures of the last step of a compiled model; bytes and seconds.
 
     `kept_bytes` and `kept_on_host_bytes` are what forward has kept of the inside of layers (the options `keep`, `keep_on_host`).
-    `disk_read_bytes`, `disk_written_bytes` and `disk_wait_seconds` are those of the updates that were made last (the option `disk`):
+    `disk_fetched_bytes` is the part of `fetched_bytes` that was read from the disk, in whole pages (the option `disk`).
+    `disk_read_bytes`, `disk_written_bytes` and `disk_wait_seconds` are those of the updates that were made last:
     with update="in_forward", of the step before.
     `gradient_squares` is the sum of the squares of all gradients of parameters. It is None if it was not taken: it needs the
     option `optimizer`, and an `optimizer.step()` with overlapped updates. `skipped_steps` counts the steps since the
@@ -35,6 +36,7 @@ class Stats:
     restored_bytes: int = 0
     kept_bytes: int = 0
     kept_on_host_bytes: int = 0
+    disk_fetched_bytes: int = 0
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0
     disk_wait_seconds: float = 0.0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from l2l_compile.devices.host import HOST
 from l2l_compile.devices.labels import label_of, label_of_micro_batch
 from l2l_compile.devices.ledger import Ledger
 from l2l_compile.devices.staging import Staging
+from l2l_compile.disk.disk_file import whole_pages
 from l2l_compile.ir.segments import Segment
 from l2l_compile.lanes import OF_DEVICE, Lane
 from l2l_compile.memory.address import memory_of_storage
@@ -63,6 +65,7 @@ class Clocks:
 
     thread  the clock of the thread whose code runs: the caller, or the thread that updates
     lane    the clock of the lane that receives work now, None outside of a lane
+    disk_fetches  when a disk has read the weights that fetches have asked for
     label   of the work that the caller does now
     """
 
@@ -71,6 +74,7 @@ class Clocks:
         self.lanes = {name: Clock(name) for name in OF_DEVICE}
         self.thread = self.caller = Clock(Lane.CALLER)
         self.lane: Clock | None = None
+        self.disk_fetches = Clock(Lane.DISK_READ)
         self.label = ""
         self._spans: list[list] = []  # as in `Span`; the last one of each clock may still grow
         self._last: dict[str, list] = {}
@@ -102,6 +106,27 @@ class Clocks:
         self.queue(self.machine.latency + size / bandwidth)
         if not asynchronous and self.lane is not None:
             self.thread.wait(self.lane.event())
+
+    def copy_from_disk(self, size: int, slot: int, slots: int, asynchronous: bool = True) -> None:
+        """The lane copies bytes that a disk reads into slots, each used again when it was copied: `Staging.send_stored` in virtual time."""
+        reading: deque[tuple[int, SimulatedEvent]] = deque()
+
+        def take() -> None:
+            part, ready = reading.popleft()
+            self.thread.wait(ready)
+            self.copy(part, self.machine.h2d, asynchronous)
+            assert self.lane is not None
+            self.thread.wait(self.lane.event())  # the next read is into this slot
+
+        rate = self.machine.known("disk_read")
+        for start in range(0, size, slot):
+            if len(reading) == slots:
+                take()
+            part = min(slot, size - start)
+            self.work_on(self.disk_fetches, max(self.thread.now, self.disk_fetches.now), part / rate)
+            reading.append((part, self.disk_fetches.event()))
+        while reading:
+            take()
 
     def arrive(self, start: float, seconds: float, waited_for: str) -> None:
         """A message came to the lane from another rank, begun at a time that may be before the thread asked whether it is there."""
@@ -176,6 +201,12 @@ def mark(tensor: torch.Tensor) -> torch.Tensor:
 def is_marked(tensor: torch.Tensor) -> bool:
     """Whether memory is the device's."""
     return getattr(tensor.untyped_storage(), "on_device", False)
+
+
+def put_on_disk(tensor: torch.Tensor) -> torch.Tensor:
+    """Mark this memory as one on disk."""
+    tensor.untyped_storage().on_disk = True  # type: ignore[attr-defined]
+    return tensor
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
@@ -298,6 +329,10 @@ class SimulatedStaging(Staging):
             self.clocks.spend(2 * size / machine.host_bandwidth)
             self.clocks.copy(size, machine.h2d, asynchronous=is_pinned(self._slots[slot]))
 
+    def send_stored(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        slot = self._slots[0]
+        self.clocks.copy_from_disk(whole_pages(target.numel()), slot.numel(), len(self._slots), is_pinned(slot))
+
 
 class SimulatedDevice(_InVirtualTime, Accelerator):
     """The accelerator of a machine."""
@@ -329,6 +364,9 @@ class SimulatedDevice(_InVirtualTime, Accelerator):
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return is_pinned(tensor)
+
+    def stored_bytes(self, weight: torch.Tensor) -> int:
+        return whole_pages(weight.nbytes) if getattr(weight.untyped_storage(), "on_disk", False) else 0
 
 
 class SimulatedHost(_InVirtualTime, CpuDevice):

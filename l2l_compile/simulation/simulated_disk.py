@@ -17,11 +17,13 @@ import torch
 from l2l_compile.errors import OptionError
 from l2l_compile.host.disk_plan import BUFFERS, DiskPlan, disk_plan
 from l2l_compile.host.step.torch_step import Hyperparameters, TorchStep
+from l2l_compile.host.stored_copies import StoredCopies, StoredCopy
 from l2l_compile.host.stored_parameters import DiskFigures
+from l2l_compile.host.wire import Wires
 from l2l_compile.lanes import Lane
 from l2l_compile.options import Options
 from l2l_compile.simulation.machine import Machine
-from l2l_compile.simulation.simulated_device import Clock, Clocks, SimulatedEvent
+from l2l_compile.simulation.simulated_device import Clock, Clocks, SimulatedEvent, put_on_disk
 from l2l_compile.simulation.simulated_host import OnePass
 
 Parameter = torch.nn.Parameter
@@ -46,10 +48,11 @@ def budget_of(machine: Machine) -> int:
 class DiskRing:
     """The buffers of the disk, `count` of `size` bytes each. Times of all reads and writes follow from those of the chunks before."""
 
-    def __init__(self, clocks: Clocks, size: int, count: int = BUFFERS):
+    def __init__(self, clocks: Clocks, size: int, count: int = BUFFERS, fetched: float = 0.0):
+        """`fetched` are the bytes that fetches read of copies for each byte that updates read: the disk does this first."""
         machine = clocks.machine
         self._clocks, self.size, self._count = clocks, size, count
-        self._read_rate, self._write_rate = machine.known("disk_read"), machine.known("disk_write")
+        self._read_rate, self._write_rate = machine.known("disk_read") / (1 + fetched), machine.known("disk_write")
         self._reading, self._writing = Clock(Lane.DISK_READ), Clock(Lane.DISK_WRITE)
         self._free = deque([0.0] * count)  # when each buffer is free
         self._ahead: deque[tuple[int, SimulatedEvent]] = deque()  # chunks that are read ahead, by their bytes
@@ -91,15 +94,15 @@ class DiskRing:
         self._free.append(self._writing.now)
         self._read_ahead()
 
-    def whole(self, size: int, step: Callable[[], _Result]) -> _Result:
-        """The result of a step on tensors that are read before it and written behind it."""
+    def whole(self, size: int, copies: int, step: Callable[[], _Result]) -> _Result:
+        """The result of a step on tensors that are read before it and written behind it, and then with their copies."""
         thread = self._clocks.thread
         if size:
             thread.wait(self._begin_to_read(size, thread.now))
         result = step()
-        if size:
-            self._clocks.work_on(self._writing, max(thread.now, self._writing.now), size / self._write_rate)
-            self.written += size
+        if written := size + copies:
+            self._clocks.work_on(self._writing, max(thread.now, self._writing.now), written / self._write_rate)
+            self.written += written
             thread.wait(self._writing.event())
         return result
 
@@ -155,6 +158,7 @@ class SimulatedStore:
         self.largest_segment = 0
         self.plan: DiskPlan | None = None
         self._bytes: dict[Parameter, int] = {}
+        self._copies: dict[Parameter, int] = {}
         self._ring: DiskRing | None = None
         self._before, self._last = DiskFigures(), DiskFigures()
 
@@ -168,14 +172,21 @@ class SimulatedStore:
         if self.plan is None:
             self.plan = plan = disk_plan(self._options, self.largest_segment)
             plan.check()
-            check_is_timed(plan, self._options)
-            self._ring = DiskRing(self._clocks, plan.buffer)
-            self._bytes = bytes_on_disk(plan)
+            check_is_timed(plan, self._options, self._clocks.machine)
+            self._ring = DiskRing(self._clocks, plan.buffer, fetched=fetched_beside_updates(plan, self._options))
+            self._bytes, self._copies = bytes_on_disk(plan)
+            for parameter, is_there in zip(plan.parameters, plan.placement.masters, strict=True):
+                if is_there:
+                    put_on_disk(parameter)
         return ()
 
     def on_disk(self, parameter: Parameter) -> int:
         """Bytes of a parameter and its state that are on disk."""
         return self._bytes.get(parameter, 0)
+
+    def copies_on_disk(self, parameter: torch.Tensor) -> int:
+        """Bytes of its copy for the link that are on disk."""
+        return self._copies.get(parameter, 0)  # type: ignore[call-overload]  # a tensor that is none of the parameters
 
     def begin_updates(self) -> None:
         now = self._moved()
@@ -199,18 +210,43 @@ class SimulatedStore:
         return DiskFigures(self.ring.read, self.ring.written, self.ring.waited)
 
 
-def bytes_on_disk(plan: DiskPlan) -> dict[Parameter, int]:
-    """Bytes of each parameter and of its optimizer state that are on disk."""
-    placed = zip(plan.parameters, plan.sizes, plan.placement.masters, plan.placement.states, strict=True)
-    return {p: size.master * master + size.state * state for p, size, master, state in placed}
+class SimulatedCopies(StoredCopies):
+    """As `StoredCopies`: they have sizes, and no file."""
+
+    def __init__(self, store: SimulatedStore, wires: Wires):
+        super().__init__(None, wires, lambda parameter: bool(store.copies_on_disk(parameter)))  # type: ignore[arg-type]
+
+    def load(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        copy = self._copies.get((id(parameter), dtype))
+        if copy is None:
+            copy = StoredCopy(parameter, put_on_disk(torch.empty(parameter.shape, dtype=dtype)))
+            self._copies[id(parameter), dtype] = copy
+            self._wires.add(copy)
+        copy.generation = self._wires.generation
+        return copy.view
 
 
-def check_is_timed(plan: DiskPlan, options: Options) -> None:
-    """Raise `OptionError` for weights that cross the link from the file itself, through the page cache."""
-    if plan.masters and options.precision == "fp32" and not options.delay:
+def bytes_on_disk(plan: DiskPlan) -> tuple[dict[Parameter, int], dict[Parameter, int]]:
+    """Bytes of each parameter and of its optimizer state that are on disk, and of its copy for the link."""
+    placed = plan.placement
+    rows = list(zip(plan.parameters, plan.sizes, placed.masters, placed.states, placed.copies, strict=True))
+    own = {p: size.master * master + size.state * state for p, size, master, state, _ in rows}
+    return own, {p: size.copy * copy for p, size, _, _, copy in rows}
+
+
+def fetched_beside_updates(plan: DiskPlan, options: Options) -> float:
+    """Bytes that fetches read from the disk while updates run, for each byte that these read: of one of a step's two passes."""
+    fetched = plan.masters if options.precision == "fp32" and not options.delay else plan.copies
+    return fetched / max(1, plan.placement.on_disk)
+
+
+def check_is_timed(plan: DiskPlan, options: Options, machine: Machine) -> None:
+    """Raise `OptionError` for weights that the operations of a host read from the file, through the page cache."""
+    fetched = plan.masters if options.precision == "fp32" and not options.delay else plan.copies
+    if fetched and not machine.overlaps:
         raise OptionError(
-            "with precision='fp32', weights that are on disk are read in forward and backward through the page cache, whose time is not known "
-            "to a simulation: take precision='bf16', or a larger host_memory"
+            "weights that are on disk are read by the operations of this machine's processor through the page cache, whose time is not known to "
+            "a simulation: take a machine with an accelerator, or a larger host_memory"
         )
 
 
@@ -223,9 +259,9 @@ class OnePassThroughDisk(OnePass):
 
     def _spend(self, moved: Mapping[Parameter, int]) -> None:
         rate = self._clocks.machine.host_bandwidth
-        in_memory = sum(size for parameter, size in moved.items() if not self._store.on_disk(parameter))
-        self._clocks.spend(in_memory / rate)
-        through = ((self._store.on_disk(parameter), size / rate) for parameter, size in moved.items())
+        on_disk = {p: self._store.on_disk(p) + self._store.copies_on_disk(p) for p in moved}
+        self._clocks.spend(sum(size for parameter, size in moved.items() if not on_disk[parameter]) / rate)
+        through = ((on_disk[parameter], size / rate) for parameter, size in moved.items())
         for size, seconds in chunks(through, self._store.ring.size):
             self._store.ring.update(size, seconds)
 
@@ -237,7 +273,9 @@ class WholeThroughDisk:
         self._step, self._store = step, store
 
     def on(self, shared: Hyperparameters, gradients: Mapping[Parameter, torch.Tensor], factor: float) -> Hyperparameters:
-        return self._store.ring.whole(sum(map(self._store.on_disk, gradients)), lambda: self._step.on(shared, gradients, factor))
+        store = self._store
+        read, copies = sum(map(store.on_disk, gradients)), sum(map(store.copies_on_disk, gradients))
+        return store.ring.whole(read, copies, lambda: self._step.on(shared, gradients, factor))
 
 
 def through_disk(step: OnePass | TorchStep, store: SimulatedStore) -> OnePassThroughDisk | WholeThroughDisk:

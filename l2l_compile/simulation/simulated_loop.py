@@ -37,7 +37,7 @@ from l2l_compile.simulation.charges import Charges
 from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.result import Simulation
 from l2l_compile.simulation.simulated_device import open_simulated
-from l2l_compile.simulation.simulated_disk import SimulatedStore, through_disk
+from l2l_compile.simulation.simulated_disk import SimulatedCopies, SimulatedStore, through_disk
 from l2l_compile.simulation.simulated_host import OnePass, SimulatedWorker, WaitingWorker
 from l2l_compile.simulation.simulated_pipeline import Messages, SimulatedPipeline
 from l2l_compile.simulation.simulated_ranks import Division, SimulatedRanks
@@ -114,6 +114,7 @@ class SimulatedLoop:
             assert isinstance(updates, OverlappedUpdates), "`Options.build` requires it"
             on_disk = SimulatedStore(self.device.clocks, dataclasses.replace(options, optimizer=rank.optimizer))
             updates._stored = on_disk  # type: ignore[assignment]
+            updates.stored_copies = SimulatedCopies(on_disk, self.session.server.wires) if not options.delay else None
             updates._step = through_disk(updates._step, on_disk)  # type: ignore[assignment, arg-type]
         self.pipeline = SimulatedPipeline(stage.messages, stage.number, self.device.clocks) if stage is not None else None
         self._acting: dict[Ranks, Ranks] = {}

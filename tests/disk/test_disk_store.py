@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from l2l_compile import L2LError
-from l2l_compile.disk.disk_store import DiskStore, await_writes, moved_to_disk, range_of, some_pages, whole_spans
+from l2l_compile.disk.disk_store import DiskStore, await_writes, moved_to_disk, range_of, whole_spans
+from l2l_compile.disk.stored_entries import sample
 from l2l_compile.host.updates.deferred import DeferredWriteGuard
 from l2l_compile.host.wire import same_sample
 from slow_disk import Faults, slow_disk
@@ -82,7 +83,7 @@ def test_samples_of_a_part_of_a_tensor_are_of_this_part(store):
 
 def test_other_pages_are_compared_in_each_forward(store):
     tensor = moved_to_disk(store, torch.zeros(64 << 10))
-    found = torch.cat([some_pages(tensor, generation)[0] for generation in range(16)])
+    found = torch.cat([sample([tensor], generation)[0] for generation in range(16)])
     assert torch.equal(found.sort().values, torch.arange(64 << 10))
 
 

@@ -20,6 +20,7 @@ from l2l_compile.host.compiled_step.compiled_step import CompiledStep
 from l2l_compile.host.compiled_step.kernel import Launch, run_all
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.step.torch_step import Hyperparameters, TorchStep, scaled, step_on
+from l2l_compile.host.stored_copies import StoredCopy
 from l2l_compile.host.stored_parameters import StoredParameters
 from l2l_compile.host.wire import Wires
 
@@ -40,9 +41,12 @@ class StoredStep(CompiledStep):
     ):
         super().__init__(optimizer, wires, threads, memory)
         self._stored = stored
+        self._by_own_step: list[Parameter] = []
 
     def on(self, shared: Hyperparameters, gradients: Mapping[Parameter, torch.Tensor], factor: float) -> Hyperparameters:
         after = super().on(shared, gradients, factor)
+        while self._by_own_step:
+            self.wires.written(self._by_own_step.pop())
         self._stored.place_state(gradients)  # that of a checkpoint
         return after
 
@@ -64,19 +68,37 @@ class StoredStep(CompiledStep):
                 piece.launch.stale |= launch.stale
 
     def _own_step(self, shared: Hyperparameters, gradients: Mapping[Parameter, torch.Tensor]) -> Hyperparameters:
-        return self._stored.on_whole(gradients, lambda brought: step_on(self.optimizer, shared, gradients, brought))
+        after, self._by_own_step = _own_step_on(self._stored, self.wires, self.optimizer, shared, gradients)
+        return after
 
 
 class StoredTorchStep(TorchStep):
     """As `TorchStep`, with parameters and state that may be on disk. Takes them whole."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, memory: GradientMemory, stored: StoredParameters):
+    def __init__(self, optimizer: torch.optim.Optimizer, wires: Wires, memory: GradientMemory, stored: StoredParameters):
         super().__init__(optimizer, memory)
-        self._stored = stored
+        self._wires, self._stored = wires, stored
 
     def on(self, shared: Hyperparameters, gradients: Mapping[Parameter, torch.Tensor], factor: float) -> Hyperparameters:
         wide = scaled(gradients, factor, self._memory)
-        return self._stored.on_whole(wide, lambda brought: step_on(self.optimizer, shared, wide, brought))
+        after, written = _own_step_on(self._stored, self._wires, self.optimizer, shared, wide)
+        for parameter in written:
+            self._wires.written(parameter)
+        return after
+
+
+def _own_step_on(
+    stored: StoredParameters,
+    wires: Wires,
+    optimizer: torch.optim.Optimizer,
+    shared: Hyperparameters,
+    gradients: Mapping[Parameter, torch.Tensor],
+) -> tuple[Hyperparameters, list[Parameter]]:
+    """As `step_on`, with parameters and state that may be on disk. Also returns the parameters whose copies there were written with them."""
+    latest = {p: wires.latest(p) for p in gradients}
+    copies = {p: copy.view for p, copy in latest.items() if isinstance(copy, StoredCopy)}
+    after = stored.on_whole(gradients, lambda brought: step_on(optimizer, shared, gradients, brought), copies)
+    return after, list(copies)
 
 
 @dataclass(frozen=True)
@@ -104,12 +126,12 @@ def _parts(launches: Iterable[tuple[Launch, Sequence[StoredRange | None]]], size
     part: list[_Piece] = []
     used = 0
     for launch, places in launches:
-        width = max(t.element_size() for t, place in zip(launch.tensors, places, strict=True) if place is not None)
-        count = sum(place is not None for place in places)
+        widths = [t.element_size() for t, place in zip(launch.tensors, places, strict=True) if place is not None]
+        run = PAGE // min(widths)  # entries that take whole pages of every tensor
         start = 0
         while start < launch.count:
-            entries = (size - used) // count // PAGE * (PAGE // width)
-            if part and entries < min(launch.count - start, size // count // width // _TOO_SMALL):
+            entries = (size - used) // (run * sum(widths)) * run
+            if part and entries < min(launch.count - start, size // sum(widths) // _TOO_SMALL):
                 yield part
                 part, used = [], 0
                 continue

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from l2l_compile.disk.disk_store import range_of, some_pages
+from l2l_compile.disk.disk_store import range_of
+from l2l_compile.disk.stored_entries import some_entries
 from l2l_compile.errors import L2LError
 from l2l_compile.host.updates.gradient_ledger import Parameter
 from l2l_compile.host.wire import identity
@@ -52,7 +53,7 @@ class DeferredWriteGuard:
 def _some_entries(parameter: Parameter) -> torch.Tensor:
     """The bytes of some entries, an odd number apart: from many rows and columns. Of a parameter on disk, a few pages."""
     if range_of(local(parameter)) is not None:
-        return some_pages(local(parameter), 0)[1].view(torch.uint8)
+        return some_entries(local(parameter), 0).view(torch.uint8)
     entries = local(parameter).detach().reshape(-1)
     stride = entries.numel() // _ENTRIES | 1
     return entries[::stride].clone().view(torch.uint8)

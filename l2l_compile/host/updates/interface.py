@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from l2l_compile.host.hooks import WeakHook
+from l2l_compile.host.stored_copies import StoredCopies
 from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward, Pushed
 from l2l_compile.host.updates.loss_scale import LossScale
 from l2l_compile.host.worker import Ticket
@@ -28,11 +29,13 @@ class Updates:
 
     keeps_wires   whether a wire is needed after backward has read it: an update writes it together with the parameters
     scale         the factor on the loss (fp16), None for none
+    stored_copies copies that cross the link and are on disk; None if none are
     wants_norms   whether the norm of each gradient is needed when it arrives
     """
 
     keeps_wires: ClassVar[bool] = False
     scale: LossScale | None = None
+    stored_copies: StoredCopies | None = None
     wants_norms: ClassVar[bool] = False
     _watched: weakref.WeakSet[torch.nn.Module]
 

@@ -20,6 +20,7 @@ from l2l_compile.host.step.groups import Groups
 from l2l_compile.host.step.sharded_state import ranks_among
 from l2l_compile.host.step.torch_step import Hyperparameters, TorchStep
 from l2l_compile.host.step.trial import check_layers_are_independent
+from l2l_compile.host.stored_copies import StoredCopies
 from l2l_compile.host.stored_parameters import StoredParameters
 from l2l_compile.host.updates import earlier_weights
 from l2l_compile.host.updates.asked_by_the_loop import AskedByTheLoop, refuse_gradient_hooks
@@ -53,6 +54,8 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         self.optimizer, self.worker = options.optimizer, worker
         self._stored = StoredParameters(options, self.optimizer) if options.disk is not None else None
         self._step = _step_of(options, wires, threads, memory, self._stored)
+        if self._stored is not None and not options.delay:
+            self.stored_copies = StoredCopies(self._stored.store, wires, self._stored.has_copy)
         self.ledger = GradientLedger(options.update, options.accumulate, memory, WeakHook(self._another_optimizer_has_them))
         self._groups = Groups(self.optimizer)
         self._eager, self._watch = EagerGradients(), ParameterWatch(self)
@@ -284,4 +287,4 @@ def _step_of(
         return CompiledStep(optimizer, wires, threads, memory) if options.compile_update else TorchStep(optimizer, memory)
     if options.compile_update:
         return StoredStep(optimizer, wires, threads, memory, stored)
-    return StoredTorchStep(optimizer, memory, stored)
+    return StoredTorchStep(optimizer, wires, memory, stored)

@@ -1,0 +1,122 @@
+"""Parts of stored tensors, read and written past their mappings: a read of one page there brings megabytes into the page cache."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from l2l_compile.disk.disk_file import PAGE, whole_pages
+from l2l_compile.disk.disk_store import BLOCK, StoredRange, StoredSpan, memory_at, range_of
+from l2l_compile.disk.disk_threads import Transfer
+from l2l_compile.memory.pages import pages
+
+_SAMPLED = 4  # runs of entries of a tensor
+
+
+def pages_around(tensor: torch.Tensor) -> tuple[StoredRange, int, int, int]:
+    """Where the entries of a contiguous stored tensor are: its range, the bytes of it from a page to a page, and where the entries begin.
+
+    The last one is counted from the first page.
+    """
+    found = range_of(tensor)
+    assert found is not None and tensor.is_contiguous(), "a tensor that is in memory, or scattered in its file"
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    first = begin // PAGE * PAGE
+    return found, first, whole_pages(begin + tensor.nbytes), begin - first
+
+
+def read_in_order(
+    tensor: torch.Tensor, buffers: Callable[[], torch.Tensor], count: int, take: Callable[[torch.Tensor, int], None]
+) -> None:
+    """Read the bytes of a contiguous stored tensor, `count` blocks at a time, and give them to `take` in order, each with its first byte.
+
+    buffers   gives the buffer for a block, which begins on a page; it is used until `take` has returned
+    Raises `DiskError`.
+    """
+    found, first, last, before = pages_around(tensor)
+    reading: deque[tuple[int, torch.Tensor, Transfer]] = deque()
+
+    def take_one() -> None:
+        start, buffer, transfer = reading[0]
+        transfer.wait()
+        reading.popleft()
+        begin, end = max(0, before - start), min(buffer.numel(), before + tensor.nbytes - start)
+        take(buffer[begin:end], start + begin - before)
+
+    try:
+        start = 0
+        while start < last - first:
+            if len(reading) == count:
+                take_one()
+            buffer = buffers()
+            buffer = buffer[: min(buffer.numel(), last - first - start)]
+            transfer = found.store.read([StoredSpan(found, first + start, buffer.numel(), 0)], buffer, is_update=False)
+            reading.append((start, buffer, transfer))
+            start += buffer.numel()
+        while reading:
+            take_one()
+    finally:
+        for _, _, transfer in reading:  # their buffers are another's soon
+            transfer.settle()
+
+
+def converted(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Write a tensor into a stored tensor of the same shape, in the dtype of that, which no update writes now. Raises `DiskError`."""
+    (found, first, last, _), flat = pages_around(target), source.detach().reshape(-1)
+    found.await_writes()
+    width = target.element_size()
+    buffer = pages(min(BLOCK, last - first), "a parameter on its way to the disk")
+    for start in range(0, target.nbytes, BLOCK):
+        entries = slice(start // width, min(start + BLOCK, target.nbytes) // width)
+        part = buffer[: (entries.stop - entries.start) * width]
+        part.view(target.dtype).copy_(_entries(flat, entries))
+        found.store.write([StoredSpan(found, start, part.numel(), 0)], buffer).wait()
+
+
+def _entries(flat: torch.Tensor, entries: slice) -> torch.Tensor:
+    """Entries of a flat tensor, which may be stored."""
+    part = flat[entries]
+    if range_of(part) is None:
+        return part
+    buffer = pages(whole_pages(part.nbytes) + PAGE, "a part of a parameter on disk")
+    read = torch.empty_like(part)
+
+    def take(block: torch.Tensor, start: int) -> None:
+        read.view(torch.uint8)[start : start + block.numel()] = block
+
+    read_in_order(part, lambda: buffer, 1, take)
+    return read
+
+
+def sample(tensors: Sequence[torch.Tensor], generation: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A few runs of entries, evenly spread, others in every generation: positions in the flat tensors, and the entries of each of these.
+
+    All tensors have as many entries; some may be in memory. Raises `DiskError`.
+    """
+    run = PAGE // min(t.element_size() for t in tensors)
+    count = tensors[0].numel() // run
+    stride = max(1, count // _SAMPLED)
+    begins = [number * run for number in range(generation % stride, count, stride)]
+    positions = (torch.tensor(begins, dtype=torch.int64)[:, None] + torch.arange(run)).view(-1)
+    return positions, [torch.cat([torch.empty(0, dtype=t.dtype), *(_run(t, begin, run) for begin in begins)]) for t in tensors]
+
+
+def some_entries(tensor: torch.Tensor, generation: int) -> torch.Tensor:
+    """The entries of `sample` of one tensor."""
+    return sample([tensor], generation)[1][0]
+
+
+def _run(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """Entries of a tensor, one behind the other in its memory or its file."""
+    own = tensor.detach()
+    part = own.as_strided((count,), (1,), int(own.storage_offset()) + start)
+    if range_of(part) is None:
+        return part
+    found, first, last, before = pages_around(part)
+    found.await_writes(first, last)
+    buffer = pages(last - first, "a sample of a parameter on disk")
+    found.store.file.read(memory_at(buffer, 0, last - first), found.start + first)
+    found.store.count_read(last - first)
+    return buffer[before : before + part.nbytes].view(part.dtype)

@@ -1,0 +1,57 @@
+"""Copies that cross the link and are on disk, where `host_memory` has no room for them.
+
+An update writes such a copy together with its parameter, in the same chunk. A fetch reads it past its mapping into the device's
+staging buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from l2l_compile.disk.disk_store import DiskStore, await_writes
+from l2l_compile.disk.stored_entries import converted
+from l2l_compile.host.wire import Copy, Wires, same_sample, written_values
+
+Parameter = torch.nn.Parameter
+
+
+class StoredCopy(Copy):
+    """The copy of one parameter, in a file."""
+
+    def follow(self, other: Copy) -> bool:
+        """False: the next forward copies the parameter."""
+        self._of = None
+        return False
+
+    def refresh(self, generation: int) -> Iterator[int]:
+        """As `Copy.refresh`. A copy that a forward has made counts as one that an update has written: to make it again takes a disk long."""
+        self.generation = generation
+        if not (self.unchanged() and same_sample(self.view, self.parameter, generation)):
+            converted(written_values(self.parameter), self.view)
+            self.written()
+        yield self.view.numel()
+
+
+class StoredCopies:
+    """The copies of one model that are on disk.
+
+    is_planned  whether the copy of a parameter is to be there
+    """
+
+    def __init__(self, store: DiskStore, wires: Wires, is_planned: Callable[[torch.Tensor], bool]):
+        self._store, self._wires, self.has = store, wires, is_planned
+        self._copies: dict[tuple[int, torch.dtype], StoredCopy] = {}
+
+    def load(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The copy of a parameter, or of a slice of one, with its values at the beginning of this forward (h2d lane). Raises `DiskError`."""
+        copy = self._copies.get((id(parameter), dtype))
+        if copy is None:
+            copy = StoredCopy(parameter, self._store.empty(parameter.shape, dtype))
+            self._copies[id(parameter), dtype] = copy
+            self._wires.add(copy)
+        if copy.generation != self._wires.generation:
+            for _ in copy.refresh(self._wires.generation):
+                pass
+        return await_writes(copy.view)
