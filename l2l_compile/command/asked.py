@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_map_only
 from l2l_compile.command.failures import failing_as
 from l2l_compile.command.models import Workload, check_sizes, load
 from l2l_compile.command.quantized_models import QUANTIZED
-from l2l_compile.errors import OptionError
+from l2l_compile.devices.host import HOST
+from l2l_compile.errors import L2LError, OptionError
 from l2l_compile.options import Options
 from l2l_compile.report.explain import Report, explain
 from l2l_compile.simulation.machine import Machine
@@ -131,12 +132,25 @@ class Asked:
             return report
         rows = min(settings.batch, workload.rows) if settings.batch is not None else workload.rows
         options = Options.build(self._on_machine(settings.options(workload)))
-        return report.streamed(options, rows if rows != workload.rows else None)
+        return self._beside_stashes(report.streamed(options, rows if rows != workload.rows else None))
 
     def report_of_rows(self, settings: Settings, rows: int) -> Report:
         """The report of a step with another number of rows, which may be more than those that are traced."""
         _, workload, report = self._trace(self.settings)
-        return report.streamed(Options.build(self._on_machine(settings.named(workload))), rows)
+        return self._beside_stashes(report.streamed(Options.build(self._on_machine(settings.named(workload))), rows))
+
+    def _beside_stashes(self, report: Report) -> Report:
+        """The report with what stashes leave of the host's memory for parameters and optimizer state, beside a disk."""
+        options, memory = report.options, report.host_memory
+        if options.disk is None or options.host_memory is None or self.machine is None:
+            return report
+        left = self.machine.host_room - memory.stashes - memory.activations
+        if left >= options.host_memory:
+            return report
+        try:
+            return report.streamed(replace(options, host_memory=left, device=HOST))
+        except L2LError:  # too little: the report says how much is missing
+            return report
 
     def _on_machine(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options of a report, with the part of the machine's memory that parameters and optimizer state may take beside a disk."""
@@ -157,11 +171,16 @@ class Asked:
                 report = workload.call(explain(workload.model, options))
             memory = replace(report.host_memory, parameters=workload.parameters)
             report = replace(report, tokens=workload.tokens, model=workload.name, host_memory=memory)
-            self._traced[key] = settings, workload, report if self.machine is None else report.on(self.machine)
+            if self.machine is not None:
+                report = self._beside_stashes(report.on(self.machine))
+            self._traced[key] = settings, workload, report
         return self._traced[key]
 
     def simulated(self, machine: Machine, settings: Settings) -> Simulation:
         """A step in virtual time. Raises `OptionError` if the machine lacks a figure for it."""
         workload = self.workload_of(settings)
         with failing_as(f"a step of {workload.name} cannot be simulated"):
-            return workload.call(simulate(workload.model, machine, settings.options(workload)))
+            options = settings.options(workload)
+            if settings.disk is not None and machine == self.machine:
+                options["host_memory"] = self.report_of(settings).options.host_memory
+            return workload.call(simulate(workload.model, machine, options))

@@ -58,7 +58,7 @@ class Plain:
         return cls(
             sum(p.numel() * p.element_size() for p in workload.model.parameters()),
             sum(p.numel() * p.element_size() for p in workload.trained),
-            memory.optimizer_state or 0,
+            (memory.optimizer_state or 0) + (memory.disk.states if memory.disk is not None else 0),
             inputs // options.micro_batches + report.device_memory.activations,
             options.micro_batches,
         )

@@ -28,11 +28,17 @@ def pages_around(tensor: torch.Tensor) -> tuple[StoredRange, int, int, int]:
 
 
 def read_in_order(
-    tensor: torch.Tensor, buffers: Callable[[], torch.Tensor], count: int, take: Callable[[torch.Tensor, int], None]
+    tensor: torch.Tensor,
+    buffers: Callable[[], torch.Tensor],
+    count: int,
+    take: Callable[[torch.Tensor, int], None],
+    *,
+    is_update: bool = False,
 ) -> None:
     """Read the bytes of a contiguous stored tensor, `count` blocks at a time, and give them to `take` in order, each with its first byte.
 
-    buffers   gives the buffer for a block, which begins on a page; it is used until `take` has returned
+    buffers    gives the buffer for a block, which begins on a page; it is used until `take` has returned
+    is_update  as for `DiskStore.read`
     Raises `DiskError`.
     """
     found, first, last, before = pages_around(tensor)
@@ -52,7 +58,7 @@ def read_in_order(
                 take_one()
             buffer = buffers()
             buffer = buffer[: min(buffer.numel(), last - first - start)]
-            transfer = found.store.read([StoredSpan(found, first + start, buffer.numel(), 0)], buffer, is_update=False)
+            transfer = found.store.read([StoredSpan(found, first + start, buffer.numel(), 0)], buffer, is_update=is_update)
             reading.append((start, buffer, transfer))
             start += buffer.numel()
         while reading:
@@ -62,22 +68,27 @@ def read_in_order(
             transfer.settle()
 
 
-def converted(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Write a tensor into a stored tensor of the same shape, in the dtype of that, which no update writes now. Raises `DiskError`."""
-    (found, first, last, _), flat = pages_around(target), source.detach().reshape(-1)
-    found.await_writes()
-    width = target.element_size()
-    buffer = pages(min(BLOCK, last - first), "a parameter on its way to the disk")
-    for start in range(0, target.nbytes, BLOCK):
-        entries = slice(start // width, min(start + BLOCK, target.nbytes) // width)
+def write_entries(target: torch.Tensor, start: int, source: torch.Tensor) -> None:
+    """Write a tensor into a flat stored tensor from entry `start` on, in the dtype of that, which no update writes now. Raises `DiskError`.
+
+    The bytes begin on a page, and end on one or with the stored tensor.
+    """
+    found, first, _, before = pages_around(target)
+    flat, width = source.detach().reshape(-1), target.element_size()
+    begin = first + start * width
+    assert before == 0 and begin % PAGE == 0, "entries that begin within a page"
+    found.await_writes(begin, begin + len(flat) * width)
+    buffer = pages(min(BLOCK, whole_pages(len(flat) * width)), "a parameter on its way to the disk")
+    for at in range(0, len(flat) * width, BLOCK):
+        entries = slice(at // width, min(at + BLOCK, len(flat) * width) // width)
         part = buffer[: (entries.stop - entries.start) * width]
-        part.view(target.dtype).copy_(_entries(flat, entries))
-        found.store.write([StoredSpan(found, start, part.numel(), 0)], buffer).wait()
+        part.view(target.dtype).copy_(read_entries(flat, entries))
+        found.store.write([StoredSpan(found, begin + at, part.numel(), 0)], buffer).wait()
 
 
-def _entries(flat: torch.Tensor, entries: slice) -> torch.Tensor:
-    """Entries of a flat tensor, which may be stored."""
-    part = flat[entries]
+def read_entries(flat: torch.Tensor, entries: slice) -> torch.Tensor:
+    """Entries of a flat tensor, which may be stored: then a copy in memory. Raises `DiskError`."""
+    part = flat.detach()[entries]
     if range_of(part) is None:
         return part
     buffer = pages(whole_pages(part.nbytes) + PAGE, "a part of a parameter on disk")
@@ -86,7 +97,7 @@ def _entries(flat: torch.Tensor, entries: slice) -> torch.Tensor:
     def take(block: torch.Tensor, start: int) -> None:
         read.view(torch.uint8)[start : start + block.numel()] = block
 
-    read_in_order(part, lambda: buffer, 1, take)
+    read_in_order(part, lambda: buffer, 1, take, is_update=True)
     return read
 
 

@@ -232,12 +232,15 @@ class HostTimes:
         elif wire.copied:
             send(0, wire.bytes)
         if self.machine.overlaps:
-            for position, weight in wire.others:
-                if position not in unread:
-                    self._send_weight(weight)
-            for position, weight in wire.stored:
-                if position not in unread:
-                    self._fetch_stored(weight.entries * weight.on_link)
+            self._load_others(wire, unread)
+
+    def _load_others(self, wire: _Wire, unread: frozenset[int]) -> None:
+        for position, weight in wire.others:
+            if position not in unread:
+                self._send_weight(weight)
+        for position, weight in wire.stored:
+            if position not in unread:
+                self._fetch_stored(weight.entries * weight.on_link)
 
     def _load_shards(self, wire: _Wire) -> None:
         """Fetch this rank's shards, each by itself: those on the wire when all of it is up to date, the others through the ring."""

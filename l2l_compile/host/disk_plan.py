@@ -10,9 +10,12 @@ import torch
 from l2l_compile.devices.host import own_memory
 from l2l_compile.disk.disk_file import PAGE
 from l2l_compile.errors import L2LError
+from l2l_compile.host.compiled_step.compiled_step import why_not_compiled
 from l2l_compile.host.disk_placement import SMALL, DiskPlacement, TensorSizes, place_on_disk
+from l2l_compile.host.step.in_pieces import PIECE, takes_pieces
 from l2l_compile.host.step.sharded_state import ranks_among
 from l2l_compile.host.step.torch_step import state_bytes_of_trial
+from l2l_compile.host.step.trial import nothing_else_changes
 from l2l_compile.memory.address import memory_of
 from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
@@ -89,23 +92,31 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
     if budget is None:
         budget = int(_OF_AVAILABLE * (own_memory() + sum(one.master for one in sizes)))
     buffer = min(_LARGEST_BUFFER, max(_SMALLEST_BUFFER, budget // _RING_PART // BUFFERS // PAGE * PAGE))
-    beside = bytes_beside(sum(p.numel() for p in own), largest, each, options)
+    at_once = at_once_in_update(optimizer, max((p.numel() for p in own), default=0), each, options)
+    beside = bytes_beside(sum(p.numel() for p in own), largest, options) + at_once
     placed = place_on_disk(sizes, budget - beside - BUFFERS * buffer)
     masters = sum(one.master for one, away in zip(sizes, placed.masters, strict=True) if away)
     stored = sum(one.copy for one, away in zip(sizes, placed.copies, strict=True) if away)
     return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, placed.on_disk - masters - stored, stored)
 
 
-def bytes_beside(entries: int, largest: int, state: int, options: Options) -> int:
-    """Host memory for gradients, for the update of a segment, and for copies that cross the link in two versions. They stay in memory.
-
-    It does not depend on the batch.
+def bytes_beside(entries: int, largest: int, options: Options) -> int:
+    """Host memory for gradients, and for copies that cross the link in two versions: those stay in memory. It does not depend on the batch.
 
     entries   of all trained parameters; `largest` of those of one segment
+    """
+    return (copies_on_link(entries, options) if options.delay else 0) + gradients_at_once(entries, largest, options)
+
+
+def at_once_in_update(optimizer: torch.optim.Optimizer, largest: int, state: int, options: Options) -> int:
+    """Host memory for an update beside the ring: a step without a formula takes a parameter whole, and the first one may take pieces.
+
+    largest   entries of a parameter
     state     bytes of optimizer state for an entry
     """
-    at_once = (copies_on_link(entries, options) if options.delay else 0) + gradients_at_once(entries, largest, options)
-    return at_once + largest * (4 + state)  # a step without a formula, and the first one, take a segment whole
+    with nothing_else_changes(optimizer):
+        in_ring = options.compile_update and why_not_compiled(optimizer) is None and takes_pieces(optimizer)
+    return (min(largest, PIECE) if in_ring else largest) * (8 + state)  # its gradient may be widened
 
 
 def copies_on_link(entries: int, options: Options) -> int:

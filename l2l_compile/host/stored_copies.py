@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from l2l_compile.disk.disk_store import DiskStore, await_writes
-from l2l_compile.disk.stored_entries import converted
+from l2l_compile.disk.stored_entries import write_entries
 from l2l_compile.host.wire import Copy, Wires, same_sample, written_values
 
 Parameter = torch.nn.Parameter
@@ -29,7 +29,7 @@ class StoredCopy(Copy):
         """As `Copy.refresh`. A copy that a forward has made counts as one that an update has written: to make it again takes a disk long."""
         self.generation = generation
         if not (self.unchanged() and same_sample(self.view, self.parameter, generation)):
-            converted(written_values(self.parameter), self.view)
+            write_entries(self.view.view(-1), 0, written_values(self.parameter))
             self.written()
         yield self.view.numel()
 

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import torch
 
 from l2l_compile.disk.chunk_ring import ChunkRing
 from l2l_compile.disk.disk_file import PAGE, whole_pages
 from l2l_compile.disk.disk_store import DiskStore, StoredSpan, moved_to_disk, range_of, whole_spans
+from l2l_compile.disk.stored_entries import read_entries, write_entries
 from l2l_compile.host.disk_plan import BUFFERS, DiskPlan, can_move, disk_plan
+from l2l_compile.host.step.in_pieces import first_step_in_pieces, takes_pieces
+from l2l_compile.host.step.torch_step import Hyperparameters, step_on
 from l2l_compile.host.watched_parameters import unwatched
 from l2l_compile.memory.heap import trim_the_heap
 from l2l_compile.memory.pages import pages
 from l2l_compile.options import Options
+from l2l_compile.ranks.sharded import attributes
 from l2l_compile.update_modes import UpdatePlace
 
 _TENSORS = 5  # of a parameter, its state and its copy: each takes whole pages
 
+Scale = Callable[[Mapping[torch.nn.Parameter, torch.Tensor]], Mapping[torch.nn.Parameter, torch.Tensor]]
 _IN_MEMORY = False, False, False
 
 Parameter = torch.nn.Parameter
-Brought = Mapping[torch.Tensor, torch.Tensor]  # stored tensors, each with its copy in memory
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class StoredParameters:
         self._before, self._last = DiskFigures(), DiskFigures()  # when the updates of this step began; of the step before
         self._planned: dict[Parameter, tuple[bool, bool, bool]] = {}  # of master, state and copy: whether it is on disk
         self._ring: ChunkRing | None = None
+        self._takes_pieces: bool | None = None
 
     @property
     def ring(self) -> ChunkRing:
@@ -127,30 +132,85 @@ class StoredParameters:
                 state = self._optimizer.state[parameter]
                 state[name] = moved_to_disk(self.store, state[name])
 
-    def on_whole(
-        self, parameters: Iterable[Parameter], step: Callable[[Brought], _Result], copies: Mapping[Parameter, torch.Tensor]
-    ) -> _Result:
-        """The result of a step on whole parameters, in memory: `step` gets the stored tensors of these, each with its copy there.
+    def step(
+        self,
+        shared: Hyperparameters,
+        gradients: Mapping[Parameter, torch.Tensor],
+        copies: Mapping[Parameter, torch.Tensor],
+        scale: Scale,
+    ) -> Hyperparameters:
+        """As `step_on`, one after another for parameters that are on disk, or their state: whole, or in pieces in a first step.
 
         For a step without a formula, and for the one that makes the state. Their `copies` that cross the link, as far as these are on disk,
-        are written with them. Raises `DiskError`.
+        are written with them. `scale` brings gradients to the step, some at a time. Raises `DiskError`.
         """
-        own = list(parameters)
-        stored = [t for t in _tensors_of(own, self._optimizer) if range_of(t) is not None]
-        if not stored:
-            result = step({})
-        else:
-            spans, size = whole_spans([*stored, *copies.values()])
-            buffer = pages(size, "parameters and optimizer state whose step takes them whole")
+        stored = {p for p in gradients if self._is_stored(p)}
+        in_memory = {p: g for p, g in gradients.items() if p not in stored}
+        after = [step_on(self._optimizer, shared, scale(in_memory))] if in_memory else []
+        for parameter in filter(stored.__contains__, gradients):
+            given = shared, parameter, gradients[parameter], copies.get(parameter), scale
+            after.append(self._in_pieces(*given) if self._has_to_make_state(parameter) else self._on_whole(*given))
+        return functools.reduce(Hyperparameters.joined, after)
+
+    def _on_whole(
+        self, shared: Hyperparameters, parameter: Parameter, gradient: torch.Tensor, copy: torch.Tensor | None, scale: Scale
+    ) -> Hyperparameters:
+        stored = [t for t in _tensors_of([parameter], self._optimizer) if range_of(t) is not None]
+        written = [*stored, *([copy] if copy is not None else [])]
+        spans, size = whole_spans(written)
+        buffer = pages(size, "parameters and optimizer state whose step takes them whole")
+        if stored:
             self.store.read(spans[: len(stored)], buffer).wait()
-            brought = {t: _within(buffer, span, t) for t, span in zip(stored, spans, strict=False)}
-            result = step(brought)
-            for (parameter, copy), span in zip(copies.items(), spans[len(stored) :], strict=True):
-                _within(buffer, span, copy).copy_(brought.get(parameter, parameter.detach()))
+        brought = {t: _within(buffer, span, t) for t, span in zip(stored, spans, strict=False)}
+        after = step_on(self._optimizer, shared, scale({parameter: gradient}), brought)
+        if copy is not None:
+            _within(buffer, spans[-1], copy).copy_(brought.get(parameter, parameter.detach()))
+        if written:
             self.store.write(spans, buffer).wait()
-            torch.autograd.graph.increment_version(stored)
-        self.place_state(own)
-        return result
+        torch.autograd.graph.increment_version(stored)
+        self.place_state([parameter])
+        return after
+
+    def _in_pieces(
+        self, shared: Hyperparameters, parameter: Parameter, gradient: torch.Tensor, copy: torch.Tensor | None, scale: Scale
+    ) -> Hyperparameters:
+        made: dict[Any, torch.Tensor] = {}
+        flat = parameter.detach().view(-1)
+
+        def written(part: slice, piece: torch.Tensor, state: Mapping[Any, torch.Tensor]) -> None:
+            for name, value in state.items():
+                if name not in made:
+                    made[name] = self._room_for_state(parameter, value.dtype)
+                _put(made[name].view(-1), part.start, value)
+            _put(flat, part.start, piece)
+            if copy is not None:
+                _put(copy.view(-1), part.start, piece)
+
+        def read(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            return read_entries(flat, part).clone(), scale({parameter: gradient.reshape(-1)[part]})[parameter]
+
+        after = first_step_in_pieces(self._optimizer, shared, parameter, read, written)
+        self._optimizer.state[parameter] |= made
+        torch.autograd.graph.increment_version([parameter])
+        return after
+
+    def _is_stored(self, parameter: Parameter) -> bool:
+        return self._planned.get(parameter, _IN_MEMORY)[1] or any(
+            range_of(t) is not None for t in _tensors_of([parameter], self._optimizer)
+        )
+
+    def _has_to_make_state(self, parameter: Parameter) -> bool:
+        """Whether a step will make the state of a parameter, and may make it in pieces."""
+        if self._takes_pieces is None:
+            self._takes_pieces = takes_pieces(self._optimizer)
+        is_plain = parameter.is_contiguous() and not attributes(parameter)
+        return self._takes_pieces and parameter not in self._optimizer.state and is_plain
+
+    def _room_for_state(self, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for state with an entry for each one of a parameter, where the plan puts it. Raises `DiskError`."""
+        if self._planned.get(parameter, _IN_MEMORY)[1]:
+            return self.store.empty(parameter.shape, dtype)
+        return torch.empty(parameter.shape, dtype=dtype)
 
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
@@ -197,3 +257,11 @@ def _tensors_of(parameters: Iterable[Parameter], optimizer: torch.optim.Optimize
 def _within(buffer: torch.Tensor, span: StoredSpan, tensor: torch.Tensor) -> torch.Tensor:
     """A stored tensor in a buffer."""
     return buffer[span.at : span.at + span.size].view(tensor.dtype).view(tensor.shape)
+
+
+def _put(target: torch.Tensor, start: int, entries: torch.Tensor) -> None:
+    """Write entries into a flat tensor from one entry on, on disk or in memory."""
+    if range_of(target) is not None:
+        write_entries(target, start, entries)
+    else:
+        target[start : start + len(entries)] = entries

@@ -24,7 +24,7 @@ from stored_training import OPTIMIZERS, RING
 ROOT = Path(__file__).parents[2]
 CARD = replace(Machine.load("rtx4090"), disk_read=4e9, disk_write=2e9)
 WIDTH, LAYERS, ROWS = 1024, 32, 4096
-BY_NODES = 0.01
+BY_NODES = 0.001
 DELAYED = {"update": "in_forward", "delay": 1}
 MODES = {"in_backward": {"update": "in_backward"}, "in_forward": {"update": "in_forward"}, "delayed": DELAYED}
 

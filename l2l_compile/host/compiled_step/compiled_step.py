@@ -45,7 +45,7 @@ class CompiledStep:
                     compiled[parameter] = self._launch(recipe, parameter, gradients[parameter], factor)
         self._run(compiled)
         rest = {p: g for p, g in gradients.items() if p not in compiled}
-        after = [self._own_step(shared, scaled(rest, factor, self._memory))] if rest else []
+        after = [self._own_step(shared, rest, factor)] if rest else []
         torch.autograd.graph.increment_version(gradients)  # fused steps do not do it
         for parameter, launch in compiled.items():
             self._written(parameter, launch)
@@ -54,9 +54,9 @@ class CompiledStep:
     def _run(self, launches: Mapping[Parameter, Launch]) -> None:
         run_all(list(launches.values()), self.threads)
 
-    def _own_step(self, shared: Hyperparameters, gradients: Mapping[Parameter, torch.Tensor]) -> Hyperparameters:
+    def _own_step(self, shared: Hyperparameters, gradients: Mapping[Parameter, torch.Tensor], factor: float) -> Hyperparameters:
         """The optimizer's own step, on parameters for which there is no machine code."""
-        return step_on(self.optimizer, shared, gradients)
+        return step_on(self.optimizer, shared, scaled(gradients, factor, self._memory))
 
     def _recipe(self, group: int, parameter: Parameter, gradient: torch.Tensor) -> Recipe | None:
         state, shard = own_state(self.optimizer.state.get(parameter, {}), parameter), local(parameter)

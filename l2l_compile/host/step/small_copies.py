@@ -79,7 +79,7 @@ def like_those_of(optimizer: torch.optim.Optimizer) -> Chosen:
     kinds: set[str] = set()
     chosen: list[list[Small]] = []
     for group in optimizer.param_groups:
-        kind, represented = _kind_of(group), sum(map(bool, chosen))
+        kind, represented = kind_of_group(group), sum(map(bool, chosen))
         is_new = kind not in kinds or represented < 2
         kinds.add(kind)
         chosen.append(_small_parameters(group["params"]) if is_new and represented < _MOST_GROUPS else [])
@@ -96,7 +96,7 @@ def in_order(optimizer: torch.optim.Optimizer) -> Chosen:
     ]
 
 
-def _kind_of(group: dict[str, Any]) -> str:
+def kind_of_group(group: dict[str, Any]) -> str:
     """The settings of a group as text, with numbers as zero or not zero."""
     settings = {k: v for k, v in group.items() if k not in ("params", "param_names", "lr") and not isinstance(v, torch.Tensor)}
     return repr({k: v != 0 if isinstance(v, (int, float)) and not isinstance(v, bool) else v for k, v in settings.items()})

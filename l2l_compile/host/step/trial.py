@@ -71,7 +71,7 @@ def check_steps_on_the_host(optimizer: torch.optim.Optimizer) -> None:
     if needs_a_closure(optimizer):
         return
     try:
-        with _nothing_else_changes(optimizer):
+        with nothing_else_changes(optimizer):
             _small_copy_that_steps(optimizer)
     except Exception as error:
         raise L2LError(
@@ -91,10 +91,10 @@ def _wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
 def _tried(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Context manager in which an optimizer steps on small tensors. Raises `L2LError` if a step fails."""
     try:
-        with _nothing_else_changes(optimizer):
+        with nothing_else_changes(optimizer):
             yield
     except Exception as error:
-        with _nothing_else_changes(optimizer):
+        with nothing_else_changes(optimizer):
             is_needed = steps_only_with_a_closure(optimizer)  # `step(closure=None)` may refuse None, as those of bSAM and AliG
         if is_needed:
             raise closure_needed(optimizer, _LAYER_BY_LAYER) from error
@@ -111,7 +111,7 @@ def _described(error: Exception) -> str:
 
 
 @contextmanager
-def _nothing_else_changes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def nothing_else_changes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Context manager for steps on small tensors, in any mode: they have numbers even while a simulated step is made on fake ones.
 
     Behind it, random numbers and the values that classes hold are as before. Warnings are left to real steps.
@@ -347,7 +347,7 @@ def _in_shards(optimizer: torch.optim.Optimizer, sizes: Sequence[int], dim: int)
     generator = torch.Generator().manual_seed(0)
     shapes = [(size, 6) if dim == 0 else (6, size) for size in sizes]
     chosen = [[Small(shape) for shape in shapes], *([] for _ in optimizer.param_groups[1:])]
-    with _nothing_else_changes(optimizer):
+    with nothing_else_changes(optimizer):
         small = with_fresh_state(optimizer, chosen)
         parameters = parameters_of(small)
         for parameter, values in zip(parameters, torch.randn(6, 6, generator=generator).split(list(sizes), dim), strict=True):

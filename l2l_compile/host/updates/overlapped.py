@@ -12,7 +12,6 @@ import torch
 
 from l2l_compile.errors import L2LError
 from l2l_compile.host.compiled_step.compiled_step import CompiledStep
-from l2l_compile.host.compiled_step.stored_step import StoredStep, StoredTorchStep
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.hooks import WeakHook, running_steps
 from l2l_compile.host.step.closures import check_needs_no_closure
@@ -22,6 +21,7 @@ from l2l_compile.host.step.torch_step import Hyperparameters, TorchStep
 from l2l_compile.host.step.trial import check_layers_are_independent
 from l2l_compile.host.stored_copies import StoredCopies
 from l2l_compile.host.stored_parameters import StoredParameters
+from l2l_compile.host.stored_step import StoredStep, StoredTorchStep
 from l2l_compile.host.updates import earlier_weights
 from l2l_compile.host.updates.asked_by_the_loop import AskedByTheLoop, refuse_gradient_hooks
 from l2l_compile.host.updates.eager_gradients import EagerGradients

@@ -8,6 +8,7 @@ without a formula takes its parameters whole.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,9 +20,9 @@ from l2l_compile.disk.disk_store import StoredRange, StoredSpan, range_of
 from l2l_compile.host.compiled_step.compiled_step import CompiledStep
 from l2l_compile.host.compiled_step.kernel import Launch, run_all
 from l2l_compile.host.gradients import GradientMemory
-from l2l_compile.host.step.torch_step import Hyperparameters, TorchStep, scaled, step_on
+from l2l_compile.host.step.torch_step import Hyperparameters, TorchStep, scaled
 from l2l_compile.host.stored_copies import StoredCopy
-from l2l_compile.host.stored_parameters import StoredParameters
+from l2l_compile.host.stored_parameters import Scale, StoredParameters
 from l2l_compile.host.wire import Wires
 
 Parameter = torch.nn.Parameter
@@ -67,8 +68,9 @@ class StoredStep(CompiledStep):
             for piece, launch in zip(part, within, strict=True):
                 piece.launch.stale |= launch.stale
 
-    def _own_step(self, shared: Hyperparameters, gradients: Mapping[Parameter, torch.Tensor]) -> Hyperparameters:
-        after, self._by_own_step = _own_step_on(self._stored, self.wires, self.optimizer, shared, gradients)
+    def _own_step(self, shared: Hyperparameters, gradients: Mapping[Parameter, torch.Tensor], factor: float) -> Hyperparameters:
+        scale = functools.partial(scaled, factor=factor, memory=self._memory)
+        after, self._by_own_step = _own_step_on(self._stored, self.wires, shared, gradients, scale)
         return after
 
 
@@ -80,8 +82,8 @@ class StoredTorchStep(TorchStep):
         self._wires, self._stored = wires, stored
 
     def on(self, shared: Hyperparameters, gradients: Mapping[Parameter, torch.Tensor], factor: float) -> Hyperparameters:
-        wide = scaled(gradients, factor, self._memory)
-        after, written = _own_step_on(self._stored, self._wires, self.optimizer, shared, wide)
+        scale = functools.partial(scaled, factor=factor, memory=self._memory)
+        after, written = _own_step_on(self._stored, self._wires, shared, gradients, scale)
         for parameter in written:
             self._wires.written(parameter)
         return after
@@ -90,15 +92,14 @@ class StoredTorchStep(TorchStep):
 def _own_step_on(
     stored: StoredParameters,
     wires: Wires,
-    optimizer: torch.optim.Optimizer,
     shared: Hyperparameters,
     gradients: Mapping[Parameter, torch.Tensor],
+    scale: Scale,
 ) -> tuple[Hyperparameters, list[Parameter]]:
     """As `step_on`, with parameters and state that may be on disk. Also returns the parameters whose copies there were written with them."""
     latest = {p: wires.latest(p) for p in gradients}
     copies = {p: copy.view for p, copy in latest.items() if isinstance(copy, StoredCopy)}
-    after = stored.on_whole(gradients, lambda brought: step_on(optimizer, shared, gradients, brought), copies)
-    return after, list(copies)
+    return stored.step(shared, gradients, copies, scale), list(copies)
 
 
 @dataclass(frozen=True)

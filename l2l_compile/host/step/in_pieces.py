@@ -1,0 +1,93 @@
+"""First steps of an optimizer on pieces of a parameter, for state larger than memory: a later step has machine code for any range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from l2l_compile.host.step.small_copies import Small, kind_of_group, with_fresh_state
+from l2l_compile.host.step.torch_step import Hyperparameters, hyperparameters, step_on
+from l2l_compile.host.step.trial import nothing_else_changes
+from l2l_compile.param_groups import parameters_of
+
+PIECE = 2 << 20  # entries
+_SHAPE = (96, 128)  # of a matrix on which a step is tried
+
+
+def takes_pieces(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a first step on flat pieces of a parameter leaves the bits of one on the whole: tried, on a small matrix in each kind of group."""
+    kinds: set[str] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        kind = kind_of_group(group)
+        if group["params"] and kind not in kinds:
+            kinds.add(kind)
+            try:
+                if not _leaves_the_same(optimizer, number):
+                    return False
+            except Exception:  # noqa: BLE001  # any class may raise anything; a real step will raise it again
+                return False
+    return True
+
+
+def _leaves_the_same(optimizer: torch.optim.Optimizer, group: int) -> bool:
+    with nothing_else_changes(optimizer):
+        generator = torch.Generator().manual_seed(0)
+        master, gradient = (torch.randn(_SHAPE, generator=generator).view(-1) for _ in range(2))
+        count = len(master) // 3
+        whole = _stepped(optimizer, group, master.view(_SHAPE), gradient.view(_SHAPE))
+        parts = zip(master.split(count), gradient.split(count), strict=True)
+        pieces = [_stepped(optimizer, group, *part) for part in parts]
+    if any(piece.keys() != whole.keys() for piece in pieces):
+        return False
+    return all(_is_joined(value, [piece[name] for piece in pieces]) for name, value in whole.items())
+
+
+def _is_joined(whole: Any, pieces: list[Any]) -> bool:
+    """Whether state, or a parameter, is what pieces are together; a value that belongs to no entry is that of each piece."""
+    if not isinstance(whole, torch.Tensor):
+        return all(type(piece) is type(whole) and piece == whole for piece in pieces)
+    if not all(isinstance(piece, torch.Tensor) for piece in pieces):
+        return False
+    if whole.numel() == math.prod(_SHAPE):
+        return torch.equal(whole.reshape(-1), torch.cat([piece.reshape(-1) for piece in pieces]))
+    return whole.dim() == 0 and all(piece.dim() == 0 and torch.equal(piece, whole) for piece in pieces)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, group: int, master: torch.Tensor, gradient: torch.Tensor) -> dict[Any, Any]:
+    """What a first step leaves on a parameter with these entries: its state, and the parameter, as None."""
+    chosen: list[list[Small]] = [[] for _ in optimizer.param_groups]
+    chosen[group].append(Small(tuple(master.shape)))
+    trial = with_fresh_state(optimizer, chosen)
+    (parameter,) = parameters_of(trial)
+    with torch.no_grad():
+        parameter.copy_(master)
+    step_on(trial, hyperparameters(trial), {parameter: gradient.clone()})
+    return {**trial.state[parameter], None: parameter.detach()}
+
+
+def first_step_in_pieces(
+    optimizer: torch.optim.Optimizer,
+    shared: Hyperparameters,
+    parameter: torch.nn.Parameter,
+    read: Callable[[slice], tuple[torch.Tensor, torch.Tensor]],
+    written: Callable[[slice, torch.Tensor, Mapping[Any, torch.Tensor]], None],
+) -> Hyperparameters:
+    """The step that makes the state of a parameter, as `step_on`. Leaves state without a tensor of the parameter's size in the optimizer.
+
+    read     returns some entries of the flat parameter, in memory, and of its gradient
+    written  gets these entries after the step, and those of the state's tensors that have an entry for each of them
+    """
+    left, shared_by_all = shared, {}
+    for start in range(0, parameter.numel(), PIECE):
+        part = slice(start, min(start + PIECE, parameter.numel()))
+        piece, gradient = read(part)
+        left = step_on(optimizer, shared, {parameter: gradient}, {parameter: piece})
+        state = optimizer.state.pop(parameter)
+        of_entries = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() and v.shape == piece.shape}
+        shared_by_all = {k: v for k, v in state.items() if k not in of_entries}
+        written(part, piece, of_entries)
+    optimizer.state[parameter] = shared_by_all
+    return left
