@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import mmap
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -16,7 +18,8 @@ import torch
 
 from l2l_compile import L2LError
 from l2l_compile.disk.disk_store import DiskStore, await_writes, moved_to_disk, range_of, whole_spans
-from l2l_compile.disk.stored_entries import sample
+from l2l_compile.disk.disk_threads import DiskThreads
+from l2l_compile.disk.stored_entries import read_entries, sample, write_entries
 from l2l_compile.host.updates.deferred import DeferredWriteGuard
 from l2l_compile.host.wire import same_sample
 from slow_disk import Faults, slow_disk
@@ -155,3 +158,27 @@ def test_a_fork_waits_for_what_is_being_written(tmp_path):
             signal.alarm(5)
             os._exit(0 if torch.equal(await_writes(tensor), torch.full((20_000,), 3.0)) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_entries_are_written_behind_a_write_that_is_under_way(tmp_path):
+    with slow_disk(Faults(rate=2e7)):
+        store = DiskStore(str(tmp_path))
+        store.reserve(8 << 20)
+        tensor = store.empty(torch.Size([1 << 20]), torch.float32)
+        (span,), size = whole_spans([tensor])
+        store.write([span], torch.full((size,), 1, dtype=torch.uint8))
+        write_entries(tensor, 1 << 18, torch.arange(1 << 18, dtype=torch.float64))
+        store.settle()
+        assert torch.equal(tensor[1 << 18 : 1 << 19], torch.arange(1 << 18, dtype=torch.float32))
+        assert torch.equal(read_entries(tensor, slice(3, 1 << 19)), tensor[3 : 1 << 19])
+
+
+def test_urgent_blocks_are_taken_before_others():
+    """Fetches wait for no read ahead."""
+    threads, order, go = DiskThreads(1, "test"), [], threading.Event()
+    first = threads.submit([go.wait])
+    last = [threads.submit([functools.partial(order.append, n)], is_urgent=n > 3) for n in range(6)]
+    go.set()
+    for transfer in (first, *last):
+        transfer.wait()
+    assert order == [4, 5, 0, 1, 2, 3]

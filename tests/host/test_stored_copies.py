@@ -42,6 +42,18 @@ def test_bits_do_not_depend_on_where_copies_are(optimizer, update, precision, tm
 
 
 @pytest.mark.parametrize("update", ["in_backward", "in_forward"])
+def test_a_host_that_is_the_device_waits_for_copies(update, tmp_path):
+    """Its operations read them through their mappings."""
+    options = {"update": update, "precision": "bf16"}
+    expected = training("adamw", **options)
+    expected.step(4)
+    with slow_disk(Faults(rate=SLOW)):
+        made = training("adamw", disk=tmp_path, stored_copies=True, **options)
+        made.step(4)
+        assert same(expected.tensors(), made.tensors())
+
+
+@pytest.mark.parametrize("update", ["in_backward", "in_forward"])
 def test_a_step_reads_a_copy_in_each_fetch_and_writes_it_once(update, tmp_path, threaded):
     made = training("adamw", disk=tmp_path, stored_copies=True, update=update, precision="bf16")
     made.step(4)
