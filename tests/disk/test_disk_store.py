@@ -22,6 +22,7 @@ from l2l_compile.disk.disk_threads import DiskThreads
 from l2l_compile.disk.stored_entries import read_entries, sample, write_entries
 from l2l_compile.host.updates.deferred import DeferredWriteGuard
 from l2l_compile.host.wire import same_sample
+from l2l_compile.memory.pages import pages
 from slow_disk import Faults, slow_disk
 
 ENTRIES = 4 << 20  # 16 MiB
@@ -166,7 +167,7 @@ def test_entries_are_written_behind_a_write_that_is_under_way(tmp_path):
         store.reserve(8 << 20)
         tensor = store.empty(torch.Size([1 << 20]), torch.float32)
         (span,), size = whole_spans([tensor])
-        store.write([span], torch.full((size,), 1, dtype=torch.uint8))
+        store.write([span], pages(size, "a test").fill_(1))
         write_entries(tensor, 1 << 18, torch.arange(1 << 18, dtype=torch.float64))
         store.settle()
         assert torch.equal(tensor[1 << 18 : 1 << 19], torch.arange(1 << 18, dtype=torch.float32))
