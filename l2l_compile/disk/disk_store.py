@@ -264,14 +264,29 @@ def whole_spans(tensors: Sequence[torch.Tensor]) -> tuple[list[StoredSpan], int]
 def moved_to_disk(store: DiskStore, tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a contiguous tensor in the file of a store, written when this returns. Raises `DiskError`."""
     made = store.empty(tensor.shape, tensor.dtype)
-    source = tensor.detach().reshape(-1).view(torch.uint8)
-    buffer = pages(min(BLOCK, whole_pages(source.numel())), "parameters on their way to the disk")
-    (whole,), _ = whole_spans([made])
-    for start in range(0, source.numel(), BLOCK):
-        size = min(BLOCK, source.numel() - start)
-        buffer[:size].copy_(source[start : start + size])
-        store.write([StoredSpan(whole.range, start, size, 0)], buffer, functools.partial(_hold, made)).wait()
+    fill(made, tensor)
     return made
+
+
+def fill(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Write the entries of `source`, of the same shape, into a tensor in its dtype. One in a file is written when this returns.
+
+    Takes one block of memory. Raises `DiskError`.
+    """
+    found = range_of(tensor)
+    if found is None:
+        tensor.detach().copy_(source.detach())
+        return
+    found.await_writes()
+    entries, width = source.detach().reshape(-1), tensor.element_size()
+    buffer = pages(min(BLOCK, whole_pages(tensor.nbytes)), "parameters on their way to the disk")
+    for start in range(0, entries.numel(), BLOCK // width):
+        part = entries[start : start + BLOCK // width]
+        size = part.numel() * width
+        buffer[:size].view(tensor.dtype).copy_(part)
+        found.store.write([StoredSpan(found, start * width, size, 0)], buffer, functools.partial(_hold, tensor)).wait()
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _hold(tensor: torch.Tensor, _: Transfer) -> None:

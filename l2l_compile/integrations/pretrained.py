@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,8 +28,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from l2l_compile.errors import L2LError
+from l2l_compile.disk.disk_store import DiskStore, fill, range_of
+from l2l_compile.errors import DiskError, L2LError
 from l2l_compile.frontend.rewrites.wrapped_weights import is_wrapper
+from l2l_compile.integrations.disk_memory import empty_on_disk, read_to_disk, store_for
 from l2l_compile.integrations.stored_files import SHOWN, stored_in
 from l2l_compile.integrations.stored_weights import Conversion, Stored, TensorNames
 from l2l_compile.ranks.placement import tensors_elsewhere
@@ -44,7 +47,9 @@ class LoadResult(NamedTuple):
     unexpected_keys: list[str]
 
 
-def load_pretrained(model: nn.Module, folder: str | Path, strict: bool = True) -> LoadResult:
+def load_pretrained(
+    model: nn.Module, folder: str | Path, strict: bool = True, disk: str | os.PathLike[str] | None = None
+) -> LoadResult:
     """Fill a model with the weights of a folder of safetensors files, as `from_pretrained` does; each rank reads its own rows.
 
     All ranks must call this, after `l2l_compile.shard` or `l2l_compile.pipeline`. A model that is not sharded can be filled as
@@ -65,9 +70,10 @@ def load_pretrained(model: nn.Module, folder: str | Path, strict: bool = True) -
     folder = Path(folder)
     with _together():
         plan = _plan(model, folder, strict)
-    _materialise(model)
+        store = store_for(model, os.fspath(disk)) if disk is not None else None
+    _materialise(model, store)
     try:
-        _read(folder, plan.names.same, plan.tensors)
+        _read(folder, plan)
         _make(plan)
     except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
         raise L2LError(
@@ -204,11 +210,13 @@ def _is_plain(dtype: torch.dtype) -> bool:
 # ---- from the meta device to the host --------------------------------------------------------------------------------------
 
 
-def _materialise(model: nn.Module) -> None:
-    """Give every tensor on the meta device memory on the host. It stays the same object, so ties and optimizers stay valid."""
+def _materialise(model: nn.Module, store: DiskStore | None) -> None:
+    """Give every tensor on the meta device memory on the host, or in a store. It stays the same object, so ties and optimizers stay valid."""
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         if local(tensor).is_meta:
-            empty = sharded_as(torch.empty_like(local(tensor).detach(), device="cpu"), tensor)
+            empty = empty_on_disk(tensor, store) if store is not None else None
+            if empty is None:
+                empty = sharded_as(torch.empty_like(local(tensor).detach(), device="cpu"), tensor)
             if isinstance(tensor, nn.Parameter):
                 empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
             empty.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in empty.__dict__})
@@ -263,14 +271,17 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _read(folder: Path, names: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors that a file holds without conversion."""
+def _read(folder: Path, plan: _Plan) -> None:
+    """Fill tensors that a file holds under one name."""
     wanted: dict[int, tuple[str, torch.Tensor]] = {}
-    for key, name in names.items():
-        wanted.setdefault(id(tensors[name]), (key, tensors[name].detach()))
+    for key, name in plan.names.same.items():
+        wanted.setdefault(id(plan.tensors[name]), (key, plan.tensors[name].detach()))
+    on_disk = {key: tensor for key, tensor in wanted.values() if not is_sharded(tensor) and range_of(tensor) is not None}
+    in_memory = {key: tensor for key, tensor in wanted.values() if key not in on_disk}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
-        dcp.load(dict(wanted.values()), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not dist.is_initialized())
+        dcp.load(in_memory, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not dist.is_initialized())
+    read_to_disk(on_disk, plan.stored)
 
 
 @torch.no_grad()
@@ -284,7 +295,7 @@ def _make(plan: _Plan) -> None:
 
     for conversion in plan.names.made:
         for name, value in conversion.make(whole).items():
-            local(plan.tensors[name]).copy_(_own_rows(value, plan.tensors[name]))
+            fill(local(plan.tensors[name]), _own_rows(value, plan.tensors[name]))
 
 
 def _own_rows(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,58 @@
+"""Memory in a file for the parameters of a model on the meta device, and weights that are read into it: `load_pretrained(disk=...)`.
+
+    file of weights (mapped, clean pages) -> one block of memory, in the dtype of the model -> file of the disk tier
+
+So neither the model nor the folder is in the memory of the process, and no page of a file waits to be written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from l2l_compile.disk.disk_file import whole_pages
+from l2l_compile.disk.disk_store import DiskStore, fill, range_of
+from l2l_compile.errors import L2LError
+from l2l_compile.host.disk_plan import can_move
+from l2l_compile.integrations.stored_weights import Stored
+from l2l_compile.ranks.sharded import is_sharded
+
+
+def store_for(model: nn.Module, folder: str) -> DiskStore:
+    """A file in a folder, with room for the parameters on the meta device. Raises `DiskError` and `L2LError`; the model is as it was."""
+    parameters = list(model.parameters())
+    if any(map(is_sharded, parameters)):
+        raise L2LError(
+            f"disk={folder!r} is for parameters that are whole on their rank, and those of {type(model).__name__} are divided among "
+            "several: leave out 'disk', or leave out shard()"
+        )
+    if not any(p.is_meta or range_of(p) is not None for p in parameters):
+        raise L2LError(
+            f"disk={folder!r} is for parameters on the meta device, and all of {type(model).__name__} have memory already: build the model "
+            "under torch.device('meta'), or leave out 'disk'"
+        )
+    store = DiskStore(folder)
+    store.reserve(sum(whole_pages(p.nbytes) for p in parameters if p.is_meta and can_move(p)))
+    return store
+
+
+def empty_on_disk(tensor: torch.Tensor, store: DiskStore) -> torch.Tensor | None:
+    """A tensor in a store for one on the meta device; None for a buffer, and for a small or strided tensor, which belong in memory."""
+    return store.empty(tensor.shape, tensor.dtype) if isinstance(tensor, nn.Parameter) and can_move(tensor) else None
+
+
+def read_to_disk(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> None:
+    """Fill tensors on disk, each from the one of its name in the files, file by file. Raises `DiskError`."""
+    from safetensors import safe_open
+
+    of_file: defaultdict[Path, list[str]] = defaultdict(list)
+    for name in tensors:
+        of_file[stored[name].file].append(name)
+    for file, names in of_file.items():
+        with safe_open(file, framework="pt") as opened:
+            for name in names:
+                fill(tensors[name], opened.get_tensor(name))  # a view of the file's mapping
