@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from l2l_compile.disk.disk_file import whole_pages
-from l2l_compile.disk.disk_store import DiskStore, fill, range_of
+from l2l_compile.disk.disk_store import DiskStore, fill
 from l2l_compile.errors import L2LError
-from l2l_compile.host.disk_plan import can_move
+from l2l_compile.host.disk_plan import can_move, is_on_disk
 from l2l_compile.integrations.stored_weights import Stored
 from l2l_compile.ranks.sharded import is_sharded
 
@@ -30,7 +30,7 @@ def store_for(model: nn.Module, folder: str) -> DiskStore:
             f"disk={folder!r} is for parameters that are whole on their rank, and those of {type(model).__name__} are divided among "
             "several: leave out 'disk', or leave out shard()"
         )
-    if not any(p.is_meta or range_of(p) is not None for p in parameters):
+    if not any(p.is_meta or is_on_disk(p) for p in parameters):
         raise L2LError(
             f"disk={folder!r} is for parameters on the meta device, and all of {type(model).__name__} have memory already: build the model "
             "under torch.device('meta'), or leave out 'disk'"
