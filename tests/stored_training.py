@@ -84,10 +84,12 @@ class Training:
         return [t.detach().clone() for t in (*self.model.parameters(), *held)]
 
 
-def training(optimizer: str = "adamw", *, disk: Any = None, spare: int = 200_000, **options: Any) -> Training:
-    """With `disk`, only `spare` bytes of parameters and state stay in memory. A model and a loop that starts anew."""
+def training(
+    optimizer: str = "adamw", *, model: nn.Module | None = None, disk: Any = None, spare: int = 200_000, **options: Any
+) -> Training:
+    """With `disk`, only `spare` bytes of parameters and state stay in memory. A model, or this one, and a loop that starts anew."""
     torch._dynamo.reset()
-    model = matrices()
+    model = matrices() if model is None else model
     made = OPTIMIZERS[optimizer](model.parameters())
     if disk is not None:
         asked = Options.build({**options, "optimizer": made, "disk": disk, "host_memory": "1TB"})

@@ -9,7 +9,7 @@ import torch
 
 from l2l_compile.devices.host import own_memory
 from l2l_compile.disk.disk_file import PAGE
-from l2l_compile.disk.disk_store import range_of
+from l2l_compile.disk.disk_store import is_on_disk
 from l2l_compile.errors import L2LError
 from l2l_compile.host.disk_placement import SMALL, DiskPlacement, TensorSizes, place_on_disk
 from l2l_compile.host.step.sharded_state import ranks_among
@@ -128,11 +128,6 @@ def gradients_at_once(entries: int, largest: int, options: Options) -> int:
     if options.mode.keeps_gradients:
         return entries * on_link * (2 if options.delay else 1)
     return min(entries, largest * (options.prefetch + 2)) * on_link
-
-
-def is_on_disk(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is in a file already: `load_pretrained` has put it there, or a model that was compiled before."""
-    return not is_sharded(tensor) and tensor.layout is torch.strided and range_of(tensor) is not None
 
 
 def _has_state_on_disk(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:

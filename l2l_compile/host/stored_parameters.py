@@ -150,7 +150,8 @@ class StoredParameters:
         placed = plan.placement
         self._planned = dict(zip(plan.parameters, zip(placed.masters, placed.states, strict=True), strict=True))
         self._ring = ChunkRing(self.store, BUFFERS, plan.buffer)
-        self.store.reserve(whole_pages(plan.to_come) + len(plan.parameters) * _TENSORS * PAGE)
+        size = whole_pages(plan.to_come) + len(plan.parameters) * _TENSORS * PAGE
+        self.store.reserve(size, ", or raise host_memory")
         return plan
 
     def _master_to_move(self, parameter: Parameter) -> bool:

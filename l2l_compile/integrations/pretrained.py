@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -48,7 +47,7 @@ class LoadResult(NamedTuple):
 
 
 def load_pretrained(
-    model: nn.Module, folder: str | Path, strict: bool = True, disk: str | os.PathLike[str] | None = None
+    model: nn.Module, folder: str | Path, strict: bool = True, disk: str | Path | None = None
 ) -> LoadResult:
     """Fill a model with the weights of a folder of safetensors files, as `from_pretrained` does; each rank reads its own rows.
 
@@ -59,22 +58,28 @@ def load_pretrained(
     that transformers maps to them: with or without the prefix of the base model, renamed, or joined. Joined parameters, such as
     the experts of a mixture, are made whole on each rank, one at a time.
 
+    With `disk`, a folder, parameters on the meta device that are larger than 1 MiB get their memory in a file there, and no memory of the
+    host: a model may be larger than this. The file has no name, and is there as long as the parameters are. They stay ordinary tensors,
+    and `torch.compile` with the option `disk` trains them there. For parameters that are not sharded.
+
     With `strict=False`, parameters that the folder lacks are initialised as transformers does, with the values of rank 0, and
     tensors that the model lacks are left out. The result names both.
 
     Raises `L2LError` for a folder without safetensors files or without a file that its index names, for damaged files, for
     tensors that are missing, not expected, of another shape or kind of number, or tied and unequal, and for a buffer on the meta
-    device that nothing can compute. The model is as it was then. If a file cannot be read to its end, the error says that the
-    model has changed.
+    device that nothing can compute. Raises `DiskError` if `disk` cannot be written or has too little room. The model is as it was then.
+    If a file cannot be read to its end, the error says that the model has changed.
     """
     folder = Path(folder)
     with _together():
         plan = _plan(model, folder, strict)
-        store = store_for(model, os.fspath(disk)) if disk is not None else None
+        store = store_for(model, disk) if disk is not None else None
     _materialise(model, store)
     try:
         _read(folder, plan)
         _make(plan)
+    except DiskError as error:
+        raise DiskError(f"{folder} was not read to its end: {error}") from error
     except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
         raise L2LError(
             f"{folder} was not read to its end: {_first_line(error)}. The tensors of the model are partly those of the folder now: load "
