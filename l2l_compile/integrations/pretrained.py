@@ -6,8 +6,7 @@
     l2l_compile.load_pretrained(model, folder)
 
 `torch.distributed.checkpoint` reads the rows of a rank out of safetensors files (`HuggingFaceStorageReader`). This module maps
-tensors of the files to tensors of the model, allocates tensors that are on the meta device, and refuses tensors that do not
-fit.
+tensors of the files to tensors of the model, and refuses tensors that do not fit. `weight_memory` allocates those on the meta device.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from l2l_compile.disk.disk_store import DiskStore, fill, range_of
+from l2l_compile.disk.disk_store import fill, is_on_disk
 from l2l_compile.errors import DiskError, L2LError
 from l2l_compile.frontend.rewrites.wrapped_weights import is_wrapper
-from l2l_compile.integrations.disk_memory import empty_on_disk, read_to_disk, store_for
 from l2l_compile.integrations.stored_files import SHOWN, stored_in
 from l2l_compile.integrations.stored_weights import Conversion, Stored, TensorNames
+from l2l_compile.integrations.weight_memory import give_memory, read_to_disk, store_for
 from l2l_compile.ranks.placement import tensors_elsewhere
-from l2l_compile.ranks.sharded import is_sharded, local, shard_spec_of, sharded_as
+from l2l_compile.ranks.sharded import is_sharded, local, shard_spec_of
 
 _COMPARED = 1 << 22  # entries of two tensors that are compared at once
 
@@ -46,9 +45,7 @@ class LoadResult(NamedTuple):
     unexpected_keys: list[str]
 
 
-def load_pretrained(
-    model: nn.Module, folder: str | Path, strict: bool = True, disk: str | Path | None = None
-) -> LoadResult:
+def load_pretrained(model: nn.Module, folder: str | Path, strict: bool = True, disk: str | Path | None = None) -> LoadResult:
     """Fill a model with the weights of a folder of safetensors files, as `from_pretrained` does; each rank reads its own rows.
 
     All ranks must call this, after `l2l_compile.shard` or `l2l_compile.pipeline`. A model that is not sharded can be filled as
@@ -74,7 +71,7 @@ def load_pretrained(
     with _together():
         plan = _plan(model, folder, strict)
         store = store_for(model, disk) if disk is not None else None
-    _materialise(model, store)
+    give_memory(model, store)
     try:
         _read(folder, plan)
         _make(plan)
@@ -212,22 +209,6 @@ def _is_plain(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-# ---- from the meta device to the host --------------------------------------------------------------------------------------
-
-
-def _materialise(model: nn.Module, store: DiskStore | None) -> None:
-    """Give every tensor on the meta device memory on the host, or in a store. It stays the same object, so ties and optimizers stay valid."""
-    for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
-        if local(tensor).is_meta:
-            empty = empty_on_disk(tensor, store) if store is not None else None
-            if empty is None:
-                empty = sharded_as(torch.empty_like(local(tensor).detach(), device="cpu"), tensor)
-            if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            empty.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in empty.__dict__})
-            torch.utils.swap_tensors(tensor, empty)
-
-
 # ---- numbers ---------------------------------------------------------------------------------------------------------------
 
 
@@ -281,7 +262,7 @@ def _read(folder: Path, plan: _Plan) -> None:
     wanted: dict[int, tuple[str, torch.Tensor]] = {}
     for key, name in plan.names.same.items():
         wanted.setdefault(id(plan.tensors[name]), (key, plan.tensors[name].detach()))
-    on_disk = {key: tensor for key, tensor in wanted.values() if not is_sharded(tensor) and range_of(tensor) is not None}
+    on_disk = {key: tensor for key, tensor in wanted.values() if is_on_disk(tensor)}
     in_memory = {key: tensor for key, tensor in wanted.values() if key not in on_disk}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")

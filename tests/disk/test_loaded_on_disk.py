@@ -135,7 +135,7 @@ def test_a_load_to_the_disk_takes_the_memory_of_a_block(tmp_path):
 
 
 def test_weights_on_disk_can_be_loaded_again(folder, tmp_path):
-    """Through the file and not through the mapping. The compiled model computes with them, though one entry alone is another one."""
+    """Through the file and not through the mapping. The compiled model computes with them."""
     others = tmp_path / "others"
     changed = transformers.LlamaForCausalLM.from_pretrained(folder)
     with torch.no_grad():
@@ -195,7 +195,9 @@ def test_what_is_saved_from_the_disk_is_what_was_loaded(folder, tmp_path):
 def test_the_file_is_there_as_long_as_a_tensor_of_it(folder, tmp_path):
     def descriptors() -> int:
         gc.collect()
-        return sum("(deleted)" in os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if is_open(number))
+        return sum(
+            "(deleted)" in os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if is_open(number)
+        )
 
     def is_open(number: str) -> bool:
         return os.path.islink(f"/proc/self/fd/{number}")
@@ -233,9 +235,15 @@ def refused(monkeypatch, error):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("missing", "nowhere: No such file or directory while a file was opened there .* give the option 'disk' a folder that exists"),
+        (
+            "missing",
+            "nowhere: No such file or directory while a file was opened there .* give the option 'disk' a folder that exists",
+        ),
         ("read-only", "Read-only file system while a file was opened there"),
-        ("full", r"No space left on device while [0-9.]+ MiB were allocated there .* free some space, or give 'disk' another folder$"),
+        (
+            "full",
+            r"No space left on device while [0-9.]+ MiB were allocated there .* free some space, or give 'disk' another folder$",
+        ),
     ],
 )
 def test_a_folder_for_the_disk_that_does_not_do(fault, said, folder, tmp_path, monkeypatch):

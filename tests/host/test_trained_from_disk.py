@@ -12,6 +12,7 @@ from torch import nn
 
 import l2l_compile
 from l2l_compile.disk.disk_store import range_of
+from l2l_compile.host import disk_plan
 from models import compiled
 from slow_disk import Faults, slow_disk
 from stored_training import LAYERS, SLOW, WIDTH, Training, matrices, same, training
@@ -101,6 +102,37 @@ def test_the_file_of_the_training_has_room_for_its_state_alone(folder, tmp_path)
     assert 2 * LAYERS * MATRIX <= size < 2.5 * LAYERS * MATRIX
     made.step(2)
     assert made.stored.store.file.size == size, "all was allocated before the first step"
+
+
+def test_the_default_budget_counts_memory_that_parameters_free(folder, tmp_path, monkeypatch):
+    """Those that are on disk free none when they are placed."""
+    monkeypatch.setattr(disk_plan, "own_memory", lambda: 1 << 30)
+    for model, freed in ((matrices(), LAYERS * MATRIX), (loaded(folder, tmp_path), 0)):
+        small = sum(p.nbytes for p in model.parameters() if p.nbytes < MATRIX)
+        optimizer = torch.optim.AdamW(model.parameters())
+        options = {"optimizer": optimizer, "disk": tmp_path, "update": "in_backward"}
+        report = l2l_compile.explain(model, options)(torch.ones(6, 5))
+        assert report.host_memory.disk.budget == int(0.8 * ((1 << 30) + small + freed))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_entry_that_is_loaded_between_steps_is_trained(mode, folder, tmp_path):
+    """The copies that cross the link are made anew: the entry is on none of the pages that a forward compares."""
+
+    def trained(disk):
+        made = training(model=loaded(folder, disk), disk=disk, precision="bf16", **MODES[mode])
+        made.step(2)
+        weights = {name: value.clone() for name, value in made.model.state_dict().items()}
+        weights["2.0.weight"][100, 7] += 1.0
+        save_file(weights, folder / "model.safetensors")
+        l2l_compile.load_pretrained(made.model, folder)
+        made.step(2)
+        save_file(matrices().state_dict(), folder / "model.safetensors")
+        return made.tensors()
+
+    expected = trained(None)
+    with slow_disk(Faults(rate=QUICKER)):
+        assert same(expected, trained(tmp_path))
 
 
 class Adapted(nn.Module):

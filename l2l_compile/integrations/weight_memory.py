@@ -1,8 +1,8 @@
-"""Memory in a file for the parameters of a model on the meta device, and weights that are read into it: `load_pretrained(disk=...)`.
+"""Memory for the tensors of a model on the meta device: of the host, or in a file of the disk tier (`load_pretrained(disk=...)`).
 
     file of weights (mapped, clean pages) -> one block of memory, in the dtype of the model -> file of the disk tier
 
-So neither the model nor the folder is in the memory of the process, and no page of a file waits to be written.
+So neither the parameters on disk nor their files are in the memory of the process, and no page of a file waits to be written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from l2l_compile.disk.disk_store import DiskStore, fill, is_on_disk
 from l2l_compile.errors import L2LError, OptionError
 from l2l_compile.host.disk_plan import can_move
 from l2l_compile.integrations.stored_weights import Stored
-from l2l_compile.ranks.sharded import is_sharded
+from l2l_compile.ranks.sharded import is_sharded, local, sharded_as
 
 
 def store_for(model: nn.Module, folder: str | Path) -> DiskStore:
@@ -42,9 +42,24 @@ def store_for(model: nn.Module, folder: str | Path) -> DiskStore:
     return store
 
 
-def empty_on_disk(tensor: torch.Tensor, store: DiskStore) -> torch.Tensor | None:
-    """A tensor in a store for one on the meta device; None for a buffer, and for a small or strided tensor, which belong in memory."""
-    return store.empty(tensor.shape, tensor.dtype) if isinstance(tensor, nn.Parameter) and can_move(tensor) else None
+def give_memory(model: nn.Module, store: DiskStore | None) -> None:
+    """Give every tensor on the meta device memory, in the store if there is one and it is a large parameter, else on the host.
+
+    It stays the same object, so ties and optimizers stay valid. Raises `DiskError`.
+    """
+    for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
+        if local(tensor).is_meta:
+            empty = _empty(tensor, store)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            empty.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in empty.__dict__})
+            torch.utils.swap_tensors(tensor, empty)
+
+
+def _empty(tensor: torch.Tensor, store: DiskStore | None) -> torch.Tensor:
+    if store is not None and isinstance(tensor, nn.Parameter) and can_move(tensor):
+        return store.empty(tensor.shape, tensor.dtype)
+    return sharded_as(torch.empty_like(local(tensor).detach(), device="cpu"), tensor)
 
 
 def read_to_disk(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> None:
