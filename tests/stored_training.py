@@ -85,14 +85,20 @@ class Training:
 
 
 def training(
-    optimizer: str = "adamw", *, disk: Any = None, spare: int = 200_000, stored_copies: bool = False, **options: Any
+    optimizer: str = "adamw",
+    *,
+    model: nn.Module | None = None,
+    disk: Any = None,
+    spare: int = 200_000,
+    stored_copies: bool = False,
+    **options: Any,
 ) -> Training:
     """With `disk`, only `spare` bytes of parameters and state stay in memory; with `stored_copies`, of copies for the link as well.
 
-    A model and a loop that starts anew.
+    A model, or this one, and a loop that starts anew.
     """
     torch._dynamo.reset()
-    model = matrices()
+    model = matrices() if model is None else model
     made = OPTIMIZERS[optimizer](model.parameters())
     if disk is not None:
         asked = Options.build({**options, "optimizer": made, "disk": disk, "host_memory": "1TB"})

@@ -343,6 +343,25 @@ def test_the_lines_on_a_disk_train(shown, tmp_path):
     assert session.session_of(scope["model"]).options.host_memory == 24 * 10**9
 
 
+@checks("docs/disk.md: A model that is larger than memory from the start")
+def test_the_lines_on_a_large_model_train_what_they_load(shown, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    (block,) = shown
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    saved = LlamaForCausalLM(LlamaConfig(vocab_size=3000, hidden_size=128, **sizes))
+    saved.save_pretrained(tmp_path)
+    scope = {"torch": torch, "l2l_compile": l2l_compile, "folder": tmp_path}
+    scope |= {"AutoConfig": AutoConfig, "AutoModelForCausalLM": AutoModelForCausalLM}
+    run(block.text.replace("/nvme", str(tmp_path)), scope)
+    assert all(map(torch.equal, scope["model"].parameters(), saved.parameters()))
+    batch = torch.arange(12).view(2, 6)
+    scope["model"](input_ids=batch, labels=batch).loss.backward()
+    scope["optimizer"].step()
+    placed = session.session_of(scope["model"]).server.updates._stored.plan
+    assert placed.masters == 2 * 3000 * 128 * 4, "the embedding and the head"
+
+
 INSTALLING = [block for block in BLOCKS if block.document == "docs/installing.md"]
 CHECKED.update(INSTALLING)
 

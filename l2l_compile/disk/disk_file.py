@@ -42,8 +42,8 @@ class DiskFile:
         self.descriptor, self.direct = _opened(folder)
         weakref.finalize(self, os.close, self.descriptor).atexit = False  # a disk thread may still use it
 
-    def extend(self, size: int) -> None:
-        """Allocate `size` bytes in all. Raises `DiskError` if the file system has no room for them."""
+    def extend(self, size: int, remedy: str = "") -> None:
+        """Allocate `size` bytes in all. Raises `DiskError` if the file system has no room for them; `remedy` is one more than the usual."""
         if size <= self.size:
             return
         try:
@@ -53,7 +53,7 @@ class DiskFile:
             raise DiskError(
                 f"{self.folder}: {error.strerror or error} while {format_bytes(size - self.size)} were allocated there for parameters and "
                 f"optimizer state ({format_bytes(free.f_bavail * free.f_frsize)} are free, {format_bytes(self.size)} are allocated "
-                "already): free some space, give the option 'disk' another folder, or raise host_memory"
+                f"already): free some space, or give 'disk' another folder{remedy}"
             ) from error
         self.size = size
 

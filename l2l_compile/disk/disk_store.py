@@ -24,6 +24,7 @@ from l2l_compile.disk.disk_threads import DiskThreads, Transfer
 from l2l_compile.errors import DiskError
 from l2l_compile.memory.finalizers import taken
 from l2l_compile.memory.pages import pages
+from l2l_compile.ranks.sharded import is_sharded
 
 BLOCK = 8 << 20  # bytes of one transfer: with smaller ones, a disk is as fast, and the processor busier
 _THREADS = 2  # each way
@@ -96,10 +97,10 @@ class DiskStore:
         self._failure: DiskError | None = None
         self.read_bytes = self.written_bytes = 0
 
-    def reserve(self, size: int) -> None:
-        """Allocate `size` bytes beside those that are in use. Raises `DiskError` if there is no room."""
+    def reserve(self, size: int, remedy: str = "") -> None:
+        """Allocate `size` bytes beside those that are in use. Raises `DiskError`, with one more remedy, if there is no room."""
         with self._guard:
-            self.file.extend(self._used + size)
+            self.file.extend(self._used + size, remedy)
 
     def _note(self, transfer: Transfer, spans: Sequence[StoredSpan]) -> None:
         if transfer.error is not None:
@@ -225,6 +226,11 @@ def range_of(tensor: torch.Tensor) -> StoredRange | None:
     return found if found is not None and found.is_at(storage) else None
 
 
+def is_on_disk(tensor: torch.Tensor) -> bool:
+    """As `range_of`, for any tensor: one that is sharded, or of another layout, is in memory."""
+    return not is_sharded(tensor) and tensor.layout is torch.strided and range_of(tensor) is not None
+
+
 def await_writes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, when nothing is being written into its place in a file. Returns at once for a tensor in memory."""
     if (found := range_of(tensor)) is not None:
@@ -246,14 +252,29 @@ def whole_spans(tensors: Sequence[torch.Tensor]) -> tuple[list[StoredSpan], int]
 def moved_to_disk(store: DiskStore, tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a contiguous tensor in the file of a store, written when this returns. Raises `DiskError`."""
     made = store.empty(tensor.shape, tensor.dtype)
-    source = tensor.detach().reshape(-1).view(torch.uint8)
-    buffer = pages(min(BLOCK, whole_pages(source.numel())), "parameters on their way to the disk")
-    (whole,), _ = whole_spans([made])
-    for start in range(0, source.numel(), BLOCK):
-        size = min(BLOCK, source.numel() - start)
-        buffer[:size].copy_(source[start : start + size])
-        store.write([StoredSpan(whole.range, start, size, 0)], buffer, functools.partial(_hold, made)).wait()
+    fill(made, tensor)
     return made
+
+
+def fill(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Write the entries of `source`, of the same shape, into a tensor in its dtype. One in a file is written when this returns.
+
+    Takes one block of memory. No update of it is under way. Raises `DiskError`.
+    """
+    found = range_of(tensor)
+    if found is None:
+        tensor.detach().copy_(source.detach())
+        return
+    found.store.check()
+    entries, width = source.detach().reshape(-1), tensor.element_size()
+    buffer = pages(min(BLOCK, whole_pages(tensor.nbytes)), "parameters on their way to the disk")
+    for start in range(0, entries.numel(), BLOCK // width):
+        part = entries[start : start + BLOCK // width]
+        size = part.numel() * width
+        buffer[:size].view(tensor.dtype).copy_(part)
+        found.store.write([StoredSpan(found, start * width, size, 0)], buffer, functools.partial(_hold, tensor)).wait()
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _hold(tensor: torch.Tensor, _: Transfer) -> None:

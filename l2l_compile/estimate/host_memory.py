@@ -47,6 +47,7 @@ class HostMemory:
     activations      what the option `keep_on_host` keeps there of the inside of segments, at the same time
     disk             where the option `disk` puts masters, optimizer state and copies for the link, which `master`, `optimizer_state` and
                      `wire` do not count then
+    stored           other parameters that are on disk, by `load_pretrained(disk=...)`, which `master` does not count either
     """
 
     parameters: int
@@ -60,6 +61,7 @@ class HostMemory:
     stashes: int = 0
     activations: int = 0
     disk: DiskPlan | None = None
+    stored: int = 0
 
     @property
     def total(self) -> int:
@@ -85,7 +87,7 @@ class HostMemory:
         pinned = (
             f"; {format_bytes(self.pinned)} of these and of staging buffers beside them are page-locked" if self.pinned else ""
         )
-        return f"host memory (bytes a parameter): {shown}{shared}{pinned}{_shown_on_disk(self.disk)}"
+        return f"host memory (bytes a parameter): {shown}{shared}{pinned}{_shown_on_disk(self.disk)}{_shown_stored(self.stored)}"
 
 
 def _shown_on_disk(plan: DiskPlan | None) -> str:
@@ -105,6 +107,10 @@ def _shown_on_disk(plan: DiskPlan | None) -> str:
     )
 
 
+def _shown_stored(size: int) -> str:
+    return f"\non disk beside these: {format_bytes(size)} of parameters, which cross the link from there" if size else ""
+
+
 def host_memory(programs: Sequence[Program], options: Options, activations: int = 0) -> HostMemory:
     """The host memory that these programs of one model need, with the bytes of activations that they keep there.
 
@@ -118,11 +124,13 @@ def host_memory(programs: Sequence[Program], options: Options, activations: int 
     if plan is not None:
         plan.check()
     state = _optimizer_state(trained, options)
+    stored = {name: parameters[name] for segment in segments for name in segment.stored}
+    beside_plan = sum(_master_bytes(spec) for spec in stored.values() if plan is None or not spec.differentiable)
     kept, ring = _gradients(trained, max((segment.pushed for segment in segments), default=0), options)
     ring += _widened_for_an_update(segments, options)
     return HostMemory(
         parameters=sum(_entries(programs).values()),
-        master=sum(map(_master_bytes, parameters.values())) - (plan.masters if plan is not None else 0),
+        master=sum(map(_master_bytes, parameters.values())) - (plan.masters if plan is not None else 0) - beside_plan,
         wire=sum(wire.size for wire in sent.wires) - (plan.copies if plan is not None else 0),
         gradients=kept,
         ring=ring,
@@ -132,6 +140,7 @@ def host_memory(programs: Sequence[Program], options: Options, activations: int 
         stashes=sum(sum(program.host_stashes.values()) for program in programs),
         activations=activations,
         disk=plan,
+        stored=beside_plan,
     )
 
 
@@ -154,6 +163,7 @@ class _SegmentMemory:
     on_wire     the dtypes of those that cross the link as copies, by their names
     wire        of these copies
     own         of the parameters that are page-locked where they are, by their names
+    stored      names of the parameters that are on disk
     room        of the gradients that get memory as wide as their parameters
     pushed      of all their gradients on the link
     """
@@ -162,6 +172,7 @@ class _SegmentMemory:
     on_wire: tuple[tuple[str, torch.dtype], ...]
     wire: int
     own: tuple[tuple[str, int], ...]
+    stored: frozenset[str]
     room: int
     pushed: int
 
@@ -173,6 +184,7 @@ class _SegmentMemory:
             for position, (weight, spec) in weights
             if weight.kind == "parameter"
         }
+        stored = frozenset(parameters[i][0] for i in parameters if segment.weights[i].owner in program.captured.stored)
         trained = [spec for _, spec in parameters.values() if spec.differentiable]
         copied = [parameters.pop(position) for position in on_wire(segment, program.bindings, options)]
         own = parameters.values()
@@ -181,8 +193,11 @@ class _SegmentMemory:
             on_wire=tuple((name, spec.dtype) for name, spec in copied),
             wire=sum(aligned(spec.bytes({})) for _, spec in copied),
             own=tuple(
-                (name, _whole_pages(spec)) for name, spec in own if is_locked(spec, options, program.captured.grad_enabled)
+                (name, _whole_pages(spec))
+                for name, spec in own
+                if name not in stored and is_locked(spec, options, program.captured.grad_enabled)
             ),
+            stored=stored,
             room=sum(_master_bytes(spec) for spec in trained if _is_widened(spec, options)),
             pushed=sum(_on_link(spec, options) for spec in trained),
         )

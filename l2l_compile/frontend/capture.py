@@ -10,6 +10,7 @@ from torch import fx
 
 from l2l_compile.devices.host import HOST
 from l2l_compile.devices.registry import KINDS
+from l2l_compile.disk.disk_store import is_on_disk
 from l2l_compile.errors import L2LError
 from l2l_compile.frontend.draft import Draft, DraftFact, Rewrite, rewrite
 from l2l_compile.frontend.dynamo import adapter, inference_marks
@@ -175,11 +176,16 @@ def _captured(draft: Draft) -> Captured:
         mesh=_mesh(draft.world),
         owners=_owners(draft),
         parallel_layer=draft.parallel_layer,
+        stored=frozenset(i.index for i in draft.inputs if i.kind == "parameter" and _is_on_disk(adapter.value_of(i.node))),
         snapshots=frozenset(i.index for i in draft.inputs if i.node in draft.cloned and i.kind in ("buffer", "value")),
     )
     _lift_constants(captured)
     captured.indices = IndexCheck(captured)
     return captured
+
+
+def _is_on_disk(value: object) -> bool:
+    return isinstance(value, torch.nn.Parameter) and is_on_disk(value)
 
 
 def _mesh(ranks: Ranks | None) -> Mesh | None:

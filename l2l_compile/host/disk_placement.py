@@ -10,12 +10,17 @@ SMALL = 1 << 20  # bytes: smaller tensors stay in memory, as they are most of th
 
 @dataclass(frozen=True)
 class TensorSizes:
-    """Bytes of one parameter: of its master, of its optimizer state, and of its copy that crosses the link; and whether they may leave memory."""
+    """Bytes of one parameter: of its master, of its optimizer state, and of its copy that crosses the link; and whether they may leave memory.
+
+    master_is_there, state_is_there  whether they are on disk already, where they stay
+    """
 
     master: int
     state: int
     may_leave: bool = True
     copy: int = 0
+    master_is_there: bool = False
+    state_is_there: bool = False
 
     @property
     def leaves(self) -> bool:
@@ -40,14 +45,18 @@ def place_on_disk(sizes: Sequence[TensorSizes], budget: int) -> DiskPlacement:
     """Keep at most `budget` bytes of masters, state and copies in memory, as far as small tensors allow.
 
     Optimizer state goes first: nothing but its update reads it. Copies go last: forward, backward and the update read them. What stays
-    in memory is spread evenly over the model, so that the work of the disk is even over the step.
+    in memory is spread evenly over the model, so that the work of the disk is even over the step. What is on disk already stays there.
     """
-    in_memory = total = sum(each.master + each.state + each.copy for each in sizes)
+    total = sum(each.master + each.state + each.copy for each in sizes)
+    in_memory = total - sum(each.master * each.master_is_there + each.state * each.state_is_there for each in sizes)
     placed = []
     for kind in ("state", "master", "copy"):
-        may_go = [getattr(each, kind) if each.leaves else 0 for each in sizes]
-        placed.append(_spread(may_go, in_memory - budget))
-        in_memory -= sum(size for size, goes in zip(may_go, placed[-1], strict=True) if goes)
+        there = [getattr(each, f"{kind}_is_there", False) for each in sizes]
+        of_kind = [getattr(each, kind) for each in sizes]
+        may_go = [size if e.leaves and not is_there else 0 for e, size, is_there in zip(sizes, of_kind, there, strict=True)]
+        goes = _spread(may_go, in_memory - budget)
+        in_memory -= sum(size for size, is_gone in zip(may_go, goes, strict=True) if is_gone)
+        placed.append(tuple(a or b for a, b in zip(goes, there, strict=True)))
     states, masters, copies = placed
     return DiskPlacement(masters, states, total - in_memory, in_memory, copies)
 

@@ -9,6 +9,7 @@ import torch
 
 from l2l_compile.devices.host import own_memory
 from l2l_compile.disk.disk_file import PAGE
+from l2l_compile.disk.disk_store import is_on_disk
 from l2l_compile.errors import L2LError
 from l2l_compile.host.compiled_step.compiled_step import why_not_compiled
 from l2l_compile.host.disk_placement import SMALL, DiskPlacement, TensorSizes, place_on_disk
@@ -60,6 +61,15 @@ class DiskPlan:
         """Bytes in memory."""
         return self.placement.in_memory + self.beside + self.ring
 
+    @property
+    def to_come(self) -> int:
+        """Bytes that belong on disk and are not there yet."""
+        placed = zip(self.sizes, self.placement.masters, self.placement.states, strict=True)
+        return self.copies + sum(
+            size.master * (master and not size.master_is_there) + size.state * (state and not size.state_is_there)
+            for size, master, state in placed
+        )
+
     def check(self) -> None:
         """Raise `L2LError` if the budget is too small."""
         if self.host > self.budget:
@@ -86,11 +96,20 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
     owners = Counter(map(memory_of, own))
     alone = [can_move(p) and owners[memory_of(p)] == 1 for p in own]
     on_link = 0 if options.delay else bytes_on_link(options)
-    copies = [p.numel() * on_link if p.itemsize > on_link else 0 for p in own]  # in the dtype of the link, it crosses as it is
-    sizes = [TensorSizes(p.nbytes, p.numel() * each, may, copy) for p, may, copy in zip(own, alone, copies, strict=True)]
+    sizes = [
+        TensorSizes(
+            p.nbytes,
+            p.numel() * each,
+            may_leave,
+            p.numel() * on_link if p.itemsize > on_link else 0,  # in the dtype of the link, it crosses as it is
+            is_on_disk(p),
+            _has_state_on_disk(p, optimizer),
+        )
+        for p, may_leave in zip(own, alone, strict=True)
+    ]
     budget = options.host_memory
     if budget is None:
-        budget = int(_OF_AVAILABLE * (own_memory() + sum(one.master for one in sizes)))
+        budget = int(_OF_AVAILABLE * (own_memory() + sum(one.master for one in sizes if not one.master_is_there)))
     buffer = min(_LARGEST_BUFFER, max(_SMALLEST_BUFFER, budget // _RING_PART // BUFFERS // PAGE * PAGE))
     at_once = at_once_in_update(optimizer, max((p.numel() for p in own), default=0), each, options)
     beside = bytes_beside(sum(p.numel() for p in own), largest, options) + at_once
@@ -137,6 +156,16 @@ def gradients_at_once(entries: int, largest: int, options: Options) -> int:
     if options.mode.keeps_gradients:
         return entries * on_link * (2 if options.delay else 1)
     return min(entries, largest * (options.prefetch + 2)) * on_link
+
+
+def _has_state_on_disk(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
+    state = [value for value in optimizer.state.get(parameter, {}).values() if is_stored_state(value)]
+    return bool(state) and all(map(is_on_disk, state))
+
+
+def is_stored_state(value: object) -> bool:
+    """Whether a value of an optimizer's state is one that may be on disk."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and can_move(value)
 
 
 def can_move(tensor: torch.Tensor) -> bool:

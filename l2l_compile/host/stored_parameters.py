@@ -13,11 +13,11 @@ from l2l_compile.disk.chunk_ring import ChunkRing
 from l2l_compile.disk.disk_file import PAGE, whole_pages
 from l2l_compile.disk.disk_store import DiskStore, StoredSpan, moved_to_disk, range_of, whole_spans
 from l2l_compile.disk.stored_entries import read_entries, write_entries
-from l2l_compile.host.disk_plan import BUFFERS, DiskPlan, can_move, disk_plan
+from l2l_compile.host.disk_plan import BUFFERS, DiskPlan, can_move, disk_plan, is_stored_state
 from l2l_compile.host.step.in_pieces import first_step_in_pieces, takes_pieces
 from l2l_compile.host.step.torch_step import Hyperparameters, step_on
 from l2l_compile.host.watched_parameters import unwatched
-from l2l_compile.memory.heap import trim_the_heap
+from l2l_compile.memory.heap import apart_from_the_heap, trim_the_heap
 from l2l_compile.memory.pages import pages
 from l2l_compile.options import Options
 from l2l_compile.ranks.sharded import attributes
@@ -210,7 +210,8 @@ class StoredParameters:
         """Memory for state with an entry for each one of a parameter, where the plan puts it. Raises `DiskError`."""
         if self._planned.get(parameter, _IN_MEMORY)[1]:
             return self.store.empty(parameter.shape, dtype)
-        return torch.empty(parameter.shape, dtype=dtype)
+        with apart_from_the_heap():
+            return torch.empty(parameter.shape, dtype=dtype)
 
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
@@ -221,9 +222,8 @@ class StoredParameters:
         placed = plan.placement
         self._planned = dict(zip(plan.parameters, zip(placed.masters, placed.states, placed.copies, strict=True), strict=True))
         self._ring = ChunkRing(self.store, BUFFERS, plan.buffer)
-        there = (range_of(t) for t in _tensors_of(plan.parameters, self._optimizer))  # in the store of a model compiled before
-        left = placed.on_disk - sum(found.size for found in there if found is not None)
-        self.store.reserve(whole_pages(max(0, left)) + len(plan.parameters) * _TENSORS * PAGE)
+        size = whole_pages(plan.to_come) + len(plan.parameters) * _TENSORS * PAGE
+        self.store.reserve(size, ", or raise host_memory")
         return plan
 
     def _master_to_move(self, parameter: Parameter) -> bool:
@@ -234,16 +234,12 @@ class StoredParameters:
         if not self._planned.get(parameter, _IN_MEMORY)[1]:
             return []
         state = self._optimizer.state.get(parameter, {})
-        return [name for name, value in state.items() if _is_stored_state(value) and range_of(value) is None]
+        return [name for name, value in state.items() if is_stored_state(value) and range_of(value) is None]
 
     def _moved(self) -> DiskFigures:
         """Bytes and seconds so far."""
         waited = self._ring.waited if self._ring is not None else 0.0
         return DiskFigures(self.store.read_bytes, self.store.written_bytes, waited)
-
-
-def _is_stored_state(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and can_move(value)
 
 
 def _tensors_of(parameters: Iterable[Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

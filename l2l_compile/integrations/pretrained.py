@@ -6,8 +6,7 @@
     l2l_compile.load_pretrained(model, folder)
 
 `torch.distributed.checkpoint` reads the rows of a rank out of safetensors files (`HuggingFaceStorageReader`). This module maps
-tensors of the files to tensors of the model, allocates tensors that are on the meta device, and refuses tensors that do not
-fit.
+tensors of the files to tensors of the model, and refuses tensors that do not fit. `weight_memory` allocates those on the meta device.
 """
 
 from __future__ import annotations
@@ -27,12 +26,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from l2l_compile.errors import L2LError
+from l2l_compile.disk.disk_store import fill, is_on_disk
+from l2l_compile.errors import DiskError, L2LError
 from l2l_compile.frontend.rewrites.wrapped_weights import is_wrapper
 from l2l_compile.integrations.stored_files import SHOWN, stored_in
 from l2l_compile.integrations.stored_weights import Conversion, Stored, TensorNames
+from l2l_compile.integrations.weight_memory import give_memory, read_to_disk, store_for
 from l2l_compile.ranks.placement import tensors_elsewhere
-from l2l_compile.ranks.sharded import is_sharded, local, shard_spec_of, sharded_as
+from l2l_compile.ranks.sharded import is_sharded, local, shard_spec_of
 
 _COMPARED = 1 << 22  # entries of two tensors that are compared at once
 
@@ -44,7 +45,7 @@ class LoadResult(NamedTuple):
     unexpected_keys: list[str]
 
 
-def load_pretrained(model: nn.Module, folder: str | Path, strict: bool = True) -> LoadResult:
+def load_pretrained(model: nn.Module, folder: str | Path, strict: bool = True, disk: str | Path | None = None) -> LoadResult:
     """Fill a model with the weights of a folder of safetensors files, as `from_pretrained` does; each rank reads its own rows.
 
     All ranks must call this, after `l2l_compile.shard` or `l2l_compile.pipeline`. A model that is not sharded can be filled as
@@ -54,21 +55,28 @@ def load_pretrained(model: nn.Module, folder: str | Path, strict: bool = True) -
     that transformers maps to them: with or without the prefix of the base model, renamed, or joined. Joined parameters, such as
     the experts of a mixture, are made whole on each rank, one at a time.
 
+    With `disk`, a folder, parameters on the meta device that are larger than 1 MiB get their memory in a file there, and no memory of the
+    host: a model may be larger than this. The file has no name, and is there as long as the parameters are. They stay ordinary tensors,
+    and `torch.compile` with the option `disk` trains them there. For parameters that are not sharded.
+
     With `strict=False`, parameters that the folder lacks are initialised as transformers does, with the values of rank 0, and
     tensors that the model lacks are left out. The result names both.
 
     Raises `L2LError` for a folder without safetensors files or without a file that its index names, for damaged files, for
     tensors that are missing, not expected, of another shape or kind of number, or tied and unequal, and for a buffer on the meta
-    device that nothing can compute. The model is as it was then. If a file cannot be read to its end, the error says that the
-    model has changed.
+    device that nothing can compute. Raises `DiskError` if `disk` cannot be written or has too little room. The model is as it was then.
+    If a file cannot be read to its end, the error says that the model has changed.
     """
     folder = Path(folder)
     with _together():
         plan = _plan(model, folder, strict)
-    _materialise(model)
+        store = store_for(model, disk) if disk is not None else None
+    give_memory(model, store)
     try:
-        _read(folder, plan.names.same, plan.tensors)
+        _read(folder, plan)
         _make(plan)
+    except DiskError as error:
+        raise DiskError(f"{folder} was not read to its end: {error}") from error
     except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
         raise L2LError(
             f"{folder} was not read to its end: {_first_line(error)}. The tensors of the model are partly those of the folder now: load "
@@ -201,20 +209,6 @@ def _is_plain(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-# ---- from the meta device to the host --------------------------------------------------------------------------------------
-
-
-def _materialise(model: nn.Module) -> None:
-    """Give every tensor on the meta device memory on the host. It stays the same object, so ties and optimizers stay valid."""
-    for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
-        if local(tensor).is_meta:
-            empty = sharded_as(torch.empty_like(local(tensor).detach(), device="cpu"), tensor)
-            if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            empty.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in empty.__dict__})
-            torch.utils.swap_tensors(tensor, empty)
-
-
 # ---- numbers ---------------------------------------------------------------------------------------------------------------
 
 
@@ -263,14 +257,17 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _read(folder: Path, names: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors that a file holds without conversion."""
+def _read(folder: Path, plan: _Plan) -> None:
+    """Fill tensors that a file holds under one name."""
     wanted: dict[int, tuple[str, torch.Tensor]] = {}
-    for key, name in names.items():
-        wanted.setdefault(id(tensors[name]), (key, tensors[name].detach()))
+    for key, name in plan.names.same.items():
+        wanted.setdefault(id(plan.tensors[name]), (key, plan.tensors[name].detach()))
+    on_disk = {key: tensor for key, tensor in wanted.values() if is_on_disk(tensor)}
+    in_memory = {key: tensor for key, tensor in wanted.values() if key not in on_disk}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
-        dcp.load(dict(wanted.values()), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not dist.is_initialized())
+        dcp.load(in_memory, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not dist.is_initialized())
+    read_to_disk(on_disk, plan.stored)
 
 
 @torch.no_grad()
@@ -284,7 +281,7 @@ def _make(plan: _Plan) -> None:
 
     for conversion in plan.names.made:
         for name, value in conversion.make(whole).items():
-            local(plan.tensors[name]).copy_(_own_rows(value, plan.tensors[name]))
+            fill(local(plan.tensors[name]), _own_rows(value, plan.tensors[name]))
 
 
 def _own_rows(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -175,6 +175,7 @@ class Captured:
     owners       the ranks of the pipeline whose stages the segments are; None without one
     snapshots    indices of the buffers and values that the graph clones: somebody may write into them between forward and backward
     parallel_layer  text that names a parameter of a tensor parallel layer; "" if there is none
+    stored       indices of the parameters that were on disk at capture
     """
 
     graph: fx.Graph
@@ -200,6 +201,7 @@ class Captured:
     owners: Owners | None = None
     parallel_layer: str = ""
     snapshots: frozenset[int] = frozenset()
+    stored: frozenset[int] = frozenset()
 
     @property
     def shards(self) -> int:

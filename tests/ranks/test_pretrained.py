@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import l2l_compile
+from l2l_compile.disk.disk_store import range_of
 from l2l_compile.errors import L2LError
+from l2l_compile.host.disk_placement import SMALL
 
 SIZES = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -271,3 +273,34 @@ def loads_parallel_layers(rank, world, folder):
 def test_parallel_layers(ranks, tmp_path):
     save_file(Pair().state_dict(), tmp_path / "model.safetensors")
     ranks.run(loads_parallel_layers, tmp_path, world=4)
+
+
+LARGE = {"vocab_size": 600, "hidden_size": 512, "intermediate_size": 800, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def refuses_shards_on_disk(rank, world, folder):
+    model = on_meta(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LARGE))
+    l2l_compile.shard(model, init_device_mesh("cpu", (world,)))
+    with pytest.raises(L2LError, match="divided among several: leave out 'disk', or leave out shard"):
+        l2l_compile.load_pretrained(model, folder, disk=folder)
+    assert all(p.to_local().is_meta for p in model.parameters())
+
+
+def loads_its_stage_to_disk(rank, world, folder):
+    """A rank without the folder keeps all from loading."""
+    batch = {"input_ids": torch.arange(8).view(2, 4), "labels": torch.arange(8).view(2, 4)}
+    model = on_meta(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LARGE))
+    l2l_compile.pipeline(model, init_device_mesh("cpu", (world,)), batch)
+    with pytest.raises(L2LError, match="nowhere: No such file or directory"):
+        l2l_compile.load_pretrained(model, folder, disk=folder / "nowhere" if rank else folder)
+    assert all(p.is_meta for p in model.parameters())
+    l2l_compile.load_pretrained(model, folder, disk=folder)
+    expected = dict(transformers.LlamaForCausalLM.from_pretrained(folder).named_parameters())
+    assert model.state_dict() and all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+    assert all((range_of(p) is not None) == (p.nbytes >= SMALL) for p in model.parameters())
+
+
+@pytest.mark.parametrize("loads_on_disk", [refuses_shards_on_disk, loads_its_stage_to_disk], ids=["shards", "stages"])
+def test_stages_are_loaded_to_disk_and_shards_are_not(ranks, tmp_path, loads_on_disk):
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LARGE)).save_pretrained(tmp_path)
+    ranks.run(loads_on_disk, tmp_path)

@@ -1,0 +1,75 @@
+"""Memory for the tensors of a model on the meta device: of the host, or in a file of the disk tier (`load_pretrained(disk=...)`).
+
+    file of weights (mapped, clean pages) -> one block of memory, in the dtype of the model -> file of the disk tier
+
+So neither the parameters on disk nor their files are in the memory of the process, and no page of a file waits to be written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from l2l_compile.disk.disk_file import whole_pages
+from l2l_compile.disk.disk_store import DiskStore, fill, is_on_disk
+from l2l_compile.errors import L2LError, OptionError
+from l2l_compile.host.disk_plan import can_move
+from l2l_compile.integrations.stored_weights import Stored
+from l2l_compile.ranks.sharded import is_sharded, local, sharded_as
+
+
+def store_for(model: nn.Module, folder: str | Path) -> DiskStore:
+    """A file in a folder, with room for the parameters on the meta device. Raises `DiskError` and `L2LError`; the model is as it was."""
+    if not isinstance(folder, (str, Path)):
+        raise OptionError(f"'disk' must be a folder, got {folder!r}")
+    parameters = list(model.parameters())
+    if any(map(is_sharded, parameters)):
+        raise L2LError(
+            f"disk={str(folder)!r} is for parameters that are whole on their rank, and those of {type(model).__name__} are divided among "
+            "several: leave out 'disk', or leave out shard()"
+        )
+    if not any(p.is_meta or is_on_disk(p) for p in parameters):
+        raise L2LError(
+            f"disk={str(folder)!r} is for parameters on the meta device, and all of {type(model).__name__} have memory already: build the model "
+            "under torch.device('meta'), or leave out 'disk'"
+        )
+    store = DiskStore(str(folder))
+    store.reserve(sum(whole_pages(p.nbytes) for p in parameters if p.is_meta and can_move(p)))
+    return store
+
+
+def give_memory(model: nn.Module, store: DiskStore | None) -> None:
+    """Give every tensor on the meta device memory, in the store if there is one and it is a large parameter, else on the host.
+
+    It stays the same object, so ties and optimizers stay valid. Raises `DiskError`.
+    """
+    for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
+        if local(tensor).is_meta:
+            empty = _empty(tensor, store)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            empty.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in empty.__dict__})
+            torch.utils.swap_tensors(tensor, empty)
+
+
+def _empty(tensor: torch.Tensor, store: DiskStore | None) -> torch.Tensor:
+    if store is not None and isinstance(tensor, nn.Parameter) and can_move(tensor):
+        return store.empty(tensor.shape, tensor.dtype)
+    return sharded_as(torch.empty_like(local(tensor).detach(), device="cpu"), tensor)
+
+
+def read_to_disk(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> None:
+    """Fill tensors on disk, each from the one of its name in the files, file by file. Raises `DiskError`."""
+    from safetensors import safe_open
+
+    of_file: defaultdict[Path, list[str]] = defaultdict(list)
+    for name in tensors:
+        of_file[stored[name].file].append(name)
+    for file, names in of_file.items():
+        with safe_open(file, framework="pt") as opened:
+            for name in names:
+                fill(tensors[name], opened.get_tensor(name))  # a view of the file's mapping
