@@ -34,7 +34,7 @@ _STORED = "_l2l_stored"  # an attribute of storages: it is gone with the storage
 class StoredRange:
     """The place of one tensor in the file of a store.
 
-    start, size  in bytes, whole pages
+    start, size  in bytes, whole pages: `start` of the place in the file
     writes       transfers into the range that are under way, with the bytes that they write: from, to
     """
 
@@ -48,6 +48,17 @@ class StoredRange:
     def is_alive(self) -> bool:
         """Whether a tensor is still there."""
         return self._storage is not None and self._storage() is not None
+
+    def pieces(self, start: int, size: int) -> list[tuple[int, int]]:
+        """Where in the file the newest bytes from `start` on are: offsets in the file, and bytes (any thread)."""
+        return [(self.start + start, size)]
+
+    def offset_to_write(self, start: int) -> int:
+        """Where in the file byte `start` is written (disk threads)."""
+        return self.start + start
+
+    def landed(self, start: int, size: int) -> None:
+        """A write of `size` bytes from `start` on is done: they are the newest (a disk thread)."""
 
     def hold(self, tensor: torch.Tensor, freed: deque[tuple[int, int]]) -> None:
         """Belong to the storage of a tensor. `freed` gets a note when the storage is gone."""
@@ -85,8 +96,8 @@ class DiskStore:
     read_bytes, written_bytes  bytes that transfers have moved so far
     """
 
-    def __init__(self, folder: str):
-        self.file = DiskFile(folder)
+    def __init__(self, folder: str, name: str | None = None):
+        self.file = DiskFile(folder) if name is None else DiskFile(folder, name)
         self.file.probe()
         self._readers, self._writers = DiskThreads(_THREADS, "disk-read"), DiskThreads(_THREADS, "disk-write")
         self._used = 0
@@ -114,20 +125,30 @@ class DiskStore:
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """A tensor in the file, with a storage, and so a version counter, of its own. It must have entries. Raises `DiskError`."""
-        count = shape.numel()
-        size = whole_pages(count * dtype.itemsize)
+        size = whole_pages(shape.numel() * dtype.itemsize)
         with self._guard:
-            for start, freed in taken(self._freed):
-                self._free[freed].append(start)
-            if self._free[size]:
-                start = self._free[size].pop()
-            else:
-                self.file.extend(self._used + size)
-                start, self._used = self._used, self._used + size
-            mapped, mapping = self._mapping(start, start + size)
-        tensor = torch.frombuffer(mapping, dtype=dtype, count=count, offset=start - mapped).view(shape)
-        StoredRange(self, start, size).hold(tensor, self._freed)
+            return self._held(shape, dtype, self._range(self._place(size), size))
+
+    def _range(self, start: int, size: int) -> StoredRange:
+        return StoredRange(self, start, size)
+
+    def _held(self, shape: torch.Size, dtype: torch.dtype, found: StoredRange) -> torch.Tensor:
+        """A tensor that is mapped from a range, and has it as its own."""
+        mapped, mapping = self._mapping(found.start, found.start + found.size)
+        tensor = torch.frombuffer(mapping, dtype=dtype, count=shape.numel(), offset=found.start - mapped).view(shape)
+        found.hold(tensor, self._freed)
         return tensor
+
+    def _place(self, size: int) -> int:
+        """Where `size` free bytes begin in the file."""
+        for start, freed in taken(self._freed):
+            self._free[freed].append(start)
+        return self._free[size].pop() if self._free[size] else self._new_place(size)
+
+    def _new_place(self, size: int) -> int:
+        self.file.extend(self._used + size)
+        start, self._used = self._used, self._used + size
+        return start
 
     def _mapping(self, start: int, end: int) -> tuple[int, mmap.mmap]:
         """A mapping with the bytes from `start` to `end`, and where it begins. One maps all that was allocated together.
@@ -156,7 +177,10 @@ class DiskStore:
 
         def block(span: StoredSpan, offset: int, size: int) -> None:
             span.range.await_writes(span.start + offset, span.start + offset + size)
-            span.range.store.file.read(_memory(buffer, span.at + offset, size), span.range.start + span.start + offset)
+            at = span.at + offset
+            for place, part in span.range.pieces(span.start + offset, size):
+                span.range.store.file.read(_memory(buffer, at, part), place)
+                at += part
 
         def done(transfer: Transfer) -> None:
             self._note(transfer, spans)
@@ -170,8 +194,13 @@ class DiskStore:
     ) -> Transfer:
         """Write spans from a buffer that begins on a page. From now on, `await_writes` of their ranges waits."""
 
+        awaited = [store.before_writes() for store in {span.range.store for span in spans}]
+
         def block(span: StoredSpan, offset: int, size: int) -> None:
-            span.range.store.file.write(_memory(buffer, span.at + offset, size), span.range.start + span.start + offset)
+            for wait in awaited:
+                wait()
+            place = span.range.offset_to_write(span.start + offset)
+            span.range.store.file.write(_memory(buffer, span.at + offset, size), place)
 
         def begin(transfer: Transfer) -> None:
             for span in spans:
@@ -179,6 +208,12 @@ class DiskStore:
                 span.range.writes[transfer] = min(first, span.start), max(last, span.start + span.size)
 
         def done(transfer: Transfer) -> None:
+            try:
+                if transfer.error is None:
+                    for span in spans:
+                        span.range.landed(span.start, whole_pages(span.size))
+            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+                transfer.error = error
             self._note(transfer, spans)
             for span in spans:
                 span.range.writes.pop(transfer, None)
@@ -187,6 +222,10 @@ class DiskStore:
         with self._guard:
             self.written_bytes += sum(whole_pages(span.size) for span in spans)
         return self._writers.submit(_blocks(spans, block), begin, done)
+
+    def before_writes(self) -> Callable[[], None]:
+        """What each block of a write calls first that is given now (disk threads)."""
+        return lambda: None
 
     def settle(self) -> None:
         """Wait until everything is written. Raises the `DiskError` of a transfer that failed."""
@@ -242,7 +281,8 @@ def some_pages(tensor: torch.Tensor, generation: int) -> tuple[torch.Tensor, tor
     chosen = range(first + generation % stride * PAGE, max(first, last), stride * PAGE)
     buffer = pages(max(1, len(chosen)) * PAGE, "a sample of a parameter on disk")
     for number, offset in enumerate(chosen):
-        found.store.file.read(_memory(buffer, number * PAGE, PAGE), found.start + offset)
+        ((place, size),) = found.pieces(offset, PAGE)
+        found.store.file.read(_memory(buffer, number * PAGE, size), place)
     found.store.count_read(len(chosen) * PAGE)
     entries = buffer[: len(chosen) * PAGE].view(tensor.dtype)
     begins = torch.tensor([(offset - start) // width for offset in chosen], dtype=torch.int64)

@@ -88,9 +88,14 @@ class DiskThreads:
             self._queue.put((block, transfer))
         return transfer
 
+    @property
+    def under_way(self) -> set[Transfer]:
+        """The transfers that are not done."""
+        return self._under_way.copy()  # a copy is one step, and other threads give transfers
+
     def settle(self) -> None:
         """Wait until all that was given is done. Raises no error."""
-        for transfer in self._under_way.copy():  # a copy is one step, and other threads give transfers
+        for transfer in self.under_way:
             transfer.settle()
 
 

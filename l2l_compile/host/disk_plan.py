@@ -86,7 +86,7 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
         budget = int(_OF_AVAILABLE * (own_memory() + sum(one.master for one in sizes)))
     buffer = min(_LARGEST_BUFFER, max(_SMALLEST_BUFFER, budget // _RING_PART // BUFFERS // PAGE * PAGE))
     beside = bytes_beside(sum(p.numel() for p in own), largest, each, options)
-    placed = place_on_disk(sizes, budget - beside - BUFFERS * buffer)
+    placed = place_on_disk(sizes, 0 if options.resumable else budget - beside - BUFFERS * buffer)
     masters = sum(one.master for one, away in zip(sizes, placed.masters, strict=True) if away)
     return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, placed.on_disk - masters)
 

@@ -12,6 +12,7 @@ from l2l_compile.disk.chunk_ring import ChunkRing
 from l2l_compile.disk.disk_file import PAGE, whole_pages
 from l2l_compile.disk.disk_store import DiskStore, moved_to_disk, range_of, whole_spans
 from l2l_compile.host.disk_plan import BUFFERS, DiskPlan, can_move, disk_plan
+from l2l_compile.host.resumable_run import run_for
 from l2l_compile.host.watched_parameters import unwatched
 from l2l_compile.memory.heap import trim_the_heap
 from l2l_compile.memory.pages import pages
@@ -41,12 +42,14 @@ class StoredParameters:
     """The parameters of one optimizer that are trained by one compiled model, as far as they are on disk.
 
     largest_segment  the most trained entries that a segment of a program has
+    run              with the option `resumable`
     """
 
     def __init__(self, options: Options, optimizer: torch.optim.Optimizer):
         assert options.disk is not None
         self._options, self._optimizer = options, optimizer
-        self.store = DiskStore(options.disk)
+        self.run = run_for(optimizer) if options.resumable else None
+        self.store = self.run.store if self.run is not None else DiskStore(options.disk)
         self.largest_segment = 0
         self.plan: DiskPlan | None = None
         self._before, self._last = DiskFigures(), DiskFigures()  # when the updates of this step began; of the step before

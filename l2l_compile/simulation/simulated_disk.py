@@ -150,6 +150,8 @@ def chunks(tensors: Iterable[tuple[int, float]], size: int) -> Iterator[tuple[in
 class SimulatedStore:
     """As `StoredParameters`, for a simulated loop: what is on disk by the plan, and no file."""
 
+    run = None
+
     def __init__(self, clocks: Clocks, options: Options):
         self._clocks, self._options = clocks, options
         self.largest_segment = 0
