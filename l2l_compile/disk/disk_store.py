@@ -105,7 +105,7 @@ class DiskStore:
         self._freed: deque[tuple[int, int]] = deque()  # noted by finalizers
         self._mappings: list[tuple[int, int, mmap.mmap]] = []  # from, to
         self._guard = threading.RLock()
-        self._failure: DiskError | None = None
+        self._failure: str | None = None  # an error would keep its traceback alive, and with it the model
         self.read_bytes = self.written_bytes = 0
 
     def reserve(self, size: int) -> None:
@@ -116,12 +116,12 @@ class DiskStore:
     def _note(self, transfer: Transfer, spans: Sequence[StoredSpan]) -> None:
         if transfer.error is not None:
             for store in (self, *(span.range.store for span in spans)):
-                store._failure = store._failure or _as_disk_error(transfer.error)
+                store._failure = store._failure or _said(transfer.error)
 
     def check(self) -> None:
         """Raise the `DiskError` of the first transfer that failed: a step was made in part, and nothing is right any more."""
         if self._failure is not None:
-            raise self._failure
+            raise DiskError(self._failure)
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """A tensor in the file, with a storage, and so a version counter, of its own. It must have entries. Raises `DiskError`."""
@@ -247,8 +247,8 @@ def _memory(buffer: torch.Tensor, start: int, size: int) -> memoryview:
     return memoryview((ctypes.c_uint8 * size).from_address(buffer.data_ptr() + start)).cast("B")
 
 
-def _as_disk_error(error: BaseException) -> DiskError:
-    return error if isinstance(error, DiskError) else DiskError(f"a transfer failed: {type(error).__name__}: {error}")
+def _said(error: BaseException) -> str:
+    return str(error) if isinstance(error, DiskError) else f"a transfer failed: {type(error).__name__}: {error}"
 
 
 def range_of(tensor: torch.Tensor) -> StoredRange | None:

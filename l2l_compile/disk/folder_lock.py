@@ -26,11 +26,12 @@ class FolderLock:
                 f"{path}: {error.strerror or error} while the lock of this folder was opened: give the option 'disk' a folder that exists and may "
                 "be written"
             ) from error
-        weakref.finalize(self, os.close, self.descriptor)
+        weakref.finalize(self, os.close, self.descriptor).atexit = False  # a disk thread may still write
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             owner = os.pread(self.descriptor, 200, 0).decode(errors="replace") or "another process"
+            owner = "a model of this process" if owner == _this_process() else owner
             raise DiskError(
                 f"{folder}: {owner} trains in this folder (option 'resumable'): end it, or give the option 'disk' another folder"
             ) from error
@@ -39,8 +40,12 @@ class FolderLock:
                 f"{path}: {error.strerror or error} while the folder was locked, which option 'resumable' needs"
             ) from error
         os.ftruncate(self.descriptor, 0)
-        os.pwrite(self.descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        os.pwrite(self.descriptor, _this_process().encode(), 0)
         _locks.add(self)
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _after_fork() -> None:

@@ -196,6 +196,10 @@ class VersionedStore(DiskStore):
         found.show()
         return tensor
 
+    def _mapping(self, start: int, end: int) -> tuple[int, mmap.mmap]:
+        """One mapping of the whole file: a run that is resumed maps tensors in another order than they were allocated in."""
+        return super()._mapping(0, end)
+
     def _place(self, size: int) -> int:
         """Two free places. Those of a tensor that is gone are free when no manifest names them any more."""
         if self._free[size]:

@@ -12,6 +12,7 @@ A kill at any time leaves the last manifest, and the file as it names it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,6 @@ from l2l_compile.disk.versions import VersionedStore
 from l2l_compile.errors import L2LError
 from l2l_compile.host.disk_placement import SMALL
 from l2l_compile.host.run_contents import Contents, OfTheLoop, check_fits, plain, put_back
-from l2l_compile.host.step.torch_step import hyperparameters
 from l2l_compile.host.watched_parameters import unwatched
 from l2l_compile.param_groups import parameters_of
 
@@ -76,26 +76,24 @@ class ResumableRun:
 
     def take(self, extra: Any) -> OfTheLoop:
         """What the loop has left of the step that is over. Raises `L2LError` for values that a manifest cannot hold."""
-        taken = hyperparameters(self.optimizer)
-        for number, group in enumerate(taken.groups):
-            group.pop("param_names", None)  # those of parameters are beside them
-            for name in group:
-                group[name] = plain(group[name], f"param_groups[{number}][{name!r}]")
-        for name in taken.named:
-            taken.named[name] = plain(taken.named[name], f"the entry {name!r} of the optimizer's state")
+        groups = [
+            {name: plain(v, f"param_groups[{number}][{name!r}]") for name, v in group.items() if name not in ("params", "param_names")}
+            for number, group in enumerate(self.optimizer.param_groups)
+        ]
         buffers = {name: plain(b, f"buffer {name!r}") for name, b in self._buffers().items() if self._is_kept(name, b)}
-        made = OfTheLoop(self.steps, taken, buffers, plain(extra, "extra"))
+        made = OfTheLoop(self.steps, groups, buffers, plain(extra, "extra"))
         self.is_over = False
         return made
 
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
-    def commit(self, of_loop: OfTheLoop) -> None:
-        """Begin the commit of a step whose updates were made. `of_loop` has the counts behind them."""
+    def commit(self, of_loop: OfTheLoop, add_counts: Callable[[Contents], None]) -> None:
+        """Begin the commit of a step whose updates were made, with the counts that they have left."""
         self._trained.update(p for p in parameters_of(self.optimizer) if p.requires_grad)
         kept = {p for p in parameters_of(self.optimizer) if p in self._trained or p.nbytes < SMALL}
         with unwatched():
             contents = Contents(self.optimizer, self._names, kept, of_loop)
+        add_counts(contents)
         self.store.begin_commit(contents.ranges, contents.at)
 
     # ---- what belongs to the run -------------------------------------------------------------------------------------

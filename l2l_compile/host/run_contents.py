@@ -15,7 +15,8 @@ from l2l_compile.disk.disk_store import range_of
 from l2l_compile.disk.versions import Place, VersionedRange, VersionedStore
 from l2l_compile.errors import L2LError
 from l2l_compile.host.step.groups import put
-from l2l_compile.host.step.torch_step import Hyperparameters, hyperparameters
+from l2l_compile.host.step.small_copies import named_state
+from l2l_compile.host.step.torch_step import hyperparameters
 from l2l_compile.param_groups import parameters_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype)
@@ -48,13 +49,13 @@ class OfTheLoop:
     """The part of a step that the user's thread may change: taken between two steps.
 
     steps    complete steps
-    shared   hyperparameters and counts
+    groups   the entries of each param_group except its parameters
     buffers  of the model, by name
     extra    what the user handed in
     """
 
     steps: int
-    shared: Hyperparameters
+    groups: list[dict[str, Any]]
     buffers: dict[str, torch.Tensor]
     extra: Any
 
@@ -90,14 +91,17 @@ class Contents:
     """What a step consists of. Made when its updates were made, and before any of the next step.
 
     ranges  of its tensors on disk
+    groups  entries of param_groups, and `named` entries of the optimizer's state, which its counts may still be put into
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str], kept: set[Parameter], of_loop: OfTheLoop
     ):
         self.ranges: list[VersionedRange] = []
+        self.groups = of_loop.groups
+        self.named = {k: plain(v, f"the entry {k!r} of the optimizer's state") for k, v in named_state(optimizer).items()}
         self._optimizer, self._loop = type(optimizer).__name__, of_loop
-        self._groups = [len(group["params"]) for group in optimizer.param_groups]
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._parameters = []
         for number, p in enumerate(parameters_of(optimizer)):
             state = optimizer.state.get(p, {})
@@ -119,9 +123,9 @@ class Contents:
             "steps": self._loop.steps,
             "extra": self._loop.extra,
             "optimizer": self._optimizer,
-            "groups": self._groups,
-            "shared": self._loop.shared.groups,
-            "named": self._loop.shared.named,
+            "sizes": self._sizes,
+            "groups": self.groups,
+            "named": self.named,
             "buffers": self._loop.buffers,
             "parameters": [
                 {
@@ -172,8 +176,8 @@ def check_fits(
                 f"parameter {number}, {ours}, is on {'another disk' if range_of(p) is not None else p.device}: resume with a new model"
             )
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if sizes != contents["groups"]:
-        raise differs(f"param_groups have {contents['groups']} parameters", str(sizes))
+    if sizes != contents["sizes"]:
+        raise differs(f"param_groups have {contents['sizes']} parameters", str(sizes))
     for name, value in contents["buffers"].items():
         if name not in buffers or buffers[name].shape != value.shape or buffers[name].dtype != value.dtype:
             ours = _described(None, buffers[name].shape, buffers[name].dtype) if name in buffers else "missing"
@@ -211,6 +215,6 @@ def put_back(
     now = hyperparameters(optimizer)
     for group in now.groups:
         group.pop("param_names", None)
-    for group, before, after in zip(optimizer.param_groups, now.groups, contents["shared"], strict=True):
+    for group, before, after in zip(optimizer.param_groups, now.groups, contents["groups"], strict=True):
         put(group, before, after)
     put(optimizer.state, now.named, contents["named"])

@@ -16,7 +16,7 @@ from l2l_compile.host.compiled_step.stored_step import StoredStep, StoredTorchSt
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.hooks import WeakHook, running_steps
 from l2l_compile.host.resumable_run import ResumableRun
-from l2l_compile.host.run_contents import OfTheLoop
+from l2l_compile.host.run_contents import Contents
 from l2l_compile.host.step.closures import check_needs_no_closure
 from l2l_compile.host.step.groups import Groups
 from l2l_compile.host.step.sharded_state import ranks_among
@@ -141,7 +141,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         if run is None or not run.is_over:
             return False
         taken = run.take(extra)
-        self.worker.submit(lambda: self._commit_updates(run, taken))
+        self.worker.submit(lambda: run.commit(taken, self._add_counts))
         return True
 
     def await_commit(self) -> None:
@@ -299,12 +299,11 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         self.worker.accesses.write(self._place)
         self.ledger.collect(pending, segment)
 
-    def _commit_updates(self, run: ResumableRun, of_loop: OfTheLoop) -> None:
-        """All updates of the step that is over were made: commit it, with the counts that they have left."""
-        self._groups.put_into(of_loop.shared.groups, of_loop.shared.named)
+    def _add_counts(self, contents: Contents) -> None:
+        """Add what the updates of a step have counted, and its loss scale."""
+        self._groups.put_into(contents.groups, contents.named)
         if self.scale is not None:
-            self.scale.put_into(of_loop.shared.groups[0])
-        run.commit(of_loop)
+            self.scale.put_into(contents.groups[0])
 
     def _step_layer(self, gradients: Mapping[Parameter, torch.Tensor], factor: float, groups: Hyperparameters) -> None:
         """The optimizer's step on these parameters alone, with these gradients times a factor."""
