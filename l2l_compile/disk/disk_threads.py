@@ -48,11 +48,16 @@ class Transfer:
             self._left -= 1
             is_last = self._left == 0
         if is_last:
+            then, self._then = self._then, _nothing  # it may hold who holds this transfer
             try:
-                self._then(self)
+                then(self)
             finally:
                 self.is_done = True
                 self._undone.release()
+
+
+def _nothing(_: Transfer) -> None:
+    """For a transfer that is done."""
 
 
 class DiskThreads:

@@ -39,7 +39,12 @@ def cases():
         for update in MODES:
             for precision in ("fp32", "bf16", "fp16"):
                 if precision != "fp16" or update != "in_backward":
-                    is_quick = (optimizer, precision) in (("adamw", "bf16"), ("sgd", "fp32"), ("lamb", "fp16"), ("adafactor", "bf16"))
+                    is_quick = (optimizer, precision) in (
+                        ("adamw", "bf16"),
+                        ("sgd", "fp32"),
+                        ("lamb", "fp16"),
+                        ("adafactor", "bf16"),
+                    )
                     yield pytest.param(optimizer, update, precision, marks=() if is_quick else pytest.mark.slow)
 
 
