@@ -66,6 +66,7 @@ def test_writes_behind_a_commit_leave_it_as_it_is(parts, folder):
         commit(store, tensor)
         if value == 4:
             write(store, tensor, 99.0)  # written twice before the next commit
+            await_writes(tensor)
         write(store, tensor, float(value), parts)
         assert torch.equal(await_writes(tensor), torch.full((ENTRIES,), float(value)))
         assert bool((read(store, tensor) == value).all()) and bool((some_pages(tensor, 0)[1] == value).all())
