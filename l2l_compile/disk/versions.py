@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +151,6 @@ class VersionedStore(DiskStore):
         super().__init__(folder, DATA)
         self._committer = DiskThreads(1, "disk-commit")
         self._commit: Transfer | None = None  # the one that was begun last
-        self._no_more: list[tuple[int, int]] = []  # of tensors that are gone, which the last manifest may still name
         self._pairs: dict[int, int] = {}  # all pairs of places: where each begins, and the bytes of one
         if self.manifest is None:
             self._id = uuid.uuid4().bytes
@@ -201,7 +200,7 @@ class VersionedStore(DiskStore):
         return super()._mapping(0, end)
 
     def _place(self, size: int) -> int:
-        """Two free places. Those of a tensor that is gone are free when no manifest names them any more."""
+        """Two free places. Those of a tensor that is gone are free in the commit of the next step."""
         if self._free[size]:
             return self._free[size].pop()
         start = self._new_place(2 * size)
@@ -225,8 +224,7 @@ class VersionedStore(DiskStore):
         A disk thread does it. If it fails, `check` raises the error, and no later write begins.
         """
         with self._guard:
-            self._no_more += taken(self._freed)
-            gone, self._no_more = self._no_more, []
+            self._free_what_is_gone({each.start for each in ranges})
             pairs, used = dict(self._pairs), self._used
         pending = self._writers.under_way
 
@@ -254,10 +252,19 @@ class VersionedStore(DiskStore):
                 each.commit()
             with self._guard:
                 self.written_bytes += size
-                for start, freed in gone:
-                    self._free[freed].append(start)
 
         self._commit = self._committer.submit([commit], then=self._note_commit)
+
+    def _free_what_is_gone(self, named: Container[int]) -> None:
+        """Free the places of tensors that are gone, but for those that the next manifest names.
+
+        The last manifest may name these places. A write that goes there from now on waits for the next one.
+        """
+        for start, size in list(taken(self._freed)):
+            if start in named:
+                self._freed.append((start, size))
+            else:
+                self._free[size].append(start)
 
     def await_commit(self) -> None:
         """Wait until the commit that was begun last is done. Raises `DiskError`."""

@@ -99,8 +99,14 @@ def _shown_on_disk(plan: DiskPlan | None) -> str:
     )
     return (
         f"\ndisk: master {format_bytes(plan.masters)}, optimizer state {format_bytes(plan.states)}, in all {format_bytes(on_disk)}, read and "
-        f"written once in a step{lasts}"
+        f"written once in a step{lasts}{_shown_places(plan)}"
     )
+
+
+def _shown_places(plan: DiskPlan) -> str:
+    if plan.places == 1:
+        return ""
+    return f"; {plan.places} places of each tensor (resumable) take {format_bytes(plan.places * plan.placement.on_disk)}"
 
 
 def host_memory(programs: Sequence[Program], options: Options, activations: int = 0) -> HostMemory:

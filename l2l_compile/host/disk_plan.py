@@ -35,6 +35,7 @@ class DiskPlan:
     beside       copies that cross the link, gradients, and the tensors of a segment whose step takes them whole
     buffer       one of the `BUFFERS` buffers of the ring
     masters, states   of both, on disk
+    places       that each tensor has in the file
     """
 
     parameters: tuple[torch.nn.Parameter, ...]
@@ -45,6 +46,7 @@ class DiskPlan:
     buffer: int
     masters: int
     states: int
+    places: int = 1
 
     @property
     def ring(self) -> int:
@@ -88,7 +90,9 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
     beside = bytes_beside(sum(p.numel() for p in own), largest, each, options)
     placed = place_on_disk(sizes, 0 if options.resumable else budget - beside - BUFFERS * buffer)
     masters = sum(one.master for one, away in zip(sizes, placed.masters, strict=True) if away)
-    return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, placed.on_disk - masters)
+    return DiskPlan(
+        tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, placed.on_disk - masters, 2 if options.resumable else 1
+    )
 
 
 def bytes_beside(entries: int, largest: int, state: int, options: Options) -> int:

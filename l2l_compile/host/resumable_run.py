@@ -77,7 +77,11 @@ class ResumableRun:
     def take(self, extra: Any) -> OfTheLoop:
         """What the loop has left of the step that is over. Raises `L2LError` for values that a manifest cannot hold."""
         groups = [
-            {name: plain(v, f"param_groups[{number}][{name!r}]") for name, v in group.items() if name not in ("params", "param_names")}
+            {
+                name: plain(v, f"param_groups[{number}][{name!r}]")
+                for name, v in group.items()
+                if name not in ("params", "param_names")
+            }
             for number, group in enumerate(self.optimizer.param_groups)
         ]
         buffers = {name: plain(b, f"buffer {name!r}") for name, b in self._buffers().items() if self._is_kept(name, b)}

@@ -16,7 +16,7 @@ from l2l_compile import DiskError
 from l2l_compile.disk import manifest
 from l2l_compile.disk.disk_file import PAGE
 from l2l_compile.disk.disk_store import StoredSpan, await_writes, moved_to_disk, range_of, some_pages
-from l2l_compile.disk.versions import DATA, Place, VersionedStore
+from l2l_compile.disk.versions import DATA, Place, VersionedRange, VersionedStore
 from l2l_compile.memory.pages import pages
 from slow_disk import Faults, slow_disk
 
@@ -73,6 +73,21 @@ def test_writes_behind_a_commit_leave_it_as_it_is(parts, folder):
         assert tensor.data_ptr() == address
     del store, tensor
     assert bool((committed(folder)[0] == 4.0).all())
+
+
+def test_a_reader_waits_until_the_tensor_is_mapped_anew(folder, monkeypatch):
+    store, landing, landed = VersionedStore(folder), threading.Event(), VersionedRange.landed
+    tensor = moved_to_disk(store, torch.zeros(ENTRIES))
+    commit(store, tensor)
+
+    def slowly(self, start, size):
+        landing.set()
+        time.sleep(0.2)
+        landed(self, start, size)
+
+    monkeypatch.setattr(VersionedRange, "landed", slowly)
+    write(store, tensor, 1.0)
+    assert landing.wait(30) and bool((await_writes(tensor) == 1.0).all())
 
 
 def test_a_part_that_has_landed_is_read_from_where_it_is(folder):
@@ -141,14 +156,19 @@ def test_places_that_a_manifest_names_are_not_used_again(folder):
 
 def test_places_without_a_commit_are_free_in_the_next_process(folder):
     store = VersionedStore(folder)
-    tensor, gone = (moved_to_disk(store, torch.full((ENTRIES,), value)) for value in (1.0, 2.0))
+    gone, tensor = (moved_to_disk(store, torch.full((ENTRIES,), value)) for value in (2.0, 1.0))
     commit(store, tensor)
     size = store.file.size
     del store, tensor, gone
     store = VersionedStore(folder)
     (first,) = (store.again(Place(*place), torch.Size([ENTRIES]), torch.float32) for place in store.contents)
     other = moved_to_disk(store, torch.full((ENTRIES,), 5.0))
-    assert store.file.size == size and bool((first == 1.0).all()) and bool((other == 5.0).all())
+    assert (
+        store.file.size == size
+        and range_of(other).start != range_of(first).start
+        and bool((first == 1.0).all())
+        and bool((other == 5.0).all())
+    )
 
 
 def test_a_run_without_a_commit_begins_anew(folder):
