@@ -38,7 +38,7 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 
 
 @dataclass(frozen=True)
-class Place:
+class TwoPlaces:
     """Where a manifest finds a tensor: two places of `size` bytes from byte `start` of the file on; the tensor is in number `newest`."""
 
     start: int
@@ -60,8 +60,8 @@ class VersionedRange(StoredRange):
         self._guard = threading.RLock()
 
     @property
-    def place(self) -> Place:
-        return Place(self.start, self.size, self.newest)
+    def place(self) -> TwoPlaces:
+        return TwoPlaces(self.start, self.size, self.newest)
 
     def pieces(self, start: int, size: int) -> list[tuple[int, int]]:
         with self._guard:
@@ -181,7 +181,7 @@ class VersionedStore(DiskStore):
     def reserve(self, size: int) -> None:
         super().reserve(2 * size)
 
-    def again(self, place: Place, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def again(self, place: TwoPlaces, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """The tensor that the last manifest has at a place. Reads nothing of it."""
         with self._guard:
             return self._held(shape, dtype, VersionedRange(self, place.start, place.size, place.newest, place.newest))
@@ -218,7 +218,7 @@ class VersionedStore(DiskStore):
 
         return wait
 
-    def begin_commit(self, ranges: Sequence[VersionedRange], contents: Callable[[list[Place]], Any]) -> None:
+    def begin_commit(self, ranges: Sequence[VersionedRange], contents: Callable[[list[TwoPlaces]], Any]) -> None:
         """Commit a step whose writes were all given, and none of the next step. `ranges` are its tensors; `contents` gets their places.
 
         A disk thread does it. If it fails, `check` raises the error, and no later write begins.

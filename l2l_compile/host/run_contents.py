@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from l2l_compile.disk.disk_store import range_of
-from l2l_compile.disk.versions import Place, VersionedRange, VersionedStore
+from l2l_compile.disk.versions import TwoPlaces, VersionedRange, VersionedStore
 from l2l_compile.errors import L2LError
 from l2l_compile.host.step.groups import put
 from l2l_compile.host.step.small_copies import named_state
@@ -117,7 +117,7 @@ class Contents:
         self.ranges.append(found)
         return _Stored(len(self.ranges) - 1, value.shape, value.dtype)
 
-    def at(self, places: Sequence[Place]) -> dict[str, Any]:
+    def at(self, places: Sequence[TwoPlaces]) -> dict[str, Any]:
         """The plain values, with the places of the ranges."""
         return {
             "steps": self._loop.steps,
@@ -140,7 +140,7 @@ class Contents:
         }
 
 
-def _placed(value: Any, places: Sequence[Place]) -> tuple:
+def _placed(value: Any, places: Sequence[TwoPlaces]) -> tuple:
     """("at", where in the file, shape, dtype) or ("is", value)."""
     if not isinstance(value, _Stored):
         return "is", value
@@ -197,7 +197,7 @@ def put_back(
         if entry[0] == "is":
             return entry[1]
         _, place, shape, dtype = entry
-        return store.again(Place(*place), torch.Size(shape), dtype)
+        return store.again(TwoPlaces(*place), torch.Size(shape), dtype)
 
     with torch.no_grad():
         for entry, p in zip(contents["parameters"], parameters_of(optimizer), strict=True):

@@ -16,7 +16,7 @@ from l2l_compile import DiskError
 from l2l_compile.disk import manifest
 from l2l_compile.disk.disk_file import PAGE
 from l2l_compile.disk.disk_store import StoredSpan, await_writes, moved_to_disk, range_of, some_pages
-from l2l_compile.disk.versions import DATA, Place, VersionedRange, VersionedStore
+from l2l_compile.disk.versions import DATA, TwoPlaces, VersionedRange, VersionedStore
 from l2l_compile.memory.pages import pages
 from slow_disk import Faults, slow_disk
 
@@ -48,7 +48,7 @@ def commit(store, *tensors, contents=lambda places: [(p.start, p.size, p.newest)
 def committed(folder):
     """The tensors of the last commit, as another process would find them."""
     store = VersionedStore(shutil.copytree(folder, f"{folder}-left"))
-    return [store.again(Place(*place), torch.Size([ENTRIES]), torch.float32).clone() for place in store.contents]
+    return [store.again(TwoPlaces(*place), torch.Size([ENTRIES]), torch.float32).clone() for place in store.contents]
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_places_without_a_commit_are_free_in_the_next_process(folder):
     size = store.file.size
     del store, tensor, gone
     store = VersionedStore(folder)
-    (first,) = (store.again(Place(*place), torch.Size([ENTRIES]), torch.float32) for place in store.contents)
+    (first,) = (store.again(TwoPlaces(*place), torch.Size([ENTRIES]), torch.float32) for place in store.contents)
     other = moved_to_disk(store, torch.full((ENTRIES,), 5.0))
     assert (
         store.file.size == size
