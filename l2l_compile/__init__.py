@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from l2l_compile.inspection.programs import programs, stats, synchronize
     from l2l_compile.integrations.pipelines import pipeline
     from l2l_compile.integrations.pretrained import load_pretrained
+    from l2l_compile.integrations.resume import commit, resume
     from l2l_compile.integrations.saved_folders import save_pretrained
     from l2l_compile.ir.program import Program
     from l2l_compile.ir.schedule import Schedule
@@ -78,6 +79,7 @@ __all__ = [
     "Stats",
     "Timeline",
     "VerifyError",
+    "commit",
     "explain",
     "load_pretrained",
     "measure_machine",
@@ -85,6 +87,7 @@ __all__ = [
     "plan",
     "profile",
     "programs",
+    "resume",
     "save_pretrained",
     "shard",
     "simulate",
@@ -101,6 +104,7 @@ _MODULES = {
     "inspection.programs": ["programs", "stats", "synchronize"],
     "integrations.pipelines": ["pipeline"],
     "integrations.pretrained": ["load_pretrained"],
+    "integrations.resume": ["commit", "resume"],
     "integrations.saved_folders": ["save_pretrained"],
     "ir.program": ["Program"],
     "ir.schedule": ["Schedule"],

@@ -73,6 +73,8 @@ class Options:
                     rank's own, and gradients are the mean over the ranks. "global": a rank's rows of one batch of all ranks.
     disk            a folder for parameters and optimizer state that do not fit into `host_memory` (in_backward and in_forward). Their
                     file has no name, and is gone with the process.
+    resumable       whether the file in `disk` outlives the process, with the last complete step: `l2l_compile.resume` continues from it after a
+                    kill. All large parameters and their state are on disk then, each in two places.
     host_memory     the bound for parameters, optimizer state, copies that cross the link, and gradients in host memory, with `disk`:
                     bytes, or "24GB"; None takes 0.8 of what the system has available at the first step.
     compile_update  whether overlapped updates are compiled into one pass over memory where the optimizer is
@@ -99,6 +101,7 @@ class Options:
     pinned_memory: int | None = None
     batch_scope: str = "per_rank"
     disk: str | None = None
+    resumable: bool = False
     host_memory: int | None = None
     device_cache: int | None = None
     resident: int | None = None
@@ -171,6 +174,7 @@ class Options:
         _check_choice(settings, "delay", (0, 1))
         _check_choice(settings, "batch_scope", ("per_rank", "global"))
         _check_choice(settings, "compile_update", (True, False))
+        _check_choice(settings, "resumable", (False, True))
         _check_choice(settings, "plan", (None, AUTO))
         if settings.get("plan") and any(settings.get(name, default) != default for name, default in _OF_LATER_UPDATES):
             settings.setdefault("update", "in_forward")  # the plan has no other choice
@@ -382,7 +386,14 @@ def _check_disk(settings: dict) -> None:
     if settings["disk"] is None:
         if settings["host_memory"] is not None:
             raise OptionError("option 'host_memory' says how much stays in memory beside the option 'disk': give 'disk' a folder")
+        if settings.get("resumable"):
+            raise OptionError("option 'resumable' keeps the file of the option 'disk': give 'disk' a folder")
         return
+    if settings.get("resumable") and settings.get("delay"):
+        raise OptionError(
+            "option 'resumable' does not go with delay=1: a step begins with gradients at the weights of the step before, which are not on disk. "
+            "Leave one of them out"
+        )
     if not MODES[settings.get("update", "at_step")].is_overlapped:
         raise OptionError(
             "option 'disk' needs update='in_backward' or 'in_forward', and the option 'optimizer': with 'at_step', optimizer.step() touches all "

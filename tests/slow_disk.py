@@ -39,12 +39,12 @@ class Faults:
 class SlowFile(DiskFile):
     """A file on such a disk. Mappings of it are as fast as the real one."""
 
-    def __init__(self, folder: str, faults: Faults):
+    def __init__(self, folder: str, name: str | None, faults: Faults):
         self._faults = faults
         self._until = {"read": 0.0, "write": 0.0}  # when the disk has done what was given to it
         self._moved = {"read": 0, "write": 0}
         self._guard = threading.Lock()
-        super().__init__(folder)
+        super().__init__(folder, name)
         faults.files.append(self)
 
     def _allocate(self, start: int, size: int) -> None:
@@ -86,5 +86,5 @@ class SlowFile(DiskFile):
 @contextlib.contextmanager
 def slow_disk(faults: Faults) -> Iterator[Faults]:
     """Context manager in which stores are on such a disk."""
-    with mock.patch.object(disk_store, "DiskFile", lambda folder: SlowFile(folder, faults)):
+    with mock.patch.object(disk_store, "DiskFile", lambda folder, name=None: SlowFile(folder, name, faults)):
         yield faults

@@ -11,6 +11,7 @@ import importlib
 import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -360,6 +361,24 @@ def test_the_lines_on_a_large_model_train_what_they_load(shown, tmp_path):
     scope["optimizer"].step()
     placed = session.session_of(scope["model"]).server.updates._stored.plan
     assert placed.masters == 2 * 3000 * 128 * 4, "the embedding and the head"
+
+
+@checks("docs/disk.md: After a kill")
+def test_the_lines_on_a_kill_continue(shown, tmp_path):
+    """Twice: the first time for some steps, and then for the others, in a copy of the folder."""
+    (block,) = shown
+    folder = tmp_path / "0"
+    folder.mkdir()
+    for steps, begins in (3, 0), (5, 3):
+        model, batches = tiny_llama()
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        scope = {"torch": torch, "l2l_compile": l2l_compile, "model": model, "optimizer": optimizer, "scheduler": scheduler}
+        scope["batches"] = batches * 3
+        run(block.text.replace("/nvme/run7", str(folder)).replace("1000", str(steps)), scope)
+        session.session_of(scope["model"]).server.updates.await_commit()
+        folder = shutil.copytree(folder, tmp_path / str(steps))
+        assert scope["run"].steps == begins and scheduler.last_epoch == steps
 
 
 INSTALLING = [block for block in BLOCKS if block.document == "docs/installing.md"]

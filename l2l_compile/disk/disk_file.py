@@ -1,7 +1,7 @@
-"""An unnamed file in a folder: opened, extended, read and written in blocks. Every failure is a sentence with path and bytes.
+"""A file in a folder: opened, extended, read and written in blocks. Every failure is a sentence with path and bytes.
 
-The file has no name, so the kernel frees it however the process ends. Its space is allocated before it is used: a full file
-system is an error here, and never a SIGBUS in a mapping of the file.
+A file without a name is freed by the kernel however the process ends. One with a name outlives the process. Space is allocated
+before it is used: a full file system is an error here, and never a SIGBUS in a mapping of the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from l2l_compile.units import format_bytes
 from l2l_compile.user_line import warn
 
 PAGE = mmap.PAGESIZE
-_PROBED = 16 * PAGE  # bytes with which a file system is tried
+PROBED = 16 * PAGE  # bytes at the beginning of a file with which a file system is tried
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
@@ -29,17 +29,19 @@ def whole_pages(size: int) -> int:
 
 
 class DiskFile:
-    """A file without a name, read and written at offsets that are multiples of a page, into memory that begins on a page.
+    """A file, read and written at offsets that are multiples of a page, into memory that begins on a page.
 
     folder      where the file is
+    name        in the folder; None for a file without a name. A file that exists keeps its bytes
     descriptor  of the file
     size        bytes that are allocated
     direct      whether transfers pass the page cache by (O_DIRECT)
     """
 
-    def __init__(self, folder: str):
-        self.folder, self.size = folder, 0
-        self.descriptor, self.direct = _opened(folder)
+    def __init__(self, folder: str, name: str | None = None):
+        self.folder, self.name = folder, name
+        self.descriptor, self.direct = _opened(folder, name)
+        self.size = os.fstat(self.descriptor).st_size
         weakref.finalize(self, os.close, self.descriptor).atexit = False  # a disk thread may still use it
 
     def extend(self, size: int, remedy: str = "") -> None:
@@ -59,14 +61,14 @@ class DiskFile:
 
     def probe(self) -> None:
         """Try direct transfers beside a mapping of the file. Where they are refused or not seen, the page cache is used, with a warning."""
-        self.extend(_PROBED)
+        self.extend(PROBED)
         if not self.direct:
             return
         try:
             is_seen = self._sees_both_ways()
         except OSError as error:
             if error.errno != errno.EINVAL:
-                raise self._failed(error, "tried", 0, _PROBED) from error
+                raise self._failed(error, "tried", 0, PROBED) from error
             self._use_page_cache("it refuses direct transfers")
             return
         if not is_seen:
@@ -82,6 +84,13 @@ class DiskFile:
         """Write a buffer of whole pages. Raises `DiskError`."""
         self._transfer(self._pwritev, buffer, offset, "written")
 
+    def sync(self) -> None:
+        """Return when all bytes that were written, also into mappings, are on the device (`fdatasync`). Raises `DiskError`."""
+        try:
+            self._sync()
+        except OSError as error:
+            raise self._failed(error, "made durable", 0, self.size) from error
+
     def _transfer(self, call: Callable[[memoryview, int], int], buffer: memoryview, offset: int, done: str) -> None:
         """Repeat a transfer that the kernel has cut short, from its last whole page on."""
         moved = 0
@@ -94,7 +103,7 @@ class DiskFile:
             if not is_last and count < PAGE:
                 raise DiskError(
                     f"{self.folder}: {count} of {len(buffer) - moved} bytes at byte {offset + moved} were {done}: the file was cut short, "
-                    f"or the disk fails. {_LOST}"
+                    f"or the disk fails. {self._remedy}"
                 )
             moved += count if is_last else count // PAGE * PAGE
 
@@ -110,20 +119,27 @@ class DiskFile:
     def _failed(self, error: OSError, done: str, offset: int, size: int) -> DiskError:
         return DiskError(
             f"{self.folder}: {error.strerror or error} while {size} bytes at byte {offset} of the file of parameters and optimizer state were "
-            f"{done}. {_LOST}"
+            f"{done}. {self._remedy}"
         )
+
+    @property
+    def _remedy(self) -> str:
+        return LOST if self.name is None else RESUMES
+
+    def _sync(self) -> None:
+        os.fdatasync(self.descriptor)
 
     def _sees_both_ways(self) -> bool:
         """Whether a mapping sees a direct write, and a direct read a write into the mapping."""
-        with mmap.mmap(self.descriptor, _PROBED) as mapping, mmap.mmap(-1, _PROBED) as memory:
+        with mmap.mmap(self.descriptor, PROBED) as mapping, mmap.mmap(-1, PROBED) as memory:
             before = mapping[:]  # the pages are in the page cache now
             memory[:] = bytes(each ^ 0x55 for each in before)
             with memoryview(memory) as view:
                 count = os.pwritev(self.descriptor, [view], 0)
-                is_seen = count == _PROBED and mapping[:] == memory[:]
+                is_seen = count == PROBED and mapping[:] == memory[:]
                 mapping[:] = bytes(each ^ 0xFF for each in memory[:])
                 count = os.preadv(self.descriptor, [view], 0)
-            return is_seen and count == _PROBED and mapping[:] == memory[:]
+            return is_seen and count == PROBED and mapping[:] == memory[:]
 
     def _use_page_cache(self, why: str) -> None:
         flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
@@ -132,7 +148,8 @@ class DiskFile:
         _say_buffered(self.folder, why)
 
 
-_LOST = "Parameters are incomplete: load the last checkpoint in a new process"
+LOST = "Parameters are incomplete: load the last checkpoint in a new process"
+RESUMES = "This step is incomplete: a new process resumes from the last complete one (l2l_compile.resume)"
 
 
 def _say_buffered(folder: str, why: str) -> None:
@@ -142,15 +159,15 @@ def _say_buffered(folder: str, why: str) -> None:
     )
 
 
-def _opened(folder: str) -> tuple[int, bool]:
-    """A descriptor of a new file without a name, and whether its transfers are direct. Raises `DiskError`."""
+def _opened(folder: str, name: str | None) -> tuple[int, bool]:
+    """A descriptor of a file, and whether its transfers are direct. Raises `DiskError`."""
     try:
         try:
-            return _unnamed(folder, os.O_DIRECT), True
+            return _descriptor(folder, name, os.O_DIRECT), True
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        descriptor = _unnamed(folder, 0)
+        descriptor = _descriptor(folder, name, 0)
     except OSError as error:
         raise DiskError(
             f"{folder}: {error.strerror or error} while a file was opened there for parameters and optimizer state: give the option "
@@ -158,6 +175,12 @@ def _opened(folder: str) -> tuple[int, bool]:
         ) from error
     _say_buffered(folder, "it refuses files for direct transfers")
     return descriptor, False
+
+
+def _descriptor(folder: str, name: str | None, flags: int) -> int:
+    if name is None:
+        return _unnamed(folder, flags)
+    return os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT | flags, 0o600)
 
 
 def _unnamed(folder: str, flags: int) -> int:

@@ -23,7 +23,6 @@ from l2l_compile.disk.disk_file import DiskFile, whole_pages
 from l2l_compile.disk.disk_threads import DiskThreads, Transfer
 from l2l_compile.errors import DiskError
 from l2l_compile.memory.finalizers import taken
-from l2l_compile.memory.pages import pages
 from l2l_compile.ranks.sharded import is_sharded
 
 BLOCK = 8 << 20  # bytes of one transfer: with smaller ones, a disk is as fast, and the processor busier
@@ -34,7 +33,7 @@ _STORED = "_l2l_stored"  # an attribute of storages: it is gone with the storage
 class StoredRange:
     """The place of one tensor in the file of a store.
 
-    start, size  in bytes, whole pages
+    start, size  in bytes, whole pages: `start` of the place in the file
     writes       transfers into the range that are under way, with the bytes that they write: from, to
     """
 
@@ -48,6 +47,17 @@ class StoredRange:
     def is_alive(self) -> bool:
         """Whether a tensor is still there."""
         return self._storage is not None and self._storage() is not None
+
+    def pieces(self, start: int, size: int) -> list[tuple[int, int]]:
+        """Where in the file the newest bytes from `start` on are: offsets in the file, and bytes (any thread)."""
+        return [(self.start + start, size)]
+
+    def offset_to_write(self, start: int) -> int:
+        """Where in the file byte `start` is written (disk threads)."""
+        return self.start + start
+
+    def landed(self, start: int, size: int) -> None:
+        """A write of `size` bytes from `start` on is done: they are the newest (a disk thread)."""
 
     def hold(self, tensor: torch.Tensor, freed: deque[tuple[int, int]]) -> None:
         """Belong to the storage of a tensor. `freed` gets a note when the storage is gone."""
@@ -85,8 +95,8 @@ class DiskStore:
     read_bytes, written_bytes  bytes that transfers have moved so far
     """
 
-    def __init__(self, folder: str):
-        self.file = DiskFile(folder)
+    def __init__(self, folder: str, name: str | None = None):
+        self.file = DiskFile(folder) if name is None else DiskFile(folder, name)
         self.file.probe()
         self._readers, self._writers = DiskThreads(_THREADS, "disk-read"), DiskThreads(_THREADS, "disk-write")
         self._used = 0
@@ -94,7 +104,7 @@ class DiskStore:
         self._freed: deque[tuple[int, int]] = deque()  # noted by finalizers
         self._mappings: list[tuple[int, int, mmap.mmap]] = []  # from, to
         self._guard = threading.RLock()
-        self._failure: DiskError | None = None
+        self._failure: str | None = None  # an error would keep its traceback alive, and with it the model
         self.read_bytes = self.written_bytes = 0
 
     def reserve(self, size: int, remedy: str = "") -> None:
@@ -105,29 +115,39 @@ class DiskStore:
     def _note(self, transfer: Transfer, spans: Sequence[StoredSpan]) -> None:
         if transfer.error is not None:
             for store in (self, *(span.range.store for span in spans)):
-                store._failure = store._failure or _as_disk_error(transfer.error)
+                store._failure = store._failure or _said(transfer.error)
 
     def check(self) -> None:
         """Raise the `DiskError` of the first transfer that failed: a step was made in part, and nothing is right any more."""
         if self._failure is not None:
-            raise self._failure
+            raise DiskError(self._failure)
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """A tensor in the file, with a storage, and so a version counter, of its own. It must have entries. Raises `DiskError`."""
-        count = shape.numel()
-        size = whole_pages(count * dtype.itemsize)
+        size = whole_pages(shape.numel() * dtype.itemsize)
         with self._guard:
-            for start, freed in taken(self._freed):
-                self._free[freed].append(start)
-            if self._free[size]:
-                start = self._free[size].pop()
-            else:
-                self.file.extend(self._used + size)
-                start, self._used = self._used, self._used + size
-            mapped, mapping = self._mapping(start, start + size)
-        tensor = torch.frombuffer(mapping, dtype=dtype, count=count, offset=start - mapped).view(shape)
-        StoredRange(self, start, size).hold(tensor, self._freed)
+            return self._held(shape, dtype, self._range(self._place(size), size))
+
+    def _range(self, start: int, size: int) -> StoredRange:
+        return StoredRange(self, start, size)
+
+    def _held(self, shape: torch.Size, dtype: torch.dtype, found: StoredRange) -> torch.Tensor:
+        """A tensor that is mapped from a range, and has it as its own."""
+        mapped, mapping = self._mapping(found.start, found.start + found.size)
+        tensor = torch.frombuffer(mapping, dtype=dtype, count=shape.numel(), offset=found.start - mapped).view(shape)
+        found.hold(tensor, self._freed)
         return tensor
+
+    def _place(self, size: int) -> int:
+        """Where `size` free bytes begin in the file."""
+        for start, freed in taken(self._freed):
+            self._free[freed].append(start)
+        return self._free[size].pop() if self._free[size] else self._new_place(size)
+
+    def _new_place(self, size: int) -> int:
+        self.file.extend(self._used + size)
+        start, self._used = self._used, self._used + size
+        return start
 
     def _mapping(self, start: int, end: int) -> tuple[int, mmap.mmap]:
         """A mapping with the bytes from `start` to `end`, and where it begins. One maps all that was allocated together.
@@ -162,7 +182,10 @@ class DiskStore:
 
         def block(span: StoredSpan, offset: int, size: int) -> None:
             span.range.await_writes(span.start + offset, span.start + offset + size)
-            span.range.store.file.read(memory_at(buffer, span.at + offset, size), span.range.start + span.start + offset)
+            at = span.at + offset
+            for place, part in span.range.pieces(span.start + offset, size):
+                span.range.store.file.read(memory_at(buffer, at, part), place)
+                at += part
 
         def done(transfer: Transfer) -> None:
             self._note(transfer, spans)
@@ -177,8 +200,13 @@ class DiskStore:
     ) -> Transfer:
         """Write spans from a buffer that begins on a page. From now on, `await_writes` of their ranges waits."""
 
+        awaited = [store.before_writes() for store in {span.range.store for span in spans}]
+
         def block(span: StoredSpan, offset: int, size: int) -> None:
-            span.range.store.file.write(memory_at(buffer, span.at + offset, size), span.range.start + span.start + offset)
+            for wait in awaited:
+                wait()
+            place = span.range.offset_to_write(span.start + offset)
+            span.range.store.file.write(memory_at(buffer, span.at + offset, size), place)
 
         def begin(transfer: Transfer) -> None:
             for span in spans:
@@ -186,6 +214,12 @@ class DiskStore:
                 span.range.writes[transfer] = min(first, span.start), max(last, span.start + span.size)
 
         def done(transfer: Transfer) -> None:
+            try:
+                if transfer.error is None:
+                    for span in spans:
+                        span.range.landed(span.start, whole_pages(span.size))
+            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+                transfer.error = error
             self._note(transfer, spans)
             for span in spans:
                 span.range.writes.pop(transfer, None)
@@ -194,6 +228,10 @@ class DiskStore:
         with self._guard:
             self.written_bytes += sum(whole_pages(span.size) for span in spans)
         return self._writers.submit(_blocks(spans, block), begin, done)
+
+    def before_writes(self) -> Callable[[], None]:
+        """What each block of a write calls first that is given now (disk threads)."""
+        return lambda: None
 
     def settle(self) -> None:
         """Wait until everything is written. Raises the `DiskError` of a transfer that failed."""
@@ -215,8 +253,8 @@ def memory_at(buffer: torch.Tensor, start: int, size: int) -> memoryview:
     return memoryview((ctypes.c_uint8 * size).from_address(buffer.data_ptr() + start)).cast("B")
 
 
-def _as_disk_error(error: BaseException) -> DiskError:
-    return error if isinstance(error, DiskError) else DiskError(f"a transfer failed: {type(error).__name__}: {error}")
+def _said(error: BaseException) -> str:
+    return str(error) if isinstance(error, DiskError) else f"a transfer failed: {type(error).__name__}: {error}"
 
 
 def range_of(tensor: torch.Tensor) -> StoredRange | None:
@@ -247,35 +285,3 @@ def whole_spans(tensors: Sequence[torch.Tensor]) -> tuple[list[StoredSpan], int]
         spans.append(StoredSpan(found, 0, tensor.nbytes, end))
         end += whole_pages(tensor.nbytes)
     return spans, end
-
-
-def moved_to_disk(store: DiskStore, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a contiguous tensor in the file of a store, written when this returns. Raises `DiskError`."""
-    made = store.empty(tensor.shape, tensor.dtype)
-    fill(made, tensor)
-    return made
-
-
-def fill(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Write the entries of `source`, of the same shape, into a tensor in its dtype. One in a file is written when this returns.
-
-    Takes one block of memory. No update of it is under way. Raises `DiskError`.
-    """
-    found = range_of(tensor)
-    if found is None:
-        tensor.detach().copy_(source.detach())
-        return
-    found.store.check()
-    entries, width = source.detach().reshape(-1), tensor.element_size()
-    buffer = pages(min(BLOCK, whole_pages(tensor.nbytes)), "parameters on their way to the disk")
-    for start in range(0, entries.numel(), BLOCK // width):
-        part = entries[start : start + BLOCK // width]
-        size = part.numel() * width
-        buffer[:size].view(tensor.dtype).copy_(part)
-        found.store.write([StoredSpan(found, start * width, size, 0)], buffer, functools.partial(_hold, tensor)).wait()
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
-
-
-def _hold(tensor: torch.Tensor, _: Transfer) -> None:
-    """Bound to a transfer: its tensor, and so its place in the file, stays as long as the transfer, also if nobody waits for it."""

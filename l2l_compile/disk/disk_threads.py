@@ -50,11 +50,16 @@ class Transfer:
             self._left -= 1
             is_last = self._left == 0
         if is_last:
+            then, self._then = self._then, _nothing  # it may hold who holds this transfer
             try:
-                self._then(self)
+                then(self)
             finally:
                 self.is_done = True
                 self._undone.release()
+
+
+def _nothing(_: Transfer) -> None:
+    """For a transfer that is done."""
 
 
 class _Queue:
@@ -117,9 +122,14 @@ class DiskThreads:
             self._queue.put((block, transfer), is_urgent)
         return transfer
 
+    @property
+    def under_way(self) -> set[Transfer]:
+        """The transfers that are not done."""
+        return self._under_way.copy()  # a copy is one step, and other threads give transfers
+
     def settle(self) -> None:
         """Wait until all that was given is done. Raises no error."""
-        for transfer in self._under_way.copy():  # a copy is one step, and other threads give transfers
+        for transfer in self.under_way:
             transfer.settle()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
 from l2l_compile.disk.disk_file import PAGE, whole_pages
-from l2l_compile.disk.disk_store import BLOCK, StoredRange, StoredSpan, memory_at, range_of
+from l2l_compile.disk.disk_store import BLOCK, DiskStore, StoredRange, StoredSpan, memory_at, range_of
 from l2l_compile.disk.disk_threads import Transfer
 from l2l_compile.memory.pages import pages
 
@@ -68,22 +69,46 @@ def read_in_order(
             transfer.settle()
 
 
-def write_entries(target: torch.Tensor, start: int, source: torch.Tensor) -> None:
-    """Write a tensor into a flat stored tensor from entry `start` on, in the dtype of that, which no update writes now. Raises `DiskError`.
+def moved_to_disk(store: DiskStore, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a contiguous tensor in the file of a store, written when this returns. Raises `DiskError`."""
+    made = store.empty(tensor.shape, tensor.dtype)
+    fill(made, tensor)
+    return made
 
-    The bytes begin on a page, and end on one or with the stored tensor.
+
+def fill(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Write the entries of `source`, of the same shape, into a tensor in its dtype. One in a file is written when this returns.
+
+    Takes one block of memory. Raises `DiskError`.
+    """
+    if range_of(tensor) is None:
+        tensor.detach().copy_(source.detach())
+        return
+    write_entries(tensor.detach().view(-1), 0, source)
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def write_entries(target: torch.Tensor, start: int, source: torch.Tensor) -> None:
+    """Write a tensor into a flat tensor that is stored from entry `start` on, in the dtype of that, behind writes that are under way.
+
+    The bytes begin on a page, and end on one or with the stored tensor. Raises `DiskError`.
     """
     found, first, _, before = pages_around(target)
     flat, width = source.detach().reshape(-1), target.element_size()
     begin = first + start * width
     assert before == 0 and begin % PAGE == 0, "entries that begin within a page"
     found.await_writes(begin, begin + len(flat) * width)
-    buffer = pages(min(BLOCK, whole_pages(len(flat) * width)), "a parameter on its way to the disk")
-    for at in range(0, len(flat) * width, BLOCK):
-        entries = slice(at // width, min(at + BLOCK, len(flat) * width) // width)
-        part = buffer[: (entries.stop - entries.start) * width]
-        part.view(target.dtype).copy_(read_entries(flat, entries))
-        found.store.write([StoredSpan(found, begin + at, part.numel(), 0)], buffer).wait()
+    buffer = pages(min(BLOCK, whole_pages(len(flat) * width)), "parameters on their way to the disk")
+    for at in range(0, len(flat), BLOCK // width):
+        part = read_entries(flat, slice(at, at + BLOCK // width))
+        size = part.numel() * width
+        buffer[:size].view(target.dtype).copy_(part)
+        found.store.write([StoredSpan(found, begin + at * width, size, 0)], buffer, functools.partial(_hold, target)).wait()
+
+
+def _hold(tensor: torch.Tensor, _: Transfer) -> None:
+    """Bound to a transfer: its tensor, and so its place in the file, stays as long as the transfer, also if nobody waits for it."""
 
 
 def read_entries(flat: torch.Tensor, entries: slice) -> torch.Tensor:
@@ -128,6 +153,9 @@ def _run(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
     found, first, last, before = pages_around(part)
     found.await_writes(first, last)
     buffer = pages(last - first, "a sample of a parameter on disk")
-    found.store.file.read(memory_at(buffer, 0, last - first), found.start + first)
+    at = 0
+    for place, size in found.pieces(first, last - first):
+        found.store.file.read(memory_at(buffer, at, size), place)
+        at += size
     found.store.count_read(last - first)
     return buffer[before : before + part.nbytes].view(part.dtype)

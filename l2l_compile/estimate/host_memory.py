@@ -103,12 +103,19 @@ def _shown_on_disk(plan: DiskPlan | None) -> str:
     copies = f", copies that cross the link {format_bytes(plan.copies)} (each fetch reads its own, too)" if plan.copies else ""
     return (
         f"\ndisk: master {format_bytes(plan.masters)}, optimizer state {format_bytes(plan.states)}{copies}, in all {format_bytes(on_disk)}, "
-        f"read and written once in a step{lasts}"
+        f"read and written once in a step{lasts}{_shown_places(plan)}"
     )
 
 
 def _shown_stored(size: int) -> str:
     return f"\non disk beside these: {format_bytes(size)} of parameters, which cross the link from there" if size else ""
+
+
+def _shown_places(plan: DiskPlan) -> str:
+    if plan.places == 1:
+        return ""
+    size = plan.places * (plan.placement.on_disk - plan.copies)
+    return f"; {plan.places} places of each parameter and of its state (resumable) take {format_bytes(size)}"
 
 
 def host_memory(programs: Sequence[Program], options: Options, activations: int = 0) -> HostMemory:

@@ -41,11 +41,12 @@ class DiskPlacement:
     copies: tuple[bool, ...] = ()
 
 
-def place_on_disk(sizes: Sequence[TensorSizes], budget: int) -> DiskPlacement:
+def place_on_disk(sizes: Sequence[TensorSizes], budget: int, *, only_copies: bool = False) -> DiskPlacement:
     """Keep at most `budget` bytes of masters, state and copies in memory, as far as small tensors allow.
 
     Optimizer state goes first: nothing but its update reads it. Copies go last: forward, backward and the update read them. What stays
-    in memory is spread evenly over the model, so that the work of the disk is even over the step. What is on disk already stays there.
+    in memory is spread evenly over the model, so that the work of the disk is even over the step. What is on disk already stays there. With
+    `only_copies`, large masters and their state are on disk whatever the budget.
     """
     total = sum(each.master + each.state + each.copy for each in sizes)
     in_memory = total - sum(each.master * each.master_is_there + each.state * each.state_is_there for each in sizes)
@@ -54,7 +55,7 @@ def place_on_disk(sizes: Sequence[TensorSizes], budget: int) -> DiskPlacement:
         there = [getattr(each, f"{kind}_is_there", False) for each in sizes]
         of_kind = [getattr(each, kind) for each in sizes]
         may_go = [size if e.leaves and not is_there else 0 for e, size, is_there in zip(sizes, of_kind, there, strict=True)]
-        goes = _spread(may_go, in_memory - budget)
+        goes = _spread(may_go, sum(may_go) if only_copies and kind != "copy" else in_memory - budget)
         in_memory -= sum(size for size, is_gone in zip(may_go, goes, strict=True) if is_gone)
         placed.append(tuple(a or b for a, b in zip(goes, there, strict=True)))
     states, masters, copies = placed

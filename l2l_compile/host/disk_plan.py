@@ -40,6 +40,7 @@ class DiskPlan:
     beside       copies of two versions that cross the link, gradients, and the tensors of a segment whose step takes them whole
     buffer       one of the `BUFFERS` buffers of the ring
     masters, states, copies   of each, on disk
+    places       that masters and states have in the file
     """
 
     parameters: tuple[torch.nn.Parameter, ...]
@@ -51,6 +52,7 @@ class DiskPlan:
     masters: int
     states: int
     copies: int = 0
+    places: int = 1
 
     @property
     def ring(self) -> int:
@@ -63,9 +65,9 @@ class DiskPlan:
 
     @property
     def to_come(self) -> int:
-        """Bytes that belong on disk and are not there yet."""
+        """Bytes of masters and state that belong on disk and are not there yet."""
         placed = zip(self.sizes, self.placement.masters, self.placement.states, strict=True)
-        return self.copies + sum(
+        return sum(
             size.master * (master and not size.master_is_there) + size.state * (state and not size.state_is_there)
             for size, master, state in placed
         )
@@ -113,10 +115,11 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
     buffer = min(_LARGEST_BUFFER, max(_SMALLEST_BUFFER, budget // _RING_PART // BUFFERS // PAGE * PAGE))
     at_once = at_once_in_update(optimizer, max((p.numel() for p in own), default=0), each, options)
     beside = bytes_beside(sum(p.numel() for p in own), largest, options) + at_once
-    placed = place_on_disk(sizes, budget - beside - BUFFERS * buffer)
+    placed = place_on_disk(sizes, budget - beside - BUFFERS * buffer, only_copies=options.resumable)
     masters = sum(one.master for one, away in zip(sizes, placed.masters, strict=True) if away)
     stored = sum(one.copy for one, away in zip(sizes, placed.copies, strict=True) if away)
-    return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, placed.on_disk - masters - stored, stored)
+    states, places = placed.on_disk - masters - stored, 2 if options.resumable else 1
+    return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, states, stored, places)
 
 
 def bytes_beside(entries: int, largest: int, options: Options) -> int:

@@ -37,10 +37,11 @@ class StoredCopy(Copy):
 class StoredCopies:
     """The copies of one model that are on disk.
 
+    store       returns the store of copies, when the first is made
     is_planned  whether the copy of a parameter is to be there
     """
 
-    def __init__(self, store: DiskStore, wires: Wires, is_planned: Callable[[torch.Tensor], bool]):
+    def __init__(self, store: Callable[[], DiskStore], wires: Wires, is_planned: Callable[[torch.Tensor], bool]):
         self._store, self._wires, self.has = store, wires, is_planned
         self._copies: dict[tuple[int, torch.dtype], StoredCopy] = {}
 
@@ -48,7 +49,7 @@ class StoredCopies:
         """The copy of a parameter, or of a slice of one, with its values at the beginning of this forward (h2d lane). Raises `DiskError`."""
         copy = self._copies.get((id(parameter), dtype))
         if copy is None:
-            copy = StoredCopy(parameter, self._store.empty(parameter.shape, dtype))
+            copy = StoredCopy(parameter, self._store().empty(parameter.shape, dtype))
             self._copies[id(parameter), dtype] = copy
             self._wires.add(copy)
         if copy.generation != self._wires.generation:

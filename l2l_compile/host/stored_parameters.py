@@ -11,9 +11,10 @@ import torch
 
 from l2l_compile.disk.chunk_ring import ChunkRing
 from l2l_compile.disk.disk_file import PAGE, whole_pages
-from l2l_compile.disk.disk_store import DiskStore, StoredSpan, moved_to_disk, range_of, whole_spans
-from l2l_compile.disk.stored_entries import read_entries, write_entries
+from l2l_compile.disk.disk_store import DiskStore, StoredSpan, range_of, whole_spans
+from l2l_compile.disk.stored_entries import moved_to_disk, read_entries, write_entries
 from l2l_compile.host.disk_plan import BUFFERS, DiskPlan, can_move, disk_plan, is_stored_state
+from l2l_compile.host.resumable_run import run_for
 from l2l_compile.host.step.in_pieces import first_step_in_pieces, takes_pieces
 from l2l_compile.host.step.torch_step import Hyperparameters, step_on
 from l2l_compile.host.watched_parameters import unwatched
@@ -47,18 +48,21 @@ class StoredParameters:
     """The parameters of one optimizer that are trained by one compiled model, as far as they are on disk.
 
     largest_segment  the most trained entries that a segment of a program has
+    run              with the option `resumable`
     """
 
     def __init__(self, options: Options, optimizer: torch.optim.Optimizer):
         assert options.disk is not None
         self._options, self._optimizer = options, optimizer
-        self.store = DiskStore(options.disk)
+        self.run = run_for(optimizer) if options.resumable else None
+        self.store = self.run.store if self.run is not None else DiskStore(options.disk)
         self.largest_segment = 0
         self.plan: DiskPlan | None = None
         self._before, self._last = DiskFigures(), DiskFigures()  # when the updates of this step began; of the step before
         self._planned: dict[Parameter, tuple[bool, bool, bool]] = {}  # of master, state and copy: whether it is on disk
         self._ring: ChunkRing | None = None
         self._takes_pieces: bool | None = None
+        self._store_of_copies: DiskStore | None = None
 
     @property
     def ring(self) -> ChunkRing:
@@ -70,6 +74,12 @@ class StoredParameters:
     def has_copy(self, parameter: torch.Tensor) -> bool:
         """Whether the copy of a parameter that crosses the link is on disk (any thread)."""
         return self._planned.get(parameter, _IN_MEMORY)[2]  # type: ignore[call-overload]  # a tensor that is none of the parameters
+
+    def store_of_copies(self) -> DiskStore:
+        """Where copies for the link are: with the option `resumable`, in a file that ends with the process, as the next one makes them anew."""
+        if self._store_of_copies is None:
+            self._store_of_copies = DiskStore(self.store.file.folder) if self.run is not None else self.store
+        return self._store_of_copies
 
     def misplaced(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """The parameters, among these, that `place` is to move: in the first forward, with the optimizer state that they have.
@@ -222,12 +232,17 @@ class StoredParameters:
         placed = plan.placement
         self._planned = dict(zip(plan.parameters, zip(placed.masters, placed.states, placed.copies, strict=True), strict=True))
         self._ring = ChunkRing(self.store, BUFFERS, plan.buffer)
-        size = whole_pages(plan.to_come) + len(plan.parameters) * _TENSORS * PAGE
-        self.store.reserve(size, ", or raise host_memory")
+        needed = {self.store: plan.to_come}
+        if plan.copies:
+            needed[self.store_of_copies()] = needed.get(self.store_of_copies(), 0) + plan.copies
+        for store, size in needed.items():
+            store.reserve(whole_pages(size) + len(plan.parameters) * _TENSORS * PAGE, ", or raise host_memory")
         return plan
 
     def _master_to_move(self, parameter: Parameter) -> bool:
-        return self._planned.get(parameter, _IN_MEMORY)[0] and range_of(parameter) is None and can_move(parameter)
+        found = range_of(parameter)
+        is_elsewhere = found is None or self.run is not None and found.store is not self.store
+        return self._planned.get(parameter, _IN_MEMORY)[0] and is_elsewhere and can_move(parameter)
 
     def _state_to_move(self, parameter: Parameter) -> list[str]:
         """Names of optimizer state that is to be on disk, and is in memory."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from l2l_compile.disk.disk_store import fill
+from l2l_compile.disk.stored_entries import fill
 from l2l_compile.integrations.stored_weights import Conversion, Stored, TensorNames
 from l2l_compile.ranks.placement import names_elsewhere
 from l2l_compile.ranks.sharded import local, whole_of_rank_0

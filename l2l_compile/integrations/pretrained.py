@@ -26,7 +26,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from l2l_compile.disk.disk_store import fill, is_on_disk
+from l2l_compile.disk.disk_store import is_on_disk
+from l2l_compile.disk.stored_entries import fill
 from l2l_compile.errors import DiskError, L2LError
 from l2l_compile.frontend.rewrites.wrapped_weights import is_wrapper
 from l2l_compile.integrations.stored_files import SHOWN, stored_in

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from l2l_compile.disk.disk_file import whole_pages
-from l2l_compile.disk.disk_store import DiskStore, fill, is_on_disk
+from l2l_compile.disk.disk_store import DiskStore, is_on_disk
+from l2l_compile.disk.stored_entries import fill
 from l2l_compile.errors import L2LError, OptionError
 from l2l_compile.host.disk_plan import can_move
 from l2l_compile.integrations.stored_weights import Stored

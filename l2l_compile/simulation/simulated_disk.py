@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from l2l_compile.disk.disk_store import DiskStore
 from l2l_compile.errors import OptionError
 from l2l_compile.host.disk_plan import BUFFERS, DiskPlan, disk_plan
 from l2l_compile.host.step.torch_step import Hyperparameters, TorchStep
@@ -153,6 +154,8 @@ def chunks(tensors: Iterable[tuple[int, float]], size: int) -> Iterator[tuple[in
 class SimulatedStore:
     """As `StoredParameters`, for a simulated loop: what is on disk by the plan, and no file."""
 
+    run = None
+
     def __init__(self, clocks: Clocks, options: Options):
         self._clocks, self._options = clocks, options
         self.largest_segment = 0
@@ -210,11 +213,15 @@ class SimulatedStore:
         return DiskFigures(self.ring.read, self.ring.written, self.ring.waited)
 
 
+def _no_store() -> DiskStore:
+    raise AssertionError("simulated copies have no file")
+
+
 class SimulatedCopies(StoredCopies):
     """As `StoredCopies`: they have sizes, and no file."""
 
     def __init__(self, store: SimulatedStore, wires: Wires):
-        super().__init__(None, wires, lambda parameter: bool(store.copies_on_disk(parameter)))  # type: ignore[arg-type]
+        super().__init__(_no_store, wires, lambda parameter: bool(store.copies_on_disk(parameter)))
 
     def load(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         copy = self._copies.get((id(parameter), dtype))

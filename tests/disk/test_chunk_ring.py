@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from l2l_compile.disk.chunk_ring import Chunk, ChunkRing
-from l2l_compile.disk.disk_store import DiskStore, StoredSpan, await_writes, moved_to_disk, range_of
+from l2l_compile.disk.disk_store import DiskStore, StoredSpan, await_writes, range_of
+from l2l_compile.disk.stored_entries import moved_to_disk
 from slow_disk import Faults, slow_disk
 
 SIZE = 64 << 10  # bytes of a chunk

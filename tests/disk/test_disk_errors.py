@@ -12,7 +12,8 @@ import torch
 
 from l2l_compile import DiskError, OptionError, Options
 from l2l_compile.disk.disk_file import DiskFile
-from l2l_compile.disk.disk_store import DiskStore, moved_to_disk, range_of
+from l2l_compile.disk.disk_store import DiskStore, range_of
+from l2l_compile.disk.stored_entries import moved_to_disk
 from slow_disk import Faults, slow_disk
 from stored_training import training
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from l2l_compile import L2LError
-from l2l_compile.disk.disk_store import DiskStore, await_writes, moved_to_disk, range_of, whole_spans
+from l2l_compile.disk.disk_store import DiskStore, await_writes, range_of, whole_spans
 from l2l_compile.disk.disk_threads import DiskThreads
-from l2l_compile.disk.stored_entries import read_entries, sample, write_entries
+from l2l_compile.disk.stored_entries import moved_to_disk, read_entries, sample, write_entries
 from l2l_compile.host.updates.deferred import DeferredWriteGuard
 from l2l_compile.host.wire import same_sample
 from l2l_compile.memory.pages import pages
@@ -119,7 +119,8 @@ def test_await_writes_waits_for_the_range_alone(tmp_path):
 
 KILLED = """
 import os, sys, time, torch
-from l2l_compile.disk.disk_store import DiskStore, moved_to_disk
+from l2l_compile.disk.disk_store import DiskStore
+from l2l_compile.disk.stored_entries import moved_to_disk
 store = DiskStore(sys.argv[1])
 store.reserve(256 << 20)
 kept = [moved_to_disk(store, torch.ones(1 << 20)) for _ in range(8)]

@@ -65,6 +65,12 @@ def uncompiled(model: Any) -> Any:
     return getattr(plain, "_torchdynamo_orig_callable", plain)
 
 
+def uncompiled_module(compiled: Any) -> torch.nn.Module | None:
+    """The module behind a compiled module, also one that was compiled in place; None for a function."""
+    plain = getattr(compiled, "_orig_mod", compiled)
+    return plain if isinstance(plain, torch.nn.Module) else None
+
+
 def options_of(compiled: Any) -> Any:
     """The `options=` of the `torch.compile` call behind a compiled module or function; None if there are none."""
     return getattr(owner_of(compiled), "kwargs", {}).get("options")

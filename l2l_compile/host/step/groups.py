@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -31,12 +31,16 @@ class Groups:
 
     def commit(self) -> None:
         """Put the changes of the layers' steps into the groups and the state."""
+        self.put_into(self._optimizer.param_groups, self._optimizer.state)
+        self._after = None
+
+    def put_into(self, groups: Iterable[MutableMapping[str, Any]], state: MutableMapping[Any, Any]) -> None:
+        """As `commit`, into these groups and this state; the changes are kept."""
         if self._after is None:
             return
-        for group, before, after in zip(self._optimizer.param_groups, self._before.groups, self._after.groups, strict=False):
-            _put(group, before, after)
-        _put(self._optimizer.state, self._before.named, self._after.named)
-        self._after = None
+        for group, before, after in zip(groups, self._before.groups, self._after.groups, strict=False):
+            put(group, before, after)
+        put(state, self._before.named, self._after.named)
 
     def begin_own_step(self, is_undone: bool = True) -> Hyperparameters:
         """The optimizer's own `step` begins, whose changes are undone, or kept. Returns the hyperparameters now."""
@@ -51,15 +55,15 @@ class Groups:
             return
         now = hyperparameters(self._optimizer)
         for group, own, changed in zip(self._optimizer.param_groups, before.groups, now.groups, strict=True):
-            _put(group, changed, own)
-        _put(self._optimizer.state, now.named, before.named)
+            put(group, changed, own)
+        put(self._optimizer.state, now.named, before.named)
 
     def forget_own_steps(self) -> None:
         """Drop the snapshots of own steps that failed, and so were never ended."""
         self._snapshots.clear()
 
 
-def _put(held: MutableMapping[Any, Any], before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
+def put(held: MutableMapping[Any, Any], before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
     """Change entries of `held` as they have changed from `before` to `after`. Tensors stay the same objects."""
     for name in before.keys() - after.keys():
         held.pop(name, None)

@@ -120,6 +120,7 @@ class UpdatesInForward(OverlappedUpdates):
 
     def _before_step_of_others(self) -> None:
         """Clip gradients in `p.grad`, as in a step that has gradients of the compiled model as well."""
+        super()._before_step_of_others()
         outside = [p for p in self.managed if p.grad is not None]
         if outside and self._max_norm is not None:
             torch.nn.utils.clip_grad_norm_(outside, self._max_norm)

@@ -53,7 +53,11 @@ class LossScale:
         return self
 
     def _save(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        optimizer.param_groups[0][_SAVED] = (self.value, self.good_steps, self.of_next_step)
+        self.put_into(optimizer.param_groups[0])
+
+    def put_into(self, group: dict[str, Any]) -> None:
+        """Save the scale in the entries of a param_group."""
+        group[_SAVED] = (self.value, self.good_steps, self.of_next_step)
 
     def _load(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         saved = optimizer.param_groups[0].get(_SAVED)

@@ -14,6 +14,8 @@ from l2l_compile.errors import L2LError
 from l2l_compile.host.compiled_step.compiled_step import CompiledStep
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.hooks import WeakHook, running_steps
+from l2l_compile.host.resumable_run import ResumableRun
+from l2l_compile.host.run_contents import Contents
 from l2l_compile.host.step.closures import check_needs_no_closure
 from l2l_compile.host.step.groups import Groups
 from l2l_compile.host.step.sharded_state import ranks_among
@@ -55,7 +57,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         self._stored = StoredParameters(options, self.optimizer) if options.disk is not None else None
         self._step = _step_of(options, wires, threads, memory, self._stored)
         if self._stored is not None and not options.delay:
-            self.stored_copies = StoredCopies(self._stored.store, wires, self._stored.has_copy)
+            self.stored_copies = StoredCopies(self._stored.store_of_copies, wires, self._stored.has_copy)
         self.ledger = GradientLedger(options.update, options.accumulate, memory, WeakHook(self._another_optimizer_has_them))
         self._groups = Groups(self.optimizer)
         self._eager, self._watch = EagerGradients(), ParameterWatch(self)
@@ -109,6 +111,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         """None also if no backward may follow, or if the optimizer has none of the parameters. Raises `L2LError`."""
         if not to_train:
             return None
+        self.commit()
         self._hooks.wrap_user_hooks()
         trained = {p for p in parameters if p.requires_grad}
         refuse_gradient_hooks(trained, self.ledger.update)
@@ -126,6 +129,29 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         """Wait until all updates are on the disk. No update is under way. Raises `DiskError`."""
         if self._stored is not None:
             self._stored.finish_writes()
+
+    @property
+    def _run(self) -> ResumableRun | None:
+        return self._stored.run if self._stored is not None else None
+
+    def _end_step_of_run(self) -> None:
+        if self._run is not None:
+            self._run.end_step()
+
+    def commit(self, extra: Any = None) -> bool:
+        """Have the step that is over committed when its updates were made. False if there is none, or with no option `resumable`."""
+        run = self._run
+        if run is None or not run.is_over:
+            return False
+        taken = run.take(extra)
+        self.worker.submit(lambda: run.commit(taken, self._add_counts))
+        return True
+
+    def await_commit(self) -> None:
+        """Wait until the commit that was begun last is done. Raises its error."""
+        self.synchronize()
+        if self._run is not None:
+            self._run.store.await_commit()
 
     def _begin_updates(self) -> None:
         """From here to the updates of this step, no code of the user writes parameters: they may be read ahead."""
@@ -223,6 +249,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
             arrived = self.ledger.of_step.parameters
             self.ledger.end_step()
             self._end_step(groups, self._zeros_without(arrived))
+            self._end_step_of_run()
             self._eager.stepped(arrived)
             self._check_gradients_from_outside()
             return
@@ -244,6 +271,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         """A step that no backward belongs to, behind `zero_grad(set_to_none=False)`."""
         self.synchronize()
         self._end_step(groups, zeros)
+        self._end_step_of_run()
 
     def _check_gradients_from_outside(self) -> None:
         """Raise `L2LError` for gradients in `p.grad` that come too late for the step."""
@@ -254,7 +282,12 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         return False
 
     def _before_step_of_others(self) -> None:
-        """`optimizer.step()` is called, and no gradient came from the compiled model."""
+        """`optimizer.step()` is called, and no gradient came from the compiled model. Raises `L2LError` with the option `resumable`."""
+        if self._run is not None and any(p.grad is not None for p in self.managed):
+            raise L2LError(
+                "optimizer.step() on gradients that are not of the compiled model would write into the last complete step on disk, which the option "
+                "'resumable' keeps: let a backward of the compiled model be part of each step, or leave out 'resumable'"
+            )
 
     @abstractmethod
     def _end_step(self, groups: Hyperparameters, zeros: Sequence[Parameter]) -> None:
@@ -268,6 +301,12 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
     def collect(self, pending: PendingBackward, segment: Sequence[Pushed]) -> None:
         self.worker.accesses.write(self._place)
         self.ledger.collect(pending, segment)
+
+    def _add_counts(self, contents: Contents) -> None:
+        """Add what the updates of a step have counted, and its loss scale."""
+        self._groups.put_into(contents.groups, contents.named)
+        if self.scale is not None:
+            self.scale.put_into(contents.groups[0])
 
     def _step_layer(self, gradients: Mapping[Parameter, torch.Tensor], factor: float, groups: Hyperparameters) -> None:
         """The optimizer's step on these parameters alone, with these gradients times a factor."""

@@ -1,0 +1,218 @@
+"""What a manifest says of a training run: parameters, optimizer state and buffers, each a place in the file or its value.
+
+All values are plain (numbers, texts, small tensors, and lists, tuples and dictionaries of them), so that reading them runs no code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from l2l_compile.disk.disk_store import range_of
+from l2l_compile.disk.versions import TwoPlaces, VersionedRange, VersionedStore
+from l2l_compile.errors import L2LError
+from l2l_compile.host.step.groups import put
+from l2l_compile.host.step.small_copies import named_state
+from l2l_compile.host.step.torch_step import hyperparameters
+from l2l_compile.param_groups import parameters_of
+
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype)
+
+Parameter = torch.nn.Parameter
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor on disk: the number of its range among those of a step."""
+
+    number: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter and its optimizer state: plain values, and `_Stored` for tensors on disk. `value` is None if it is not kept."""
+
+    name: str | None
+    shape: torch.Size
+    dtype: torch.dtype
+    value: Any
+    state: dict[Any, Any]
+
+
+@dataclass(frozen=True)
+class OfTheLoop:
+    """The part of a step that the user's thread may change: taken between two steps.
+
+    steps    complete steps
+    groups   the entries of each param_group except its parameters
+    buffers  of the model, by name
+    extra    what the user handed in
+    """
+
+    steps: int
+    groups: list[dict[str, Any]]
+    buffers: dict[str, torch.Tensor]
+    extra: Any
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return (type(tensor) is torch.Tensor or isinstance(tensor, Parameter)) and tensor.layout is torch.strided
+
+
+def plain(value: Any, what: str) -> Any:
+    """A copy of a plain value. Raises `L2LError` for any other, of which the message says `what` it is."""
+    if isinstance(value, torch.Tensor):
+        if not _is_dense(value):
+            raise L2LError(
+                f"{what} is a {type(value).__name__}, {value.layout}: the option 'resumable' keeps dense tensors alone"
+            )
+        return value.detach().to("cpu", copy=True)
+    if type(value) in _PLAIN:
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(plain(each, f"{what}[{number}]") for number, each in enumerate(value))
+    if isinstance(value, dict):
+        return {plain(key, f"a key of {what}"): plain(each, f"{what}[{key!r}]") for key, each in value.items()}
+    for kind in (float, int, str):  # numpy.float64, for instance
+        if isinstance(value, kind):
+            return kind(value)
+    raise L2LError(
+        f"{what} is of type {type(value).__name__}: the option 'resumable' keeps numbers, texts, tensors, and lists, tuples and dictionaries of "
+        "them, so that no code runs when a run is resumed"
+    )
+
+
+class Contents:
+    """What a step consists of. Made when its updates were made, and before any of the next step.
+
+    ranges  of its tensors on disk
+    groups  entries of param_groups, and `named` entries of the optimizer's state, which its counts may still be put into
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str], kept: set[Parameter], of_loop: OfTheLoop
+    ):
+        self.ranges: list[VersionedRange] = []
+        self.groups = of_loop.groups
+        self.named = {k: plain(v, f"the entry {k!r} of the optimizer's state") for k, v in named_state(optimizer).items()}
+        self._optimizer, self._loop = type(optimizer).__name__, of_loop
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._parameters = []
+        for number, p in enumerate(parameters_of(optimizer)):
+            state = optimizer.state.get(p, {})
+            value = self._entry(p, f"parameter {number}") if p in kept else None
+            entries = {name: self._entry(each, f"state {name!r} of parameter {number}") for name, each in state.items()}
+            self._parameters.append(_Parameter(names.get(p), p.shape, p.dtype, value, entries))
+
+    def _entry(self, value: Any, what: str) -> Any:
+        found = range_of(value) if isinstance(value, torch.Tensor) and _is_dense(value) else None
+        if found is None:
+            return plain(value, what)
+        assert isinstance(found, VersionedRange), f"{what} is in the file of another store"
+        self.ranges.append(found)
+        return _Stored(len(self.ranges) - 1, value.shape, value.dtype)
+
+    def at(self, places: Sequence[TwoPlaces]) -> dict[str, Any]:
+        """The plain values, with the places of the ranges."""
+        return {
+            "steps": self._loop.steps,
+            "extra": self._loop.extra,
+            "optimizer": self._optimizer,
+            "sizes": self._sizes,
+            "groups": self.groups,
+            "named": self.named,
+            "buffers": self._loop.buffers,
+            "parameters": [
+                {
+                    "name": p.name,
+                    "shape": list(p.shape),
+                    "dtype": p.dtype,
+                    "value": _placed(p.value, places),
+                    "state": {name: _placed(value, places) for name, value in p.state.items()},
+                }
+                for p in self._parameters
+            ],
+        }
+
+
+def _placed(value: Any, places: Sequence[TwoPlaces]) -> tuple:
+    """("at", where in the file, shape, dtype) or ("is", value)."""
+    if not isinstance(value, _Stored):
+        return "is", value
+    place = places[value.number]
+    return "at", (place.start, place.size, place.newest), list(value.shape), value.dtype
+
+
+def check_fits(
+    folder: str,
+    contents: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Parameter, str],
+    buffers: Mapping[str, torch.Tensor],
+) -> None:
+    """Raise `L2LError` if a run is not one of this model and optimizer, with the first difference."""
+
+    def differs(theirs: str, ours: str) -> L2LError:
+        return L2LError(
+            f"{folder} holds a run whose {theirs}, and here it is {ours}: build the same model and optimizer, or give the option 'disk' another "
+            "folder"
+        )
+
+    if contents["optimizer"] != type(optimizer).__name__:
+        raise differs(f"optimizer is {contents['optimizer']}", type(optimizer).__name__)
+    for number, (entry, p) in enumerate(zip(contents["parameters"], parameters_of(optimizer), strict=False)):
+        name = names.get(p)
+        theirs, ours = (_described(*each) for each in ((entry["name"], entry["shape"], entry["dtype"]), (name, p.shape, p.dtype)))
+        is_named = name is not None and entry["name"] is not None
+        if (list(p.shape), p.dtype) != (entry["shape"], entry["dtype"]) or is_named and name != entry["name"]:
+            raise differs(f"parameter {number} is {theirs}", ours)
+        if p.device.type != "cpu":
+            raise L2LError(f"parameter {number}, {ours}, is on {p.device}: resume with a model on the host")
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != contents["sizes"]:
+        raise differs(f"param_groups have {contents['sizes']} parameters", str(sizes))
+    for name, value in contents["buffers"].items():
+        if name not in buffers or buffers[name].shape != value.shape or buffers[name].dtype != value.dtype:
+            ours = _described(None, buffers[name].shape, buffers[name].dtype) if name in buffers else "missing"
+            raise differs(f"buffer {name!r} is {_described(None, value.shape, value.dtype)}", ours)
+
+
+def _described(name: str | None, shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{repr(name) + ' of ' if name is not None else ''}shape {list(shape)} and {dtype}"
+
+
+def put_back(
+    store: VersionedStore, contents: Mapping[str, Any], optimizer: torch.optim.Optimizer, buffers: Mapping[str, torch.Tensor]
+) -> None:
+    """Give the model and the optimizer what the last complete step has left. Nothing on disk is read."""
+
+    def value_of(entry: Sequence[Any]) -> Any:
+        if entry[0] == "is":
+            return entry[1]
+        _, place, shape, dtype = entry
+        return store.again(TwoPlaces(*place), torch.Size(shape), dtype)
+
+    with torch.no_grad():
+        for entry, p in zip(contents["parameters"], parameters_of(optimizer), strict=True):
+            value = value_of(entry["value"])
+            if value is not None and entry["value"][0] == "at":
+                p.data = value
+            elif value is not None:
+                p.copy_(value)
+            state = {name: value_of(each) for name, each in entry["state"].items()}
+            optimizer.state.pop(p, None)
+            if state:
+                optimizer.state[p] = state
+        for name, value in contents["buffers"].items():
+            buffers[name].copy_(value)
+    now = hyperparameters(optimizer)
+    for group in now.groups:
+        group.pop("param_names", None)
+    for group, before, after in zip(optimizer.param_groups, now.groups, contents["groups"], strict=True):
+        put(group, before, after)
+    put(optimizer.state, now.named, contents["named"])
