@@ -11,12 +11,11 @@ from l2l_compile.devices.host import own_memory
 from l2l_compile.disk.disk_file import PAGE
 from l2l_compile.errors import L2LError
 from l2l_compile.host.disk_placement import SMALL, DiskPlacement, TensorSizes, place_on_disk
-from l2l_compile.host.step.sharded_state import ranks_among
 from l2l_compile.host.step.torch_step import state_bytes_of_trial
 from l2l_compile.memory.address import memory_of
 from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
-from l2l_compile.ranks.sharded import is_sharded
+from l2l_compile.ranks.sharded import local
 from l2l_compile.units import format_bytes
 
 BUFFERS = 8  # of the ring: some are read, one is updated, some are written
@@ -68,24 +67,21 @@ class DiskPlan:
 def disk_plan(options: Options, largest: int) -> DiskPlan:
     """The plan for the parameters of the option `optimizer`; `largest` are the trained entries of the largest segment.
 
-    Raises `L2LError` for parameters that are divided among ranks.
+    Of parameters that are sharded over ranks, each rank plans for its own shards.
     """
     optimizer = options.optimizer
     assert optimizer is not None, "`Options.build` requires it"
     own = [p for p in parameters_of(optimizer) if p.requires_grad]
-    if ranks_among(own) is not None:
-        raise L2LError(
-            "the option 'disk' is for one rank, and the parameters of this optimizer are divided among several: leave out 'disk'"
-        )
+    shards = [local(p) for p in own]
     each = state_bytes_of_trial(optimizer) or 0
-    owners = Counter(map(memory_of, own))
-    alone = [can_move(p) and owners[memory_of(p)] == 1 for p in own]
-    sizes = [TensorSizes(p.nbytes, p.numel() * each, is_alone) for p, is_alone in zip(own, alone, strict=True)]
+    owners = Counter(map(memory_of, shards))
+    alone = [can_move(s) and owners[memory_of(s)] == 1 for s in shards]
+    sizes = [TensorSizes(s.nbytes, s.numel() * each, is_alone) for s, is_alone in zip(shards, alone, strict=True)]
     budget = options.host_memory
     if budget is None:
         budget = int(_OF_AVAILABLE * (own_memory() + sum(one.master for one in sizes)))
     buffer = min(_LARGEST_BUFFER, max(_SMALLEST_BUFFER, budget // _RING_PART // BUFFERS // PAGE * PAGE))
-    beside = bytes_beside(sum(p.numel() for p in own), largest, each, options)
+    beside = bytes_beside(sum(s.numel() for s in shards), largest, each, options)
     placed = place_on_disk(sizes, budget - beside - BUFFERS * buffer)
     masters = sum(one.master for one, away in zip(sizes, placed.masters, strict=True) if away)
     return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, placed.on_disk - masters)
@@ -118,10 +114,9 @@ def gradients_at_once(entries: int, largest: int, options: Options) -> int:
 
 
 def can_move(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may be on disk: large, dense, the only one in its storage, and shared with no process."""
+    """Whether a tensor, this rank's shard of one, may be on disk: large, dense, alone in its storage, and shared with no process."""
     return (
-        not is_sharded(tensor)
-        and tensor.layout is torch.strided
+        tensor.layout is torch.strided
         and tensor.device.type in _HOSTS
         and tensor.nbytes >= SMALL
         and tensor.is_contiguous()

@@ -16,6 +16,7 @@ from l2l_compile.host.watched_parameters import unwatched
 from l2l_compile.memory.heap import trim_the_heap
 from l2l_compile.memory.pages import pages
 from l2l_compile.options import Options
+from l2l_compile.ranks.sharded import local, set_local, sharded_as
 from l2l_compile.update_modes import UpdatePlace
 
 _TENSORS = 4  # of a parameter and its state: each takes whole pages
@@ -79,7 +80,7 @@ class StoredParameters:
         start = self._moved()
         for parameter in parameters:
             if self._master_to_move(parameter):
-                parameter.data = moved_to_disk(self.store, parameter)
+                set_local(parameter, moved_to_disk(self.store, local(parameter)))
             self.place_state([parameter])
         trim_the_heap()
         self._before = self._moved().since(start.since(self._before))  # what was moved now is no part of a step
@@ -110,7 +111,7 @@ class StoredParameters:
     def being_written(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """The parameters, among these, whose updates are still on their way to the disk."""
         with unwatched():
-            return [p for p in parameters if (found := range_of(p)) is not None and found.writes]
+            return [p for p in parameters if (found := range_of(local(p))) is not None and found.writes]
 
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class StoredParameters:
         for parameter in parameters:
             for name in self._state_to_move(parameter):
                 state = self._optimizer.state[parameter]
-                state[name] = moved_to_disk(self.store, state[name])
+                state[name] = sharded_as(moved_to_disk(self.store, local(state[name])), state[name])
 
     def on_whole(self, parameters: Iterable[Parameter], step: Callable[[Brought], _Result]) -> _Result:
         """The result of a step on whole parameters, in memory: `step` gets the stored tensors of these, each with its copy there.
@@ -156,14 +157,15 @@ class StoredParameters:
         return plan
 
     def _master_to_move(self, parameter: Parameter) -> bool:
-        return self._planned.get(parameter, (False, False))[0] and range_of(parameter) is None and can_move(parameter)
+        shard = local(parameter)
+        return self._planned.get(parameter, (False, False))[0] and range_of(shard) is None and can_move(shard)
 
     def _state_to_move(self, parameter: Parameter) -> list[str]:
         """Names of optimizer state that is to be on disk, and is in memory."""
         if not self._planned.get(parameter, (False, False))[1]:
             return []
         state = self._optimizer.state.get(parameter, {})
-        return [name for name, value in state.items() if _is_stored_state(value) and range_of(value) is None]
+        return [name for name, value in state.items() if _is_stored_state(value) and range_of(local(value)) is None]
 
     def _moved(self) -> DiskFigures:
         """Bytes and seconds so far."""
@@ -172,12 +174,12 @@ class StoredParameters:
 
 
 def _is_stored_state(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and can_move(value)
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and can_move(local(value))
 
 
 def _tensors_of(parameters: Iterable[Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters, and the tensors of their optimizer state."""
+    """Parameters, and the tensors of their optimizer state; of those that are sharded, this rank's shards."""
     found: list[torch.Tensor] = []
     for parameter in parameters:
         found += [parameter, *(v for v in optimizer.state.get(parameter, {}).values() if isinstance(v, torch.Tensor))]
-    return found
+    return [local(tensor) for tensor in found]
