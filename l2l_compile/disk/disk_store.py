@@ -82,10 +82,13 @@ class StoredSpan:
 class DiskStore:
     """A file of tensors in a folder, and the threads that read and write it.
 
+    `failed` is called with the error of the first transfer that fails (a disk thread).
+
     read_bytes, written_bytes  bytes that transfers have moved so far
     """
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, failed: Callable[[DiskError], object] = lambda _: None):
+        self._failed = failed
         self.file = DiskFile(folder)
         self.file.probe()
         self._readers, self._writers = DiskThreads(_THREADS, "disk-read"), DiskThreads(_THREADS, "disk-write")
@@ -105,7 +108,13 @@ class DiskStore:
     def _note(self, transfer: Transfer, spans: Sequence[StoredSpan]) -> None:
         if transfer.error is not None:
             for store in (self, *(span.range.store for span in spans)):
-                store._failure = store._failure or _as_disk_error(transfer.error)
+                store._fail(_as_disk_error(transfer.error))
+
+    def _fail(self, error: DiskError) -> None:
+        with self._guard:
+            is_first, self._failure = self._failure is None, self._failure or error
+        if is_first:
+            self._failed(error)
 
     def check(self) -> None:
         """Raise the `DiskError` of the first transfer that failed: a step was made in part, and nothing is right any more."""

@@ -11,11 +11,16 @@ import torch
 from l2l_compile.disk.chunk_ring import ChunkRing
 from l2l_compile.disk.disk_file import PAGE, whole_pages
 from l2l_compile.disk.disk_store import DiskStore, moved_to_disk, range_of, whole_spans
+from l2l_compile.errors import DiskError
 from l2l_compile.host.disk_plan import BUFFERS, DiskPlan, can_move, disk_plan
+from l2l_compile.host.hooks import WeakHook
+from l2l_compile.host.step.sharded_state import ranks_among
 from l2l_compile.host.watched_parameters import unwatched
 from l2l_compile.memory.heap import trim_the_heap
 from l2l_compile.memory.pages import pages
 from l2l_compile.options import Options
+from l2l_compile.param_groups import parameters_of
+from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.ranks.sharded import local, set_local, sharded_as
 from l2l_compile.update_modes import UpdatePlace
 
@@ -47,12 +52,13 @@ class StoredParameters:
     def __init__(self, options: Options, optimizer: torch.optim.Optimizer):
         assert options.disk is not None
         self._options, self._optimizer = options, optimizer
-        self.store = DiskStore(options.disk)
+        self.store = DiskStore(options.disk, WeakHook(self._tell))
         self.largest_segment = 0
         self.plan: DiskPlan | None = None
         self._before, self._last = DiskFigures(), DiskFigures()  # when the updates of this step began; of the step before
         self._planned: dict[Parameter, tuple[bool, bool]] = {}  # master on disk, state on disk
         self._ring: ChunkRing | None = None
+        self._ranks: Ranks | None = None  # that share the parameters
 
     @property
     def ring(self) -> ChunkRing:
@@ -69,6 +75,7 @@ class StoredParameters:
         self.store.check()
         is_first = self.plan is None
         if is_first:
+            self._ranks = ranks_among(parameters_of(self._optimizer))
             self.plan = self._make_plan()
         return [p for p in parameters if is_first or self._master_to_move(p)]
 
@@ -141,6 +148,13 @@ class StoredParameters:
             torch.autograd.graph.increment_version(stored)
         self.place_state(own)
         return result
+
+    # ---- called on a disk thread -------------------------------------------------------------------------------------
+
+    def _tell(self, error: DiskError) -> None:
+        """Tell the other ranks: they wait for this one, which may be anywhere in its step, or in code of the user."""
+        if self._ranks is not None:
+            self._ranks.failed(error)
 
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
