@@ -8,9 +8,11 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_stored_shards import MODES, mesh_of
 
-from l2l_compile import L2LError, RankError
+from l2l_compile import DiskError, L2LError, RankError
+from l2l_compile.ranks.watch import Watch
 from slow_disk import Faults, slow_disk
 from stored_training import training
 
@@ -33,6 +35,34 @@ def one_fails(rank, world, kind, faults, options, folder):
         with pytest.raises(L2LError) as caught:
             made.step(7)
     return type(caught.value).__name__, str(caught.value), time.time()
+
+
+def test_a_rank_that_waits_for_others_raises_its_own_disk_error(tmp_path):
+    """They have left the collective for which it waits, since they know already."""
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    watches = [Watch(dist.PrefixStore("of ranks", store.clone()), rank, 2) for rank in range(2)]
+    watches[1].tell(DiskError("/nvme: broken"))
+    for rank, error in enumerate((RankError, DiskError)):
+        until = time.monotonic() + SECONDS
+        while watches[rank].failure is None and time.monotonic() < until:
+            time.sleep(0.05)
+        with pytest.raises(error, match="/nvme: broken"):
+            watches[rank].check()
+        assert type(watches[rank].explain(RuntimeError())) is error
+        watches[rank].close()
+
+
+def small_budget(rank, world, folder):
+    """Rank 1 has too little, which only it knows."""
+    made = training("adamw", disk=folder, mesh=mesh_of("shards", world), spare=1 if rank else 200_000, update="in_backward")
+    with pytest.raises(L2LError) as caught:
+        made.step()
+    return str(caught.value)
+
+
+def test_a_budget_too_small_on_one_rank_is_told_to_the_others(ranks, tmp_path):
+    told, own = ranks.run(small_budget, str(tmp_path), seconds=40)
+    assert own.startswith("host_memory=") and told.startswith(f"rank 1 failed: l2l_compile.errors.L2LError: {own}")
 
 
 @pytest.mark.parametrize("mode", MODES)
