@@ -388,8 +388,6 @@ def _check_disk(settings: dict) -> None:
             "option 'disk' needs update='in_backward' or 'in_forward', and the option 'optimizer': with 'at_step', optimizer.step() touches all "
             "parameters and their state at once, which would bring them all into memory"
         )
-    if settings["schedule"] != _SCHEDULES[0]:
-        raise OptionError("option 'disk' does not go with a schedule of turns: leave out 'schedule', or 'disk'")
 
 
 def _check_plan(settings: dict) -> None:

@@ -55,6 +55,17 @@ def matrices(shards: int = 1) -> nn.Module:
     return nn.Sequential(nn.Linear(5, WIDTH), *layers, nn.Linear(widths[-1], 3))
 
 
+class WithLoss(nn.Module):
+    """The same model with its loss, as stages of a pipeline have it."""
+
+    def __init__(self, shards: int = 1) -> None:
+        super().__init__()
+        self.layers = matrices(shards)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.layers(x), x[:, :3].argmax(-1))
+
+
 @dataclass
 class Training:
     """A model under training, and its optimizer."""
@@ -68,7 +79,8 @@ class Training:
     def backward(self) -> None:
         x = torch.randn(6, 5, generator=torch.Generator().manual_seed(self.number + 1000 * self.rank))
         self.number += 1
-        self.call(x).pow(2).mean().backward()
+        made = self.call(x)
+        (made if made.dim() == 0 else made.pow(2).mean()).backward()
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -100,13 +112,19 @@ def training(
     """
     torch._dynamo.reset()
     model = matrices() if mesh is None else l2l_compile.shard(matrices(mesh.size(mesh.ndim - 1)), mesh)
+    made = training_of(model, optimizer, disk, spare, **options)
+    made.rank = mesh.get_rank() if mesh is not None else 0
+    return made
+
+
+def training_of(model: nn.Module, optimizer: str, disk: Any = None, spare: int = 200_000, **options: Any) -> Training:
+    """As `training`, of a model whose segments have no more entries than those of `matrices`."""
     made = OPTIMIZERS[optimizer](model.parameters())
     if disk is not None:
         asked = Options.build({**options, "optimizer": made, "disk": disk, "host_memory": "1TB"})
         beside = disk_plan(asked, largest=WIDTH * (WIDTH + 1)).beside
         options = {**options, "disk": disk, "host_memory": beside + RING + spare}
-    rank = mesh.get_rank() if mesh is not None else 0
-    return Training(model, made, compiled(model, optimizer=made, **options), rank=rank)
+    return Training(model, made, compiled(model, optimizer=made, **options))
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

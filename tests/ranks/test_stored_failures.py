@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from test_stored_shards import MODES, mesh_of
 from l2l_compile import DiskError, L2LError, RankError
 from l2l_compile.ranks.watch import Watch
 from slow_disk import Faults, slow_disk
-from stored_training import training
+from stored_training import Training, training
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
@@ -25,16 +27,28 @@ PLACES = {
     "in the first step": {"write_fails": (errno.EIO, 7 << 20)},
     "in a later read": {"read_fails": (errno.EIO, 20 << 20)},
 }
-SAID = {"no room": os.strerror(errno.ENOSPC)}
 
 
-def one_fails(rank, world, kind, faults, options, folder):
+def one_fails(rank: int, faults: dict, begun: Callable[[], Training]) -> tuple[str, str, float]:
     """The error of each rank, and when it was raised. Rank 1 has the faults, and catches its error."""
     with slow_disk(Faults(**faults) if rank == 1 else Faults()):
-        made = training("adamw", disk=folder, mesh=mesh_of(kind, world), **options)
+        made = begun()
         with pytest.raises(L2LError) as caught:
             made.step(7)
     return type(caught.value).__name__, str(caught.value), time.time()
+
+
+def assert_others_name_rank_1(found: list[tuple[str, str, float]], error: str, folder: Path) -> None:
+    name, text, since = found.pop(1)
+    said = f"{folder}: {error} while "
+    assert name == "DiskError" and text.startswith(said)
+    for name, text, when in found:
+        assert name == "RankError" and text.startswith(f"rank 1 failed: l2l_compile.errors.DiskError: {said}")
+        assert when - since < SECONDS
+
+
+def fails(rank, world, kind, faults, options, folder):
+    return one_fails(rank, faults, lambda: training("adamw", disk=folder, mesh=mesh_of(kind, world), **options))
 
 
 def test_a_rank_that_waits_for_others_raises_its_own_disk_error(tmp_path):
@@ -70,10 +84,5 @@ def test_a_budget_too_small_on_one_rank_is_told_to_the_others(ranks, tmp_path):
 @pytest.mark.parametrize(("kind", "world"), [("shards", 2), ("replicas", 4)])
 @pytest.mark.slow(but=("shards-2-no room-in_backward", "shards-2-in a later read-*", "replicas-4-while*-in_forward"))
 def test_other_ranks_name_the_rank_whose_disk_fails(ranks, kind, world, place, mode, tmp_path):
-    found = ranks.run(one_fails, kind, PLACES[place], MODES[mode], str(tmp_path), world=world, seconds=40)
-    name, text, since = found.pop(1)
-    said = f"{tmp_path}: {SAID.get(place, os.strerror(errno.EIO))} while "
-    assert name == "DiskError" and text.startswith(said)
-    for name, text, when in found:
-        assert name == RankError.__name__ and text.startswith(f"rank 1 failed: l2l_compile.errors.DiskError: {said}")
-        assert when - since < SECONDS
+    found = ranks.run(fails, kind, PLACES[place], MODES[mode], str(tmp_path), world=world, seconds=40)
+    assert_others_name_rank_1(found, os.strerror(errno.ENOSPC if place == "no room" else errno.EIO), tmp_path)
