@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from l2l_compile.devices.host import own_memory
+from l2l_compile.devices.host import knows_own_memory, own_memory
 from l2l_compile.disk.disk_file import PAGE
 from l2l_compile.errors import L2LError
 from l2l_compile.host.disk_placement import SMALL, DiskPlacement, TensorSizes, place_on_disk
+from l2l_compile.host.step.sharded_state import ranks_among
 from l2l_compile.host.step.torch_step import state_bytes_of_trial
 from l2l_compile.memory.address import memory_of
 from l2l_compile.options import Options
@@ -67,7 +69,8 @@ class DiskPlan:
 def disk_plan(options: Options, largest: int) -> DiskPlan:
     """The plan for the parameters of the option `optimizer`; `largest` are the trained entries of the largest segment.
 
-    Of parameters that are sharded over ranks, each rank plans for its own shards.
+    Of parameters that are sharded over ranks, each rank plans for its own shards. Raises `L2LError` for several ranks if nothing says how much
+    of the host's memory is for each.
     """
     optimizer = options.optimizer
     assert optimizer is not None, "`Options.build` requires it"
@@ -79,12 +82,21 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
     sizes = [TensorSizes(s.nbytes, s.numel() * each, is_alone) for s, is_alone in zip(shards, alone, strict=True)]
     budget = options.host_memory
     if budget is None:
+        _check_part_is_known(own)
         budget = int(_OF_AVAILABLE * (own_memory() + sum(one.master for one in sizes)))
     buffer = min(_LARGEST_BUFFER, max(_SMALLEST_BUFFER, budget // _RING_PART // BUFFERS // PAGE * PAGE))
     beside = bytes_beside(sum(s.numel() for s in shards), largest, each, options)
     placed = place_on_disk(sizes, budget - beside - BUFFERS * buffer)
     masters = sum(one.master for one, away in zip(sizes, placed.masters, strict=True) if away)
     return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, placed.on_disk - masters)
+
+
+def _check_part_is_known(parameters: Sequence[torch.nn.Parameter]) -> None:
+    if ranks_among(parameters) is not None and not knows_own_memory():
+        raise L2LError(
+            "the option 'disk' leaves a part of the host's memory to each rank, and the number of ranks on this host is not known: LOCAL_WORLD_SIZE, "
+            "which torchrun sets, is not set. Give each rank its part with the option host_memory"
+        )
 
 
 def bytes_beside(entries: int, largest: int, state: int, options: Options) -> int:

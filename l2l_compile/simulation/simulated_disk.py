@@ -206,7 +206,11 @@ def bytes_on_disk(plan: DiskPlan) -> dict[Parameter, int]:
 
 
 def check_is_timed(plan: DiskPlan, options: Options) -> None:
-    """Raise `OptionError` for weights that cross the link from the file itself, through the page cache."""
+    """Raise `OptionError` for weights that cross the link from the file itself, through the page cache, and for turns in flight."""
+    if options.goes_by_turns and options.delay:
+        raise OptionError(
+            "the disk is not timed in a schedule without a flush, whose updates begin within the next step: leave out 'disk', 'delay' or 'schedule'"
+        )
     if plan.masters and options.precision == "fp32" and not options.delay:
         raise OptionError(
             "with precision='fp32', weights that are on disk are read in forward and backward through the page cache, whose time is not known "
