@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import io
+import itertools
+
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import l2l_compile
+from l2l_compile import L2LError
+from l2l_compile.devices import host
 from l2l_compile.disk.disk_store import range_of
-from l2l_compile.host.disk_plan import can_move
+from l2l_compile.host.disk_plan import can_move, disk_plan
+from l2l_compile.object_copies import tensors_within
+from l2l_compile.options import Options
 from l2l_compile.ranks.sharded import is_sharded, local
 from slow_disk import Faults, slow_disk
-from stored_training import LAYERS, SLOW, WIDTH, same, training
+from stored_training import LAYERS, SLOW, WIDTH, matrices, same, training
 
 MODES = {
     "in_backward": {"update": "in_backward"},
@@ -92,3 +108,96 @@ def moves_the_bytes_of_its_plan(rank, world, kind, folder):
 @pytest.mark.parametrize(("kind", "world"), [("shards", 2), ("replicas", 4)])
 def test_each_rank_moves_the_bytes_of_its_own_plan(ranks, kind, world, tmp_path):
     ranks.run(moves_the_bytes_of_its_plan, kind, str(tmp_path), world=world)
+
+
+def explain_says_what_the_run_has(rank, world, folder):
+    made = training("adamw", disk=folder, mesh=mesh_of("shards", world), update="in_backward")
+    report = l2l_compile.explain(made.call)(torch.ones(6, 5))
+    made.step(2)
+    assert report.host_memory.disk == made.stored.plan
+    assert report.host_memory.disk.placement.on_disk == l2l_compile.stats(made.call).disk_written_bytes
+    assert report.host_memory.master + report.host_memory.optimizer_state < 200_000
+
+
+def test_explain_says_what_each_rank_has_on_disk(ranks, tmp_path):
+    ranks.run(explain_says_what_the_run_has, str(tmp_path))
+
+
+def has_its_part_of_the_host(rank, world, folder):
+    """Two ranks of a host with 10 GB: torchrun says how many there are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "available_memory", lambda: 10**10)
+        model = l2l_compile.shard(matrices(world), init_device_mesh("cpu", (world,)))
+        options = Options.build({"optimizer": torch.optim.SGD(model.parameters()), "update": "in_backward", "disk": folder})
+        patch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        with pytest.raises(L2LError, match="LOCAL_WORLD_SIZE.* is not set. Give each rank its part with the option host_memory"):
+            disk_plan(options, 0)
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        held = sum(local(p).nbytes for p in model.parameters())
+        assert disk_plan(options, 0).budget == int(0.8 * (10**10 // 2 + held))
+
+
+def test_ranks_of_a_host_divide_its_memory(ranks, tmp_path):
+    ranks.run(has_its_part_of_the_host, str(tmp_path))
+
+
+def a_read_waits(rank, world, mode, folder):
+    """Of a parameter, of a state_dict and of a distributed checkpoint's: each sees the whole step, whose write is late."""
+    read = {
+        "parameters": lambda made: [local(p + 0.0).detach() for p in list(made.model.parameters())[::-1]],
+        "state_dict": lambda made: [local(t).clone() for t in made.model.state_dict().values()],
+        "checkpoint": lambda made: [local(t).clone() for t in get_model_state_dict(made.model).values()],
+        "state": lambda made: [local(t).clone() for t in tensors_within(get_optimizer_state_dict(made.model, made.optimizer))],
+    }
+    for way, of in read.items():
+        found = []
+        for disk in (None, folder):
+            with slow_disk(Faults(rate=SLOW)):
+                made = training("adamw", disk=disk, mesh=mesh_of("shards", world), **MODES[mode])
+                made.step(2)
+                found.append(of(made))
+        assert same(*found), way
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_readers_of_shards_wait_for_the_slow_disk(ranks, mode, tmp_path):
+    ranks.run(a_read_waits, mode, str(tmp_path))
+
+
+def resumes(rank, world, kind, mode, folder):
+    """A distributed checkpoint, and one of `torch.save`, saved from the disk and loaded into a model with a disk and one without."""
+    begun = functools.partial(training, "adamw", **MODES[mode])
+    mesh = mesh_of(kind, world)
+    whole = begun(mesh=mesh)
+    whole.step(4)
+    expected = whole.tensors()
+    with slow_disk(Faults(rate=QUICKER)):
+        made = begun(disk=folder, mesh=mesh)
+        made.step(2)
+        model, optimizer = get_state_dict(made.model, made.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=f"{folder}/checkpoint")
+        file = io.BytesIO()
+        torch.save((made.model.state_dict(), made.optimizer.state_dict()), file)
+        for disk, is_distributed in itertools.product((folder, None), (True, False)):
+            again = begun(disk=disk, mesh=mesh)
+            again.step(1)
+            if is_distributed:
+                model, optimizer = get_state_dict(again.model, again.optimizer)
+                dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=f"{folder}/checkpoint")
+                set_state_dict(again.model, again.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+            else:
+                file.seek(0)
+                model, optimizer = torch.load(file, weights_only=False)
+                again.model.load_state_dict(model)
+                again.optimizer.load_state_dict(optimizer)
+            again.number = 2
+            again.step(2)
+            assert same(expected, again.tensors()), (disk, is_distributed)
+            if disk is not None:
+                held = [local(t) for p in again.model.parameters() for t in (p, *again.optimizer.state[p].values())]
+                assert all(range_of(t) is not None for t in held if t.nbytes >= MATRIX), "state that was loaded goes to the disk"
+
+
+@pytest.mark.parametrize(("kind", "world", "mode"), [("shards", 2, "in_backward"), ("replicas", 4, "in_forward")])
+def test_a_checkpoint_of_shards_resumes_with_equal_bits(ranks, kind, world, mode, tmp_path):
+    ranks.run(resumes, kind, mode, str(tmp_path), world=world)
