@@ -72,9 +72,10 @@ class Options:
     batch_scope     what the batch of a call is, if the model is sharded over ranks (`l2l_compile.shard`). "per_rank": each
                     rank's own, and gradients are the mean over the ranks. "global": a rank's rows of one batch of all ranks.
     disk            a folder for parameters and optimizer state that do not fit into `host_memory` (in_backward and in_forward). Their
-                    file has no name, and is gone with the process.
+                    file has no name, and is gone with the process. Each rank has a file of its own.
     host_memory     the bound for parameters, optimizer state, copies that cross the link, and gradients in host memory, with `disk`:
-                    bytes, or "24GB"; None takes 0.8 of what the system has available at the first step.
+                    bytes, or "24GB", of each rank; None takes 0.8 of what the system has available at the first step, divided by
+                    the ranks of this host (LOCAL_WORLD_SIZE).
     compile_update  whether overlapped updates are compiled into one pass over memory where the optimizer is
                     elementwise; False runs the optimizer's own step on each layer.
     """

@@ -26,6 +26,7 @@ from l2l_compile.host.disk_plan import can_move, disk_plan
 from l2l_compile.object_copies import tensors_within
 from l2l_compile.options import Options
 from l2l_compile.ranks.sharded import is_sharded, local
+from l2l_compile.session import session_of
 from slow_disk import Faults, slow_disk
 from stored_training import LAYERS, SLOW, WIDTH, matrices, same, training
 
@@ -162,6 +163,32 @@ def a_read_waits(rank, world, mode, folder):
 @pytest.mark.parametrize("mode", MODES)
 def test_readers_of_shards_wait_for_the_slow_disk(ranks, mode, tmp_path):
     ranks.run(a_read_waits, mode, str(tmp_path))
+
+
+def a_read_waits_for_a_write(rank, world, folder):
+    with slow_disk(Faults(rate=SLOW)):
+        made = training("sgd", disk=folder, mesh=mesh_of("shards", world), update="in_forward")
+        made.step(2)
+        updates = session_of(made.call).server.updates
+        weight = dict(made.model.named_parameters())[f"{LAYERS}.0.weight"]
+        made.backward()
+
+        def look():
+            updates.worker.drain()
+            written.append(bool(made.stored.being_written([weight])))
+            return watch_now()
+
+        watch_now, written = updates._watch_now, []
+        updates._watch_now = look
+        made.optimizer.step()
+        found = weight + 0.0
+        l2l_compile.synchronize(made.call)
+        assert written[0] and torch.equal(local(found), local(weight))
+
+
+def test_a_read_of_a_shard_waits_for_its_write(ranks, tmp_path):
+    """Its update was done before `optimizer.step()` returned, so nothing else is waited for."""
+    ranks.run(a_read_waits_for_a_write, str(tmp_path))
 
 
 def resumes(rank, world, kind, mode, folder):
